@@ -1,6 +1,9 @@
 """Measure what guessed tokens save or cost, on three kinds of text.
 
-python benchmarks/speculation.py [--size MILLIONS] [--rounds N]
+python benchmarks/speculation.py [--size MILLIONS] [--rounds N] [--drafts]
+
+With --drafts: a draft model, here and in mlx-lm's own speculative_generate_step, on a random Llama
+whose layers behind the second one add a share to the outcome; the draft model is the first two.
 
 The forward passes are those of a random Llama; what it says is written beforehand, because random
 weights repeat nothing: a file of 1,500 tokens with edits, JSON that a schema describes, and prose.
@@ -13,19 +16,25 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step, speculative_generate_step
 
 from mlxrunner import Runner
 from mlxrunner.bench.models import random_llama
+from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.models.load import load_model
 from mlxrunner.results import Chunk
+from mlxrunner.speculation.model import DraftModel
 
+PROMPT = list(range(100, 164))
 ROOT = Path(__file__).parent.parent
 SIDES = ("off", "auto")
 STRETCH = 24
@@ -133,11 +142,71 @@ def measure(runners: dict[str, Runner], text: Any, turn: int) -> dict[str, Side]
     return sides
 
 
+def alike(size: float, share: float) -> tuple[Any, Any, Any]:
+    """Return a loaded random Llama, and its first two layers, which often say the same.
+
+    `share`: what the other layers add to the outcome, of what they would.
+    """
+    loaded = random_llama("random", size * 1e6)
+    model = loaded.model
+    for layer in model.layers[2:]:
+        layer.self_attn.o_proj.weight *= share
+        layer.mlp.down_proj.weight *= share
+    draft = type(model)(replace(model.args, num_hidden_layers=2))
+    draft.model.embed_tokens, draft.model.norm = model.model.embed_tokens, model.model.norm
+    draft.model.layers, draft.lm_head = model.model.layers[:2], model.lm_head
+    mx.eval(model.parameters())
+    return loaded, model, draft
+
+
+def compare_drafts(size: float, rounds: int, count: int = 160) -> None:
+    """Print the processor time of each side, as a share of ours without drafts."""
+    print("| other layers add | side | processor time | tokens as without drafts |")
+    print("|---|---|---|---|")
+    for share in (0.01, 0.1, 0.3):
+        loaded, model, draft = alike(size, share)
+        runner = Runner(model, loaded.tokenizer, loaded.facts, context=1024)
+        options = CacheOptions(1024)
+        runner.sources.model = DraftModel(draft, loaded.facts.vocab, options, 10**8, 512)
+
+        def ours(how: str, runner: Runner = runner) -> list[Any]:
+            runner.reset()
+            given: dict[str, Any] = {"max_tokens": count, "stop_tokens": [], "speculate": how}
+            return [chunk.token for chunk in runner.generate(PROMPT, **given)]
+
+        def theirs(tokens: int, model: Any = model, draft: Any = draft) -> list[Any]:
+            prompt = mx.array(PROMPT)
+            if not tokens:
+                return [token for token, _ in generate_step(prompt, model, max_tokens=count)]
+            given = {"num_draft_tokens": tokens, "max_tokens": count}
+            return [int(one[0]) for one in speculative_generate_step(prompt, model, draft, **given)]
+
+        sides: dict[str, Callable[[], list[Any]]] = {"ours, no draft model": partial(ours, "off")}
+        sides |= {"ours, draft model": partial(ours, "auto"), "mlx-lm, none": partial(theirs, 0)}
+        sides |= {f"mlx-lm, {n} tokens each": partial(theirs, n) for n in (2, 4, 8)}
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        said = {}
+        for _ in range(rounds):
+            for name, answer in sides.items():
+                began = time.process_time()
+                said[name] = answer()
+                taken[name].append(time.process_time() - began)
+        plain, expected = taken["ours, no draft model"], said["ours, no draft model"]
+        for name, those in taken.items():
+            ratio = median(one / usual for one, usual in zip(those, plain, strict=True))
+            same = sum(a == b for a, b in zip(said[name], expected, strict=False))
+            print(f"| {share} | {name} | {ratio:.2f} | {same} of {count} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=float, default=30, help="millions of parameters")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--drafts", action="store_true", help="compare draft models")
     given = parser.parse_args()
+    if given.drafts:
+        compare_drafts(given.size, given.rounds)
+        return
     spoken = load_model("demo").tokenizer
     loaded = random_llama("random", given.size * 1e6)
     runners = {
