@@ -94,6 +94,11 @@ class EntryLease:
         """True in the thread that began the lease."""
         return threading.get_ident() == self._thread
 
+    @property
+    def is_open(self) -> bool:
+        """True until the entry is given back."""
+        return self._cache.is_held_by(self)
+
     def close(self) -> None:
         """Give the entry back. A second call does nothing.
 

@@ -65,6 +65,10 @@ class PrefixCache:
         """True while a lease is open."""
         return self._lease is not None and self._lease() is not None
 
+    def is_held_by(self, lease: EntryLease) -> bool:
+        """Return True if `lease` is open."""
+        return self._lease is not None and self._lease() is lease
+
     @property
     def current(self) -> CacheEntry:
         """The entry, with its invariant restored.
@@ -245,7 +249,7 @@ class PrefixCache:
         return there[max(0, common_prefix(there, prompt) - LEAVING) :].copy()
 
     def close_lease(self, lease: EntryLease) -> None:
-        if self._lease is None or self._lease() is not lease:
+        if not self.is_held_by(lease):
             return
         self._lease, prompt = None, lease.prompt
         self.settle()

@@ -33,6 +33,8 @@ class Decoding(ABC):
     _shift: Shift | None
     _due: float
     """Tokens in the entry from which on a checkpoint may be due."""
+    _is_cut_off = False
+    """True while tokens are shown of which the entry may lack the last ones."""
     logits: mx.array | None
     drafting: Drafting | None
 
@@ -66,6 +68,7 @@ class Decoding(ABC):
             self.drafting.clock = self._clock
         self._current, self._count, self._told = first, 1, 0
         self._together: list[int] = []  # the tokens of the last pass
+        self._is_cut_off = True
         try:
             while self._count <= most:
                 draft, before = self._draft(), self._count
@@ -73,9 +76,24 @@ class Decoding(ABC):
                 if before // CLEAR_EVERY < self._count // CLEAR_EVERY:
                     mx.clear_cache()
         except GeneratorExit:
-            self._finish()
+            self.finish()
             raise
-        self._finish()
+        except BaseException:
+            self._is_cut_off = False
+            raise
+        self.finish()
+
+    def finish(self) -> None:
+        """Leave the entry as it is without drafts, if the answer ended without an error.
+
+        Where another thread dropped the answer, this does nothing there. The owner calls it again.
+        """
+        lease = self._lease
+        if self._is_cut_off and lease.is_here and lease.is_open:
+            self._is_cut_off = False
+            if lease.forwarded > lease.recorded:
+                lease.accept(self._together)
+            self._finish()
 
     def _single(self) -> Generator[Decoded, None, None]:
         """Run the current token, sample the next one, and yield the current one."""
@@ -84,7 +102,10 @@ class Decoding(ABC):
         on_its_way: Sampled | None = None
         formless: FormError | None = None
         is_unread, began = self._told < count, self._clock()
-        pending: list[int] = []
+        late, pending = 0.0, list[int]()
+        # The device has nothing to do while the pass is prepared, since a draft was waited for.
+        is_late = self.drafting is not None and not is_unread and count > 1
+        prepared = time.thread_time() if is_late else 0.0
         try:
             if count < self._most:
                 self._make_room()
@@ -99,6 +120,7 @@ class Decoding(ABC):
                     dispatch(self._current.arrays)
                 except FormError as error:
                     formless = error  # the token before is not delivered yet
+                late = time.thread_time() - prepared if is_late else 0.0
             token = current.read()
             if on_its_way is not None:
                 self._together = [*pending, token]
@@ -110,8 +132,10 @@ class Decoding(ABC):
             if on_its_way is not None and lease.forwarded > lease.recorded:
                 # Interrupted between a forward pass and the reading of its token.
                 lease.record((*pending, on_its_way.read()))
-        if self.drafting is not None and (is_unread or self._waited) and count > 1:
-            self.drafting.passed(self._clock() - began + self._waited)
+        if self.drafting is not None and count < self._most:
+            is_usual = count > 1 and (is_unread or self._waited)
+            seconds = self._clock() - began + self._waited if is_usual else None
+            self.drafting.passed(seconds, len(pending), late)
         self._tell(token)
         if count > 1:
             yield current.decoded(token)
@@ -125,6 +149,8 @@ class Decoding(ABC):
             self.logits = self._forward(mx.array([tokens], mx.int32))[:, -1, :]
             dispatch([self.logits])
             self._lease.record(tokens)
+            if self.drafting is not None:
+                self.drafting.evaluated_again(len(tokens))
             if self._lease.recorded >= self._due:
                 self._checkpoint_if_due()
 
@@ -135,8 +161,6 @@ class Decoding(ABC):
         drops old tokens when a pass begins has dropped as many.
         """
         lease, together = self._lease, self._together
-        if not lease.is_here:
-            return
         pending, was_taken = lease.pending, False
         if not pending and len(together) > 1:
             behind = lease.recorded - 1
@@ -216,7 +240,8 @@ class Decoding(ABC):
                 paused = self._clock() - left
             right = self._judge(sampled, draft)
             assert self.drafting is not None
-            self.drafting.judge(len(draft), len(right), self._clock() - began - paused)
+            seconds = self._clock() - began - paused
+            self.drafting.judge(len(draft), len(right), seconds, shown - 1)
             for decoded in right:
                 shown += 1
                 yield decoded
@@ -227,7 +252,7 @@ class Decoding(ABC):
                 if lease.is_here:
                     lease.accept(rows[:shown])
                 else:
-                    lease.record(rows[:shown])  # the layers follow before their next use
+                    lease.record(rows[:shown])  # the layers follow before the owner's next use
         if lease.recorded >= self._due:
             self._checkpoint_if_due()
 

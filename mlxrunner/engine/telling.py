@@ -57,7 +57,11 @@ class Telling(Closing):
 
     def _end(self, run: Run) -> None:
         """Give the entry back and tell the observers, also if Ctrl-C has cut this off before."""
-        run.lease.close()
+        try:
+            if self._pipeline is not None:
+                self._pipeline.finish()
+        finally:
+            run.lease.close()
         self._tell(run)
 
     def _tell(self, run: Run) -> None:

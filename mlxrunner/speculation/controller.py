@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median_low
 
 DEPTHS = (1, 3, 7, 15)
 """The lengths of a draft that are compared. With the token before it a pass has a power of two."""
@@ -14,7 +15,7 @@ DEEPEST = DEPTHS[-1]
 SLOPE = 0.15
 """Assumed cost of one more row of a pass, as a share of a pass of one row, until it is measured."""
 REMEMBERED = 7
-"""Passes of one size, the cheapest of which tells the cost: other work only ever adds to it."""
+"""Passes of one size, the middle one of which tells the cost: other work disturbs some."""
 LEAST_GAIN = 0.3
 """Passes that a draft has to save on the average: what waiting and going back cost beside it."""
 PROBE_SHARE = 0.01
@@ -23,6 +24,12 @@ LATER = 32
 """Drafts after which a longer one is tried, because its cost may have been measured badly."""
 PRIOR_WEIGHT, EVIDENCE = 8, 64
 """Guesses that the assumption about a source counts as, and guesses that are remembered."""
+AT_FIRST, LOSS, MOST_LEFT = 1.0, 0.01, 4.0
+"""What drafts may lose, in passes of one row.
+
+At most `AT_FIRST` in a whole answer, and `LOSS` for each of its tokens. What they gained may be
+lost again, up to `MOST_LEFT`: the text may have changed.
+"""
 
 
 class Trust:
@@ -49,12 +56,48 @@ class Trust:
         self._right, self._asked = self._right / 2, self._asked / 2
 
 
+class Budget:
+    """What drafts may still lose, in passes of one row. Several controllers may share one.
+
+    Whatever the text is, and whatever is guessed, all answers so far took at most the time of
+    plain decoding, `LOSS` of it and `AT_FIRST` passes. So did each of them by itself.
+    """
+
+    def __init__(self) -> None:
+        self.left = AT_FIRST
+
+    def begin(self) -> None:
+        """Begin an answer. What earlier ones gained is no reason to lose time in this one."""
+        self.left = min(self.left, AT_FIRST)
+
+    def pay(self, passes: float, tokens: int) -> None:
+        """Note that `tokens` of the answer took the time of `passes` of one row."""
+        self.left = min(self.left + tokens * (1 + LOSS) - passes, MOST_LEFT)
+
+
 class Costs:
     """The seconds that passes of one row and of several rows kept the caller waiting."""
 
     def __init__(self) -> None:
         self._single: deque[float] = deque(maxlen=REMEMBERED)
+        # In passes of one row of that time: a longer context makes both slower.
         self._checked = {depth: deque[float](maxlen=REMEMBERED) for depth in DEPTHS}
+        self._ratios: dict[int, float] = {}
+
+    @property
+    def single(self) -> float:
+        """The seconds of a pass of one row; 0 until one was measured."""
+        return max(median_low(self._single), 1e-9) if self._single else 0.0
+
+    @property
+    def can_tell(self) -> bool:
+        """True if a pass of one row was measured, with which others are compared."""
+        return bool(self._single)
+
+    @property
+    def is_known(self) -> bool:
+        """True if a pass of several rows was measured."""
+        return any(self._checked.values())
 
     def measure_single(self, seconds: float) -> None:
         """Note the seconds of a pass of one row."""
@@ -62,24 +105,31 @@ class Costs:
 
     def measure(self, depth: int, seconds: float) -> None:
         """Note the seconds of a pass that checked `depth` drafted tokens."""
-        self._checked[_rounded(depth)].append(seconds)
+        if single := self.single:
+            self._checked[_rounded(depth)].append(seconds / single)
+            self._ratios.clear()
 
     def ratio(self, depth: int) -> float:
         """Return the cost of a pass with a draft of `depth`, in passes of one row."""
-        if not self._single:
-            return 1 + depth * SLOPE
-        single = max(min(self._single), 1e-9)
+        if not depth:
+            return 1.0
+        if depth not in self._ratios:
+            self._ratios[depth] = self._ratio(depth)
+        return self._ratios[depth]
+
+    def _ratio(self, depth: int) -> float:
         if measured := self._checked[_rounded(depth)]:
-            return min(measured) / single
-        slopes = [(min(seen) / single - 1) / size for size, seen in self._checked.items() if seen]
+            return median_low(measured)
+        slopes = [(median_low(seen) - 1) / size for size, seen in self._checked.items() if seen]
         return 1 + depth * max(slopes[-1] if slopes else SLOPE, 0)
 
 
 class Controller:
     """The choice of a depth, 0 included. It outlives requests: the device stays the same."""
 
-    def __init__(self) -> None:
-        self.costs = Costs()
+    def __init__(self, budget: Budget | None = None) -> None:
+        """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does."""
+        self.costs, self._budget = Costs(), budget
         self._drafts = 0
         self._single_since_probe = 0
 
@@ -100,7 +150,7 @@ class Controller:
         probability that there will be a draft, if the loop has to wait for a token before it.
         """
         expected = _expected(shares)
-        depths = sorted({min(depth, most) for depth in DEPTHS} - {0})
+        depths = [depth for depth in _depths(most) if self._affords(depth)]
         if not depths:
             return 0
         rates = {depth: (1 + expected[depth]) / self.costs.ratio(depth) for depth in depths}
@@ -111,6 +161,20 @@ class Controller:
         if self._drafts % LATER == LATER - 1:
             return min((depth for depth in depths if depth > best), default=best)
         return best
+
+    @property
+    def may_draft(self) -> bool:
+        """True if the budget has room for the shortest draft."""
+        return self._affords(1)
+
+    def _affords(self, depth: int) -> bool:
+        """Return True if a draft of `depth` may be wrong altogether. The first one is short."""
+        if self._budget is None:
+            return True
+        if not self.costs.can_tell:
+            return False
+        most = DEEPEST if self.costs.is_known else 1
+        return depth <= most and self.costs.ratio(depth) - 1 <= self._budget.left
 
     def _probe(self, expected: Sequence[float], depths: Sequence[int]) -> int:
         """Return a depth to measure once more, if its loss is small beside plain decoding."""
@@ -129,6 +193,11 @@ def _expected(shares: Sequence[float]) -> list[float]:
         chance *= share
         expected.append(expected[-1] + chance)
     return expected
+
+
+def _depths(most: int) -> list[int]:
+    """Return the depths to choose from, none of which is larger than `most`."""
+    return sorted({min(depth, most) for depth in DEPTHS} - {0})
 
 
 def _rounded(depth: int) -> int:

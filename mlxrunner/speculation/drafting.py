@@ -5,18 +5,25 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.speculation.controller import DEEPEST, Controller, Trust
+from mlxrunner.speculation.controller import DEEPEST, Budget, Controller, Trust
 from mlxrunner.speculation.lookup import TextLookup
 
 ASSUMED = {2: 0.3, 3: 0.55, 4: 0.75, 5: 0.9}
 """Assumed probability of a guess, by the bits of the length of its match."""
+LONG = 1 << max(ASSUMED) - 1
+"""Length of a match from which on all are trusted alike."""
 FORCED = 0.9
 """Assumed probability that the only text is spelled as drafted."""
 ALIKE = 0.7
 """Assumed probability that the model says what the draft model says."""
+BEHIND = 4 * DEEPEST
+"""Tokens behind the last draft of the draft model from which on the next one tells no cost.
+
+It evaluates them first. So it does with the prompt.
+"""
 WAITS, RATE = 0.15, 1 / 16
 """Forced tokens per token of the answer that are worth waiting for, and the rate of the average."""
 
@@ -33,13 +40,18 @@ class Counts:
 class Experience:
     """The experience of a runner with drafts. It outlives requests."""
 
-    controller: Controller = field(default_factory=Controller)
+    budget: Budget = field(default_factory=Budget)
     forced: Trust = field(default_factory=lambda: Trust(FORCED))
-    modelled: Controller = field(default_factory=Controller)
-    """The controller of drafts by a model, which cost more than those that are looked up."""
     alike: Trust = field(default_factory=lambda: Trust(ALIKE))
     matches: dict[tuple[str, int], Trust] = field(default_factory=dict)
     """The trust in the lookup, by source and bits of the length of the match."""
+    of_steps: InitVar[Controller | None] = None
+    """What chooses the depth in steps of many answers, with this budget."""
+
+    def __post_init__(self, of_steps: Controller | None) -> None:
+        self.controller = of_steps or Controller(self.budget)
+        self.modelled = Controller(self.budget)
+        """The controller of drafts by a model, which cost more than those that are looked up."""
 
     def of(self, source: str, length: int) -> Trust:
         """Return the trust in a match of `length` tokens."""
@@ -80,9 +92,10 @@ class Drafting:
         without asking what it costs.
         """
         experience.fade()
+        experience.budget.begin()
         self._experience, self._forced, self._always = experience, forced, always
         self._lookup = TextLookup(earlier, prompt)
-        self._model, self._model_s = model, 0.0
+        self._model, self._model_s, self._unsaid = model, 0.0, BEHIND
         self.clock: Callable[[], float] = time.perf_counter
         """Returns the seconds by which costs are compared."""
         self._source, self._forced_share = "", 1.0
@@ -93,10 +106,10 @@ class Drafting:
     def add(self, token: int) -> None:
         """Note a token of the answer."""
         lookup = self._lookup
+        self._unsaid += 1
         if lookup.length:
-            trust = self._experience.of(self._found_in, lookup.length)
             right = lookup.expected == token
-            trust.learn(right, not right)
+            self._experience.of(self._found_in, lookup.length).learn(right, not right)
         lookup.add(token)
 
     @property
@@ -108,7 +121,7 @@ class Drafting:
             return True
         if self._modelled(DEEPEST):
             return True
-        if not self._lookup.length:
+        if not self._lookup.length or not self._experience.controller.may_draft:
             return False
         first, *shares = self._shares(DEEPEST + 1)
         return self._experience.controller.depth(shares, DEEPEST, first) > 0
@@ -136,7 +149,8 @@ class Drafting:
             return []
         self._source, began = "model", self.clock()
         found = self._model(self._lookup.text, depth)
-        self._model_s = self.clock() - began
+        self._model_s = self.clock() - began if self._unsaid < BEHIND else 0.0
+        self._unsaid = 0
         return found
 
     def _modelled(self, most: int) -> int:
@@ -146,32 +160,57 @@ class Drafting:
         experience = self._experience
         return experience.modelled.depth([experience.alike.share] * DEEPEST, most)
 
-    def judge(self, drafted: int, accepted: int, seconds: float) -> None:
-        """Note that `accepted` of `drafted` tokens were right, and what the pass cost."""
+    def judge(self, drafted: int, accepted: int, seconds: float, before: int = 0) -> None:
+        """Note that `accepted` of `drafted` tokens were right, and what the pass cost.
+
+        `before`: its rows before the current token, which an earlier pass has evaluated, too.
+        """
         counts = self.by_source[self._source]
         counts.drafted += drafted
         counts.accepted += accepted
         self.passes += 1
+        experience, controller = self._experience, self._experience.controller
         if self._source == "form":
-            self._experience.forced.learn(accepted, int(accepted < drafted))
+            experience.forced.learn(accepted, int(accepted < drafted))
         if self._source == "model":
-            self._experience.alike.learn(accepted, int(accepted < drafted))
-            self._experience.modelled.verified(drafted, seconds + self._model_s)
-        else:
-            self._experience.controller.verified(drafted, seconds)
+            experience.alike.learn(accepted, int(accepted < drafted))
+            controller, seconds = experience.modelled, seconds + self._model_s
+        controller.verified(drafted + before, seconds)
+        experience.budget.pay(controller.costs.ratio(drafted + before), accepted + 1)
 
-    def passed(self, seconds: float) -> None:
-        """Note what a pass without a draft cost."""
-        self._experience.controller.passed(seconds)
-        self._experience.modelled.passed(seconds)
+    def passed(self, seconds: float | None, before: int = 0, late: float = 0.0) -> None:
+        """Note a pass without a draft.
+
+        `seconds`: None if they are not comparable. `before`: as for `judge`. `late`: seconds in
+        which the device had nothing to do, because a draft was waited for.
+        """
+        experience, costs = self._experience, self._experience.controller.costs
+        if seconds is not None and before:
+            costs.measure(before, seconds)
+        elif seconds is not None:
+            experience.controller.passed(seconds)
+            if self._model is not None:
+                experience.modelled.passed(seconds)
+        lost = late / costs.single if late and costs.single else 0.0
+        experience.budget.pay(costs.ratio(before) + lost, 1)
+
+    def evaluated_again(self, rows: int) -> None:
+        """Note a pass over tokens of the answer that were undone with wrong ones."""
+        experience = self._experience
+        experience.budget.pay(experience.controller.costs.ratio(rows - 1), 0)
 
     def _depth(self, shares: Sequence[float], most: int) -> int:
         return most if self._always else self._experience.controller.depth(shares, most)
 
     def _shares(self, count: int) -> list[float]:
         """Return the probabilities of the next `count` guesses: the match grows with each."""
-        source, length = self._found_in, self._lookup.length
-        return [self._experience.of(source, length + more).share for more in range(count)]
+        source, length, shares = self._found_in, self._lookup.length, list[float]()
+        while len(shares) < count:
+            longer = 1 << length.bit_length()  # of which the trust is another one
+            alike = longer - length if longer <= LONG else count
+            shares += [self._experience.of(source, length).share] * alike
+            length = longer
+        return shares[:count]
 
     @property
     def _found_in(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -118,6 +119,29 @@ def test_an_answer_may_end_anywhere_in_an_accepted_run(name: str, ending: int) -
                 after[title] = chunks, reuse(usage), entry_of(other)
             found.append((said, left, after))
         assert found[0] == found[1]
+
+
+@every_mix
+@pytest.mark.exhaustive(4)
+def test_another_thread_may_drop_the_answer_anywhere(name: str) -> None:
+    """The entry is then the one that a close leaves, and so is what comes next."""
+    for ending in range(3, 41, fewer(6, 18)):
+        found = []
+        for how in ("off", "lookup", "dropped"):
+            runner = runner_of(name)
+            held = [
+                runner.generate(PROMPT, speculate=how.replace("dropped", "lookup"), stop_tokens=[])
+            ]
+            said = [*PROMPT, *(int(next(held[0]).token or 0) for _ in range(ending))]
+            if how == "dropped":
+                thread = threading.Thread(target=held.clear)
+                thread.start()
+                thread.join()
+            else:
+                held.pop().close()
+            chunks, usage = answer(runner, [*said, 5], "off", 3)
+            found.append((chunks, reuse(usage), entry_of(runner)))
+        assert found[0] == found[1] == found[2]
 
 
 @every_mix

@@ -21,7 +21,7 @@ from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.serve.answering.opened import Opening
-from mlxrunner.speculation.controller import DEEPEST
+from mlxrunner.speculation.controller import DEEPEST, Budget
 from mlxrunner.testing import interrupt_at
 
 STATES = ["qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"]
@@ -245,11 +245,11 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None
 
 def test_the_controller_drafts_where_a_step_has_few_answers() -> None:
     """One right guess saves one answer a step: a share of it, the more answers the smaller."""
-    controller = StepController()
+    controller = StepController(Budget())
     sure = [0.95] * DEEPEST
     depths = []
     for count in (1, 2, 4, 8, 15):
-        controller.answers = count
+        controller.carry(count)
         for _ in range(3):
             controller.measure(count, 0, 1.0)
             controller.measure(count, 7, 1.6)
@@ -261,8 +261,8 @@ def test_the_controller_drafts_where_a_step_has_few_answers() -> None:
 
 def test_a_badly_measured_cost_is_forgotten() -> None:
     """A step with guesses may have waited for other work the only time that there was one."""
-    controller = StepController()
-    controller.answers = 2
+    controller = StepController(Budget())
+    controller.carry(2)
     controller.measure(2, 0, 1.0)
     controller.measure(2, 15, 50.0)
     assert controller.depth([0.9] * DEEPEST, DEEPEST) == 0

@@ -18,7 +18,7 @@ from mlxrunner.errors import FormError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.row import Row
-from mlxrunner.speculation.controller import DEEPEST, Controller
+from mlxrunner.speculation.controller import DEEPEST, Budget, Controller
 from mlxrunner.speculation.drafting import Experience
 from mlxrunner.speculation.sources import Sources
 
@@ -29,12 +29,17 @@ FORGOTTEN = 256
 class StepController(Controller):
     """The choice of how much one answer of a step drafts. It learns from whole steps."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._of: defaultdict[int, Controller] = defaultdict(Controller)
+    def __init__(self, budget: Budget) -> None:
+        """Begin without measurements. `budget`: bounds what drafts lose."""
+        super().__init__(budget)
+        self._of = defaultdict[int, Controller](lambda: Controller(budget))
         self._plain: defaultdict[int, int] = defaultdict(int)
-        self.answers = 1
-        """Answers that the next step carries."""
+        self._answers = 1
+
+    def carry(self, answers: int) -> None:
+        """Note how many answers the next step carries."""
+        self._answers = max(1, answers)
+        self.costs = self._of[_size(self._answers)].costs
 
     def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
         """Return how many tokens to draft: see `Controller.depth`.
@@ -43,8 +48,8 @@ class StepController(Controller):
         """
         if not shares:
             return 0
-        part = [shares[0] / self.answers, *shares[1:]]
-        return self._of[_size(self.answers)].depth(part, most, first)
+        part = [shares[0] / self._answers, *shares[1:]]
+        return self._of[_size(self._answers)].depth(part, most, first)
 
     def verified(self, depth: int, seconds: float) -> None:
         """Do nothing: `measure` has the whole step."""
@@ -61,7 +66,7 @@ class StepController(Controller):
             return
         self._plain[size] += 1
         if self._plain[size] % FORGOTTEN == 0:
-            self._of[size] = Controller()
+            del self._of[size]
         self._of[size].passed(seconds)
 
 
@@ -73,8 +78,9 @@ class Drafts:
 
         `most`: rows that drafts may add to a step.
         """
-        self._controller = StepController()
-        experience = Experience(self._controller)
+        budget = Budget()
+        self._controller = StepController(budget)
+        experience = Experience(budget, of_steps=self._controller)
         self._sources = None if facts is None else Sources(facts, experience)
         self._most = min(most, DEEPEST)
 
@@ -87,7 +93,7 @@ class Drafts:
 
     def is_worth_waiting(self, row: Row) -> bool:
         """Return True if the tokens of the last step are needed before `row` is dispatched."""
-        self._controller.answers = max(1, len(row))
+        self._controller.carry(len(row))
         return self._may_draft(row) and any(
             not request.is_read
             and request.drafting is not None
@@ -101,7 +107,7 @@ class Drafts:
 
         Requests that have guesses share the rows that are left.
         """
-        self._controller.answers = max(1, len(row))
+        self._controller.carry(len(row))
         if not self._may_draft(row):
             return row
         left = self._most - sum(count - 1 for _, count in row)

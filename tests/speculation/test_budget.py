@@ -1,0 +1,142 @@
+"""Wrong guesses cost a bounded share of plain decoding, by counted passes and rows.
+
+The clock is that of the model: it goes on by what each pass costs, and by nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.repeating import RepeatingModel
+from support.sample import fewer
+
+from mlxrunner import Runner
+from mlxrunner.engine import decode
+from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Controller
+from mlxrunner.speculation.lookup import TextLookup
+from mlxrunner.testing import VOCAB, oracle_runner
+
+PROMPT = list(range(1, 30))
+SLOPES = [0.0, 0.05, 0.15, 0.4, 1.0]
+"""Costs of a further row, in passes of one row. A row can't cost more than a pass."""
+
+
+class Clocked(RepeatingModel):
+    """A model whose passes take the time that their rows cost."""
+
+    def __init__(self, kinds: list[str], slope: float) -> None:
+        super().__init__(kinds)
+        self.slope, self.now = slope, 0.0
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        self.now += 1 + self.slope * (tokens.shape[1] - 1)
+        return super().__call__(tokens, cache)
+
+    def process_time(self) -> float:
+        return self.now
+
+    perf_counter = process_time
+
+    def thread_time(self) -> float:
+        """Return a constant: preparing a pass takes no time."""
+        return 0.0
+
+
+def taken(runner: Runner, model: Clocked, prompt: list[int], how: str, count: int) -> float:
+    """Return the time of an answer behind its first token."""
+    chunks = runner.generate(prompt, max_tokens=count, speculate=how, stop_tokens=[])
+    next(chunks)
+    began = model.now
+    for _ in chunks:
+        pass
+    return model.now - began
+
+
+def clocked_runner(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
+) -> tuple[Runner, Clocked]:
+    model = Clocked(kinds, slope)
+    monkeypatch.setattr(decode, "time", model)
+    return oracle_runner(model=model), model
+
+
+@pytest.mark.parametrize("slope", SLOPES)
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
+def test_a_source_that_is_trusted_and_always_wrong_costs_no_more_than_the_budget(
+    slope: float, share: float
+) -> None:
+    """At every token: what was lost so far is bounded, and drafts are tried again and again."""
+    budget = Budget()
+    controller, lost, drafts = Controller(budget), 0.0, 0
+    for count in range(1, 5000):
+        depth = controller.depth([share] * DEEPEST, DEEPEST)
+        seconds = 1 + slope * depth
+        if depth:
+            controller.verified(depth, seconds)
+            drafts += 1
+        else:
+            controller.passed(seconds)
+        budget.pay(controller.costs.ratio(depth), 1)
+        lost += seconds - 1
+        # The first draft has one token, whose cost is not known before.
+        assert lost <= AT_FIRST + LOSS * count + max(slope - AT_FIRST, 0)
+    assert drafts or controller.costs.ratio(1) > 1 + share
+
+
+@pytest.mark.parametrize("slope", SLOPES)
+@pytest.mark.parametrize("kinds", [["full"], ["sliding", "full"], ["recurrent", "full"]])
+@pytest.mark.exhaustive(6)
+def test_an_answer_whose_guesses_all_fail_takes_as_long_as_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
+) -> None:
+    """The text repeats itself, so that guesses are trusted; what is then drafted is wrong."""
+    monkeypatch.setattr(TextLookup, "ahead", lambda self, most: [VOCAB - 1] * most)
+    runner, model = clocked_runner(monkeypatch, kinds, slope)
+    count, whole = fewer(600, 300), 0
+    rows = slope + 1 if "recurrent" in kinds else 0.0  # the tokens that are evaluated again
+    for turn in range(3):
+        prompt = [turn + 1, *PROMPT]
+        lost = taken(runner, model, prompt, "auto", count) - (count - 1)
+        whole += count
+        assert runner.usage is not None
+        assert not sum(use.accepted for use in runner.usage.drafts)
+        assert runner.usage.draft_passes or slope == max(SLOPES)
+        assert lost <= AT_FIRST + LOSS * whole + rows
+
+
+@pytest.mark.parametrize("slope", [0.05, 0.15, 0.4])
+@pytest.mark.parametrize("kinds", [["full"], ["recurrent", "full"]])
+def test_an_answer_whose_guesses_are_right_takes_less(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
+) -> None:
+    """The budget does not stand in the way of what pays."""
+    times = {}
+    for how in ("off", "auto"):
+        runner, model = clocked_runner(monkeypatch, kinds, slope)
+        times[how] = taken(runner, model, PROMPT, how, 400)
+    assert times["off"] == 399
+    assert times["auto"] < (0.8 if slope < 0.4 else 0.98) * times["off"]
+
+
+def test_what_was_gained_may_be_lost_again_but_only_a_little() -> None:
+    """A long gain must not pay for a long loss, and an earlier answer for none in the next."""
+    budget = Budget()
+    for _ in range(100):
+        budget.pay(2, 10)
+    assert 1 < budget.left < 10
+    budget.begin()
+    assert budget.left == AT_FIRST
+    budget.pay(5, 1)
+    owed = budget.left
+    budget.begin()
+    assert budget.left == owed < 0
+
+
+def test_nothing_is_drafted_before_a_pass_was_measured() -> None:
+    """Without that nobody knows what a draft costs."""
+    controller = Controller(Budget())
+    assert controller.depth([0.99] * DEEPEST, DEEPEST) == 0
+    controller.passed(1.0)
+    assert controller.depth([0.99] * DEEPEST, DEEPEST) == 1
