@@ -122,7 +122,14 @@ def test_a_good_call_is_as_the_model_writes_it(makers: dict[str, PromptMaker], f
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("qwen3", "get%age"), ("deepseek", "a%dx"), ("deepseek", "caf\u00e9")]
+    ("family", "name"),
+    [
+        ("qwen3", "get%age"),
+        ("deepseek", "a%dx"),
+        ("deepseek", "caf\u00e9"),
+        ("gpt-oss", "get%age/a:b"),
+        ("gpt-oss", "caf\u00e9"),
+    ],
 )
 def test_a_name_is_spelled_as_it_is(makers: dict[str, PromptMaker], family: str, name: str) -> None:
     """Also with what stands for other parts in a spelling, and with letters that JSON escapes."""
@@ -130,6 +137,16 @@ def test_a_name_is_spelled_as_it_is(makers: dict[str, PromptMaker], family: str,
     wish = text_of(family, name, GOOD)
     answer = answered(maker, held_of(maker, request), wish, random.Random(0))
     assert list(calls_of(events_of(maker, request, answer))) == [(name, json.loads(GOOD))]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3"])
+def test_a_tool_may_be_named_like_a_tag(makers: dict[str, PromptMaker], family: str) -> None:
+    """The letters of the name are meant, not the token of the tag."""
+    maker, request = makers[family], asked(tools=[tool("<tool_call>", strict=True)])
+    wish = text_of(family, "<tool_call>", GOOD)
+    answer = answered(maker, held_of(maker, request), wish, random.Random(0))
+    ((name, arguments),) = calls_of(events_of(maker, request, answer))
+    assert (name, fits(arguments)) == ("<tool_call>", True)
 
 
 @pytest.mark.parametrize("family", CALLS)
@@ -151,7 +168,7 @@ def test_a_text_is_not_held(makers: dict[str, PromptMaker], family: str, text: s
         assert held.mask(maker.tokenizer.vocab_size + 64).all() or _is_near(maker, held)
         held.advance(token)
     assert not held.is_done
-    assert held.mask(maker.tokenizer.vocab_size).all()
+    assert held.mask(maker.tokenizer.vocab_size).all() or _is_near(maker, held)
 
 
 def _is_near(maker: PromptMaker, held: Constraint) -> bool:
@@ -178,7 +195,43 @@ def test_a_tag_and_what_follows_it_are_no_single_token(makers: dict[str, PromptM
     held.advance(space)
     allowed = held.mask(maker.tokenizer.vocab_size)
     texts = {maker.tokenizer.decode([token]) for token in allowed.nonzero()[0].tolist()}
-    assert texts == {"{", " ", "\n"}
+    assert texts == {"{", " ", "\n", '{"name": "lo'}
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [("llama3", '{"name": "lo'), ("mistral", "a[TOOL_CALLS] [{")]
+)
+def test_a_token_that_has_a_whole_tag_and_goes_on_may_not_come(
+    makers: dict[str, PromptMaker], family: str, text: str
+) -> None:
+    """Nothing would hold the call. Another text in front of it makes it no call of Llama 3."""
+    maker = makers[family]
+    held, token = held_of(maker, asked()), FIRST + LONG.index(text)
+    assert maker.tokenizer.decode([token]) == text
+    allowed = held.mask(maker.tokenizer.vocab_size)
+    assert (allowed[token], int((~allowed).sum())) == (False, 1)
+    held.advance(maker.tokenizer.encode_more("x")[0])
+    assert held.mask(maker.tokenizer.vocab_size)[token] == (family == "llama3")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("deepseek", "<tool_call>"),
+        ("deepseek", "a{"),
+        ("gpt-oss", "a b"),
+        ("gpt-oss", "a<|message|>"),
+        ("mistral", "a%d"),
+    ],
+)
+def test_a_name_that_the_form_has_not_is_refused(
+    makers: dict[str, PromptMaker], family: str, name: str
+) -> None:
+    """No reader would find the call. Without `strict` the tool is taken."""
+    with pytest.raises(RefusedError, match="no such names") as error:
+        makers[family].make(asked(tools=[tool(name, strict=True)]))
+    assert (error.value.status, error.value.param) == (400, "tools")
+    makers[family].make(asked(tools=[tool(name), tool("look", strict=True)]))
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

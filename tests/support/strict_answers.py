@@ -17,7 +17,7 @@ from mlxrunner.serve.events import CallArguments, CallBegan, Event
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
-LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok"]
+LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok", '{"name": "lo', "a[TOOL_CALLS] [{"]
 """Tokens of several letters, of which some end a tag and go on."""
 FIRST = 256
 """The first of them: those before are bytes."""

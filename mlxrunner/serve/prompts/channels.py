@@ -15,7 +15,7 @@ BODY = "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
 _TAGS = re.compile(r"(?:<\|\w+\|>|\s)+")
 _MOST_END = len("<|return|>")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class ChannelReader:

@@ -84,8 +84,6 @@ def rules_of(tool: Mapping[str, Any], number: int) -> Iterator[tuple[str, str]]:
     The first is `arguments_{number}`. Raise RefusedError if the schema can't be held to.
     """
     root = arguments_of(tool) if is_strict(tool) else {}
-    if is_strict(tool):
-        _check_name(tool, name_of(tool))
     properties: Mapping[str, Any] = root.get("properties") or {}
     if any(key in root for key in _UNHELD["object"]):
         raise _refused(tool, "its properties have to stand in one list")

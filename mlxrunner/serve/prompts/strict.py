@@ -53,6 +53,8 @@ class Spelling:
     """The texts of a call without JSON around it, which is `head`."""
     end: str = ""
     """The text after the calls."""
+    names: str = r"(?s:.+)"
+    """A regular expression for the names of tools that a reader finds."""
     are_texts: bool = False
     """True if arguments are texts between tags: see `mlxrunner.serve.prompts.parameters`."""
 
@@ -78,12 +80,14 @@ SPELLINGS: Mapping[str, Spelling] = {
         '{"name": "%n", "arguments": %a}',
         '{"name": "%n", "arguments": %a, "id": "%i"}',
         heads=("%n[ARGS]%a",),
+        names=r"[\w.-]+",
     ),
     "kimi_k2": _tagged(
         "<|tool_calls_section_begin|>",
         "WS (call WS)+ end",
         "<|tool_call_begin|>functions.%n:%d<|tool_call_argument_begin|>%a<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
+        names=r"[^\s<:]+",
     ),
     "deepseek": _tagged(
         "<｜tool▁calls▁begin｜>",
@@ -91,12 +95,14 @@ SPELLINGS: Mapping[str, Spelling] = {
         "<｜tool▁call▁begin｜>%n<｜tool▁sep｜>%a<｜tool▁call▁end｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%n\n```json\n%a\n```<｜tool▁call▁end｜>",
         end="<｜tool▁calls▁end｜>",
+        names=r"[^\s<{](?:[^<{\n]*[^\s<{])?",
     ),
     NAME: _tagged(
         "<tool_call>",
         "WS call WS end",
         "<function=%n>\n%a</function>",
         end="</tool_call>",
+        names=r"[^\s<>]+",
         are_texts=True,
     ),
     "bare_json": Spelling(
@@ -107,11 +113,12 @@ SPELLINGS: Mapping[str, Spelling] = {
         ('%n", "parameters": %a}',),
     ),
     "channels": Spelling(
-        r"to=(?:functions\.)?(?P<name>[\w.-]+)(?:(?!<\|(?:message|start)\|>).)*<\|message\|>\s*",
+        r"to=(?:functions\.)?(?P<name>[^\s<]+)(?:(?!<\|(?:message|start)\|>).)*<\|message\|>\s*",
         "<|message|>",
         "WS call end?",
         ("%a",),
         end="<|call|>",
+        names=r"[^\s<]+",
     ),
 }
 """The spelling of each form whose calls can be held to a schema, by the name of the form."""
@@ -151,7 +158,7 @@ class StrictCalls:
         if self._spelling is None or not any(map(is_strict, tools)):
             return None
         for tool in filter(is_strict, tools):
-            _check(tool)
+            _check(tool, self._spelling)
         spelling = self._spelling
         groups = {"": tools}
         if "name" in re.compile(spelling.begins).groupindex:
@@ -160,7 +167,7 @@ class StrictCalls:
         stream = self._tokenizer.stream
         thinking = opens if spelling.tag != "<|message|>" else None
         return lambda ends: CallConstraint(
-            Beginnings(spelling, self._long),
+            Beginnings(spelling, self._long, self._whole),
             matchers,
             stream(context),
             None if thinking is None else ThinkingSplitter(thinking),
@@ -174,6 +181,12 @@ class StrictCalls:
         last = b"" if self._spelling is None else self._spelling.tag[-1].encode()
         pieces = enumerate(self._tokenizer.vocabulary.pieces)
         return [(n, one.decode(errors="replace")) for n, one in pieces if one and last in one[:-1]]
+
+    @cached_property
+    def _whole(self) -> list[tuple[int, str]]:
+        """Those of them that have the whole tag."""
+        tag = "" if self._spelling is None else self._spelling.tag
+        return [(token, text) for token, text in self._long if tag in "".join(text.split())]
 
     def _matcher(self, spelling: Spelling, tools: Tools) -> Any:
         """Return the matcher of a grammar of calls of `tools`, from behind the tag on."""
@@ -204,10 +217,15 @@ class StrictCalls:
 
     def _call(self, text: str, number: int, name: str) -> str:
         """Return the text of a call of a tool in Lark."""
-        rules = {"%a": f"arguments_{number}", "%d": "DIGITS", "%i": "ID"}
-        names = {"%n": json.dumps(name)[1:-1] if '%n"' in text else name}
+        named = json.dumps(name)[1:-1] if '%n"' in text else name
+        rules = {
+            "%a": f"arguments_{number}",
+            "%d": "DIGITS",
+            "%i": "ID",
+            "%n": f"/{literal(named)}/",
+        }
         parts = [part for part in re.split("(%[adin])", text) if part]
-        return " ".join(rules.get(part) or self._spelled(names.get(part, part)) for part in parts)
+        return " ".join(rules.get(part) or self._spelled(part) for part in parts)
 
     def _spelled(self, text: str) -> str:
         """Return a text in Lark. A mark in it that is a token of its own is that token."""
@@ -222,8 +240,14 @@ class StrictCalls:
         return " ".join(found)
 
 
-def _check(tool: Mapping[str, Any]) -> None:
-    """Raise RefusedError if the arguments of a strict tool can't be held to its schema."""
+def _check(tool: Mapping[str, Any], spelling: Spelling) -> None:
+    """Raise RefusedError if the calls of a strict tool can't be held to its name and schema."""
+    if not re.fullmatch(spelling.names, name_of(tool)):
+        message = (
+            f"tools: {name_of(tool)!r:.80} is strict, and this model's form of calls has no such "
+            "names: change it, or leave out strict"
+        )
+        raise RefusedError(400, message, param="tools")
     try:
         check_form(GenerateOptions.of(schema=arguments_of(tool)))
     except OptionError as error:
@@ -238,10 +262,15 @@ def _check(tool: Mapping[str, Any]) -> None:
 class Beginnings:
     """Finds where calls begin in a text that streams."""
 
-    def __init__(self, spelling: Spelling, long: Iterable[tuple[int, str]]) -> None:
-        """Search for the beginnings of `spelling`. `long`: see `StrictCalls._long`."""
+    def __init__(
+        self,
+        spelling: Spelling,
+        long: Iterable[tuple[int, str]],
+        whole: Iterable[tuple[int, str]] = (),
+    ) -> None:
+        """Search for the beginnings of `spelling`. `long`, `whole`: see `StrictCalls`."""
         self._pattern = re.compile(spelling.begins, re.DOTALL)
-        self._tag, self._long = spelling.tag, long
+        self._tag, self._long, self._whole = spelling.tag, long, whole
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -264,9 +293,9 @@ class Beginnings:
         """Return the tokens that would begin a call and go on in it, which nothing could hold."""
         compact = "".join(self._text.split())
         begun = range(1, len(self._tag))
-        if not any(compact.endswith(self._tag[:count]) for count in begun):
-            return []
-        return [token for token, text in self._long if self._goes_on(self._text + text)]
+        is_near = any(compact.endswith(self._tag[:count]) for count in begun)
+        tokens = self._long if is_near else self._whole
+        return [token for token, text in tokens if self._goes_on(self._text + text)]
 
     def _goes_on(self, text: str) -> bool:
         found = self._pattern.search(text)
