@@ -25,10 +25,10 @@ LATER = 32
 PRIOR_WEIGHT, EVIDENCE = 8, 64
 """Guesses that the assumption about a source counts as, and guesses that are remembered."""
 AT_FIRST, LOSS, MOST_LEFT = 1.0, 0.01, 4.0
-"""What drafts may lose, in passes of one row.
+"""Passes of one row that drafts may lose.
 
-At most `AT_FIRST` in a whole answer, and `LOSS` for each of its tokens. What they gained may be
-lost again, up to `MOST_LEFT`: the text may have changed.
+At most `AT_FIRST` in a whole answer, and `LOSS` for each of its tokens. Those that were gained may
+be lost again, up to `MOST_LEFT`: the text may have changed.
 """
 
 
@@ -57,7 +57,7 @@ class Trust:
 
 
 class Budget:
-    """What drafts may still lose, in passes of one row. Several controllers may share one.
+    """The passes of one row that drafts may still lose. Several controllers may share one.
 
     Whatever the text is, and whatever is guessed, all answers so far took at most the time of
     plain decoding, `LOSS` of it and `AT_FIRST` passes. So did each of them by itself.

@@ -21,7 +21,7 @@ from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
 FEW, LONG, ANSWERS = 4, 40, 40
 """Tokens of the small vocabulary, tokens of an answer, and answers of a test."""
 BOUND = 32.9
-"""What chi-square with `FEW * (FEW - 1)` degrees of freedom exceeds once in a thousand times."""
+"""The value that chi-square of `FEW * (FEW - 1)` degrees exceeds once in a thousand times."""
 TEMPERATURE = 0.8
 
 

@@ -28,7 +28,7 @@ NEAR = 1e-3
 
 @dataclass
 class Seen:
-    """What was compared, and what differed."""
+    """Counts of what was compared, and of what differed."""
 
     answers: int = 0
     tokens: int = 0
