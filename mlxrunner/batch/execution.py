@@ -74,11 +74,13 @@ class Outcome:
 Outcomes = Generator[Outcome, None, None]
 
 
-def _refused(line: StoredLine, error: str) -> Outcome:
+def refused(line: StoredLine, error: str) -> Outcome:
+    """Return the outcome of a line that is wrong in itself."""
     return Outcome(line, error=one_line(error), is_refused=True, kind="refused")
 
 
-def _failed(line: StoredLine, error: Exception) -> Outcome:
+def failed(line: StoredLine, error: Exception) -> Outcome:
+    """Return the outcome of a line that an error ended."""
     if isinstance(error, StepFailedError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # what the line gives when it runs alone
     text = one_line(" ".join(str(error).split()))
@@ -116,7 +118,7 @@ class Execution:
             if self.is_stopping():
                 return
             if line.error is not None:
-                yield _refused(line, line.error)
+                yield refused(line, line.error)
             else:
                 assert runner is not None
                 yield self._tried(runner, line)
@@ -138,11 +140,11 @@ class Execution:
                 raise
             except (PromptError, OptionError) as error:
                 self.begun.failed(line.index, 0)
-                return _refused(line, str(error))
+                return refused(line, str(error))
             except Exception as error:
                 self.begun.failed(line.index, len(line.tokens) if chunks else deadline.reached)
                 if not left:
-                    return _failed(line, error)
+                    return failed(line, error)
         raise AssertionError  # the last try returns
 
     def prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
@@ -251,7 +253,7 @@ class _Together:
         while (taken := self._next()) is not None:
             line, retries = taken
             if line.error is not None:
-                yield _refused(line, line.error)
+                yield refused(line, line.error)
                 continue
             options = self._execution.options.of_line(line.index, line.options)
             try:
@@ -263,10 +265,10 @@ class _Together:
                 if self._flights:
                     self._waiting.appendleft(taken)
                     return
-                yield _failed(line, error)
+                yield failed(line, error)
             except (PromptError, OptionError) as error:
                 self._begun.failed(line.index, 0)
-                yield _refused(line, str(error))
+                yield refused(line, str(error))
             else:
                 self._flights.append(_Flight(line, handle, Deadline(self._execution), retries))
 
@@ -299,6 +301,6 @@ class _Together:
                     self._flights.remove(flight)
                     self._waiting.append((flight.line, flight.retries - 1))
                     continue
-                outcome = _failed(flight.line, error)
+                outcome = failed(flight.line, error)
             self._flights.remove(flight)
             yield outcome

@@ -233,7 +233,11 @@ class Store:
         A line that gets its answer in the meantime is left out. "prefix" yields broken lines first
         and then the others in their prefix order; "input" yields all as they came.
         """
-        place = -1
+        return (line for _, line in self.placed(order))
+
+    def placed(self, order: Order = "prefix", after: int = -1) -> Iterator[tuple[int, StoredLine]]:
+        """Yield the lines of `pending` behind the place `after`, each with its place."""
+        place = after
         while (row := self._next(sql.NEXT[order], place)) is not None:
             place, *columns, written = row
             if sql.checksum(*columns) != written or columns[-1] not in FORMATS:
@@ -242,7 +246,7 @@ class Store:
                 line = line_of(*columns)
             except (ValueError, TypeError, RecursionError) as error:
                 raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
-            yield line
+            yield place, line
 
     def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
         """Take the answer of line `index`. The next `commit` keeps it.
