@@ -92,7 +92,7 @@ class CacheEntry:
         return next((item for item in self._copies(offset) if item.offset == offset), None)
 
     def hold(self, passes: Sequence[int]) -> None:
-        """Make sure that the forward passes that come now, of so many tokens each, can be undone.
+        """Keep what undoes the next forward passes; `passes` has the number of tokens of each.
 
         Layers that could not go back behind them are held by reference: their arrays are copied
         when a pass writes to them. What was held before is dropped.

@@ -85,9 +85,9 @@ class SavedEntry(Protocol):
     def is_exact(self) -> bool: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exported:
-    """An entry as it is now."""
+    """An entry, or a part of one, as it is now."""
 
     tokens: TokenArray
     layers: Sequence[Saved]

@@ -137,8 +137,7 @@ def chat(
         model = _only_model(named, model if "model" in given else None)
         given.add("model")
     loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
-    # Enter it first of all, to keep what is typed while the model loads.
-    with keyboard:
+    with keyboard:  # first of all, to keep what is typed while the model loads
         from mlxrunner.chat.start import open_chat
 
         keeps = not no_save and (is_terminal() or goes_on)

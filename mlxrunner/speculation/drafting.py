@@ -71,7 +71,7 @@ class Drafting:
         *,
         always: bool = False,
     ) -> None:
-        """Begin a request for the answer to `prompt`.
+        """Take what drafts the answer to `prompt`.
 
         `earlier`: tokens that the entry held where the prompt leaves it, and some before them, by
         which the lookup finds the place. `forced`: returns the tokens that spell what has to

@@ -20,6 +20,7 @@ from support.waiting import PATIENCE_S, until
 from mlxrunner.batch.store import Store
 
 KILLS = 50
+COMMAND = ("batch", *map(str, TYPED), "--no-reserve")
 
 
 @pytest.mark.exhaustive(0)
@@ -164,19 +165,7 @@ def test_killed_while_it_read_the_input(folder: Path) -> None:
 def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None:
     """The answers before it stay, and the rest equals an unbroken run."""
     expected = unbroken("--context", 128)
-    command = [
-        "batch",
-        "in.jsonl",
-        "-o",
-        "out.jsonl",
-        "--no-usage",
-        "--no-reserve",
-        "--context",
-        "128",
-        "--parallel",
-        "1",
-    ]
-    command += ["--order", "input"]
+    command = [*COMMAND, "--context", "128", "--order", "input"]
     code = (
         "import time\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
         "output.SHORTEST_S = output.SHARE = 0\n"
@@ -211,17 +200,7 @@ def test_nohup_protects_a_run(folder: Path) -> None:
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from mlxrunner.cli "
         "import main; main(sys.argv[1:])"
     )
-    command = [
-        "batch",
-        "in.jsonl",
-        "-o",
-        "out.jsonl",
-        "--no-usage",
-        "--no-reserve",
-        "--parallel",
-        "1",
-        "-q",
-    ]
+    command = [*COMMAND, "-q"]
     process = subprocess.Popen([sys.executable, "-c", code, *command])
     until(lambda: Path("out.jsonl").exists() or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
@@ -252,9 +231,8 @@ main()
 
 def started(*arguments: str) -> subprocess.Popen[str]:
     """The command on its way: its first answers are there."""
-    options = ["in.jsonl", "-o", "out.jsonl", "--no-usage", "--no-reserve", "--parallel", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-c", TELLS, "batch", *options, *arguments],
+        [sys.executable, "-c", TELLS, *COMMAND, *arguments],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -281,7 +259,7 @@ def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
     assert process.returncode == 1
     assert "finishing the lines that are running" in said
     assert (
-        "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --no-reserve --parallel 1 "
+        "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --parallel 1 --no-reserve "
         "--order input --resume\n" in said
     )
     with Store.open(Path("out.jsonl.run")) as store:

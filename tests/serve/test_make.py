@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.strict_templates import TEMPLATES, load_strict
+from support.strict_templates import NESTED, TEMPLATES, load_strict
 
 from mlxrunner import Runner
 from mlxrunner.engine.constrain import constraint_of
@@ -21,17 +21,6 @@ from mlxrunner.serve.prompts.make import Made, PromptMaker
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-NESTED = {
-    "$schema": "http://json-schema.org/draft-07/schema#",
-    "type": "object",
-    "properties": {
-        "at": {"type": "integer", "minimum": 10, "maximum": 99},
-        "how": {"$ref": "#/$defs/how"},
-    },
-    "required": ["at", "how"],
-    "additionalProperties": False,
-    "$defs": {"how": {"enum": ["fast", "slow"]}},
-}
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:

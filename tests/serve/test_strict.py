@@ -14,7 +14,7 @@ import httpx
 import pytest
 from support.actor import calling, playing
 from support.scripted import serving
-from support.strict_templates import TEMPLATES, load_strict
+from support.strict_templates import NESTED, TEMPLATES, load_strict
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.engine.constrain import Constraint
@@ -30,16 +30,6 @@ from mlxrunner.serve.server import application
 from mlxrunner.serve.watch.record import Record
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "at": {"type": "integer", "minimum": 10, "maximum": 99},
-        "how": {"$ref": "#/$defs/how"},
-    },
-    "required": ["at", "how"],
-    "additionalProperties": False,
-    "$defs": {"how": {"enum": ["fast", "slow"]}},
-}
 GOOD = '{"at": 42, "how": "slow"}'
 LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok"]
 """Tokens of several letters, of which some end a tag and go on."""
@@ -66,7 +56,7 @@ CALLS = {
 TEXTS = {"qwen3": "I look.", "deepseek": "Hm."}
 
 
-def tool(name: str, parameters: dict[str, Any] = SCHEMA, **more: Any) -> dict[str, Any]:
+def tool(name: str, parameters: dict[str, Any] = NESTED, **more: Any) -> dict[str, Any]:
     """Return a description of a tool."""
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 

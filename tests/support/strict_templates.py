@@ -263,6 +263,20 @@ MARKS: Sequence[str] = (
 ).split()
 
 
+NESTED = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": {
+        "at": {"type": "integer", "minimum": 10, "maximum": 99},
+        "how": {"$ref": "#/$defs/how"},
+    },
+    "required": ["at", "how"],
+    "additionalProperties": False,
+    "$defs": {"how": {"enum": ["fast", "slow"]}},
+}
+"""What a tool may ask for: parts defined elsewhere, and limits."""
+
+
 def load_strict(folder: Path, family: str, words: Sequence[str] = ()) -> Tokenizer:
     """Write the tokenizer of a family: a token per byte, mark and word. Load it."""
     from tokenizers import Tokenizer as Fast

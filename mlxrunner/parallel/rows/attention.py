@@ -7,6 +7,7 @@ weighted by the logarithms of the sums of their exponentials, as in Flash Decodi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -96,7 +97,7 @@ class _Part:
         return Partial(found, _weight(scores, weights))
 
 
-class _Batch:
+class _Batch(ABC):
     """One query of each of many sequences, whose cells are a batch `[n, groups, length, d]`."""
 
     def __init__(self, queries: Sequence[int], visible: Bools | None) -> None:
@@ -123,9 +124,9 @@ class _Batch:
         """Drop the rows whose results are not used."""
         return rows
 
+    @abstractmethod
     def _view(self, buffer: mx.array) -> mx.array:
         """Return the cells of `buffer [1, groups, cells, d]` as `[n, groups, length, d]`."""
-        raise NotImplementedError
 
 
 class _Stack(_Batch):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from mlxrunner.cache.checkpoints import Checkpoint
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.saved import Saved, SavedCheckpoint
+from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.errors import SessionError
 from mlxrunner.profiling.replay.engine import row_bytes_of, saved_extent
@@ -47,16 +46,6 @@ class _Held(LayerCache):
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
         self._extent = snapshot.content
-
-
-@dataclass(frozen=True, eq=False)
-class _Restored:
-    """A part of a parked conversation that is read again."""
-
-    tokens: TokenArray
-    layers: Sequence[Saved]
-    checkpoints: Sequence[SavedCheckpoint]
-    is_exact: bool = True
 
 
 class ReplayedParking:
@@ -103,7 +92,7 @@ class ReplayedParking:
         """Return the conversation that has most of a prompt, and how many of its tokens."""
         return self._shelf.find(prompt)
 
-    def restore(self, parked: Parked, upto: int | None = None) -> _Restored:
+    def restore(self, parked: Parked, upto: int | None = None) -> Exported:
         """Return the first `upto` tokens of a conversation."""
         held = self._entries[parked]
         to = len(held.tokens) if upto is None else upto
@@ -115,7 +104,7 @@ class ReplayedParking:
         if to < len(held.tokens):
             copy.tokens.truncate(to)
             copy.rewind(to)
-        found = _Restored(
+        found = Exported(
             copy.tokens.array,
             [saved_extent(one.kind, one.extent.saved()) for one in copy.caches],
             [_saved_checkpoint(item, copy.caches) for item in copy.checkpoints],
