@@ -73,7 +73,8 @@ Watch = Callable[[Runner | Stepper], object]
 Answering = Callable[[Callable[[], bool], Callable[[], None]], Outcomes]
 """A function that runs the lines without an answer and yields their outcomes.
 
-It is called with a function that is true when no further line may begin, and with one to call often.
+It is called with a function that is true when no further line may begin, and with one to call
+often.
 """
 Elsewhere = Callable[[Job, Store, int, Progress], AbstractContextManager[Answering]]
 """A function that opens other processes for a job and its store, with this context."""

@@ -155,7 +155,9 @@ class Driver:
             worker.sign = signs[name]
             worker.silent_s = 0.0 if is_alive else worker.silent_s + seconds
             if worker.silent_s > SILENT_S and worker.state == "ready":
-                self._say(f"worker {name}: no sign of life for {SILENT_S:g} s, its lines run elsewhere")
+                self._say(
+                    f"worker {name}: no sign of life for {SILENT_S:g} s, its lines run elsewhere"
+                )
                 worker.state = "silent"
                 yield from self._guilty(self._dealer.lost(name))
             elif is_alive and worker.state == "silent":
@@ -165,6 +167,16 @@ class Driver:
                 worker.state = "opening"
                 self._call(worker, self._described, answering.describe, self._batch.job["model"])
         self._check_left()
+
+    def _silent(self, worker: _Worker) -> Iterator[Outcome]:
+        """Run the lines of a worker elsewhere that gave no sign of life for too long."""
+        had = self._dealer.of(worker.name)
+        self._say(
+            f"worker {worker.name}: no sign of life for {SILENT_S:g} s: its {had} unfinished lines "
+            "run elsewhere"
+        )
+        worker.state = "silent"
+        yield from self._guilty(self._dealer.lost(worker.name))
 
     def _check_left(self) -> None:
         """Say that nobody is there. Raise CutOffError if that can't change by itself."""
@@ -224,13 +236,15 @@ class Driver:
         if reply.error is not None:
             self._refuse(worker, _reason(reply.error))
             return
-        for what, own, found in (
-            ("", self._versions, reply.value["versions"]),
-            ("another ", self._parts, reply.value["parts"]),
+        for own, found in (
+            (self._versions, reply.value["versions"]),
+            (self._parts, reply.value["parts"]),
         ):
             for name in found:
                 if name != "model" and found[name] != own.get(name):
-                    self._refuse(worker, f"has {what}{name}: {found[name]} there, {own.get(name)} here")
+                    self._refuse(
+                        worker, f"has another {name}: {found[name]} there, {own.get(name)} here"
+                    )
                     return
         host = _host(worker.name)
         sharers = sum(_host(name) == host for name in self._workers)

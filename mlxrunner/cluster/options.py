@@ -27,8 +27,8 @@ class Connection:
     insecure: bool = option(
         False,
         bool,
-        "Use a cluster on other hosts without TLS: whoever reaches its ports can read the lines and "
-        "run programs as you.",
+        "Use a cluster on other hosts without TLS: whoever reaches its ports can read the lines "
+        "and run programs as you.",
     )
 
     def __post_init__(self) -> None:
@@ -36,7 +36,9 @@ class Connection:
         files = {"--tls-ca": self.tls_ca, "--tls-cert": self.tls_cert, "--tls-key": self.tls_key}
         missing = [name for name, file in files.items() if not file]
         if 0 < len(missing) < len(files):
-            raise OptionError(f"TLS needs --tls-ca, --tls-cert and --tls-key: {missing[0]} is missing")
+            raise OptionError(
+                f"TLS needs --tls-ca, --tls-cert and --tls-key: {missing[0]} is missing"
+            )
 
     @property
     def has_tls(self) -> bool:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future as Waiting
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -101,22 +102,29 @@ class DaskMachines:
         self._replies.put(reply)
 
     async def look(self) -> None:
-        """Look at the workers until cancelled."""
+        """Look at the workers once."""
+        found = await asyncio.wait_for(self._client.scheduler.identity(n_workers=-1), CONNECT_S)
+        self.signs = {
+            name: (one["last_seen"], one["metrics"].get(SIGN))
+            for name, one in found["workers"].items()
+        }
+
+    async def keep_looking(self) -> None:
+        """Look at the workers until cancelled, or until the scheduler is silent for too long."""
         silent = 0.0
         while silent < LOST_S:
+            await asyncio.sleep(LOOK_EVERY_S)
             try:
-                found = await asyncio.wait_for(
-                    self._client.scheduler.identity(n_workers=-1), CONNECT_S
-                )
-                self.signs = {
-                    name: (one["last_seen"], one["metrics"].get(SIGN))
-                    for name, one in found["workers"].items()
-                }
+                await self.look()
                 silent = 0.0
             except (OSError, TimeoutError):
                 silent += LOOK_EVERY_S
-            await asyncio.sleep(LOOK_EVERY_S)
         self._lost = f"the scheduler of the cluster has not answered for {LOST_S} s"
+
+    def stop(self) -> None:
+        """Expect no end of any call any more."""
+        for number in list(self._calls):
+            self._cancel(number)
 
 
 @contextmanager
@@ -126,37 +134,36 @@ def opened_dask(options: ClusterOptions) -> Iterator[DaskMachines]:
     Raise OptionError if Dask is not installed or no scheduler answers.
     """
     check_installed()
-    opened: Waiting[tuple[DaskMachines, asyncio.Event]] = Waiting()
+    opened: Waiting[tuple[DaskMachines, Callable[[], object]]] = Waiting()
     thread = threading.Thread(
         target=lambda: asyncio.run(_serve(options, opened)), name="mlxrunner-dask", daemon=True
     )
     thread.start()
-    machines, ended = opened.result()
+    machines, close = opened.result()
     try:
         yield machines
     finally:
-        machines._loop.call_soon_threadsafe(ended.set)
+        close()
         thread.join()
 
 
 async def _serve(
-    options: ClusterOptions, opened: Waiting[tuple[DaskMachines, asyncio.Event]]
+    options: ClusterOptions, opened: Waiting[tuple[DaskMachines, Callable[[], object]]]
 ) -> None:
-    """Hold the connection until the event that `opened` gives is set."""
-    ended = asyncio.Event()
+    """Hold the connection until the function that `opened` gives is called."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
     try:
         async with _connected(options) as client:
             machines = DaskMachines(client)
-            looking = asyncio.create_task(machines.look())
-            opened.set_result((machines, ended))
+            await machines.look()
+            looking = asyncio.create_task(machines.keep_looking())
+            opened.set_result((machines, partial(loop.call_soon_threadsafe, ended.set)))
             await ended.wait()
             looking.cancel()
-            for number in list(machines._calls):
-                machines._cancel(number)
+            machines.stop()
     except BaseException as error:
-        if opened.done():
-            return
-        opened.set_exception(error)
+        if not opened.done():
+            opened.set_exception(error)
 
 
 @asynccontextmanager
@@ -176,7 +183,7 @@ async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
                     threads_per_worker=THREADS,
                     host="127.0.0.1",
                     protocol="tcp",
-                    dashboard_address=None,
+                    dashboard_address="127.0.0.1:0",
                     silence_logs=logging.CRITICAL,
                     local_directory=folder,
                     asynchronous=True,
@@ -185,7 +192,10 @@ async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
             )
         try:
             client = Client(
-                where, security=_security(options), timeout=CONNECT_S, asynchronous=True,
+                where,
+                security=_security(options),
+                timeout=CONNECT_S,
+                asynchronous=True,
                 set_as_default=False,
             )
             yield await stack.enter_async_context(client)
@@ -198,7 +208,7 @@ async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
 
 def _worker_settings() -> dict[str, Any]:
     """Return the settings of a worker: no limits of memory, which the model's plan has."""
-    return {"memory_limit": 0, "metrics": {SIGN: sign}, "dashboard": False}
+    return {"memory_limit": 0, "metrics": {SIGN: sign}}
 
 
 def _security(options: Connection) -> Any:
@@ -219,7 +229,10 @@ def _security(options: Connection) -> Any:
 
 
 def _be_quiet() -> None:
-    """Keep Dask's remarks off the terminal: what matters is said by the batch."""
+    """Keep Dask's remarks off the terminal, and its pages off the network."""
+    import dask
+
+    dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
     for name in ("distributed", "bokeh", "tornado"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 

@@ -62,7 +62,9 @@ class SentBatch:
     ) -> SentBatch:
         """Describe a batch whose lines were surveyed."""
         fields = {name: getattr(job, name) for name in _OF_JOB}
-        fields = {name: dict(one) if isinstance(one, Mapping) else one for name, one in fields.items()}
+        fields = {
+            name: dict(one) if isinstance(one, Mapping) else one for name, one in fields.items()
+        }
         return cls(key, fields, asdict(found), asdict(counts), context, has_events, log_text)
 
     def its_job(self) -> Job:
