@@ -35,7 +35,8 @@ FLOORS = [
 ]
 BOOKKEEPING = """
 batch.answers batch.database batch.fields batch.job batch.lines batch.options batch.output
-batch.plan batch.prompts batch.responses batch.store batch.translate
+batch.plan batch.prompts batch.responses batch.shards.cut batch.shards.lines
+batch.store batch.translate
 config.arguments config.json_options config.list_options config.option
 cache.lease cache.shared.sight terminal.logs
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout

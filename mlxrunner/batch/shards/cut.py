@@ -1,0 +1,198 @@
+"""Cut the lines of a batch into parts of about equal cost, each for a machine of its own.
+
+The lines are in prefix order, depth-first through the tree of their prefixes. A part is a stretch
+of that order, so it holds whole subtrees, and what shares a prefix stays together. A part that
+begins within a subtree evaluates again what its first line shares with the line before it. The
+same costs give the same cut on every machine. Plain arithmetic: no lines, no files, no models.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FREE = 0.05
+"""The share of the tokens of one machine that a cut may evaluate again to be more even."""
+LONGER, TRIED = 8, 32
+"""The cuts that are tried to evaluate less: how much longer the longest takes, and their number."""
+SLACK = 0.02
+"""The share by which a part may exceed the costliest part of the most even cut."""
+EVENNESS = 0.1
+"""The tokens evaluated again that are worth one token less between a part and the even share."""
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The cost of each line, in the order in which lines run one after the other."""
+
+    evaluated: NDArray[Any]
+    """The tokens of each prompt that are evaluated behind the line before it."""
+    reused: NDArray[Any]
+    """The other tokens of each prompt, which the line before it leaves; 0 for the first line."""
+    answers: NDArray[Any]
+    """The tokens that each answer is expected to have."""
+
+    def __len__(self) -> int:
+        return len(self.evaluated)
+
+    @cached_property
+    def sums(self) -> NDArray[np.int64]:
+        """The cost of the first n lines, for each n from 0 on."""
+        sums = np.zeros(len(self) + 1, np.int64)
+        np.add(self.evaluated, self.answers, out=sums[1:], dtype=np.int64)
+        return np.cumsum(sums, out=sums)
+
+    @property
+    def total(self) -> int:
+        """The cost of all lines on one machine."""
+        return int(self.sums[-1])
+
+    def extra(self, first: int) -> int:
+        """Return the tokens that are evaluated again if a part begins with line `first`."""
+        return int(self.reused[first]) if 0 < first < len(self) else 0
+
+    def of(self, first: int, end: int) -> int:
+        """Return the cost of a part of the lines from `first` to before `end`."""
+        return int(self.sums[end] - self.sums[first]) + (self.extra(first) if first < end else 0)
+
+    def evaluated_of(self, first: int, end: int) -> int:
+        """Return the prompt tokens that a part evaluates."""
+        own = int(self.evaluated[first:end].sum(dtype=np.int64))
+        return own + (self.extra(first) if first < end else 0)
+
+    def between(self, first: int, end: int) -> Costs:
+        """Return the costs of a stretch of the lines, without copying them."""
+        own = slice(first, end)
+        return Costs(self.evaluated[own], self.reused[own], self.answers[own])
+
+
+def cut(costs: Costs, parts: int) -> list[int]:
+    """Return `parts` + 1 places in the order: part i holds the lines from place i to place i + 1.
+
+    The costliest part costs about as little as possible. If that splits so many subtrees that more
+    than FREE is evaluated again, the cut is taken that has the least product of the cost of its
+    costliest part and the cost of all parts. Parts at the end may then be empty, as they are if
+    there are fewer lines than parts.
+    """
+    if parts < 2 or len(costs) < 2:
+        return [0, *[len(costs)] * parts]
+    least, free = _least(costs, parts), FREE * int(costs.evaluated.sum(dtype=np.int64))
+    even = _cheap(costs, parts, least)
+    if extra_of(costs, even) <= free:
+        return even
+
+    def product(places: Sequence[int]) -> float:
+        return _longest(costs, places) * (costs.total + max(extra_of(costs, places), free))
+
+    shares = np.geomspace(least, min(LONGER * least, costs.total), TRIED)
+    others = (_cheap(costs, parts, int(share), to_all=False) for share in shares)
+    return min((even, *others), key=product)
+
+
+def split(costs: Costs, first: int, end: int) -> int | None:
+    """Return the place at which to split the rest of a running part, or None if it is not worth it.
+
+    The rest are the lines from `first` to before `end`, and its machine has what `first` reuses.
+    The lines from the place on are for another machine, which then ends at about the same time. It
+    is not worth it if the second machine would not end before the first one could do it all.
+    """
+    rest = costs.between(first, end)
+    if len(rest) < 2:
+        return None
+    place = _cheap(rest, 2, _least(rest, 2))[1]
+    if not 0 < place < len(rest) or rest.of(place, len(rest)) >= rest.total:
+        return None
+    return first + place
+
+
+def extra_of(costs: Costs, places: Sequence[int]) -> int:
+    """Return the tokens that the parts evaluate more than one machine does."""
+    return sum(costs.extra(first) for first, end in pairwise(places) if first < end)
+
+
+def _longest(costs: Costs, places: Sequence[int]) -> int:
+    """Return the cost of the costliest part."""
+    return max(costs.of(first, end) for first, end in pairwise(places))
+
+
+def _least(costs: Costs, parts: int) -> int:
+    """Return the cost of the costliest part of the most even cut.
+
+    A part that begins later never costs more, so that taking as much as fits is best.
+    """
+    whole = costs.evaluated + costs.reused.astype(np.int64) + costs.answers
+    low, high = max(int(whole.max()), -(-costs.total // parts)), costs.total
+    del whole
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(costs, parts, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fits(costs: Costs, parts: int, most: int) -> bool:
+    """Return True if the lines fit into parts of at most this cost."""
+    place = 0
+    for _ in range(parts):
+        place = _reach(costs, place, most)
+        if place == len(costs):
+            return True
+    return False
+
+
+def _reach(costs: Costs, first: int, most: int) -> int:
+    """Return the end of the longest part that begins with line `first` and costs at most `most`."""
+    room = most - costs.extra(first) + int(costs.sums[first])
+    return int(costs.sums.searchsorted(room, "right")) - 1
+
+
+def _cheap(costs: Costs, parts: int, share: int, *, to_all: bool = True) -> list[int]:
+    """Return the places of a cut that evaluates little again.
+
+    Parts cost about `share`, and at most SLACK more. With `to_all` the last ones are no smaller.
+    """
+    places, most = [0], share + int(SLACK * share)
+    again = share * parts / costs.total
+    for left, earliest in zip(range(parts, 0, -1), _earliest(costs, parts, most), strict=True):
+        first = places[-1]
+        last = _reach(costs, first, most)
+        earliest = min(max(earliest, first + 1), last)
+        own = again * costs.of(first, len(costs)) / left if to_all else share
+        even = int(costs.sums[first]) - costs.extra(first) + int(own)
+        places.append(_cheapest(costs, earliest, last, even))
+    return places
+
+
+def _earliest(costs: Costs, parts: int, most: int) -> list[int]:
+    """Return for each part the first place at which it may end, so that the rest still fits."""
+    places, end = [len(costs)], len(costs)
+    for _ in range(parts - 1):
+        room = int(costs.sums[end]) - most
+        end = bisect_left(
+            range(end), room, key=lambda place: int(costs.sums[place]) - costs.extra(place)
+        )
+        places.append(end)
+    return places[::-1]
+
+
+def _cheapest(costs: Costs, earliest: int, last: int, even: int) -> int:
+    """Return the place in this range at which it is best to end a part.
+
+    `even` is the sum of the costs at which an even part ends.
+    """
+    place = min(max(int(costs.sums.searchsorted(even)), earliest), last)
+    far = abs(int(costs.sums[place]) - even) + int(costs.extra(place) / EVENNESS)
+    low = max(earliest, int(costs.sums.searchsorted(even - far)))
+    high = min(last, int(costs.sums.searchsorted(even + far, "right")) - 1)
+    uneven = np.abs(costs.sums[low : high + 1] - even) * EVENNESS
+    uneven[: len(costs) - low] += costs.reused[low : min(high + 1, len(costs))]
+    return low + int(uneven.argmin())
