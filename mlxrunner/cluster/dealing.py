@@ -1,57 +1,54 @@
 """Decide which worker answers which line. No processes, no clocks, no wire.
 
 A worker takes lines from its own stretch of the run order, so that what shares a prefix stays
-together. A worker without one takes half of the longest that is left. Lines that were on a worker
-when it ended run again, each alone on a worker, so that a line that ends workers is found.
+together. A worker without one takes a part of the costliest that is left. Lines that were on a
+worker when it ended run again, each alone on a worker, so that a line that ends workers is found.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from mlxrunner.batch.options import Order
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
-from mlxrunner.cache.tokens import common_prefix
+from mlxrunner.batch.shards.cut import Costs, cut, split
 
 MOST_ENDS = 3
 """The workers that a line may end before it gets an error."""
-NEAR = 16
-"""The lines on each side of the middle among which a stretch is cut."""
 
 
 @dataclass
-class Stretch:
-    """A part of the run order: the places behind `after`, up to `until`."""
+class _Stretch:
+    """A part of the run order: the places from `first` to before `end`."""
 
-    after: int
-    until: int
-
-    @property
-    def left(self) -> int:
-        """The number of its places."""
-        return self.until - self.after
+    first: int
+    end: int
 
 
 @dataclass
 class _Worker:
     """What a worker has to do."""
 
-    stretch: Stretch | None = None
+    stretch: _Stretch | None = None
     lines: dict[int, StoredLine] = field(default_factory=dict)
     """The lines that it has not answered, by index."""
 
 
 class Dealer:
-    """Deals the lines of a store that have no answer to workers, by their names."""
+    """Deals lines to workers, by their names."""
 
-    def __init__(self, store: Store, order: Order, stretches: Iterable[Stretch]) -> None:
-        """Deal these stretches, which cover the run order, the first ones first."""
-        self._store, self._order = store, order
-        self._free = deque(stretches)
+    def __init__(
+        self, read: Callable[[int], StoredLine], indexes: Sequence[int], costs: Costs, parts: int
+    ) -> None:
+        """Deal the lines with these indexes, in the order in which they run best, and these costs.
+
+        `read` returns a line. They are cut into `parts` at first, one for each worker.
+        """
+        self._read, self._indexes, self._costs = read, indexes, costs
+        places = pairwise(cut(costs, parts))
+        self._free = deque(_Stretch(first, end) for first, end in places if first < end)
         self._workers: dict[str, _Worker] = {}
         self._open: dict[int, StoredLine] = {}
         self._suspects: dict[int, StoredLine] = {}
@@ -67,8 +64,8 @@ class Dealer:
     @property
     def is_done(self) -> bool:
         """True if every line was answered, or is running."""
-        held = (one.stretch for one in self._workers.values() if one.stretch is not None)
-        return not self._suspects and not self._free and not any(one.left for one in held)
+        is_held = any(one.stretch is not None for one in self._workers.values())
+        return not (is_held or self._suspects or self._free)
 
     def of(self, worker: str) -> int:
         """Return the number of lines that this worker has."""
@@ -103,7 +100,7 @@ class Dealer:
         own = self._workers.pop(worker, _Worker())
         if self._alone == worker:
             self._alone = None
-        if own.stretch is not None and own.stretch.left:
+        if own.stretch is not None:
             self._free.appendleft(own.stretch)
         guilty = []
         for index, line in own.lines.items():
@@ -128,51 +125,24 @@ class Dealer:
         return line
 
     def _next(self, own: _Worker) -> StoredLine | None:
-        """Return the next line of a stretch for this worker; None if none is left."""
-        while True:
-            if own.stretch is None or not own.stretch.left:
-                own.stretch = self._free.popleft() if self._free else self._half()
-            if own.stretch is None:
-                return None
-            for place, line in self._store.placed(self._order, own.stretch.after):
-                if place > own.stretch.until:
-                    break
-                own.stretch.after = place
-                if line.index not in self._open:
-                    return line
-            own.stretch = None
-
-    def _half(self) -> Stretch | None:
-        """Cut off the second half of the longest stretch; None if all are short."""
-        held = [one.stretch for one in self._workers.values() if one.stretch is not None]
-        longest = max(held, key=lambda one: one.left, default=None)
-        if longest is None or longest.left < 2:
+        """Return the next line of a stretch for this worker; None if none is left for it."""
+        if own.stretch is None:
+            own.stretch = self._free.popleft() if self._free else self._part()
+        if own.stretch is None:
             return None
-        middle = self._seam(longest)
-        half = Stretch(middle, longest.until)
-        longest.until = middle
-        return half
+        line = self._read(self._indexes[own.stretch.first])
+        own.stretch.first += 1
+        if own.stretch.first == own.stretch.end:
+            own.stretch = None
+        return line
 
-    def _seam(self, stretch: Stretch) -> int:
-        """Return the place near the middle behind which the least of a prefix is cut."""
-        middle, reach = stretch.after + stretch.left // 2, min(NEAR, stretch.left // 4)
-        seams = self._shared(middle - reach, middle + reach)
-        found = min(((shared, abs(place - middle), place) for place, shared in seams), default=None)
-        return middle if found is None else found[2]
-
-    def _shared(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield places from `first` to `last`, and what each line shares with the next one."""
-        before: tuple[int, StoredLine] | None = None
-        for place, line in self._store.placed(self._order, first - 1):
-            if before is not None:
-                yield before[0], common_prefix(before[1].tokens, line.tokens)
-            if place > last:
-                return
-            before = place, line
-
-
-def even_stretches(store: Store, order: Order, count: int) -> list[Stretch]:
-    """Cut the run order into `count` stretches with about equal numbers of places."""
-    lines, first = store.counts.lines, 0 if order == "prefix" else -1
-    ends = [first + lines * number // count for number in range(count + 1)]
-    return [Stretch(begin, end) for begin, end in pairwise(ends) if end > begin]
+    def _part(self) -> _Stretch | None:
+        """Cut off a part of the costliest stretch for which that pays; None if there is none."""
+        held = [one.stretch for one in self._workers.values() if one.stretch is not None]
+        for stretch in sorted(held, key=lambda one: -self._costs.of(one.first, one.end)):
+            place = split(self._costs, stretch.first, stretch.end)
+            if place is not None:
+                part = _Stretch(place, stretch.end)
+                stretch.end = place
+                return part
+        return None

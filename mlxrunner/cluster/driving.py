@@ -19,10 +19,11 @@ from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.prompts import Begun
 from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.shards.lines import costs_of
 from mlxrunner.batch.store import Store
 from mlxrunner.batch.work import Answering
 from mlxrunner.cluster import answering
-from mlxrunner.cluster.dealing import MOST_ENDS, Dealer, even_stretches
+from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
 from mlxrunner.cluster.machines import Machines, Reply
 from mlxrunner.cluster.wire import SentBatch, outcome_of, plain_line
 from mlxrunner.errors import CutOffError, MlxrunnerError, NotOpenError, WorkerEndedError
@@ -35,8 +36,6 @@ AHEAD = 2
 """Lines that a worker has beside those that run, so that it never waits for the next."""
 WAIT_S = 0.1
 """Most seconds between two looks at Ctrl-C and at the workers."""
-STRETCHES = 4
-"""The stretches of the run order for each worker that is there at the start."""
 CLOSE_S = 5.0
 """Most seconds in which workers give their memory back at the end."""
 Opened = Callable[[], AbstractContextManager[Machines]]
@@ -120,8 +119,8 @@ class Driver:
     ) -> Outcomes:
         """Yield the outcomes of the lines as they end, until all have or the run is stopped."""
         self._look()
-        count = max(1, len(self._workers)) * STRETCHES
-        self._dealer = Dealer(store, order, even_stretches(store, order, count))
+        indexes, costs = costs_of(store.pending(order), self._batch.job["defaults"])
+        self._dealer = Dealer(store.line, indexes, costs, max(1, len(self._workers)))
         before = time.monotonic()
         try:
             while True:
@@ -155,11 +154,7 @@ class Driver:
             worker.sign = signs[name]
             worker.silent_s = 0.0 if is_alive else worker.silent_s + seconds
             if worker.silent_s > SILENT_S and worker.state == "ready":
-                self._say(
-                    f"worker {name}: no sign of life for {SILENT_S:g} s, its lines run elsewhere"
-                )
-                worker.state = "silent"
-                yield from self._guilty(self._dealer.lost(name))
+                yield from self._silent(worker)
             elif is_alive and worker.state == "silent":
                 self._say(f"worker {name}: is back")
                 worker.state = "ready"

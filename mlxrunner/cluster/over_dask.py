@@ -187,7 +187,7 @@ async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
                     silence_logs=logging.CRITICAL,
                     local_directory=folder,
                     asynchronous=True,
-                    **_worker_settings(),
+                    **worker_settings(),
                 )
             )
         try:
@@ -206,7 +206,7 @@ async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
             ) from error
 
 
-def _worker_settings() -> dict[str, Any]:
+def worker_settings() -> dict[str, Any]:
     """Return the settings of a worker: no limits of memory, which the model's plan has."""
     return {"memory_limit": 0, "metrics": {SIGN: sign}}
 
@@ -262,7 +262,7 @@ async def work(address: str, options: Connection, say: Callable[[str], None]) ->
             security=_security(options),
             local_directory=folder,
             silence_logs=logging.CRITICAL,
-            **_worker_settings(),
+            **worker_settings(),
         )
         async with nanny:
             say(f"a worker of {address}: Ctrl-C ends it")

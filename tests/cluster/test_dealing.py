@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 from support.batches import filled
 
+from mlxrunner.batch.options import ORDERS, Order
+from mlxrunner.batch.shards.lines import costs_of
 from mlxrunner.batch.store import Store
-from mlxrunner.cluster.dealing import MOST_ENDS, Dealer, Stretch, even_stretches
+from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
 
 
 @pytest.fixture
@@ -17,6 +19,12 @@ def store() -> Iterator[Store]:
     """Four groups of ten lines, each group with a prefix of its own."""
     with filled([[group] * 20 + [number] for group in range(4) for number in range(10)]) as made:
         yield made
+
+
+def dealer_of(store: Store, parts: int = 1, order: Order = "prefix") -> Dealer:
+    """Deal the lines of a store in this order, with answers of 5 tokens."""
+    indexes, costs = costs_of(store.pending(order), {}, answer=5)
+    return Dealer(store.line, indexes, costs, parts)
 
 
 def taken(dealer: Dealer, worker: str, count: int = 1000) -> list[int]:
@@ -37,15 +45,15 @@ def answer(dealer: Dealer, store: Store, worker: str, index: int) -> bool:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40, 100])
 def test_stretches_cover_the_run_order_once(store: Store, count: int) -> None:
-    for order in ("prefix", "input"):
-        dealer = Dealer(store, order, even_stretches(store, order, count))
+    for order in ORDERS:
+        dealer = dealer_of(store, count, order)
         assert sorted(taken(dealer, "a")) == list(range(40))
         assert dealer.is_done
 
 
 def test_a_worker_goes_on_where_it_was(store: Store) -> None:
     """Two workers at a time keep to their own stretches, and so to their own prefixes."""
-    dealer = Dealer(store, "prefix", even_stretches(store, "prefix", 2))
+    dealer = dealer_of(store, 2)
     found: dict[str, list[int]] = {"a": [], "b": []}
     for _ in range(20):
         for worker in found:
@@ -53,24 +61,27 @@ def test_a_worker_goes_on_where_it_was(store: Store) -> None:
     assert found == {"a": list(range(20)), "b": list(range(20, 40))}
 
 
-def test_an_idle_worker_takes_half_of_the_longest_stretch_at_a_seam(store: Store) -> None:
-    """The cut is where two prefixes meet, not in the middle of one."""
-    dealer = Dealer(store, "prefix", [Stretch(0, 34)])
-    assert taken(dealer, "a", 2) == [0, 1]
-    assert taken(dealer, "b", 1) == [20], "the nearest seam to the middle, 18"
-    assert taken(dealer, "c", 1) == [10]
-    assert taken(dealer, "a", 8) == list(range(2, 10))
+def test_an_idle_worker_takes_a_part_that_begins_with_another_prefix() -> None:
+    """The cut is where two long prefixes meet, not in the middle of one."""
+    prompts = [[group] * 200 + [number] for group in range(5) for number in range(10)]
+    with filled(prompts) as store:
+        dealer = dealer_of(store)
+        assert taken(dealer, "a", 10) == list(range(10))
+        assert taken(dealer, "b", 1) == [30]
+        assert taken(dealer, "c", 1) == [20]
+        assert taken(dealer, "d", 1) == [40]
+        assert taken(dealer, "a", 10) == list(range(10, 20))
 
 
 def test_the_last_lines_are_shared_out(store: Store) -> None:
-    """However slow a worker is, the others leave it at most one line that has not begun."""
-    dealer = Dealer(store, "prefix", [Stretch(0, 40)])
+    """However slow a worker is, the others take what it has not begun, as long as that pays."""
+    dealer = dealer_of(store)
     taken(dealer, "slow", 1)
-    assert len(taken(dealer, "fast")) >= 38
+    assert len(taken(dealer, "fast")) >= 34
 
 
 def test_lines_of_an_ended_worker_run_again_alone(store: Store) -> None:
-    dealer = Dealer(store, "prefix", [Stretch(0, 40)])
+    dealer = dealer_of(store)
     lost = taken(dealer, "a", 3)
     other = taken(dealer, "b", 1)
     assert dealer.lost("a") == []
@@ -84,7 +95,7 @@ def test_lines_of_an_ended_worker_run_again_alone(store: Store) -> None:
 
 
 def test_others_go_on_while_one_runs_what_was_lost(store: Store) -> None:
-    dealer = Dealer(store, "prefix", even_stretches(store, "prefix", 4))
+    dealer = dealer_of(store, 4)
     taken(dealer, "a", 3)
     dealer.lost("a")
     assert len(taken(dealer, "b")) == 1
@@ -92,7 +103,7 @@ def test_others_go_on_while_one_runs_what_was_lost(store: Store) -> None:
 
 
 def test_a_line_that_ends_three_workers_is_given_up_and_the_others_are_not(store: Store) -> None:
-    dealer, ends, guilty = Dealer(store, "prefix", [Stretch(0, 40)]), 0, []
+    dealer, ends, guilty = dealer_of(store), 0, []
     answered = set[int]()
     for number in range(1000):
         worker = f"w{number}"
@@ -109,32 +120,30 @@ def test_a_line_that_ends_three_workers_is_given_up_and_the_others_are_not(store
 
 
 def test_a_worker_that_left_for_another_reason_blames_no_line(store: Store) -> None:
-    dealer = Dealer(store, "prefix", [Stretch(0, 1)])
+    dealer = dealer_of(store, 40)
     for _ in range(2 * MOST_ENDS):
-        assert taken(dealer, "a") == [0]
+        assert taken(dealer, "a", 1) == [0]
         assert dealer.lost("a", is_to_blame=False) == []
 
 
 def test_an_answer_that_comes_twice_counts_once(store: Store) -> None:
     """A worker that was silent comes back with its answer, before or after the other one."""
-    dealer = Dealer(store, "prefix", [Stretch(0, 2)])
-    assert taken(dealer, "a") == [0, 1]
+    dealer = dealer_of(store)
+    assert taken(dealer, "a", 2) == [0, 1]
     dealer.lost("a")
-    assert taken(dealer, "b") == [0]
+    assert taken(dealer, "b", 1) == [0]
     assert dealer.answered("a", 0) is not None
     assert dealer.answered("b", 0) is None
     assert dealer.answered("a", 1) is not None
-    assert taken(dealer, "b") == []
-    assert dealer.is_done
-    assert not dealer.running
+    assert dealer.answered("a", 1) is None
+    assert taken(dealer, "b") == list(range(2, 40))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_each_line_is_answered_once(store: Store, seed: int) -> None:
     """Workers come, end, fall silent and answer late, at random."""
     chosen = random.Random(seed)
-    order = chosen.choice(["prefix", "input"])
-    dealer = Dealer(store, order, even_stretches(store, order, chosen.randint(1, 9)))
+    dealer = dealer_of(store, chosen.randint(1, 9), chosen.choice(ORDERS))
     answered: list[int] = []
     has: dict[str, list[int]] = {f"w{number}": [] for number in range(4)}
     late: list[tuple[str, int]] = []

@@ -112,9 +112,7 @@ class Run:
         self.is_stopping = False
         job = Job(inputs=["-"])
         found = survey(store.pending(), {}, 64)
-        batch = SentBatch.of(
-            "key", job, found, store.counts, 64, has_events=False, log_text=False
-        )
+        batch = SentBatch.of("key", job, found, store.counts, 64, has_events=False, log_text=False)
         self.driver = Driver(machines, batch, PARTS, Profile(), self.said.append)
 
     def outcomes(self) -> list[tuple[int, str | None]]:
