@@ -322,19 +322,3 @@ class BusyError(MlxrunnerError):
         why: str = "another request still uses the entry: finish it or close its iterator first",
     ) -> None:
         super().__init__(why)
-
-
-class NotOpenError(MlxrunnerError):
-    """A worker was asked for a line of a batch that it has not begun, or does no longer run."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"this worker does not run the batch {key}")
-        self.key = key
-
-
-class WorkerEndedError(MlxrunnerError):
-    """A line was running on several workers when they ended."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(f"{count} workers ended while they ran this line; it is not tried again")
-        self.count = count

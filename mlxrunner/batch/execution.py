@@ -79,8 +79,7 @@ def refused(line: StoredLine, error: str) -> Outcome:
     return Outcome(line, error=one_line(error), is_refused=True, kind="refused")
 
 
-def failed(line: StoredLine, error: Exception) -> Outcome:
-    """Return the outcome of a line that an error ended."""
+def _failed(line: StoredLine, error: Exception) -> Outcome:
     if isinstance(error, StepFailedError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # what the line gives when it runs alone
     text = one_line(" ".join(str(error).split()))
@@ -144,7 +143,7 @@ class Execution:
             except Exception as error:
                 self.begun.failed(line.index, len(line.tokens) if chunks else deadline.reached)
                 if not left:
-                    return failed(line, error)
+                    return _failed(line, error)
         raise AssertionError  # the last try returns
 
     def prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
@@ -265,7 +264,7 @@ class _Together:
                 if self._flights:
                     self._waiting.appendleft(taken)
                     return
-                yield failed(line, error)
+                yield _failed(line, error)
             except (PromptError, OptionError) as error:
                 self._begun.failed(line.index, 0)
                 yield refused(line, str(error))
@@ -301,6 +300,6 @@ class _Together:
                     self._flights.remove(flight)
                     self._waiting.append((flight.line, flight.retries - 1))
                     continue
-                outcome = failed(flight.line, error)
+                outcome = _failed(flight.line, error)
             self._flights.remove(flight)
             yield outcome

@@ -22,7 +22,6 @@ from mlxrunner.batch.prompts import Begun
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.work import open_runner
 from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_outcome
-from mlxrunner.errors import NotOpenError
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.parallel.stepper import Stepper
@@ -32,7 +31,13 @@ from mlxrunner.runner import Runner
 from mlxrunner.system import device
 
 PACKAGES = ("mlxrunner", "mlx", "mlx-lm")
-"""What has to have the same version on all machines."""
+"""The packages that have the same version on all machines."""
+
+
+class NotOpenError(Exception):
+    """A worker was asked for a line of a batch that it has not begun, or does no longer run."""
+
+
 Waiting = tuple[StoredLine, "Future[Plain]"]
 
 
@@ -55,7 +60,7 @@ class Desk:
 
     @property
     def said(self) -> list[str]:
-        """What loading the model had to say."""
+        """The remarks of loading the model, for people."""
         return self._said
 
     @property

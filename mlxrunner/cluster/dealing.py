@@ -29,7 +29,7 @@ class _Stretch:
 
 @dataclass
 class _Worker:
-    """What a worker has to do."""
+    """The work of one worker."""
 
     stretch: _Stretch | None = None
     lines: dict[int, StoredLine] = field(default_factory=dict)

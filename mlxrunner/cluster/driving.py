@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mlxrunner.batch.execution import Execution, Outcome, Outcomes, failed, refused
+from mlxrunner.batch.execution import Execution, Outcome, Outcomes, refused
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.prompts import Begun
@@ -26,7 +26,7 @@ from mlxrunner.cluster import answering
 from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
 from mlxrunner.cluster.machines import Machines, Reply
 from mlxrunner.cluster.wire import SentBatch, outcome_of, plain_line
-from mlxrunner.errors import CutOffError, MlxrunnerError, NotOpenError, WorkerEndedError
+from mlxrunner.errors import CutOffError, MlxrunnerError
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.terminal.progress import Progress
 
@@ -43,7 +43,7 @@ Opened = Callable[[], AbstractContextManager[Machines]]
 
 @dataclass
 class _Worker:
-    """What the driver knows of a worker."""
+    """The state of a worker, as far as the driver knows it."""
 
     name: str
     sign: Any = None
@@ -203,7 +203,8 @@ class Driver:
     def _guilty(self, lines: list[StoredLine]) -> Iterator[Outcome]:
         """Yield the errors of lines that ended too many workers."""
         for line in lines:
-            yield failed(line, WorkerEndedError(MOST_ENDS))
+            why = f"{MOST_ENDS} workers ended while they ran this line; it is not tried again"
+            yield Outcome(line, error=why, kind="other")
 
     def _call(
         self,
@@ -304,7 +305,7 @@ class Driver:
         """Let a worker whose engine ended begin again; its lines run elsewhere."""
         if worker.state != "ready":
             return
-        is_to_blame = not isinstance(error, NotOpenError)
+        is_to_blame = not isinstance(error, answering.NotOpenError)
         if is_to_blame:
             self._say(f"worker {worker.name}: {_reason(error)}; it begins again")
         worker.state = "new"

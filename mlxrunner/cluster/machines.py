@@ -1,4 +1,4 @@
-"""What a batch needs of the engine that reaches its workers: the only interface to it.
+"""Describe the engine that reaches the workers of a batch: the only interface to it.
 
 Dask is one such engine (`over_dask.py`). Knows nothing about batches.
 """
@@ -17,9 +17,9 @@ class Reply:
     call: int
     """The number of the call, as `Machines.call` returned it."""
     value: Any = None
-    """What the function returned."""
+    """The value that the function returned."""
     error: BaseException | None = None
-    """What the function raised, or the reason why it could not run; None if it returned."""
+    """The exception that ended the function or kept it from running; None if it returned."""
 
 
 class Machines(Protocol):

@@ -15,7 +15,7 @@ PORT = 8786
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """How to reach other machines. Creating it raises OptionError if that would not be safe."""
+    """The options for reaching other machines. Creating it raises OptionError if that would not be safe."""
 
     tls_ca: str | None = option(
         None, str, "The certificate (PEM) that signed those of the cluster.", metavar="FILE"

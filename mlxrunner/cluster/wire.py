@@ -1,4 +1,4 @@
-"""What crosses the wire: a batch, its lines and their outcomes, as plain data.
+"""Turn a batch, its lines and their outcomes into plain data for the wire, and back.
 
 Both sides have the same version of this program: the driver compares versions before it sends
 anything but `describe`, whose answer therefore never changes its form.

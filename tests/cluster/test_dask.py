@@ -116,7 +116,7 @@ def test_a_stopped_worker_costs_its_unfinished_lines(
     victim: Callable[[signal.Signals], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it still answers when it goes on is written once."""
+    """Its late answers are written once."""
     monkeypatch.setattr(driving, "SILENT_S", 2.0)
     stopped = victim(signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""Which worker gets which line, and what becomes of the lines of a worker that ends."""
+"""The lines that each worker gets, and those of a worker that ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_idle_worker_takes_a_part_that_begins_with_another_prefix() -> None:
 
 
 def test_the_last_lines_are_shared_out(store: Store) -> None:
-    """However slow a worker is, the others take what it has not begun, as long as that pays."""
+    """Others take what a slow worker has not begun, as long as that pays."""
     dealer = dealer_of(store)
     taken(dealer, "slow", 1)
     assert len(taken(dealer, "fast")) >= 34

@@ -18,7 +18,7 @@ from mlxrunner.cluster.dealing import MOST_ENDS
 from mlxrunner.cluster.driving import Driver
 from mlxrunner.cluster.machines import Reply
 from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_line, plain_outcome
-from mlxrunner.errors import CutOffError, MemoryPlanError, NotOpenError
+from mlxrunner.errors import CutOffError, MemoryPlanError
 from mlxrunner.profiling.record.profile import Profile
 
 LINES = 12
@@ -234,7 +234,7 @@ def test_a_line_that_ends_three_workers_gets_an_error_and_no_fourth(store: Store
 def test_a_worker_that_does_not_know_the_batch_begins_it_again(store: Store) -> None:
     """Another batch took its place meanwhile. That is no fault of the lines."""
     machines = Played("a")
-    left = [NotOpenError("key") for _ in range(2 * MOST_ENDS)]
+    left = [answering.NotOpenError("key") for _ in range(2 * MOST_ENDS)]
     own = machines._answer
 
     def forgets(key: str, line: Plain) -> Plain:
