@@ -130,6 +130,7 @@ class Served:
             "stream_options": {"include_usage": True},
             "chat_template_kwargs": {"enable_thinking": ask.thinks},
         }
+        body |= {"tools": list(ask.tools)} if ask.tools else {}
         began, first, parts, usage = time.perf_counter(), 0.0, [], {}
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             if answer.is_error:

@@ -6,7 +6,8 @@ On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). All serve
 with its default settings, and serve the same untrained model (2 layers of 64); each wave of
 requests goes to one after the other, in turns, so that whatever else the machine does concerns all
 alike. The requests are those of `benchmarks/traces.py`. Tokens are those that the usage of the
-answers names; the time to the first token is that of the client.
+answers names, beside those of `benchmarks/floors.py`; the time to the first token is that of the
+client.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from arguments import parser_of
 from contenders import CONTENDERS, Measured, Served
+from floors import Floor
 from traces import TRACES, Ask, Trace
 from untrained import KINDS, write_untrained
 
@@ -36,6 +38,8 @@ class Played:
     """Seconds from the first request to the last answer, without those of the other servers."""
     used: float = 0.0
     """Seconds of the processor that the server used meanwhile."""
+    floor: int = 0
+    """Tokens that no server could avoid that evaluates the prompts as they are sent."""
 
     @property
     def prompt(self) -> int:
@@ -54,10 +58,16 @@ class Played:
         self.answers += other.answers
         self.total += other.total
         self.used += other.used
+        self.floor += other.floor
 
 
-def play(servers: Sequence[Served], trace: Trace, seed: int, size: int) -> list[Played]:
-    """Play a trace to all servers, which take turns at each wave."""
+def play(
+    servers: Sequence[Served], trace: Trace, seed: int, size: int, floor: Floor
+) -> list[Played]:
+    """Play a trace to all servers, which take turns at each wave.
+
+    `floor` gets the requests of the first one.
+    """
     scripts = [trace.script(seed, size) for _ in servers]
     played = [Played() for _ in servers]
     waves = [next(script) for script in scripts]
@@ -68,6 +78,7 @@ def play(servers: Sequence[Served], trace: Trace, seed: int, size: int) -> list[
         texts: dict[int, list[str]] = {}
         for number in order:
             texts[number] = _play_wave(servers[number], waves[number], played[number])
+        played[0].floor += sum(map(floor.ask, waves[0], texts[0]))
         try:
             waves = [script.send(texts[number]) for number, script in enumerate(scripts)]
         except StopIteration:
@@ -107,8 +118,9 @@ def measure(
             try:
                 for name in names:
                     servers.append(Served(CONTENDERS[name], folder, Path(place) / "kept"))
+                floor = Floor(folder)
                 for number, trace in enumerate(TRACES):
-                    played = play(servers, trace, 100 * turn + number, size)
+                    played = play(servers, trace, 100 * turn + number, size, floor)
                     before = found.setdefault(trace.name, [Played() for _ in names])
                     for one, new in zip(before, played, strict=True):
                         one.add(new)
@@ -122,8 +134,9 @@ def show(kind: str, names: Sequence[str], found: dict[str, list[Played]]) -> Non
     """Print the table of a model, and the sums over its traces with and without faults."""
     both = " / ".join(names)
     print(
-        f"\n{kind}: {both}\n\n| trace | prompt tokens | evaluated | first token, median ms "
-        "| 90 % ms | total s | processor s |\n|---|---|---|---|---|---|---|"
+        f"\n{kind}: {both}\n\n| trace | prompt tokens | floor | evaluated "
+        "| first token, median ms | 90 % ms | total s | processor s |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for name, played in found.items():
         print(_row(name, played))
@@ -149,6 +162,7 @@ def _joined(some: Sequence[Played]) -> Played:
 def _row(name: str, played: Sequence[Played]) -> str:
     cells = [
         f"{played[0].prompt:,}",
+        f"{played[0].floor:,}",
         " / ".join(f"{one.evaluated:,}" for one in played),
         " / ".join(f"{one.first(0.5):.0f}" for one in played),
         " / ".join(f"{one.first(0.9):.0f}" for one in played),

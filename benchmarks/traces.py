@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Message = dict[str, str]
 WORDS = "alpha beta gamma delta main test build file error result value return import class".split()
@@ -16,6 +17,8 @@ TURNS = 8
 USERS = 12
 TITLE = "Write a title for this conversation in five words: "
 REMINDER = " Reminder: {} tokens are left in the context."
+BILLING = "x-anthropic-billing-header: cc_version=2.1.97.a{0}; cc_entrypoint=cli; cch={0};\n"
+"""The first line of Claude Code's system prompt, as a proxy passes it on."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Ask:
     messages: Sequence[Message]
     thinks: bool = False
     """True if the template opens a block of thinking, and leaves out that of earlier turns."""
+    tools: Sequence[dict[str, Any]] = ()
+    """Descriptions of tools."""
 
 
 Wave = Sequence[Ask]
@@ -138,6 +143,36 @@ def reminder_in_front(seed: int, size: int) -> Script:
         talk.answered(answer)
 
 
+def billed(seed: int, size: int) -> Script:
+    """Begin the system prompt of each request with a line that differs."""
+    talk = Talk(seed, size)
+    for turn in range(TURNS):
+        system, *rest = talk.ask().messages
+        named = said("system", BILLING.format(f"{seed * TURNS + turn:05x}") + system["content"])
+        (answer,) = yield [Ask([named, *rest])]
+        talk.answered(answer)
+
+
+def shuffled(seed: int, size: int) -> Script:
+    """Write the keys of the tools' JSON in another order each time, as maps of Go and Swift do."""
+    talk, rng = Talk(seed, size), random.Random(seed)
+    names = [f"{word}_{seed}" for word in WORDS[:4]]
+    for _ in range(TURNS):
+        tools = [_tool(name, rng) for name in names]
+        (answer,) = yield [Ask(talk.ask().messages, tools=tools)]
+        talk.answered(answer)
+
+
+def _tool(name: str, rng: random.Random) -> dict[str, Any]:
+    """Return the description of a tool, with its keys in any order."""
+    properties = {word: {"type": "string"} for word in rng.sample(WORDS[4:8], 4)}
+    function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+    return {
+        "type": "function",
+        "function": {key: function[key] for key in rng.sample([*function], 2)},
+    }
+
+
 def together(seed: int, size: int) -> Script:
     """Start four subagents at once over a system prompt that nobody has sent before."""
     talks = [Talk(seed, size, number) for number in range(4)]
@@ -189,5 +224,7 @@ TRACES = (
     Trace("a reminder at the last message", reminder_at_the_end),
     Trace("a reminder at the system prompt", reminder_in_front),
     Trace("a restart", restarted),
+    Trace("a billing header that changes", billed),
+    Trace("keys of tools in any order", shuffled),
 )
 """The traces. No two of them begin alike, so that none finds what another has left."""

@@ -19,6 +19,8 @@ END = "<|im_end|>"
 MARKS = ("<|im_start|>", END, "<think>", "</think>", "system", "user", "assistant", "tool")
 """Texts that are one token each, and that no answer has."""
 TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {% for tool in tools %}{{ tool | tojson }}\n"
+    "{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
     "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"

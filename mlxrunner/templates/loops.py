@@ -47,6 +47,8 @@ FIT = (
 """The nodes that a body may have. Others leave the loop, or reach beyond the template."""
 UNFIT = frozenset({"random", "sameas"})
 """Filters and tests whose result depends on more than the values."""
+NAMING = {"map": 0, "select": 0, "reject": 0, "selectattr": 1, "rejectattr": 1}
+"""Filters that take the name of another filter or test, and the place of that name."""
 ATTRIBUTES = frozenset({"index", "index0", "first", "last", "previtem", "nextitem"})
 """The attributes of `loop` that stay the same while a conversation grows."""
 FOUND, WRITTEN = "mlxrunner_found", "mlxrunner_written"
@@ -87,7 +89,7 @@ class _Reads:
         """Read a node. `is_inner`: it is in the body of another loop within this one."""
         if not isinstance(node, FIT):
             raise UnfitError
-        if isinstance(node, nodes.Filter | nodes.Test) and node.name in UNFIT:
+        if isinstance(node, nodes.Filter | nodes.Test) and not _is_fit(node):
             raise UnfitError
         if isinstance(node, nodes.Name | nodes.NSRef):
             self._name(node, is_inner)
@@ -123,6 +125,9 @@ class _Reads:
 def remember(template: nodes.Template) -> None:
     """Let all loops of a template that are fit ask the memory before they write."""
     macros = list(template.find_all((nodes.Macro, nodes.CallBlock)))
+    called = (one for macro in macros for one in macro.find_all((nodes.Filter, nodes.Test)))
+    if not all(_is_fit(one) for one in called if isinstance(one, nodes.Filter | nodes.Test)):
+        return
     named = [name for macro in macros for name in macro.find_all((nodes.Name, nodes.NSRef))]
     in_macros = {name.name for name in named if isinstance(name, nodes.Name | nodes.NSRef)}
     outside = set(_assigned(template.body)) | {
@@ -134,6 +139,17 @@ def remember(template: nodes.Template) -> None:
         except UnfitError:
             continue
         _rewrite(loop, shape)
+
+
+def _is_fit(node: nodes.Filter | nodes.Test) -> bool:
+    """Return True if the result of a filter or test depends on nothing but the values."""
+    if node.name not in NAMING:
+        return node.name not in UNFIT
+    place = NAMING[node.name]
+    named = node.args[place] if place < len(node.args) else nodes.Const(None)
+    if node.dyn_args is not None or not isinstance(named, nodes.Const):
+        return False
+    return named.value not in UNFIT | NAMING.keys()
 
 
 def _shape(number: int, loop: nodes.For, in_macros: set[str], outside: set[str]) -> Shape:

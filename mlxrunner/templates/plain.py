@@ -12,7 +12,7 @@ from typing import Any
 from mlxrunner.templates.remembered import Remembered, sign
 
 MOST_BYTES = 32_000_000
-"""Most bytes of the values whose copies are remembered."""
+"""Most bytes of values and of their copies that are remembered."""
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,13 @@ class Recollection:
     def __init__(
         self,
         memory: Memory,
-        source: str,
+        source: bytes,
         variables: Mapping[str, Any],
         functions: Mapping[str, Any],
         item: Callable[[Any, Any], Any],
         signs: Mapping[int, bytes],
     ) -> None:
-        """Begin a render of the template `source`.
+        """Begin a render of the template with the digest `source`.
 
         `functions` are those of the sandbox, `item` that which reads an item of a list. `signs`:
         the signs of the messages, by their identity.
@@ -139,9 +139,7 @@ class Recollection:
 
     def _put(self, key: Key, written: Written) -> None:
         known = (written, *(self._memory.get(key) or ()))[:MOST_VARIANTS]
-        size = sum(len(part) for part in key if isinstance(part, bytes))
-        size += sum(len(one.text) + sum(len(look.found) for look in one.looks) for one in known)
-        self._memory.put(key, known, size)
+        self._memory.put(key, known)
 
     def _is_same(self, loop: _Loop, look: Look) -> bool:
         try:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import marshal
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import fields, is_dataclass
+from sys import getsizeof
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+ENTRY = 256
+"""Bytes that a mapping takes for an entry, beside its key and its value."""
 
 
 def sign(value: Any) -> bytes:
@@ -19,11 +23,29 @@ def sign(value: Any) -> bytes:
     return marshal.dumps(value, 0)  # version 0 has no references, which depend on more than values
 
 
+def footprint(*values: Any) -> int:
+    """Return about how many bytes plain objects take in memory, with all that is in them."""
+    size, seen, left = 0, set[int](), [*values]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        size += getsizeof(one)
+        if isinstance(one, dict):
+            left += (*one, *one.values())
+        elif isinstance(one, list | tuple):
+            left += one
+        elif is_dataclass(one):
+            left += (getattr(one, part.name) for part in fields(one))
+    return size
+
+
 class Bounded(Generic[T]):
     """Values by their keys, up to a size; those used last stay. Any thread may use it."""
 
     def __init__(self, most: int) -> None:
-        """Begin with nothing. `most`: the largest sum of the sizes of all values."""
+        """Begin with nothing. `most`: the most bytes of memory of all keys and values."""
         self._most, self._size = most, 0
         self._known: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
         self._lock = Lock()
@@ -40,8 +62,9 @@ class Bounded(Generic[T]):
             self._known.move_to_end(key)
             return found[0]
 
-    def put(self, key: Hashable, value: T, size: int) -> None:
+    def put(self, key: Hashable, value: T) -> None:
         """Remember a value, in place of an earlier one."""
+        size = ENTRY + footprint(key, value)
         with self._lock:
             self._size += size - self._known.pop(key, (None, 0))[1]
             self._known[key] = value, size
@@ -53,17 +76,20 @@ class Remembered(Generic[T]):
     """A function of plain data that remembers its results. Nobody may change them."""
 
     def __init__(self, work: Callable[[Any], T], most: int) -> None:
-        """Remember the results of `work`, for at most `most` bytes of what it is given."""
+        """Remember results of `work` in at most `most` bytes of memory."""
         self._work, self._known = work, Bounded[T](most)
 
     def __call__(self, value: Any) -> T:
-        """Return what `work` returns, and raise what it raises."""
+        """Return what `work` returns, and raise what it raises.
+
+        It works on a copy that is made of the key, so that no later change of `value` matters.
+        """
         try:
             key = sign(value)
         except ValueError:
             return self._work(value)
         found = self._known.get(key)
         if found is None:
-            found = self._work(value)
-            self._known.put(key, found, len(key))
+            found = self._work(marshal.loads(key))
+            self._known.put(key, found)
         return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from hashlib import blake2b
 from typing import Any
 
 import jinja2.sandbox
@@ -33,8 +34,8 @@ from mlxrunner.templates.recalled import Memory, Recollection
 
 MOST_SOURCE = 2**18
 """Most characters of a template; the longest ones in use have about 60,000."""
-MOST_REMEMBERED = 32_000_000
-"""Most characters of what iterations have read and written."""
+MOST_REMEMBERED = 64_000_000
+"""Most bytes of what iterations have read and written."""
 
 _BUDGET: ContextVar[Budget] = ContextVar("budget")
 _RECOLLECTION: ContextVar[Recollection] = ContextVar("recollection")
@@ -184,7 +185,7 @@ def render(source: str, given: Mapping[str, Plain]) -> str:
     environment = _environment()
     signs = {} if "messages" not in given else given["messages"].signs
     recollection = Recollection(
-        _MEMORY, source, variables, environment.globals, environment.getitem, signs
+        _MEMORY, _digest(source), variables, environment.globals, environment.getitem, signs
     )
     tokens = _BUDGET.set(budget), _RECOLLECTION.set(recollection)
     try:
@@ -212,6 +213,11 @@ def compiled(source: str) -> jinja2.Template:
             "that a template may have"
         )
     return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(source: str) -> bytes:
+    return blake2b(source.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from support.families import KINDS, Piece
+from support.families import KINDS
+from support.family_pieces import Piece
 from support.models import write_tokenizer
 from support.sample import fewer
 

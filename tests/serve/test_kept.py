@@ -426,16 +426,17 @@ def answer_of(text: str) -> Answer:
 
 def test_kept_answers_are_bounded() -> None:
     """Those used last stay."""
-    kept = KeptTurns(most=30)
+    kept = KeptTurns()
     links = [bytes([number]) for number in range(5)]
     for number in range(3):
         kept.keep(links[number], f"prompt {number} ", answer_of("ten tokens"), said("ten tokens"))
-    assert (len(kept), kept.tokens) == (3, 30)
+    kept._most = most = kept.nbytes
+    assert (len(kept), most > 3 * 1000) == (3, True)
     text = "prompt 0 ten tokens."
     found = kept.fills(text, [links[0], b""], lambda number: None, lambda *_: said(""))
     assert [(fill.begin, fill.end, fill.text) for fill in found] == [(9, 19, "ten tokens")]
     kept.keep(links[3], "prompt 3 ", answer_of("ten tokens"), said("ten tokens"))
-    assert (len(kept), kept.tokens) == (3, 30)
+    assert (len(kept), kept.nbytes) == (3, most)
     for number, count in ((0, 1), (1, 0), (2, 1), (3, 1)):
         text = f"prompt {number} ten tokens."
         found = kept.fills(text, [links[number], b""], lambda number: None, lambda *_: said(""))
@@ -466,7 +467,7 @@ def test_an_answer_that_a_stop_string_ended_is_kept_up_to_it(
 
 
 def test_texts_are_encoded_once(makers: dict[str, PromptMaker]) -> None:
-    """Their tokens are remembered, up to a number of characters."""
+    """Their tokens are remembered, up to a number of bytes."""
 
     class Counting:
         count = 0
@@ -479,14 +480,14 @@ def test_texts_are_encoded_once(makers: dict[str, PromptMaker]) -> None:
             return self.encode(text)[1:]
 
     tokenizer: Any = Counting()
-    encoder = Encoder(tokenizer, most=20)
+    encoder = Encoder(tokenizer, most=1200)
     fill = Fill(3, 5, "xyz", as_tokens([7]))
     for _ in range(2):
         tokens, text = encoder.encode("abcdefg", [fill])
         assert tokens.tolist() == [0, *map(ord, "abc"), 7, *map(ord, "fg")]
         assert text == "abcxyzfg"
     assert tokenizer.count == 2
-    encoder.encode("h" * 18, [])
+    encoder.encode("h" * 200, [])
     encoder.encode("abcdefg", [fill])
     assert tokenizer.count > 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.strict_templates import TEMPLATES
 from mlxrunner.templates import sandbox
 from mlxrunner.templates.plain import plain
 from mlxrunner.templates.recalled import Memory
-from mlxrunner.templates.remembered import Bounded, Remembered
+from mlxrunner.templates.remembered import ENTRY, Bounded, Remembered, footprint
 
 WRITE = "<{{ m.role }}>{{ m.content }}"
 ODD = {
@@ -168,7 +169,7 @@ def test_it_writes_what_it_would_write_anew(
     anew = [written(SOURCES[name], one) for one in histories_]
     remembering(Memory(10**7))
     assert [written(SOURCES[name], one) for one in histories_] == anew
-    remembering(Memory(300))  # forgets most of it
+    remembering(Memory(4000))  # forgets most of it
     assert [written(SOURCES[name], one) for one in histories_] == anew
 
 
@@ -200,17 +201,88 @@ def test_a_message_is_written_once(name: str, remembering: Callable[[Memory], No
         known = len(memory)
 
 
+LOTS = "m.content | list"
+DRAWN = [
+    "{{ LOTS | random }}",
+    "{{ [LOTS] | map('random') | first }}",
+    "{{ [[LOTS]] | map('map', 'random') | first | first }}",
+    "{% set how = 'random' %}{{ [LOTS] | map(how) | first }}",
+    "{{ [m] | select('sameas', m) | list | length }}",
+    "{{ [m] | rejectattr('role', 'sameas', m.role) | list | length }}",
+    "{{ draw(m) }}",
+]
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_what_is_drawn_by_lot_is_drawn_anew(
+    drawn: str, remembering: Callable[[Memory], None]
+) -> None:
+    """An iteration whose text does not follow from what it reads is never remembered."""
+    memory = Memory(10**7)
+    remembering(memory)
+    macro = "{% macro draw(m) %}{{ LOTS | random }}{% endmacro %}" if "draw" in drawn else ""
+    source = macro + "{% for m in messages %}" + drawn + "{% endfor %}"
+    messages = [{"role": "user", "content": "abcdefgh"}]
+    out = written(source.replace("LOTS", LOTS), {"messages": messages})
+    assert not out.startswith("refused")
+    assert len(memory) == 0
+
+
+def test_other_filters_by_name_are_remembered(remembering: Callable[[Memory], None]) -> None:
+    """As templates use them for the parts of a content."""
+    memory = Memory(10**7)
+    remembering(memory)
+    named = "{{ [m] | selectattr('role', 'equalto', m.role) | map(attribute='content') | join }}"
+    source = "{% for m in messages %}" + named + "{{ [1, 2] | map('string') | join }}{% endfor %}"
+    assert written(source, {"messages": [{"role": "user", "content": "a"}]}) == "a12"
+    assert len(memory) == 1
+
+
 def test_a_memory_keeps_what_was_used_last() -> None:
     """Up to its size; a value that is put again replaces the first."""
-    memory = Bounded[str](10)
+    one = ENTRY + footprint("a", b"a" * 1000)
+    memory = Bounded[bytes](4 * one)
     for key in "abc":
-        memory.put(key, key.upper(), 3)
-    memory.put("b", "BB", 4)
-    assert memory.get("a") == "A"
-    memory.put("d", "D", 3)
-    assert [memory.get(key) for key in "abcd"] == ["A", "BB", None, "D"]
-    memory.put("e", "E", 11)
+        memory.put(key, key.encode() * 1000)
+    memory.put("b", b"B" * 2000)
+    assert memory.get("a") == b"a" * 1000
+    memory.put("d", b"d" * 1000)
+    assert [(memory.get(key) or b"")[:1] for key in "abcd"] == [b"a", b"B", b"", b"d"]
+    memory.put("e", b"e" * 10_000)
     assert len(memory) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("", 20_000), ("x" * 10_000 + "\U0001f600", 400)],  # four bytes for each of these letters
+    ids=["small", "wide"],
+)
+def test_a_memory_counts_objects_and_not_only_text(text: str, count: int) -> None:
+    """What it holds takes no more of the process's memory than it may."""
+    most = 4_000_000
+    remembered = Remembered(lambda value: [value, dict(value)], most)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(count):
+            remembered({"role": "u", "content": f"{number}{text}"})
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert most / 2 < taken < most
+
+
+def test_a_value_that_changes_meanwhile_is_remembered_as_it_was() -> None:
+    """The result belongs to the value by which it is found again."""
+    value = {"content": "old"}
+
+    def work(given: Any) -> str:
+        value["content"] = "new"  # another thread
+        return str(given["content"])
+
+    remembered = Remembered(work, 10**6)
+    assert remembered(value) == "old"
+    assert remembered({"content": "old"}) == "old"
 
 
 def test_a_function_remembers_what_it_was_given() -> None:

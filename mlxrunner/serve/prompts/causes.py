@@ -21,13 +21,13 @@ from mlxrunner.serve.prompts.differences import difference, is_like
 from mlxrunner.serve.prompts.kept import common_end
 from mlxrunner.serve.prompts.make import Made
 from mlxrunner.serve.prompts.rewriting import SYSTEM, without_billing
-from mlxrunner.templates.remembered import Remembered
+from mlxrunner.templates.remembered import Remembered, footprint
 from mlxrunner.templates.segments import common
 
 MOST_REQUESTS = 64
 """Most earlier requests that a new one is compared with."""
-MOST_CHARACTERS = 32_000_000
-"""Most characters of their messages."""
+MOST_BYTES = 64_000_000
+"""Most bytes of their messages."""
 
 REMEDIES = {
     "first-request": "Nothing is to be done: the conversation is new to this model.",
@@ -86,7 +86,8 @@ class Seen:
     variables: bytes
     messages: Sequence[Mapping[str, Any]]
     digests: tuple[bytes, ...]
-    characters: int
+    nbytes: int
+    """Bytes of the messages and of the tools' digests."""
     is_title: bool = False
     has_thought: bool = False
     """True if its answer has thinking."""
@@ -112,9 +113,9 @@ class Causes:
             if best is not None and _likeness(seen, best) > (0,):
                 seen.previous = replace(best, previous=None)
             self._recent.append(seen)
-            total = sum(one.characters for one in self._recent)
-            while total > MOST_CHARACTERS and len(self._recent) > 1:
-                total -= self._recent.popleft().characters
+            total = sum(one.nbytes for one in self._recent)
+            while total > MOST_BYTES and len(self._recent) > 1:
+                total -= self._recent.popleft().nbytes
         return seen
 
     def end(self, seen: Seen, usage: Usage) -> Cause | None:
@@ -128,13 +129,13 @@ def _seen(asked: Asked, made: Made, model: str) -> Seen:
     if "billing-header" in made.rules:
         messages = without_billing(messages)
         digests = tuple(map(message_digest, messages))
-    contents = sum(len(message["content"]) for message in messages)
     tools = tuple(map(_tool_digest, asked.tools))
     variables = digest(
         {name: value for name, value in made.prompt.variables.items() if name != "tools"}
     )
+    nbytes = made.nbytes + footprint(tools)
     seen = Seen(
-        model, asked.client, tools, variables, messages, digests, contents, known=frozenset(digests)
+        model, asked.client, tools, variables, messages, digests, nbytes, known=frozenset(digests)
     )
     seen.is_title = not tools and len(messages) <= 4 and _asks(messages, _TITLE)
     return seen
@@ -144,7 +145,7 @@ def _without_marks(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tool.items() if name != "cache_control"}
 
 
-_tool_digest = Remembered(lambda tool: digest(_without_marks(tool)), MOST_CHARACTERS)
+_tool_digest = Remembered(lambda tool: digest(_without_marks(tool)), MOST_BYTES)
 
 
 def _asks(messages: Iterable[Mapping[str, Any]], what: re.Pattern[str]) -> bool:

@@ -11,8 +11,8 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.templates.remembered import Bounded
 from mlxrunner.tokenizer import Tokenizer
 
-MOST_CHARACTERS = 8_000_000
-"""Most characters of texts whose tokens are remembered."""
+MOST_BYTES = 64_000_000
+"""Most bytes of texts whose tokens are remembered, and of the tokens."""
 
 
 class Fill(NamedTuple):
@@ -27,8 +27,8 @@ class Fill(NamedTuple):
 class Encoder:
     """Encodes texts in pieces, and remembers the tokens of each. Any thread may use it."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int = MOST_CHARACTERS) -> None:
-        """Encode with `tokenizer`, and remember the tokens of at most `most` characters."""
+    def __init__(self, tokenizer: Tokenizer, most: int = MOST_BYTES) -> None:
+        """Encode with `tokenizer`, and remember texts and tokens of at most `most` bytes."""
         self._tokenizer = tokenizer
         self._known = Bounded[TokenArray](most)
 
@@ -53,7 +53,7 @@ class Encoder:
         else:
             pieces = [self._piece(part, is_first and n == 0) for n, part in enumerate(parts)]
             tokens = np.concatenate(pieces)
-        self._known.put((is_first, text), tokens, len(text))
+        self._known.put((is_first, text), tokens)
         return tokens
 
     def _parts(self, text: str) -> list[str]:

@@ -9,6 +9,7 @@ off, the client may have seen any beginning: so much of it is filled as says the
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,13 +23,16 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.prompts.encoding import Fill
 from mlxrunner.serve.prompts.reader import Calls, Said
+from mlxrunner.templates.remembered import ENTRY, footprint
 from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer
 
 UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""
-MOST_TOKENS = 2_000_000
-"""Most tokens of answers that are kept."""
+MOST_BYTES = 128_000_000
+"""Most bytes of answers that are kept."""
+MOST_FORMS = 4
+"""Most texts that the template may write for an answer, whose places are known."""
 
 
 @dataclass(eq=False)
@@ -42,7 +46,7 @@ class Turn:
     text: str
     """The text of its tokens, without the token that ended it."""
     tokens: TokenArray
-    ends: list[int]
+    ends: Sequence[int]
     """The number of characters up to each token's end."""
     closing: str
     """The text of the token that ended it, or nothing."""
@@ -51,6 +55,10 @@ class Turn:
     """True if the client left before its end."""
     known: dict[str, Fill] = field(default_factory=dict)
     """Fills by the text that the template writes for this answer, with `closing` behind it."""
+    forms: int = 0
+    """The number of texts that have been put into `known`."""
+    nbytes: int = 0
+    """Bytes in memory, at the last look."""
 
     def after_thinking(self) -> tuple[int, int] | None:
         """Return the number of characters and tokens up to the end of the thinking.
@@ -86,21 +94,21 @@ Read = Callable[[str, str], Said]
 class KeptTurns:
     """The answers of a model that may come back."""
 
-    def __init__(self, most: int = MOST_TOKENS) -> None:
-        """Begin without answers. At most `most` tokens are kept, those used last."""
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        """Begin without answers. At most `most` bytes are kept, of those used last."""
         self._most = most
         self._turns: OrderedDict[tuple[bytes, int], Turn] = OrderedDict()
         self._places: dict[bytes, list[int]] = {}
-        self._number = self._tokens = 0
+        self._number = self._nbytes = 0
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._turns)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all answers that are kept."""
-        return self._tokens
+    def nbytes(self) -> int:
+        """Bytes of all answers that are kept."""
+        return self._nbytes
 
     def keep(
         self, link: bytes, prompt: str, answer: Answer, said: Said, *, is_cut: bool = False
@@ -130,12 +138,18 @@ class KeptTurns:
             self._number += 1
             self._turns[link, self._number] = turn
             self._places.setdefault(link, []).append(self._number)
-            self._tokens += len(turn.tokens)
-            while self._tokens > self._most and self._turns:
-                self._drop(next(iter(self._turns)))
+            self._weigh(turn)
+
+    def _weigh(self, turn: Turn) -> None:
+        """Count the bytes of an answer, and drop others until all have room."""
+        self._nbytes -= turn.nbytes
+        turn.nbytes = 2 * ENTRY + footprint(turn)
+        self._nbytes += turn.nbytes
+        while self._nbytes > self._most and self._turns:
+            self._drop(next(iter(self._turns)))
 
     def _drop(self, key: tuple[bytes, int]) -> None:
-        self._tokens -= len(self._turns.pop(key).tokens)
+        self._nbytes -= self._turns.pop(key).nbytes
         numbers = self._places[key[0]]
         numbers.remove(key[1])
         if not numbers:
@@ -162,12 +176,15 @@ class KeptTurns:
             at = turn.length
             if len(text) < at or hashed.digest() != turn.before:
                 continue
+            forms = turn.forms
             fill = _fill(text, number, turn, without, read)
             if fill is not None:
                 found.append(fill)
                 with self._lock:
                     if key in self._turns:
                         self._turns.move_to_end(key)
+                        if turn.forms != forms:
+                            self._weigh(turn)
         return found
 
     def _candidates(self, links: Sequence[bytes]) -> list[tuple[int, tuple[bytes, int], Turn]]:
@@ -191,7 +208,7 @@ def _fill(
     begin = turn.length
     if text.startswith(turn.text + turn.closing, begin):
         return Fill(begin, begin + len(turn.text), turn.text, turn.tokens)
-    for written, fill in turn.known.items():
+    for written, fill in [*turn.known.items()]:  # another thread may add one
         if text.startswith(written, begin):
             return fill
     end = _end(text, begin, without(number))
@@ -206,6 +223,9 @@ def _fill(
     filled = _checked(begin, end, turn, read(text[:begin], text[begin:end]))
     if filled is not None and turn.closing and text.startswith(turn.closing, end):
         turn.known[text[begin:end] + turn.closing] = filled
+        turn.forms += 1
+        for written in [*turn.known][:-MOST_FORMS]:
+            turn.known.pop(written, None)
     return filled
 
 
@@ -236,7 +256,7 @@ class Answer(NamedTuple):
 
     text: str
     tokens: TokenArray
-    ends: list[int]
+    ends: Sequence[int]
     closing: str
 
     @classmethod
@@ -276,9 +296,9 @@ def _texts(tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int]) 
     return [stream.add(token) for token in tokens]
 
 
-def _ends(texts: Sequence[str]) -> list[int]:
+def _ends(texts: Sequence[str]) -> Sequence[int]:
     """Return the number of characters up to each text's end."""
-    return list(accumulate(map(len, texts)))
+    return array("q", accumulate(map(len, texts)))
 
 
 def _hash(text: str) -> Any:

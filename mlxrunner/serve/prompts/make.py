@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, PromptError
@@ -30,13 +30,13 @@ from mlxrunner.templates.messages import (
     check_message,
     check_messages,
 )
-from mlxrunner.templates.remembered import Remembered
+from mlxrunner.templates.remembered import ENTRY, Remembered, footprint
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
 
 MOST_BYTES = 32_000_000
-"""Most bytes of messages that are remembered as they were checked."""
+"""Most bytes of messages that are remembered, as they came and as they were checked."""
 TAIL = 200
 """Most characters at the end of a prompt that say whether it opens the answer's thinking."""
 
@@ -66,6 +66,16 @@ class Made:
     """The messages as the client sent them, without what no template reads."""
     digests: tuple[bytes, ...] = field(default=(), repr=False)
     """The digests of `source`."""
+    nbytes: int = 0
+    """Bytes of `source` and `digests` in memory."""
+
+
+class _Known(NamedTuple):
+    """A message of a client, checked."""
+
+    message: PlainMessage
+    digest: bytes
+    nbytes: int
 
 
 class PromptMaker:
@@ -145,13 +155,13 @@ class PromptMaker:
 
     def _conversation(self, asked: Asked, began: float) -> Made:
         known = self._checked(asked.messages)
-        source = [message for message, _ in known]
+        source = [one.message for one in known]
         draft = Draft(list(map(self._with_thinking, source)), list(map(dict, asked.tools)))
         draft, rules = apply(draft, self.probe, self._off)
         variables = _variables(asked, draft)
         text = self._text(draft, variables)
-        digests = {id(message): digest for message, digest in known}
-        links = chain([digests.get(id(one)) or self._known(one)[1] for one in draft.messages])
+        digests = {id(one.message): one.digest for one in known}
+        links = chain([digests.get(id(one)) or self._known(one).digest for one in draft.messages])
         fills = self.kept.fills(
             text,
             links,
@@ -177,11 +187,12 @@ class PromptMaker:
             len(fills),
             asked.tools,
             source,
-            tuple(digest for _, digest in known),
+            tuple(one.digest for one in known),
+            sum(one.nbytes for one in known),
         )
 
-    def _checked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[tuple[Any, bytes]]:
-        """Return the messages of a client, checked, each with its digest. Raise PromptError."""
+    def _checked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[_Known]:
+        """Return the messages of a client, checked. Raise PromptError."""
         check_messages(messages[:1])  # there has to be one
         known = []
         for index, message in enumerate(messages):
@@ -240,10 +251,11 @@ class PromptMaker:
         return {}
 
 
-def _known(message: Mapping[str, Any]) -> tuple[PlainMessage, bytes]:
-    """Return a message, checked, and its digest. Raise PromptError."""
+def _known(message: Mapping[str, Any]) -> _Known:
+    """Return a message, checked. Raise PromptError."""
     checked = check_message(0, message)
-    return checked, message_digest(checked)
+    digest = message_digest(checked)
+    return _Known(checked, digest, ENTRY + footprint(checked, digest))
 
 
 def _variables(asked: Asked, draft: Draft) -> dict[str, Any]:

@@ -15,9 +15,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import test_reuse as reuse
 from profiling import test_simulate as replays
+from reuse import test_broken_off, test_warm_equals_cold
+from support.ends import ENDS
 from support.mixes import CHECKPOINTS, FEW, NO_HELP, mixes_of
+from support.prompts import PROMPT
+from support.reused import cold, small_steps, tokens, usage_of
 
 from mlxrunner.cache.layers import factory
 from mlxrunner.cache.layers.extents import EXTENTS, Everything
@@ -33,7 +36,7 @@ FILE = os.path.join(PACKAGE, "cache", "layers", "trail.py")
 """Where the file would be: Ctrl-C comes between its lines, too."""
 
 # In small steps, as the oracle suite runs.
-small_steps = reuse.small_steps
+__all__ = ["small_steps"]
 
 MIXES = {
     "no-help": (["trail", "full"], NO_HELP),
@@ -82,30 +85,30 @@ def test_the_line_decides(kind: ModuleType) -> None:
 
 
 @mixes
-@pytest.mark.parametrize("end", reuse.ENDS.values(), ids=reuse.ENDS)
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_warm_equals_cold_for_every_split_after_every_end(mix: Any, end: Any) -> None:
     """The oracle suite: a request that ends in this way, then a prompt that leaves it anywhere."""
-    reuse.test_warm_equals_cold_for_every_split_after_every_end(mix, end)
+    test_warm_equals_cold.test_warm_equals_cold_for_every_split_after_every_end(mix, end)
 
 
 @mixes
 def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Any) -> None:
     """Those of the new file included."""
-    reuse.test_ctrl_c_at_any_line_leaves_a_true_entry(mix)
+    test_broken_off.test_ctrl_c_at_any_line_leaves_a_true_entry(mix)
 
 
 @mixes
 def test_a_conversation_evaluates_only_what_is_new(mix: Any) -> None:
     """Appending needs no rewind."""
-    reuse.test_a_conversation_evaluates_only_what_is_new(mix)
+    test_warm_equals_cold.test_a_conversation_evaluates_only_what_is_new(mix)
 
 
 def test_a_few_tokens_are_taken_back_without_a_checkpoint() -> None:
     """The number is that of the page, and one more is a fresh start."""
     for back, cached in ((1, 22), (3, 20), (4, 0)):
         runner = oracle_runner(["trail"], **NO_HELP)
-        reuse.tokens(runner, reuse.PROMPT[:23], 1)
-        usage = reuse.usage_of(runner, [*reuse.PROMPT[: 23 - back], 111, 112])
+        tokens(runner, PROMPT[:23], 1)
+        usage = usage_of(runner, [*PROMPT[: 23 - back], 111, 112])
         assert usage.cached_tokens == cached
         assert usage.cache.rewind_limited_by == (None if cached else "trail")
 
@@ -113,13 +116,13 @@ def test_a_few_tokens_are_taken_back_without_a_checkpoint() -> None:
 def test_a_saved_session_comes_back(tmp_path: Path) -> None:
     """With its checkpoints: into another runner, from a file."""
     runner = oracle_runner(["trail", "full"], **CHECKPOINTS)
-    answer = reuse.tokens(runner, reuse.PROMPT)
+    answer = tokens(runner, PROMPT)
     before = runner.entry.checkpoints.offsets
     packed = pack(runner.entry.export(), {})
     sessions = SessionStore(tmp_path)
     with sessions.lock("one"):
         sessions.save_cache("one", packed.arrays, packed.metadata)
-    for prompt in ([*reuse.PROMPT, *answer, 5], [*reuse.PROMPT[:16], 6, 7]):
+    for prompt in ([*PROMPT, *answer, 5], [*PROMPT[:16], 6, 7]):
         other = oracle_runner(["trail", "full"], **CHECKPOINTS)
         file = sessions.load_cache("one")
         assert file is not None
@@ -129,7 +132,7 @@ def test_a_saved_session_comes_back(tmp_path: Path) -> None:
         assert other.entry.checkpoints.offsets == before
         chunks = list(other.generate(prompt, max_tokens=6))
         assert chunks[-1].usage.cached_tokens > 0
-        assert [chunk.token for chunk in chunks] == reuse.cold(["trail", "full"], prompt)
+        assert [chunk.token for chunk in chunks] == cold(["trail", "full"], prompt)
 
 
 def test_a_damaged_session_is_refused(kind: ModuleType) -> None:

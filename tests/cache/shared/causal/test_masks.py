@@ -1,0 +1,89 @@
+"""Masks are as long as what somebody sees, of the type that was asked for, and made once."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.causal import drawn, forward, made
+
+from mlxrunner.cache import Batch, CacheConfig, CacheFullError
+
+
+def test_a_padded_history() -> None:
+    """Whole multiples, inside the buffers, with the padding masked out."""
+    cache = made(2, capacity=5, max_batch=10, config=CacheConfig(history_multiple=4))
+    assert drawn(cache, "123", range(3)) == "1 12 123"
+    assert cache.mask.shape == (3, 4)
+    assert drawn(cache, "4567", range(4), [1] * 4) == "4 45 456 4567"
+    assert cache.mask.shape == (4, 8)
+    assert drawn(cache, "89", [4, 3], [1, 0]) == "45678 1239"
+    assert cache.mask.shape == (2, 12)
+    assert cache.num_cells == 10
+    with pytest.raises(CacheFullError, match="1 of 10 are free"):
+        cache.start_forward(Batch([5, 4], [1, 0]))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_an_additive_mask(dtype: mx.Dtype) -> None:
+    """0 where a token may attend, -inf elsewhere."""
+    cache = made(config=CacheConfig(mask_dtype=dtype))
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    assert cache.mask.dtype == dtype
+    assert cache.mask.tolist() == [[0, -np.inf], [0, 0]]
+
+
+def test_a_plain_mask_is_boolean() -> None:
+    """It is there before a layer writes, for models that ask first."""
+    cache = made(config=CacheConfig(mask_dtype=mx.bool_))
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    assert (cache.mask.dtype, cache.mask.tolist()) == (mx.bool_, [[True, False], [True, True]])
+
+
+def test_the_history_leaves_out_what_nobody_sees() -> None:
+    """Cells before the window or of other sequences cost nothing to read."""
+    cache = made(2, capacity=100, max_batch=100, window=4, memory=60)
+    drawn(cache, "1" * 20, range(20), [1] * 20)
+    drawn(cache, "2" * 30, range(30))
+    drawn(cache, "3", [30])
+    assert cache.mask.shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "masks"),
+    [
+        ({}, ["causal", None, "causal", None]),
+        ({"window": 4, "memory": 9}, ["an array", None, "an array", None]),
+        ({"window": 9}, ["causal", None, "causal", None]),
+        ({"chunk": 4}, ["an array", None, "causal", None]),
+    ],
+    ids=str,
+)
+def test_a_sequence_alone_needs_no_mask_of_cells(
+    options: dict[str, int], masks: list[str | None]
+) -> None:
+    """Where its tokens lie side by side, they are fetched alone, as a cache of its own does it."""
+    cache, at, found = made(3, capacity=30, max_batch=30, **options), 0, []
+    drawn(cache, "99", [0, 1], [1, 1])
+    cache.expect(0, 20)
+    for tokens in ("12345", "6", "78", "9"):
+        drawn(cache, tokens, range(at, at + len(tokens)))
+        at += len(tokens)
+        mask = cache.attention_mask(is_split=False, as_array=False)
+        found.append("an array" if isinstance(mask, mx.array) else mask)
+        assert cache.split(worth=0) is None
+        assert cache.fetch()[0].shape[2] <= at
+    assert found == masks
+
+
+def test_a_step_in_parts_makes_no_mask() -> None:
+    """The mask of all queries and cells is made when it is asked for, and once."""
+    cache = made(2, capacity=900, max_batch=900)
+    for sequence in (0, 1):
+        forward(cache, Batch(range(510), [sequence] * 510), range(510))
+    cache.start_forward(Batch([510, 510], [0, 1]))
+    assert cache.split(worth=0.5) is not None
+    assert cache.attention_mask(is_split=True, as_array=False) == "causal"
+    assert "visible" not in vars(cache._current().forward)
+    assert cache.mask is cache.attention_mask(is_split=True, as_array=True)
+    assert cache.mask.shape == (2, 1022)

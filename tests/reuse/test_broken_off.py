@@ -1,0 +1,131 @@
+"""Ctrl-C at any line and errors leave an entry that is true, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import mlx.core as mx
+import pytest
+from support.mixes import Mix
+from support.prompts import PROMPT
+from support.reused import cold, is_consistent, mixes, tokens, usage_of
+from support.sample import fewer
+
+from mlxrunner import Runner
+from mlxrunner.testing import interrupt_at, oracle_runner
+
+
+def warm_request(runner: Runner) -> None:
+    tokens(runner, [*PROMPT[:12], *range(60, 84)], 4)
+
+
+def assert_interrupts_leave_a_true_entry(
+    mix: Mix, request: Callable[[Runner], None], follow_up: list[int], lines: int
+) -> None:
+    """Press Ctrl-C at `lines` lines of a request behind PROMPT. `follow_up` has to be exact."""
+    answer = cold(mix.kinds, follow_up)
+    runner = mix.runner()
+    tokens(runner, PROMPT)
+    with interrupt_at(-1) as seen:
+        request(runner)
+    interrupted = 0
+    for line in range(1, seen[0] + 1, max(1, seen[0] // lines)):
+        runner = mix.runner()
+        tokens(runner, PROMPT)
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            try:
+                request(runner)
+            except KeyboardInterrupt:
+                interrupted += 1
+                raise
+        assert is_consistent(runner), f"line {line}"
+        assert tokens(runner, follow_up) == answer, f"line {line}"
+    assert interrupted > lines * 4 // 5
+
+
+@mixes
+def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
+    """The next request is exact after Ctrl-C at any of 200 lines of a warm one."""
+    follow_up = [*PROMPT[:12], *range(60, 80), 5]
+    assert_interrupts_leave_a_true_entry(mix, warm_request, follow_up, fewer(200, 40))
+
+
+@pytest.mark.parametrize(
+    "kinds", [["full", "full"], ["recurrent", "full"]], ids=lambda kinds: kinds[0]
+)
+def test_ctrl_c_at_any_line_of_an_answer_in_a_form_leaves_a_true_entry(kinds: list[str]) -> None:
+    """Ctrl-C may come while what may come next is found out and learned."""
+
+    def held(runner: Runner) -> None:
+        tokens(
+            runner,
+            [*PROMPT[:12], 60, 61],
+            12,
+            schema={"type": "array", "items": {"const": "ab"}, "minItems": 9},
+        )
+
+    follow_up = [*PROMPT[:12], 60, 61, *b'["ab", "a', 5]
+    assert_interrupts_leave_a_true_entry(Mix(kinds, {}), held, follow_up, fewer(250, 50))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["full", "full"], ["recurrent", "full"], ["sliding", "full"]],
+    ids=lambda kinds: kinds[0],
+)
+def test_ctrl_c_at_any_line_of_a_full_context_leaves_a_true_entry(kinds: list[str]) -> None:
+    """While room is made and kept tokens are evaluated again."""
+
+    def overflowing(runner: Runner) -> None:
+        tokens(runner, list(range(30)), 25, overflow="shift", keep=4)
+
+    runner = oracle_runner(kinds, context=40)
+    with interrupt_at(-1) as seen:
+        overflowing(runner)
+    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(250, 50))):
+        runner = oracle_runner(kinds, context=40)
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            overflowing(runner)
+        assert is_consistent(runner), f"line {line}"
+        follow_up = (
+            [*runner.entry.tokens, 7][-39:] if len(runner.entry.tokens) < 39 else list(range(30))
+        )
+        assert tokens(runner, follow_up, 1) == cold(kinds, follow_up, 1), f"line {line}"
+
+
+def test_an_unusable_array_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept after an exception that leaves caches which cannot be evaluated any more."""
+    runner = oracle_runner(["full"])
+    tokens(runner, PROMPT)
+
+    def on_layer(index: int) -> None:
+        monkeypatch.setattr(
+            type(runner.entry.caches[0]),
+            "state",
+            property(lambda self: mx.arange(3) @ mx.arange(2)),
+        )
+        raise RuntimeError("out of memory")
+
+    runner.model.on_layer = on_layer
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tokens(runner, [*PROMPT, *range(40)])
+    monkeypatch.undo()
+    runner.model.on_layer = lambda index: None
+    assert len(runner.entry.tokens) == 0
+    assert usage_of(runner, PROMPT).cache.freed_by == "ValueError while evaluating"
+
+
+@pytest.mark.parametrize("kinds", [("full", "sliding"), ("recurrent", "composite")], ids="+".join)
+def test_an_exception_that_is_still_held_keeps_nobody_out(kinds: tuple[str, ...]) -> None:
+    """The next request is served while the traceback of an interrupted one is referenced."""
+    runner = oracle_runner(kinds, checkpoint_interval=5)
+    held = []
+    for line in range(1, 420, 3):
+        try:
+            with interrupt_at(line):
+                tokens(runner, [1, 2, 3, line % 7, *range(5, 13)], 4, stop_tokens=[])
+        except KeyboardInterrupt as error:
+            held = [error]
+        assert tokens(runner, [1, 2, 3, 4], 2, stop_tokens=[])
+    assert held

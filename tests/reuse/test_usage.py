@@ -1,0 +1,145 @@
+"""The usage says what was reused, and why not more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.mixes import NO_HELP
+from support.prompts import PROMPT
+from support.reused import cold, fail, is_consistent, tokens, usage_of
+
+from mlxrunner.testing import EOS, WINDOW, oracle_runner
+
+
+def test_a_full_hit_evaluates_exactly_one_token() -> None:
+    """There are no logits without evaluating something."""
+    runner = oracle_runner()
+    usage_of(runner, PROMPT)
+    usage = usage_of(runner, PROMPT)
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == (
+        "hit",
+        len(PROMPT) - 1,
+        1,
+    )
+    assert usage.cache.matched_tokens == len(PROMPT)
+    assert usage.reason == "prompt_shorter"  # than the entry, which holds the answer too
+    assert usage.cache.trimmed_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        pytest.param(
+            [1, 2, 3], ("miss", "no_common_token", 0, 0, len(PROMPT) + 2), id="nothing-in-common"
+        ),
+        pytest.param(
+            [*PROMPT[:10], 1, 2], ("partial", "diverged", 10, 10, len(PROMPT) - 8), id="diverged"
+        ),
+        pytest.param(
+            PROMPT[:10], ("partial", "prompt_shorter", 10, 9, len(PROMPT) - 7), id="shorter"
+        ),
+    ],
+)
+def test_the_usage_says_what_was_reused_and_why_not_more(
+    second: list[int], expected: tuple[Any, ...]
+) -> None:
+    """outcome, reason, matched, cached, trimmed."""
+    runner = oracle_runner()
+    usage_of(runner, PROMPT)
+    usage = usage_of(runner, second)
+    if expected[1] == "prompt_shorter":  # all that could be was reused
+        expected = ("hit", *expected[1:])
+    assert (
+        usage.outcome,
+        usage.reason,
+        usage.cache.matched_tokens,
+        usage.cached_tokens,
+        usage.cache.trimmed_tokens,
+    ) == expected
+    assert usage.evaluated_tokens == len(second) - usage.cached_tokens
+
+
+def test_the_first_request_is_a_miss_because_the_entry_was_empty() -> None:
+    """A reset is named."""
+    runner = oracle_runner()
+    assert usage_of(runner, PROMPT).reason == "empty"
+    runner.reset()
+    usage = usage_of(runner, PROMPT)
+    assert (usage.reason, usage.cache.freed_by) == ("entry_freed", "a reset")
+    assert usage_of(runner, [*PROMPT, 1]).cache.freed_by is None
+
+
+@pytest.mark.parametrize("kind", ["sliding", "recurrent", "unknown"])
+def test_a_layer_that_cannot_rewind_is_named(kind: str) -> None:
+    """Without slack and checkpoints it starts cold and says so."""
+    runner = oracle_runner(["full", kind], **NO_HELP)
+    assert len(PROMPT) > WINDOW
+    usage_of(runner, PROMPT)
+    usage = usage_of(runner, [*PROMPT[:18], 1, 2])
+    assert (usage.outcome, usage.reason, usage.cache.rewind_limited_by) == (
+        "miss",
+        "rewind_limited",
+        kind,
+    )
+    assert (usage.cache.matched_tokens, usage.cached_tokens) == (18, 0)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "recurrent", "unknown", "composite", "chunked"])
+def test_a_checkpoint_is_the_way_back(kind: str) -> None:
+    """The usage names the layer and the last checkpoint that a request goes back to."""
+    runner = oracle_runner(
+        ["full", kind], rewind_slack=0, checkpoint_interval=1000, checkpoint_budget=10**6
+    )
+    prompt = [*PROMPT[:9], EOS, *PROMPT[10:]]  # a system prompt of 10 tokens
+    usage_of(runner, prompt)
+    assert runner.entry.checkpoints.offsets[0] == 10
+    usage = usage_of(runner, [*prompt[:14], 1, 2])
+    assert (usage.outcome, usage.cache.matched_tokens, usage.cached_tokens) == ("partial", 14, 10)
+    assert (usage.cache.rewind_limited_by, usage.cache.checkpoint, usage.reason) == (
+        kind,
+        10,
+        "rewind_limited",
+    )
+
+
+def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Correct first: the answer is that of a cold run, and the event says why."""
+    from mlx_lm.models.cache import ChunkedKVCache
+
+    kinds = ["full", "chunked"]
+    runner = oracle_runner(kinds, **NO_HELP)
+    usage_of(runner, PROMPT[:8])
+    monkeypatch.setattr(ChunkedKVCache, "trim", lambda self, n: n - 1)
+    second = [*PROMPT[:5], 1]
+    chunks = list(runner.generate(second, max_tokens=6))
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.outcome, usage.reason, usage.cache.freed_by) == (
+        "miss",
+        "entry_freed",
+        "layers that disagreed after a rewind",
+    )
+    assert [chunk.token for chunk in chunks] == cold(kinds, second)
+    assert is_consistent(runner)
+
+
+def test_an_interrupted_prefill_keeps_its_finished_chunks() -> None:
+    """The same prompt again goes on from there."""
+    runner = oracle_runner(["full", "recurrent"], prefill_step=8)
+    prompt = list(range(60))
+    fail(runner, prompt, KeyboardInterrupt(), 4, 1)
+    assert runner.entry.tokens == prompt[:24]
+    usage = usage_of(runner, prompt)
+    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == ("hit", 24, 36)
+
+
+def test_checkpoints_go_on_after_a_full_context_was_evaluated_again() -> None:
+    """The entry that is begun anew has the same budget."""
+    runner = oracle_runner(
+        ["recurrent", "full"], context=60, checkpoint_interval=5, checkpoint_budget=10**6
+    )
+    tokens(runner, list(range(50)), 30, overflow="shift", keep=4)
+    assert runner.entry.checkpoints.budget == 10**6

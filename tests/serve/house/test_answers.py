@@ -1,0 +1,194 @@
+"""The house answers or refuses, and says what was reused and why not more."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.houses import asked, events_of, house_of, in_house, opening
+
+from mlxrunner.profiling.report.explain import find
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.asked import Asked, Client
+from mlxrunner.serve.events import Ended, RefusedError, Text
+from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch.routes import explained
+
+
+def test_an_answer_and_the_next_turn(folder: Path) -> None:
+    """The second request reuses the first one, and says so; both say what they cost."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            first = (await events_of(house, asked()))[-1]
+            again = await events_of(house, asked())
+            assert isinstance(first, Ended)
+            assert isinstance(again[-1], Ended)
+            assert (first.reason, first.cache.outcome, first.cache.reason) == (
+                "length",
+                "miss",
+                "empty",
+            )
+            assert again[-1].cache.cached == first.usage.prompt_tokens - 1
+            assert [type(event) for event in again[:-1]] == [Text] * (len(again) - 1)
+            count = await house.count(asked())
+            assert count == first.usage.prompt_tokens
+
+    in_house(run())
+
+
+def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
+    """The report has its name and its remedy; a hit has none."""
+
+    async def run() -> None:
+        texts = ["Today is 2026-11-02. Be brief.", "Today is 2026-11-03. Be brief."]
+        async with house_of(folder, opening()) as house:
+            reports = []
+            for text in (texts[0], texts[0], texts[1]):
+                system = {"role": "system", "content": text}
+                one = asked()
+                one = replace(one, messages=[system, *one.messages])
+                ended = (await events_of(house, one))[-1]
+                assert isinstance(ended, Ended)
+                reports.append(ended.cache)
+        assert [report.cause for report in reports] == ["first-request", None, "changing-date"]
+        assert "cause=changing-date" in reports[2].header
+        assert "message 0" in str(reports[2].body["remedy"])
+        assert [report.body["message"] for report in reports] == [None, None, 0]
+        assert reports[2].header.endswith("cause=changing-date; message=0")
+
+    in_house(run())
+
+
+def test_a_queue_that_is_full(folder: Path) -> None:
+    """The request beyond it is told when to come again; the others are answered."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            running = [asyncio.create_task(events_of(house, asked(str(n)))) for n in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(RefusedError) as refused:
+                await events_of(house, asked())
+            assert refused.value.status == 429
+            assert refused.value.retry_after
+            assert "1 requests wait for one of 2 slots, and 1 may" in refused.value.message
+            for events in await asyncio.gather(*running):
+                assert isinstance(events[-1], Ended)
+            assert house.refused == 1
+
+    in_house(run())
+
+
+@pytest.mark.parametrize(
+    ("one", "status", "words"),
+    [
+        (asked("x" * 500), 400, r"the prompt is too long: it has 5\d\d tokens, .* room for 400"),
+        (asked(model="gpt-4"), 404, "there is no model gpt-4: .*first, second, third"),
+        (asked(options={"temperature": -1}), 400, "temperature: -1 is out of range"),
+        (asked(model="../first"), 404, "there is no model"),
+        (asked(messages=[{"role": "user", "content": ""}] * 20_001), 400, "20000 are the most"),
+        (asked(tools=[{}] * 2_001), 400, "tools: there are 2001, and 2000 are the most"),
+    ],
+    ids=["too long", "unknown", "option", "path", "messages", "tools"],
+)
+@pytest.mark.exhaustive(6)
+def test_refusals(folder: Path, one: Asked, status: int, words: str) -> None:
+    """They have a status and a sentence with both values, and leave the house as it was."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            with pytest.raises(RefusedError, match=words) as refused:
+                await events_of(house, one)
+            assert refused.value.status == status
+            assert isinstance((await events_of(house, asked()))[-1], Ended)
+
+    in_house(run())
+
+
+def test_more_tokens_asked_for_than_there_are(folder: Path) -> None:
+    """Clients ask for 32,000 tokens of any model: the answer ends where the context does."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            one = asked(options={"max_tokens": 32_000, "stop_tokens": []})
+            ended = (await events_of(house, one))[-1]
+            assert isinstance(ended, Ended)
+            assert ended.reason == "length"
+            assert ended.usage.total_tokens == 400
+
+    in_house(run())
+
+
+def test_stop_strings(folder: Path) -> None:
+    """The end names the string that ended the answer."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            long = asked(options={"max_tokens": 30, "stop_tokens": []})
+            text = "".join(
+                event.text for event in await events_of(house, long) if isinstance(event, Text)
+            )
+            stop = next(one for one in text[3:] if one.isascii())
+            one = asked(options={"max_tokens": 30, "stop": [stop, "never"], "stop_tokens": []})
+            ended = (await events_of(house, one))[-1]
+            assert isinstance(ended, Ended)
+            assert (ended.reason, ended.stop_sequence) == ("stop_sequence", stop)
+
+    in_house(run())
+
+
+def test_the_client_is_named(folder: Path) -> None:
+    """The event of a request names client, session and request."""
+    seen: list[Any] = []
+
+    async def run() -> None:
+        made = opening()
+        house = House(
+            ModelNames(str(folder / "first")),
+            made,
+            lambda opened: opened.runner.observers.append(lambda _, it: seen.append(it)),
+        )
+        client = Client("claude-cli", "a session")
+        await events_of(house, asked(id="msg_1", client=client))
+        await house.close()
+
+    in_house(run())
+    caller = seen[0].prepared.caller
+    assert (caller.request, caller.client, caller.session) == ("msg_1", "claude-cli", "a session")
+
+
+def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
+    """The response, the event and its explanation name the same cause, message and remedy."""
+    record = Record(tmp_path / "events.jsonl")
+
+    async def run() -> Ended:
+        house = House(ModelNames(str(folder / "first")), opening(), record.watch)
+        for day in (21, 22):
+            messages = [
+                {"role": "system", "content": f"Today is 2026-11-{day}. " + "Be brief. " * 9},
+                {"role": "user", "content": "Hello"},
+            ]
+            ended = (await events_of(house, asked(messages=messages, id=f"msg_{day}")))[-1]
+            assert isinstance(ended, Ended)
+        await house.close()
+        return ended
+
+    report = asyncio.run(run()).cache
+    record.close()
+    assert (report.cause, report.outcome) == ("changing-date", "partial")
+    event = find([tmp_path / "events.jsonl"], "msg_22")
+    assert event.caller is not None
+    assert (event.caller.cause, event.caller.remedy, event.caller.message) == (
+        report.cause,
+        report.remedy,
+        0,
+    )
+    known = record.event("msg_22")
+    assert known is not None
+    said = " ".join(explained(known).split())
+    assert "cause: changing-date in message 0" in said
+    assert f"What to change: {report.remedy}" in said

@@ -1,0 +1,233 @@
+"""The house loads models on demand, and unloads them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from support.houses import (
+    SETTINGS,
+    Counting,
+    asked,
+    events_of,
+    house_of,
+    in_house,
+    opening,
+    reached,
+)
+
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
+from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.parallel.threads.workers import has_work
+from mlxrunner.serve.answering import pace
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.answering.opened import Opened, Opening
+from mlxrunner.serve.events import Ended, Reading, RefusedError, Waiting
+from mlxrunner.serve.watch.record import Record
+
+
+def test_two_requests_load_a_model_once(folder: Path) -> None:
+    """They wait for the same loading; the event loop goes on meanwhile."""
+
+    async def run() -> None:
+        made = opening()
+        async with house_of(folder, made) as house:
+            ticks = 0
+
+            async def tick() -> None:
+                nonlocal ticks
+                while True:
+                    ticks += 1
+                    await asyncio.sleep(0.001)
+
+            ticking = asyncio.create_task(tick())
+            both = [asyncio.create_task(events_of(house, asked())) for _ in range(2)]
+            answers = await asyncio.gather(*both)
+            ticking.cancel()
+            assert made.loads == ["first"]
+            assert ticks > 5
+            assert all(isinstance(events[-1], Ended) for events in answers)
+
+    in_house(run())
+
+
+def test_beats_come_while_a_model_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is told why it waits, and how far its prompt is."""
+    monkeypatch.setattr(pace.Beats.__init__, "__defaults__", (0.0, 0.0))
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            events = await events_of(house, asked("x" * 300))
+            waits = [event.why for event in events if isinstance(event, Waiting)]
+            assert "first is being loaded" in waits
+            assert all(event.total > 300 for event in events if isinstance(event, Reading))
+            assert isinstance(events[-1], Ended)
+
+    in_house(run())
+
+
+def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> None:
+    """The one that was used least recently goes; a model in use stays until its answer is there."""
+    half = 180_000_000
+
+    async def run() -> None:
+        made = opening(first=half, second=half, third=half)
+        async with house_of(folder, made) as house:
+            await events_of(house, asked())
+            await events_of(house, asked(model="second"))
+            await events_of(house, asked())
+            assert made.loads == ["first", "second"]
+            await events_of(house, asked(model="third"))
+            held = [Path(place.name).name for place in house.models_held]
+            assert held == ["first", "third"]
+            answer = house.answer(asked(options={"max_tokens": 300, "stop_tokens": []}))
+            await anext(answer)
+            later = asyncio.create_task(events_of(house, asked(model="second")))
+            rest = [event async for event in answer]
+            assert isinstance(rest[-1], Ended)
+            assert rest[-1].usage.completion_tokens == 300
+            assert isinstance((await later)[-1], Ended)
+
+    in_house(run())
+
+
+def test_a_model_that_does_not_fit(folder: Path) -> None:
+    """It is refused with a reason, and asking again tries again."""
+
+    async def run() -> None:
+        settings = ServeSettings(slots=2, parks=False, memory=1000)
+        made = Opening(settings=settings)
+        async with house_of(folder, made) as house:
+            for _ in range(2):
+                with pytest.raises(RefusedError, match="give more --memory") as refused:
+                    await events_of(house, asked())
+                assert refused.value.status == 503
+
+    in_house(run())
+
+
+class Stuck(Counting):
+    """An opening whose models take until a test lets them in."""
+
+    may_load: threading.Event
+    ended: threading.Event
+
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+        self.loads.append(Path(name).name)
+        self.may_load.wait()
+        self.ended.set()
+        raise MemoryPlanError("too late")
+
+
+def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> None:
+    """The request that waits for it is told so; another one that runs ends with its model."""
+
+    async def run() -> None:
+        made = Stuck(settings=SETTINGS)
+        for name, value in {"loads": [], "needs": {}}.items():
+            object.__setattr__(made, name, value)
+        for name in ("may_load", "ended"):
+            object.__setattr__(made, name, threading.Event())
+        async with house_of(folder, made) as house:
+            waiting = asyncio.create_task(events_of(house, asked()))
+            await reached(lambda: made.loads)
+            await house.close()
+            assert not made.ended.is_set()
+            assert has_work()
+            done, _ = await asyncio.wait({waiting})
+            error = done.pop().exception()
+            assert isinstance(error, RefusedError)
+            assert (error.status, error.code) == (503, "stopping")
+            made.may_load.set()
+            await reached(lambda: not has_work())
+
+    in_house(run())
+
+
+def test_a_model_that_can_not_be_watched(folder: Path) -> None:
+    """It is refused with the reason and not held; the next request tries again."""
+    opened_ones = list[Opened]()
+
+    def refuse(opened: Opened) -> None:
+        opened_ones.append(opened)
+        if len(opened_ones) == 1:
+            raise OptionError("events: the disk is full")
+
+    async def run() -> None:
+        house = House(ModelNames(str(folder / "first")), opening(), refuse)
+        with pytest.raises(RefusedError, match="the disk is full"):
+            await events_of(house, asked())
+        assert list(house.models_held) == []
+        with pytest.raises(ClosedError):
+            opened_ones[0].runner.submit("x")
+        await house.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
+        assert len(opened_ones) == 1
+        assert isinstance((await events_of(house, asked()))[-1], Ended)
+        await house.close()
+
+    in_house(run())
+
+
+def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_path: Path) -> None:
+    """The files of its first time are closed, and both times are in the record."""
+    record = Record(tmp_path / "events.jsonl")
+
+    async def run() -> None:
+        house = House(ModelNames(str(folder / "first")), opening(), record.watch)
+        for number in range(3):
+            await events_of(house, asked(id=f"msg_{number}", keep_alive=0))
+            await reached(lambda: not list(house.models_held))
+        await house.close()
+
+    in_house(run())
+    assert len(record._profiles) == 1
+    assert [record.event(f"msg_{number}") is None for number in range(3)] == [False] * 3
+    record.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
+
+
+def test_keep_alive(folder: Path) -> None:
+    """0 unloads a model after its answer; a negative number keeps it, and so does None."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            await events_of(house, asked(keep_alive=0))
+            await reached(lambda: not list(house.models_held))
+            await house.hold("first", 1000)
+            card = next(iter(house.models()))
+            assert card.is_loaded
+            assert card.expires is not None
+            await events_of(house, asked(keep_alive=-1))
+            assert next(iter(house.models())).expires is None
+            await house.hold("first", 0)
+            await reached(lambda: not list(house.models_held))
+
+    in_house(run())
+
+
+def test_a_house_that_is_closed(folder: Path) -> None:
+    """It takes no request, and running ones end with a reason."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            await events_of(house, asked())
+            running = asyncio.create_task(
+                events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
+            )
+            place = house.models_held.get(str(folder / "first"))
+            assert place is not None
+            assert place.opened is not None
+            runner = place.opened.runner
+            await reached(lambda: runner.stats().busy)
+            await house.close()
+            with pytest.raises(RefusedError, match="stopping"):
+                await events_of(house, asked())
+            done, _ = await asyncio.wait({running})
+            error = done.pop().exception()
+            assert error is None or (isinstance(error, RefusedError) and error.status == 503)
+
+    in_house(run())

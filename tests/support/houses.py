@@ -1,0 +1,88 @@
+"""Houses of models for tests, with openings that count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.answering.opened import Opened, Opening
+from mlxrunner.serve.asked import Asked
+from mlxrunner.serve.events import Event
+
+CHATML = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SETTINGS = ServeSettings(slots=2, max_queue=1, parks=False, memory=400_000_000)
+
+
+class Counting(Opening):
+    """An opening that counts, and needs as many bytes as a test says."""
+
+    loads: list[str]
+    needs: dict[str, int]
+
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+        self.loads.append(Path(name).name)
+        found = super().load(name, min(room, 200_000_000), progress)
+        return replace(found, bytes=self.needs.get(Path(name).name, 1))
+
+    def least(self, name: str) -> int:
+        super().least(name)
+        return self.needs.get(Path(name).name, 1)
+
+    def budget(self) -> int:
+        return 400_000_000
+
+
+def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
+    found = Counting(settings=settings, runner={"context": 400})
+    object.__setattr__(found, "loads", [])
+    object.__setattr__(found, "needs", needs)
+    return found
+
+
+@asynccontextmanager
+async def house_of(folder: Path, opening: Opening) -> AsyncIterator[House]:
+    aliases = {name: str(folder / name) for name in ("second", "third")}
+    async with open_house(ModelNames(str(folder / "first"), aliases), opening) as house:
+        yield house
+
+
+@asynccontextmanager
+async def open_house(names: ModelNames, opening: Opening) -> AsyncIterator[House]:
+    """Return a house with an opening of any kind, and close it."""
+    house = House(names, opening, lambda opened: None)
+    try:
+        yield house
+    finally:
+        await house.close()
+
+
+def asked(text: str = "Hello", **more: Any) -> Asked:
+    more.setdefault("options", {"max_tokens": 4, "stop_tokens": []})
+    given = {"protocol": "chat", "model": "", "messages": [{"role": "user", "content": text}]}
+    return Asked(**{**given, **more})
+
+
+async def events_of(house: House, one: Asked) -> list[Event]:
+    return [event async for event in house.answer(one)]
+
+
+async def reached(holds: Callable[[], object]) -> None:
+    """Wait until a state is reached."""
+    async with asyncio.timeout(300):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def in_house(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
