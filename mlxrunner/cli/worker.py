@@ -27,8 +27,10 @@ def worker(address: str, **options: Any) -> None:
     import asyncio
 
     from mlxrunner.cluster.over_dask import check_installed, work
+    from mlxrunner.terminal.signals import orderly_end
 
     connection = Connection(**options)
     where = connection.check_address(address)
     check_installed()
-    asyncio.run(work(where, connection, lambda text: click.echo(text, err=True)))
+    with orderly_end():
+        asyncio.run(work(where, connection, lambda text: click.echo(text, err=True)))
