@@ -32,7 +32,7 @@ PACKAGE = ROOT / "mlxrunner"
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
     """Yield each command with its name: `sessions list`."""
     for name, command in group.commands.items():
-        if isinstance(command, click.Group):
+        if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
         yield " ".join((*path, name)), command
 

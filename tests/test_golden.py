@@ -57,12 +57,8 @@ def check(name: str, found: str) -> None:
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the path of each command, the program itself (an empty path) first."""
     yield path
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            assert found is not None
-            yield from commands(found, (*path, name))
+    for name, found in sorted(getattr(command, "commands", {}).items()):
+        yield from commands(found, (*path, name))
 
 
 PATHS = list(commands(cli.main))

@@ -34,8 +34,9 @@ FLOORS = [
     ["config", "errors", "options", "results", "system", "terminal"],
 ]
 BOOKKEEPING = """
-batch.answers batch.database batch.fields batch.job batch.lines batch.options batch.output
-batch.plan batch.prompts batch.responses batch.shards.cut batch.shards.lines
+batch.answers batch.completion batch.database batch.fields batch.job batch.lines batch.options
+batch.output batch.plan batch.prompts batch.responses batch.shards.cut batch.shards.lines
+batch.shards.merge batch.shards.plan batch.speed
 batch.store batch.translate
 config.arguments config.json_options config.list_options config.option
 cache.lease cache.shared.sight terminal.logs cluster.dealing cluster.machines cluster.options

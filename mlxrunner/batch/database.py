@@ -50,6 +50,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 INSERT_RESULT = "INSERT INTO results (done, line, failed, body, sum) VALUES (?, ?, ?, ?, ?)"
 RESULT = "SELECT done, line, failed, body, sum FROM results WHERE"
+NEXT_LINE = "line = (SELECT min(line) FROM lines WHERE line > ?)"
 SET_FORMATS = """
 UPDATE lines SET format = :format,
 sum = row_sum(line, number, id, options, error, tokens, prompt, :format)

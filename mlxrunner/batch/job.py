@@ -8,17 +8,19 @@ the same batch from another one. No tensors.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mlxrunner.batch.completion import Completion, completion_path
 from mlxrunner.batch.inputs import STANDARD, Inputs, digest_of, is_same_or_within
 from mlxrunner.batch.options import FileOptions
 from mlxrunner.batch.output import AnswerFile
+from mlxrunner.batch.records import CUT
+from mlxrunner.batch.shards.lines import Shard
 from mlxrunner.batch.store import Store
 from mlxrunner.batch.table import Columns, Template
 from mlxrunner.errors import (
@@ -33,15 +35,13 @@ from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.options import check_raw
 from mlxrunner.parallel.settings import EngineSettings
-from mlxrunner.system.reading import open_file, read_text
-from mlxrunner.system.writing import check_own, is_stream, written
+from mlxrunner.system.reading import open_file
+from mlxrunner.system.writing import check_own, is_stream
 
 INPUT = "input"
 """The name of the input's SHA-256 among the parts."""
 ANSWERS = "answers"
 """The name, among the parts of OUTPUT.retry, of the SHA-256 of the output that is retried."""
-LARGEST = 2**22
-"""The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
 RETRIED = ".retried"
 """The suffix of the new output of `retry_failed`, until it takes the place of the old one."""
 _SHOWN = 80
@@ -79,6 +79,7 @@ class Job(FileOptions):
                 "--resume needs an output file: a run whose answers went to standard output or a "
                 "device can't resume"
             )
+        self._check_shard()
         if self.retry_failed and self.store_path is None:
             raise OptionError(
                 "--retry-failed needs an output file: it replaces the failed lines of a finished "
@@ -89,6 +90,25 @@ class Job(FileOptions):
                 within = "in the input" if os.path.isdir(name) else "the input"
                 raise OptionError(f"{self.output}: is {within}; choose another file for the output")
         self._check_reports()
+
+    def _check_shard(self) -> None:
+        """Raise OptionError if `shard` is no part, or does not go with the output."""
+        if self.shard is None:
+            return
+        Shard.of(self.shard)
+        if self.workers is not None:
+            raise OptionError(
+                "--workers runs all parts of a batch, and --shard one of them: use one of the two"
+            )
+        if self.store_path is None:
+            raise OptionError(
+                "--shard needs an output file: `mlxrunner batch merge` puts the files together"
+            )
+        if self.output_order != "input":
+            raise OptionError(
+                "--shard needs --output-order input: `mlxrunner batch merge` puts answers together "
+                "in the order of the input"
+            )
 
     def lines(self) -> Inputs:
         """Return the lines of the inputs. Raise OptionError for options that don't fit them."""
@@ -142,6 +162,7 @@ class Job(FileOptions):
             "messages_column": self.messages_column,
             "id_column": self.id_column,
             "delimiter": self.delimiter,
+            "shard": None if self.shard is None else str(Shard.of(self.shard)),
         }
         written = {"output_order": self.output_order, "no_usage": not self.usage or None}
         options = {**self.defaults, **loading, **lines, **written}
@@ -273,54 +294,6 @@ def _new_store(output: Path, path: Path) -> Store:
         raise OutputError(f"{output}: can't be written: {error}") from error
 
 
-def completion_path(store: Path) -> Path:
-    """Return the path of OUTPUT.done for the store's path."""
-    return store.with_suffix(".done")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The record of a batch that has ended, kept in a small file."""
-
-    lines: int
-    """The number of lines of the input."""
-    failed: int
-    """The number of lines whose answer is an error."""
-    size: int
-    """The size of the output in bytes."""
-    digest: str
-    """The SHA-256 of the output, in hexadecimal."""
-    made_from: dict[str, str]
-    """The model, the options and the input, as in the store's `meta`."""
-
-    @classmethod
-    def read(cls, path: Path) -> Completion | None:
-        """Read the record from `path`. Return None if there is no such file or it is damaged."""
-        with suppress(ReadError, ValueError, TypeError, RecursionError):
-            found = cls(**json.loads(read_text(path, LARGEST)))
-            if found._is_whole():
-                return found
-        return None
-
-    def _is_whole(self) -> bool:
-        """Return True if all fields have values of the right type."""
-        counts, made_from = (self.lines, self.failed, self.size), self.made_from
-        return (
-            all(type(count) is int and count >= 0 for count in counts)
-            and isinstance(self.digest, str)
-            and isinstance(made_from, dict)
-            and all(isinstance(value, str) for value in made_from.values())
-        )
-
-    def write(self, path: Path) -> None:
-        """Write the whole record to the disk, with mode 0600. Raise OutputError if that fails."""
-        try:
-            with written(path) as stream:
-                json.dump(asdict(self), stream, indent=1)
-        except OSError as error:
-            raise OutputError(f"{path}: can't be written: {error.strerror}") from error
-
-
 def completed(job: Job, parts: Mapping[str, str]) -> Completion | None:
     """Return the record of the run that is resumed, if that run has ended.
 
@@ -379,4 +352,11 @@ def opened_answers(output: Path) -> Iterator[BinaryIO]:
 def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:
     """Raise DifferentRunError unless the resumed run has the same parts and the same input."""
     now = digest_of(job.inputs)
-    check_same(was, {**parts, INPUT: was.get(INPUT, "") if now is None else now}, job.output)
+    parts = as_before(parts, was)
+    check_same(was, parts if now is None else {**parts, INPUT: now}, job.output)
+
+
+def as_before(parts: Mapping[str, str], was: Mapping[str, str]) -> dict[str, str]:
+    """Return the parts of a resumed run, with the input and the cut that it had."""
+    cut = {CUT: was[CUT]} if CUT in was else {}
+    return {**parts, INPUT: was.get(INPUT, ""), **cut}

@@ -103,6 +103,19 @@ class FileOptions(BatchOptions):
     max_errors: int | None = option(
         None, int, "Stop when N lines of this run have failed.", low=1, metavar="N"
     )
+    shard: str | None = option(
+        None,
+        str,
+        "Run part I of N equal parts of the batch; `batch merge` puts their outputs together.",
+        metavar="I/N",
+    )
+    workers: int | None = option(
+        None,
+        int,
+        "Answer the lines in N processes of this machine. With --plan: say how they are cut.",
+        low=1,
+        metavar="N",
+    )
     strict: bool = option(
         False,
         bool,

@@ -1,19 +1,13 @@
 """Estimate what a batch costs before it runs.
 
 A plan has the tokens evaluated in each order, the number of lines at a time, and the seconds. It
-needs no weights. The seconds come from the speed of each model in its last run, kept in one small
-file of the user's cache folder. A file that can't be read or written, or that is damaged, counts as
-no file and never raises an error.
+needs no weights.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,12 +15,10 @@ import numpy as np
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import Cost, cost
 from mlxrunner.batch.records import Counts, StoredLine
+from mlxrunner.batch.shards.plan import CutPlan
+from mlxrunner.batch.speed import Speed
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.errors import ReadError
-from mlxrunner.system.folders import cache_folder
-from mlxrunner.system.reading import read_json
-from mlxrunner.system.writing import written
 from mlxrunner.terminal.text import duration
 
 MOST, LONG, FEWER = 8, 1024, 4
@@ -35,30 +27,10 @@ MOST, LONG, FEWER = 8, 1024, 4
 Measured by benchmarks/lanes.py on MLX's CPU backend: 8 lines bring about as much as 16. The gain
 shrinks as the new part gets longer and the answer shorter; the memory grows with both.
 """
-MOST_MODELS = 100
-"""The number of models whose speed is kept, those used last, so that the file stays small."""
-LARGEST = 2**20
-"""The most bytes of the file of speeds."""
 _COUNTED = (
     "all of the prompts alone, one line at a time: one that goes on like the answer before it "
     "costs less"
 )
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The speed of a model in its last batch."""
-
-    prefill_rate: float
-    """Prompt tokens evaluated per second."""
-    decode_rate: float
-    """Answer tokens per second, of all lines that ran at once."""
-    answer_tokens: float
-    """The mean number of tokens of an answer."""
-
-    def seconds(self, evaluated: int, answers: float) -> float:
-        """Return the seconds for `evaluated` prompt tokens and `answers` answer tokens."""
-        return evaluated / self.prefill_rate + answers / self.decode_rate
 
 
 @dataclass(frozen=True)
@@ -187,6 +159,8 @@ class BatchPlan:
     """The expected seconds in the chosen order; None if no speed is known."""
     speed: Speed | None
     """The speed that was measured last; None if there is none."""
+    cut: CutPlan | None = None
+    """The parts for several machines, if the user asks for them."""
 
     @property
     def evaluated(self) -> int:
@@ -221,7 +195,8 @@ class BatchPlan:
         wide = max(len(f"{count:,}") for _, count, _ in rows)
         text = [f"{what:<25}  {count:>{wide},}  {remark}".rstrip() for what, count, remark in rows]
         text += [_COUNTED, self._time()]
-        return "\n".join([*text, f"{self.parallel} at a time, as far as they fit into memory"])
+        text.append(f"{self.parallel} at a time, as far as they fit into memory")
+        return "\n".join([*text, *([] if self.cut is None else self.cut.lines())])
 
     def _share(self, evaluated: int) -> str:
         return f"{1 - evaluated / self.tokens:.0%} saved" if self.tokens else ""
@@ -246,10 +221,12 @@ def make_plan(
     *,
     parallel: int,
     speed: Speed | None = None,
+    cut: CutPlan | None = None,
 ) -> BatchPlan:
     """Return the plan for lines that were surveyed in both orders.
 
     `parallel` is the number of lines at a time, and `speed` the one with which they were surveyed.
+    `cut` has the parts for several machines.
     """
     by_input, by_prefix, chosen = found["input"].cost, found["prefix"].cost, found[order]
     return BatchPlan(
@@ -266,60 +243,5 @@ def make_plan(
         answer_tokens=chosen.answer_tokens if speed else None,
         seconds=speed.seconds(chosen.evaluated, chosen.answer_tokens) if speed else None,
         speed=speed,
+        cut=cut,
     )
-
-
-def speed_file() -> Path:
-    """Return the path `$XDG_CACHE_HOME/mlxrunner/speed.json`, by default in ~/.cache."""
-    return cache_folder() / "speed.json"
-
-
-def known_speed(model: str) -> Speed | None:
-    """Return the last measured speed of `model`, as the user names it.
-
-    Return None if there is none, or if its figures are not positive numbers.
-    """
-    with suppress(TypeError, ValueError, KeyError):
-        speed = Speed(**_speeds()[_key(model)])
-        if all(_is_measured(getattr(speed, field.name)) for field in fields(speed)):
-            return speed
-    return None
-
-
-def remember_speed(model: str, speed: Speed) -> None:
-    """Keep the speed for the next estimate, in a file with mode 0600.
-
-    Nothing happens if the file can't be written.
-    """
-    models = _speeds()
-    models.pop(_key(model), None)
-    models[_key(model)] = asdict(speed)
-    with suppress(OSError, RuntimeError):
-        file = speed_file()
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with written(file) as stream:
-            json.dump(dict(list(models.items())[-MOST_MODELS:]), stream, indent=1)
-
-
-def _is_measured(value: Any) -> bool:
-    """Return True if `value` is a positive, finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
-
-
-def _key(model: str) -> str:
-    """Return the name of a model in the file; for a directory its absolute path."""
-    with suppress(OSError, ValueError, RuntimeError):
-        folder = Path(model).expanduser()
-        if folder.is_dir():
-            return str(folder.resolve())
-    return model
-
-
-def _speeds() -> dict[str, Any]:
-    """Return the speeds in the file by model; empty if it can't be read."""
-    with suppress(ReadError, RuntimeError):  # RuntimeError: there is no home directory
-        found = read_json(speed_file(), LARGEST)
-        if isinstance(found, dict):
-            return found
-    return {}

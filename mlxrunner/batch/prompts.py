@@ -195,7 +195,7 @@ class Begun:
         """Make it for the lines of `store` that run in `order`."""
         counts, known = store.counts, None
         if order == "input":
-            known = shared_before(store.pending("prefix"), counts.lines)
+            known = shared_before(store.pending("prefix"), store.size)
         return cls(known, parallel=parallel, counts=counts)
 
     def line(self, number: int) -> LineOfBatch | None:

@@ -19,6 +19,8 @@ Format = Literal["plain", "chat.completion", "text_completion", "response", "unk
 A line that can't be read is "unknown"; `finish` gives it the format of the first line that can.
 """
 
+CUT = "cut"
+"""The name, among the parts of a shard, of the digest of the cut that it is a part of."""
 FORMATS = frozenset(get_args(Format))
 Place = int | str
 """The number of a line in the only file, from 1, or a text of words that names its place."""

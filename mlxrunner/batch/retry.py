@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
+from mlxrunner.batch.completion import Completion, completion_path
 from mlxrunner.batch.job import (
     ANSWERS,
-    INPUT,
     RETRIED,
-    Completion,
     Job,
+    as_before,
     check_same,
     check_writable,
-    completion_path,
     opened_answers,
     output_digest,
 )
@@ -52,7 +50,7 @@ def finished(job: Job, parts: Mapping[str, str]) -> Completion:
             f"{output}: {path.name} is missing or damaged, which says what the answers were made "
             "from: --retry-failed can't tell which lines to run; choose another -o"
         )
-    check_same(found.made_from, {**parts, INPUT: found.made_from.get(INPUT, "")}, job.output)
+    check_same(found.made_from, as_before(parts, found.made_from), job.output)
     if output_digest(output) != found.digest and not _has_taken_place(job, found):
         raise OutputError(
             f"{output}: is not what the run left, somebody has changed it: choose another -o, or "
@@ -126,7 +124,7 @@ def copy_answers(job: Job, store: Store, found: Completion) -> None:
     """
     output, digest, lines = Path(job.output), hashlib.sha256(), 0
     with opened_answers(output) as stream:
-        for index, line, failed in _answers(stream, output):
+        for index, line, failed in answers_in(stream, output):
             digest.update(line)
             lines += 1
             if not failed:
@@ -135,9 +133,9 @@ def copy_answers(job: Job, store: Store, found: Completion) -> None:
         raise OutputError(f"{output}: somebody has changed it while --retry-failed read it")
 
 
-def _answers(stream: BinaryIO, output: Path) -> Iterator[tuple[int, bytes, bool]]:
+def answers_in(lines: Iterable[bytes], output: Path) -> Iterator[tuple[int, bytes, bool]]:
     """Yield for each line of the output its index, its bytes, and True if it is an error."""
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(lines, 1):
         try:
             answer = json.loads(line)
             own = "index" in answer

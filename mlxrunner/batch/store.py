@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from mlxrunner.batch import database as sql
 from mlxrunner.batch.options import Order, OutputOrder
 from mlxrunner.batch.order import run_order
 from mlxrunner.batch.records import (
+    CUT,
     FORMATS,
     Counts,
     StoredAnswer,
@@ -44,7 +45,7 @@ class Store:
     def __init__(self, name: str, database: sqlite3.Connection) -> None:
         """Call `create` or `open` instead."""
         self._name, self._db = name, database
-        self._lines = self._broken = 0
+        self._lines = self._broken = self._own = 0
         self._recorded = 0  # within a transaction, `done` of its last result
 
     @classmethod
@@ -121,13 +122,19 @@ class Store:
             lines, broken = inputs[0]
             if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
                 raise self.damaged("it does not say how many lines there are")
-            if (-1 if last is None else last) != lines - 1 or (place or 0) != lines:
+            if not self._is_all(lines, -1 if last is None else last, place or 0):
                 raise self.damaged(f"{lines} lines should be in it, and are not")
             if self._one(sql.WITHOUT_PLACE) is not None:
                 raise self.damaged("a line has no place in its order")
-            self._lines, self._broken = lines, broken
+            self._lines, self._broken, self._own = lines, broken, place or 0
         elif last is not None or place is not None:
             raise self.damaged("it has lines, and no end of them")
+
+    def _is_all(self, lines: int, last: int, places: int) -> bool:
+        """Return True if these can be all lines, or those of a shard."""
+        if self._one("SELECT 1 FROM meta WHERE name = ?", CUT) is not None:
+            return last < lines and places <= lines
+        return last == lines - 1 and places == lines
 
     def damaged(self, why: str) -> DamagedStoreError:
         """Return the error to raise for a store whose content this program can't have written."""
@@ -150,6 +157,11 @@ class Store:
             return self._one("SELECT lines FROM input") is not None
 
     @property
+    def size(self) -> int:
+        """The number of lines of the whole input, with those of other shards."""
+        return self._lines
+
+    @property
     def meta(self) -> dict[str, str]:
         """The parts that the store was made from, by name, as given to `finish`."""
         with self._explained():
@@ -164,7 +176,7 @@ class Store:
         with self._explained():
             (done,) = self._one("SELECT count(*) FROM results")
             (failed,) = self._one("SELECT count(*) FROM results WHERE failed")
-        return Counts(self._lines, self._broken, done, failed)
+        return Counts(self._own, self._broken, done, failed)
 
     def add(self, line: StoredLine) -> None:
         """Add the next line of the input, whose index is one more than that of the last.
@@ -185,7 +197,7 @@ class Store:
                 problem = f"{place_of(line.number)}: {problem}"
                 line = replace(line, error=problem, tokens=as_tokens([]))
                 self._insert(line)
-            self._lines += 1
+            self._lines = self._own = self._lines + 1
             self._broken += line.error is not None
 
     def _insert(self, line: StoredLine) -> None:
@@ -202,14 +214,13 @@ class Store:
         if self._one("SELECT lines FROM input") is not None:
             raise StoreError(f"{self._name}: its input is complete, nothing can be added")
         self._db.execute("BEGIN")
-        self._lines = self._broken = 0
+        self._lines = self._broken = self._own = 0
 
-    def finish(self, meta: Mapping[str, str] | None = None, *, by_tokens: bool = False) -> None:
-        """Put the input, which is now complete, into its prefix order, and commit everything.
+    def arrange(self, *, by_tokens: bool = False) -> None:
+        """Put the input, which is now complete, into its prefix order, which `pending` then has.
 
-        Until then the store on the disk stays as it was. `meta` holds the parts that it was made
-        from. With `by_tokens` the prefix order is that of the token ids; otherwise one that costs
-        the same and lets answers be written early (see `run_order`).
+        With `by_tokens` that is the order of the token ids; otherwise one that costs the same and
+        lets answers be written early (see `run_order`).
         """
         with self._explained():
             self._begin_input()
@@ -223,6 +234,26 @@ class Store:
                 rows = self._db.execute(f"SELECT line, tokens FROM {sql.SORTED}")
                 order = run_order(rows, self._lines)
                 self._db.executemany("INSERT INTO places (line) VALUES (?)", zip(order))
+
+    def keep(self, lines: Iterable[int]) -> None:
+        """Keep only these lines, in this order, of an input in its order: those of one shard."""
+        with self._explained():
+            self._db.execute("DELETE FROM places")
+            self._db.executemany("INSERT INTO places (line) VALUES (?)", zip(lines))
+            self._db.execute("DELETE FROM lines WHERE line NOT IN (SELECT line FROM places)")
+            (self._own,) = self._one("SELECT count(*) FROM places")
+            (self._broken,) = self._one("SELECT count(*) FROM lines WHERE error IS NOT NULL")
+
+    def finish(self, meta: Mapping[str, str] | None = None, *, by_tokens: bool = False) -> None:
+        """Put the input into its order, unless it is, and commit everything.
+
+        Until then the store on the disk stays as it was. `meta` holds the parts that it was made
+        from, among them the CUT of a shard. `by_tokens` is for `arrange`.
+        """
+        with self._explained():
+            self._begin_input()
+            if self._own and self._one("SELECT place FROM places LIMIT 1") is None:
+                self.arrange(by_tokens=by_tokens)
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", (meta or {}).items())
             self._db.execute("INSERT INTO input VALUES (?, ?)", (self._lines, self._broken))
             self._db.execute("COMMIT")
@@ -280,7 +311,7 @@ class Store:
         "input" yields them in the order of the input, up to the first line that has none yet;
         "done" yields them as they were recorded.
         """
-        where = "line = ? + 1" if order == "input" else "done > ? ORDER BY done LIMIT 1"
+        where = sql.NEXT_LINE if order == "input" else "done > ? ORDER BY done LIMIT 1"
         while (row := self._next(f"{sql.RESULT} {where}", after)) is not None:
             answer = self._answer(row, order)
             after = answer.place

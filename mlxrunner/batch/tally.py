@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxrunner.batch.execution import Outcome
-from mlxrunner.batch.plan import Speed
+from mlxrunner.batch.speed import Speed
 from mlxrunner.terminal.text import count_of, duration
 
 

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import error_of, write_line
+from mlxrunner.batch.completion import Completion
 from mlxrunner.batch.execution import Execution, Outcomes
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
-    Completion,
     Job,
     check_made_from,
     check_same,
@@ -31,16 +31,13 @@ from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.output import Writer
 from mlxrunner.batch.plan import (
     BatchPlan,
-    Speed,
     Survey,
-    known_speed,
     lanes_for,
     make_plan,
-    remember_speed,
     survey,
 )
 from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.records import Counts
+from mlxrunner.batch.records import CUT, Counts
 from mlxrunner.batch.retry import (
     complete,
     copy_answers,
@@ -48,6 +45,9 @@ from mlxrunner.batch.retry import (
     made_from,
     opened_retry,
 )
+from mlxrunner.batch.shards.lines import Shard, costs_of, keep_shard
+from mlxrunner.batch.shards.plan import CutPlan
+from mlxrunner.batch.speed import Speed, known_speed, remember_speed
 from mlxrunner.batch.status import Status
 from mlxrunner.batch.store import Store
 from mlxrunner.batch.tally import Tally
@@ -188,8 +188,16 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
             _read(job, store, tokenizer, context, parts, progress, retried)
         counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
         found = {order: _survey(job, store, order, context, progress, speed) for order in ORDERS}
+        parted = None if job.workers is None else _cut(job, store, found["prefix"], progress, speed)
     lanes, _ = lanes_for(found[job.order], job.parallel, job.loading)
-    return make_plan(counts, found, job.order, parallel=lanes, speed=speed)
+    return make_plan(counts, found, job.order, parallel=lanes, speed=speed, cut=parted)
+
+
+def _cut(job: Job, store: Store, found: Survey, progress: Progress, speed: Speed | None) -> CutPlan:
+    """Cut the lines that have no answer yet for the job's workers, and show the progress."""
+    _, costs = costs_of(_counted(store.pending(), "cutting", progress), job.defaults)
+    progress.close()
+    return CutPlan.of(costs, job.workers or 1, found.answer_tokens, speed)
 
 
 def _context(job: Job) -> int:
@@ -214,6 +222,9 @@ def _read(
     lines = _counted(inputs, "reading", progress)
     is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
     parts = {**parts, INPUT: inputs.digest}
+    if job.shard is not None:
+        store.arrange(by_tokens=is_shifted)
+        parts[CUT] = keep_shard(store, Shard.of(job.shard), job.defaults)
     if retried is not None:
         check_same(retried.made_from, parts, job.output)
         copy_answers(job, store, retried)

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import click
 
 from mlxrunner.batch.options import FileOptions
+from mlxrunner.cli.merge import SOME_FAILED, merge
 from mlxrunner.cli.options import (
     LOADING,
     check_options,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
     from mlxrunner.batch.work import JobSummary
 
-CUT_OFF, SOME_FAILED = 1, 3
-"""The exit codes of a run with lines that are left, and of one that is done with failed lines."""
+CUT_OFF = 1
+"""The exit code of a run with lines that are left."""
 
 
 def _refuse_embeddings(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
@@ -79,12 +80,12 @@ _LAST = (
 _OWN = (
     *("prompt_template", "prompt_column", "messages_column", "id_column", "delimiter"),
     *("system", "raw", "strict"),
-    *("order", "parallel", "retries", "timeout", "max_errors"),
+    *("order", "parallel", "workers", "shard", "retries", "timeout", "max_errors"),
     *("output_order", "usage", "resume", "retry_failed"),
     *("progress_file", "summary"),
 )
 """The options of a batch, in the order in which --help shows them."""
-_CLUSTER = ("workers", "dask", *CONNECTION)
+_CLUSTER = ("dask", *CONNECTION)
 """The options for several processes."""
 _SEVERAL = ("memory", "step_ms")
 """The options for several lines at a time."""
@@ -96,7 +97,24 @@ def _option(name: str) -> Callable[[F], F]:
     return option_of(FileOptions, name)
 
 
-@click.command(cls=Configured)
+class _Batch(Configured):
+    """The command, with `merge` as a command of its own; a file of that name is ./merge."""
+
+    commands: ClassVar = {"merge": merge}
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        if args and (other := self.commands.get(args[0])):
+            return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_Batch)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @together((_FIRST, *(_option(name) for name in _OWN), *_LAST))
 @together(tuple(option_of(ClusterOptions, name) for name in _CLUSTER))
@@ -135,6 +153,9 @@ def batch(
     options below hold for lines that don't say otherwise; with --seed S line number i (from 0) gets
     S + i. A line that can't be answered gets an "error" and stops nothing.
 
+    On several machines, each runs a part: --shard 1/4, --shard 2/4 and so on. `mlxrunner batch
+    merge OUTPUT... -o FILE` puts their outputs together. (An INPUT called merge is ./merge.)
+
     A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code
     0 if every line was answered, 3 if all are done but some failed, 1 if the run was cut off and
     --resume would go on, 2 if nothing can be run, 4 with --verify-cache and --strict. Ctrl-C and
@@ -150,10 +171,15 @@ def batch(
     recorded = take(options, WATCHING) | {"strict": options["strict"]}
     if recorded["verify_cache"]:
         options["parallel"] = 1
-    cluster = ClusterOptions(**take(options, _CLUSTER))
+    cluster = ClusterOptions(workers=options["workers"], **take(options, _CLUSTER))
     if cluster.is_elsewhere:
-        _check_elsewhere(only_plan, recorded)
+        _check_elsewhere(cluster, only_plan, options["shard"], recorded)
     table = output if output and output.lower().endswith(PARQUET) else None
+    if table is not None and options["shard"]:
+        raise OptionError(
+            f"-o {line_text(str(output))}: shards are written as JSON lines, such as part.jsonl; "
+            "`mlxrunner batch merge ... -o answers.parquet` makes the table"
+        )
     if table is not None and not only_plan:
         check_parquet(table, goes_on=options["resume"] or options["retry_failed"])
     own, loading = take(options, _OWN), take(options, LOADING)
@@ -193,10 +219,14 @@ def _check_together(
         )
 
 
-def _check_elsewhere(only_plan: bool, recorded: dict[str, Any]) -> None:
+def _check_elsewhere(
+    cluster: ClusterOptions, only_plan: bool, shard: str | None, recorded: dict[str, Any]
+) -> None:
     """Raise OptionError for options that need the model in this process."""
-    if only_plan:
-        raise OptionError("--plan is about one process: leave --workers and --dask away")
+    if cluster.dask and only_plan:
+        raise OptionError("--plan runs nothing: --plan --workers N says how a batch is cut")
+    if cluster.dask and shard:
+        raise OptionError("--dask runs all parts of a batch, and --shard one: use one of the two")
     for name in ("verify_cache", "log_tokens"):
         if recorded[name]:
             raise OptionError(
@@ -283,6 +313,8 @@ def _report(job: Job, summary: JobSummary) -> None:
             "standard input" if name == "-" else line_text(name) for name in job.inputs
         )
         has = "has" if len(job.inputs) == 1 else "have"
+        if job.shard is not None:
+            source, has = f"shard {job.shard}", "has"
         click.echo(f"{source} {has} no lines: nothing to do", err=True)
     if summary.failed:
         first = f", the first: {line_text(summary.first_error)}" if summary.first_error else ""

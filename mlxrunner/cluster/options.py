@@ -15,7 +15,10 @@ PORT = 8786
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The options for reaching other machines. Creating it raises OptionError if that would not be safe."""
+    """The options for reaching other machines.
+
+    Creating it raises OptionError if that would not be safe.
+    """
 
     tls_ca: str | None = option(
         None, str, "The certificate (PEM) that signed those of the cluster.", metavar="FILE"
@@ -76,9 +79,8 @@ class Connection:
 class ClusterOptions(Connection):
     """Where the lines of a batch run: in processes of this machine, or on a cluster."""
 
-    workers: int | None = option(
-        None, int, "Answer the lines in N processes of this machine.", low=1, metavar="N"
-    )
+    workers: int | None = None
+    """The number of processes to start on this machine; None for none."""
     dask: str | None = option(
         None,
         str,

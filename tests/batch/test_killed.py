@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,31 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
     assert not Path("out.jsonl.run").exists()
     assert done == sorted(done)
     assert len(set(done)) > 3, "it was never killed in the middle"
+
+
+def test_a_killed_shard_equals_an_unbroken_one(folder: Path) -> None:
+    """The store of a shard has its lines only, and goes on like that of a whole batch."""
+    Path("in.jsonl").write_text(lines(160, broken=(7, 61)))
+    options = ["--shard", "2/2", "--no-usage", "--context", "128", "--parallel", "1", "-q"]
+    assert run("in.jsonl", "-o", "whole.jsonl", *options).exit_code in (0, 3)
+    expected, output, done = Path("whole.jsonl").read_bytes(), Path("out.jsonl"), [0]
+    output.touch()
+    with Starter([*options, "--no-reserve", "--order", "input", "--resume"]) as starter:
+        for _ in range(3):
+            process = starter.start("in.jsonl", "out.jsonl", as_user=False)
+            until(partial(has_grown, output, output.stat().st_size))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+            assert expected.startswith(output.read_bytes())
+            with Store.open(Path("out.jsonl.run")) as store:
+                done.append(store.counts.done)
+        assert starter.start("in.jsonl", "out.jsonl", as_user=False).wait() in (0, 3)
+    assert output.read_bytes() == expected
+    assert done == sorted(set(done)), "each run answered more"
+
+
+def has_grown(output: Path, before: int) -> bool:
+    return output.stat().st_size > before
 
 
 def wait_for_commits(count: int, store: Path, *, at_most: float) -> None:

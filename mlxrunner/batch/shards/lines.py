@@ -1,22 +1,69 @@
-"""Find what the lines of a batch cost, in the order in which they run, to be cut. No tensors."""
+"""Cut the lines of a store into shards: what they cost, and those of one shard. No tensors."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from array import array
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.shards.cut import Costs
+from mlxrunner.batch.shards.cut import Costs, cut
+from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import common_prefix
+from mlxrunner.errors import OptionError
 
 ANSWER = 64
 """The tokens that an answer is expected to have, unless its limit is less.
 
 Not measured: each machine has to expect the same, so that all of them cut alike.
 """
+MOST_SHARDS = 100_000
+"""The most parts of a batch."""
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """One of the equal parts of a batch."""
+
+    number: int
+    """The number of the part, from 1."""
+    count: int
+    """The number of parts."""
+
+    @classmethod
+    def of(cls, text: str) -> Shard:
+        """Read `I/N`. Raise OptionError if it is no part."""
+        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+        if found is not None:
+            shard = cls(int(found[1]), int(found[2]))
+            if 1 <= shard.number <= shard.count <= MOST_SHARDS:
+                return shard
+        raise OptionError(
+            f"--shard {text}: has to be I/N, a part and the number of parts, such as 1/4, with I "
+            f"from 1 to N and N up to {MOST_SHARDS:,}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def keep_shard(store: Store, shard: Shard, defaults: Mapping[str, Any]) -> str:
+    """Keep only the lines of a shard in a store whose input was arranged.
+
+    `defaults` are the options of the batch. Return a digest of the whole cut, which all machines
+    have in common.
+    """
+    indexes, costs = costs_of(store.pending(), defaults)
+    places = cut(costs, shard.count)
+    store.keep(indexes[places[shard.number - 1] : places[shard.number]])
+    digest = hashlib.sha256(np.asarray(indexes, "<i4").tobytes())
+    digest.update(np.asarray(places, "<i8").tobytes())
+    return digest.hexdigest()
 
 
 def costs_of(

@@ -1,0 +1,328 @@
+"""Shards of a batch, each on a machine of its own, make the output of one machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.batches import lines, run, unbroken
+
+from mlxrunner import cli
+from mlxrunner.batch.shards import merge as merging
+from mlxrunner.batch.shards.lines import Shard
+from mlxrunner.batch.store import Store
+from mlxrunner.errors import OptionError
+from mlxrunner.terminal.text import count_of
+
+PARTS = ("part1.jsonl", "part2.jsonl", "part3.jsonl")
+
+
+def shard(number: int, *arguments: object, count: int = 3, output: str | None = None) -> Result:
+    output = output or f"part{number}.jsonl"
+    given = ("--shard", f"{number}/{count}", "--no-usage", "--parallel", 1, *arguments)
+    return run("in.jsonl", "-o", output, *given)
+
+
+def merge(*outputs: str, output: str = "all.jsonl") -> Result:
+    return run_plain("merge", *(outputs or PARTS), "-o", output)
+
+
+def answers_of(name: str) -> list[str]:
+    return Path(name).read_text().splitlines()
+
+
+def run_plain(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["batch", *arguments])
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with three shards that no test changes."""
+    folder = tmp_path_factory.mktemp("shards")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("in.jsonl").write_text(lines(12, broken=(5,)))
+        for number in (1, 2, 3):
+            assert shard(number).exit_code in (0, 3)
+    return folder
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of these shards, to be changed."""
+    folder = Path(shutil.copytree(made, tmp_path / "copied"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_merged_shards_are_the_output_of_one_machine(copied: Path) -> None:
+    """Greedy, seeded and broken lines, byte for byte, in any order of the outputs."""
+    whole = unbroken()
+    result = merge(*reversed(PARTS))
+    assert result.exit_code == 3
+    assert "all.jsonl: 12 lines of 3 shards, 1 of them failed" in result.stderr
+    assert Path("all.jsonl").read_bytes() == whole
+    assert Path("all.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_each_line_is_in_one_shard(copied: Path) -> None:
+    found = [[json.loads(line)["index"] for line in answers_of(name)] for name in PARTS]
+    assert sorted(chain(*found)) == list(range(12))
+    assert all(found)
+
+
+def test_merged_shards_go_on_like_the_output_of_one_machine(copied: Path) -> None:
+    """Their record is that of a run without shards: --resume and --retry-failed take it."""
+    assert merge().exit_code == 3
+    again = ("in.jsonl", "-o", "all.jsonl", "--no-usage")
+    result = run(*again, "--resume")
+    assert "all.jsonl is complete (12 lines): nothing to do" in result.stderr
+    assert run(*again, "--retry-failed").exit_code == 3
+    assert Path("all.jsonl").read_bytes() == unbroken()
+    other = run(*again, "--resume", "--max-tokens", 3)
+    assert "another --max-tokens" in other.stderr
+
+
+def test_seeds_are_those_of_the_whole_batch(folder: Path) -> None:
+    """Line i samples with the seed S + i on every machine."""
+    sampled = ("--temperature", 1.0, "--seed", 7)
+    whole = unbroken(*sampled)
+    for number in (1, 2):
+        shard(number, *sampled, count=2)
+    assert merge(*PARTS[:2]).exit_code == 3
+    assert Path("all.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+def test_a_shard_that_was_stopped_goes_on(folder: Path, order: str) -> None:
+    """It runs its own lines only, and ends with the bytes of an unbroken run."""
+    shard(1, count=2, output="whole.jsonl")
+    result = shard(1, "--order", order, "--max-errors", 1, count=2)
+    assert result.exit_code == 1
+    with Store.open(Path("part1.jsonl.run")) as store:
+        counts = store.counts
+    assert counts.left > 0
+    result = shard(1, "--order", order, "--resume", count=2)
+    assert result.exit_code == 3
+    assert f"{count_of(counts.left, 'line')} in " in result.stderr
+    assert Path("part1.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+
+
+def test_a_shard_keeps_its_lines_only(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store has no lines of others, and its counts are its own."""
+    monkeypatch.setattr("mlxrunner.batch.work.complete", lambda *_: None)
+    result = shard(2, output="other.jsonl")
+    own = len(answers_of(PARTS[1]))
+    assert f"{own} lines in " in result.stderr
+    with Store.open(Path("other.jsonl.run")) as store:
+        assert store.size == 12
+        assert store.counts.lines == store.counts.done == own
+        assert len(list(store.answers())) == own
+
+
+def test_more_shards_than_lines_leave_some_empty(folder: Path) -> None:
+    Path("in.jsonl").write_text(lines(2))
+    names = [f"part{number}.jsonl" for number in range(1, 5)]
+    results = [shard(number, count=4) for number in range(1, 5)]
+    assert [result.exit_code for result in results] == [0, 0, 0, 0]
+    assert "shard 4/4 has no lines: nothing to do" in results[3].stderr
+    assert merge(*names).exit_code == 0
+    assert Path("all.jsonl").read_bytes() == unbroken()
+
+
+def test_the_failed_lines_of_a_shard_run_again(folder: Path) -> None:
+    """The others keep their bytes, and the shard can be merged as before."""
+    for number in (1, 2):
+        shard(number, count=2)
+    before = [Path(name).read_bytes() for name in PARTS[:2]]
+    results = [shard(number, "--retry-failed", count=2) for number in (1, 2)]
+    assert sorted(result.exit_code for result in results) == [0, 3]
+    assert [Path(name).read_bytes() for name in PARTS[:2]] == before
+    assert merge(*PARTS[:2]).exit_code == 3
+    assert Path("all.jsonl").read_bytes() == unbroken()
+
+
+def other_input(name: str) -> None:
+    Path("in.jsonl").write_text(lines(13))
+    shard(2, output=name)
+
+
+def rewritten(name: str, **changed: str) -> None:
+    """Change what the record of a shard says."""
+    record = Path(f"{name}.done")
+    content: dict[str, Any] = json.loads(record.read_text())
+    content["made_from"] |= changed
+    record.write_text(json.dumps(content))
+
+
+REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
+    "missing": (
+        lambda: None,
+        PARTS[:2],
+        "shard 3/3 of 3 is missing: name its output, too",
+    ),
+    "several missing": (lambda: None, PARTS[:1], "shards 2/3, 3/3 of 3 are missing"),
+    "there twice": (
+        lambda: [shutil.copy(f"{PARTS[0]}{end}", f"copy.jsonl{end}") for end in ("", ".done")],
+        (*PARTS, "copy.jsonl"),
+        "part1.jsonl and copy.jsonl are both shard 1/3: leave one out",
+    ),
+    "no such file": (lambda: None, (*PARTS[:2], "none.jsonl"), "none.jsonl: is not there"),
+    "without its record": (
+        lambda: Path("part2.jsonl.done").unlink(),
+        PARTS,
+        "part2.jsonl: part2.jsonl.done is missing or damaged, which says what it was made from: "
+        "copy it from the machine that ran the shard",
+    ),
+    "damaged record": (
+        lambda: Path("part2.jsonl.done").write_text("{"),
+        PARTS,
+        "part2.jsonl.done is missing or damaged",
+    ),
+    "record of nonsense": (
+        lambda: rewritten("part2.jsonl", **{"--shard": '"9/3"'}),
+        PARTS,
+        "part2.jsonl: its part2.jsonl.done is damaged",
+    ),
+    "not ended": (
+        lambda: Path("part2.jsonl.run").write_bytes(b""),
+        PARTS,
+        "part2.jsonl: this shard has not ended: go on with it with --resume",
+    ),
+    "changed": (
+        lambda: Path("part2.jsonl").write_bytes(Path("part2.jsonl").read_bytes()[:-1] + b" "),
+        PARTS,
+        "part2.jsonl: is not what shard 2/3 left",
+    ),
+    "cut off": (
+        lambda: Path("part3.jsonl").write_bytes(Path("part3.jsonl").read_bytes()[:-9]),
+        PARTS,
+        "part3.jsonl: is not what shard 3/3 left",
+    ),
+    "no shard": (
+        lambda: run("in.jsonl", "-o", "plain.jsonl", "--no-usage"),
+        (*PARTS, "plain.jsonl"),
+        "plain.jsonl: is no shard: it was made without --shard, leave it out",
+    ),
+    "of another batch": (
+        lambda: other_input("other.jsonl"),
+        (PARTS[0], "other.jsonl", PARTS[2]),
+        "other.jsonl: was made from another input than part1.jsonl",
+    ),
+    "with other options": (
+        lambda: shard(2, "--top-k", 3, output="other.jsonl"),
+        (PARTS[0], "other.jsonl", PARTS[2]),
+        "other.jsonl: was made from another --top-k than part1.jsonl: 3 there, 0 here",
+    ),
+    "of another number": (
+        lambda: shard(2, count=4, output="other.jsonl"),
+        (PARTS[0], "other.jsonl", PARTS[2]),
+        "other.jsonl is shard 2/4 and part1.jsonl is shard 1/3",
+    ),
+    "cut in another way": (
+        lambda: rewritten("part2.jsonl", cut="0"),
+        PARTS,
+        "part2.jsonl: its machine cut the batch in another way than that of part1.jsonl",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "outputs", "message"), REFUSED.values(), ids=REFUSED)
+def test_shards_that_do_not_make_a_batch_are_refused(
+    copied: Path, change: Callable[[], object], outputs: tuple[str, ...], message: str
+) -> None:
+    """The error names the file and says what to do, and nothing is written."""
+    change()
+    result = merge(*outputs)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not Path("all.jsonl").exists()
+    assert not Path("all.jsonl.done").exists()
+
+
+def test_a_record_that_fits_does_not_hide_a_missing_line(copied: Path) -> None:
+    """Indexes are counted, also where the output and its record agree."""
+    part = Path(PARTS[0])
+    part.write_bytes(b"".join(part.open("rb").readlines()[1:]))
+    record = Path(f"{part}.done")
+    content = json.loads(record.read_text())
+    digest = merging.output_digest(part)
+    record.write_text(json.dumps(content | {"digest": digest, "size": part.stat().st_size}))
+    result = merge()
+    assert result.exit_code == 2
+    assert "nothing is written: line " in result.stderr
+    assert not Path("all.jsonl").exists()
+
+
+def test_an_output_that_is_there_stays(copied: Path) -> None:
+    Path("all.jsonl").write_text("mine")
+    result = merge()
+    assert "all.jsonl: is there already: choose another -o, or remove it" in result.stderr
+    assert Path("all.jsonl").read_text() == "mine"
+    assert "is the output of a shard" in merge(output="part1.jsonl").stderr
+
+
+def test_a_model_may_have_another_name_on_each_machine(copied: Path) -> None:
+    rewritten("part2.jsonl", model="/elsewhere/demo")
+    assert merge().exit_code == 3
+
+
+def test_the_groups_of_lines_may_be_small(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard is read in groups, and its file is closed between them."""
+    monkeypatch.setattr(merging, "GROUP", 1)
+    assert merge().exit_code == 3
+    assert Path("all.jsonl").read_bytes() == unbroken()
+
+
+def test_a_shard_is_no_shard_of_another_number(copied: Path) -> None:
+    """--resume names both."""
+    result = shard(3, "--resume", output="part2.jsonl")
+    assert 'another --shard: "2/3" then, "3/3" now' in result.stderr
+    result = run("in.jsonl", "-o", "part2.jsonl", "--no-usage", "--resume")
+    assert 'another --shard: "2/3" then, not set now' in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "1/0", "-1/3", "a/b", "1/3/3", "1/999999"])
+def test_a_shard_has_a_number_and_a_count(text: str) -> None:
+    with pytest.raises(OptionError, match="has to be I/N"):
+        Shard.of(text)
+
+
+OTHER_OPTIONS = {
+    ("--shard", "1/2", "-o", "-"): "--shard needs an output file",
+    ("--shard", "1/2", "-o", "a.parquet"): "shards are written as JSON lines",
+    ("--shard", "1/2", "-o", "a.jsonl", "--output-order", "done"): "needs --output-order input",
+    ("--shard", "1/2", "--workers", "2", "--plan"): "use one of the two",
+    ("--shard", "1/2", "--dask", "tcp://localhost", "-o", "a.jsonl"): "use one of the two",
+}
+
+
+@pytest.mark.parametrize(("given", "message"), OTHER_OPTIONS.items(), ids=" ".join)
+def test_options_that_do_not_go_together_are_refused(
+    folder: Path, given: tuple[str, ...], message: str
+) -> None:
+    result = run("in.jsonl", *given)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_an_input_called_merge_is_reached_by_its_path(folder: Path) -> None:
+    Path("in.jsonl").rename("merge")
+    result = run_plain("./merge", "-o", "out.jsonl", "--no-usage", "--max-tokens", "2")
+    assert result.exit_code == 3
+    assert len(Path("out.jsonl").read_text().splitlines()) == 12
+
+
+def test_a_table_is_made_of_all_shards(copied: Path) -> None:
+    pytest.importorskip("pyarrow")
+    assert merge(output="all.parquet").exit_code == 3
+    import pyarrow.parquet
+
+    assert pyarrow.parquet.read_table("all.parquet").num_rows == 12
+    assert Path("all.parquet.jsonl").read_bytes() == unbroken()
