@@ -60,9 +60,11 @@ SORTED = "lines ORDER BY tokens, line"
 FIRST_FORMAT = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
 FIRST_WITH_ID = "SELECT number FROM lines WHERE id = ? AND error IS NULL"
 WITHOUT_PLACE = "SELECT line FROM lines WHERE line NOT IN (SELECT line FROM places) LIMIT 1"
-_PENDING = """
-SELECT {place}, line, number, id, options, error, tokens, prompt, format, sum FROM {table}
-WHERE {place} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {place} LIMIT 1
+_COLUMNS = "line, number, id, options, error, tokens, prompt, format, sum"
+LINE = f"SELECT {_COLUMNS} FROM lines WHERE line = ?"
+_PENDING = f"""
+SELECT {{place}}, {_COLUMNS} FROM {{table}}
+WHERE {{place}} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {{place}} LIMIT 1
 """
 NEXT = {
     "prefix": _PENDING.format(place="place", table="places CROSS JOIN lines USING (line)"),

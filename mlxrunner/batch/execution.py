@@ -74,7 +74,8 @@ class Outcome:
 Outcomes = Generator[Outcome, None, None]
 
 
-def _refused(line: StoredLine, error: str) -> Outcome:
+def refused(line: StoredLine, error: str) -> Outcome:
+    """Return the outcome of a line that is wrong in itself."""
     return Outcome(line, error=one_line(error), is_refused=True, kind="refused")
 
 
@@ -116,7 +117,7 @@ class Execution:
             if self.is_stopping():
                 return
             if line.error is not None:
-                yield _refused(line, line.error)
+                yield refused(line, line.error)
             else:
                 assert runner is not None
                 yield self._tried(runner, line)
@@ -138,7 +139,7 @@ class Execution:
                 raise
             except (PromptError, OptionError) as error:
                 self.begun.failed(line.index, 0)
-                return _refused(line, str(error))
+                return refused(line, str(error))
             except Exception as error:
                 self.begun.failed(line.index, len(line.tokens) if chunks else deadline.reached)
                 if not left:
@@ -251,7 +252,7 @@ class _Together:
         while (taken := self._next()) is not None:
             line, retries = taken
             if line.error is not None:
-                yield _refused(line, line.error)
+                yield refused(line, line.error)
                 continue
             options = self._execution.options.of_line(line.index, line.options)
             try:
@@ -266,7 +267,7 @@ class _Together:
                 yield _failed(line, error)
             except (PromptError, OptionError) as error:
                 self._begun.failed(line.index, 0)
-                yield _refused(line, str(error))
+                yield refused(line, str(error))
             else:
                 self._flights.append(_Flight(line, handle, Deadline(self._execution), retries))
 

@@ -98,7 +98,7 @@ class Job(FileOptions):
         Shard.of(self.shard)
         if self.workers is not None:
             raise OptionError(
-                "--workers says how a batch is cut, and --shard runs a part: use one of them"
+                "--workers runs all parts of a batch, and --shard one of them: use one of the two"
             )
         if self.store_path is None:
             raise OptionError(

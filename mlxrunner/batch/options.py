@@ -110,7 +110,11 @@ class FileOptions(BatchOptions):
         metavar="I/N",
     )
     workers: int | None = option(
-        None, int, "With --plan: also say how the batch is cut for N workers.", low=1, metavar="N"
+        None,
+        int,
+        "Answer the lines in N processes of this machine. With --plan: say how they are cut.",
+        low=1,
+        metavar="N",
     )
     strict: bool = option(
         False,

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.results import Result, Usage
 from mlxrunner.templates.messages import PlainMessage
 
 Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
@@ -124,3 +125,19 @@ def line_of(
         raise TypeError("not the columns of a line")
     made_of = None if prompt is None else json.loads(prompt)
     return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)
+
+
+def plain_result(result: Result) -> dict[str, Any]:
+    """Return a result as plain data that JSON knows, to be read by `result_of`."""
+    return {**vars(result), "usage": result.usage.as_dict()}
+
+
+def result_of(plain: Mapping[str, Any]) -> Result:
+    """Return the result that `plain_result` gave, also when JSON has made texts of the tokens."""
+    logprobs = plain["logprobs"]
+    if logprobs is not None:
+        logprobs = [
+            (own, {int(token): value for token, value in top.items()}) for own, top in logprobs
+        ]
+    usage = Usage.from_dict(plain["usage"])
+    return Result(**{**plain, "usage": usage, "logprobs": logprobs})

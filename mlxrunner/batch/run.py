@@ -16,7 +16,7 @@ from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.records import place_of
+from mlxrunner.batch.records import place_of, plain_result, result_of
 from mlxrunner.batch.store import Store
 from mlxrunner.config.arguments import check_kind, listed
 from mlxrunner.errors import (
@@ -175,8 +175,7 @@ def _to_bytes(result: BatchResult) -> bytes:
     if result.error is not None:
         stored = {**stored, "error": [str(result.error), result.error.is_refused]}
     if result.result is not None:
-        inner = {**vars(result.result), "usage": result.result.usage.as_dict()}
-        stored = {**stored, "result": inner}
+        stored = {**stored, "result": plain_result(result.result)}
     return json.dumps(stored).encode()
 
 
@@ -185,13 +184,7 @@ def _from_bytes(body: bytes) -> BatchResult:
     stored = json.loads(body)
     result = stored["result"]
     if result is not None:
-        result["usage"] = Usage.from_dict(result["usage"])
-        logprobs = result["logprobs"]
-        if logprobs is not None:
-            result["logprobs"] = [
-                (own, {int(token): value for token, value in top.items()}) for own, top in logprobs
-            ]
-        result = Result(**result)
+        result = result_of(result)
     error = stored["error"]
     if error is not None:
         message, is_refused = error

@@ -266,14 +266,25 @@ class Store:
         """
         place = -1
         while (row := self._next(sql.NEXT[order], place)) is not None:
-            place, *columns, written = row
-            if sql.checksum(*columns) != written or columns[-1] not in FORMATS:
-                raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
-            try:
-                line = line_of(*columns)
-            except (ValueError, TypeError, RecursionError) as error:
-                raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
-            yield line
+            place, *columns = row
+            yield self._line(columns)
+
+    def line(self, index: int) -> StoredLine:
+        """Return line `index`, which has to be there."""
+        row = self._next(sql.LINE, index)
+        if row is None:
+            raise self.damaged(f"line {index} is not found in it")
+        return self._line(list(row))
+
+    def _line(self, row: list[Any]) -> StoredLine:
+        """Return the line of a row. Raise DamagedStoreError if it has changed."""
+        *columns, written = row
+        if sql.checksum(*columns) != written or columns[-1] not in FORMATS:
+            raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
+        try:
+            return line_of(*columns)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
 
     def record(self, index: int, body: bytes, *, failed: bool = False) -> None:
         """Take the answer of line `index`. The next `commit` keeps it.

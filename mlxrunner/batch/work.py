@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import error_of, write_line
 from mlxrunner.batch.completion import Completion
-from mlxrunner.batch.execution import Execution
+from mlxrunner.batch.execution import Execution, Outcomes
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
@@ -70,6 +70,14 @@ from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Watch = Callable[[Runner | Stepper], object]
+Answering = Callable[[Callable[[], bool], Callable[[], None]], Outcomes]
+"""A function that runs the lines without an answer and yields their outcomes.
+
+It is called with a function that is true when no further line may begin, and with one to call
+often.
+"""
+Elsewhere = Callable[[Job, Store, int, Progress], AbstractContextManager[Answering]]
+"""A function that opens other processes for a job and its store, with this context."""
 Stopped = Literal["interrupt", "errors"]
 ENDING = (
     "finishing the lines that are running; Ctrl-C or kill again stops at once, and nothing that "
@@ -100,17 +108,28 @@ class JobSummary:
     """The error of the first failed line of the input; None if no line failed or it is unknown."""
 
 
-def run_job(job: Job, progress: Progress, watch: Watch = lambda runner: None) -> JobSummary:
+def run_job(
+    job: Job,
+    progress: Progress,
+    watch: Watch = lambda runner: None,
+    elsewhere: Elsewhere | None = None,
+) -> JobSummary:
     """Run the job, or resume it, and return its end.
 
-    `watch` is called with the runner before it runs anything. The output holds the errors of lines.
-    An error that is raised concerns the whole batch, and has a message of one line.
+    `watch` is called with the runner before it runs anything. With `elsewhere`, other processes run
+    the lines, and no model is loaded here. The output holds the errors of lines. An error that is
+    raised concerns the whole batch, and has a message of one line.
     """
+    opened = elsewhere or partial(_here, watch)
     with Status(job, progress.say) as status:
-        return _run_job(job, progress, watch, status)
+        found = _run_job(job, progress, opened, status)
+    speed = found.tally.speed()
+    if speed is not None and elsewhere is None:
+        remember_speed(job.model, speed)
+    return found
 
 
-def _run_job(job: Job, progress: Progress, watch: Watch, status: Status) -> JobSummary:
+def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) -> JobSummary:
     """Run the job, or resume it; `status` tells others about it."""
     parts = job.parts()
     found, retried = _found(job, parts)
@@ -134,10 +153,8 @@ def _run_job(job: Job, progress: Progress, watch: Watch, status: Status) -> JobS
             writer.mend()
             try:
                 writer.flush()
-                with _runner(job, store, context, progress) as runner:
-                    if runner is not None:
-                        watch(runner)
-                    return _run(job, store, writer, tokenizer, runner, progress, status)
+                with opened(job, store, context, progress) as answering:
+                    return _run(job, store, writer, tokenizer, answering, progress, status)
             except DamagedStoreError:
                 raise
             except (StoreError, OutputError) as error:
@@ -244,7 +261,7 @@ def _run(
     store: Store,
     writer: Writer,
     tokenizer: Tokenizer,
-    runner: Runner | Stepper | None,
+    answering: Answering,
     progress: Progress,
     status: Status,
 ) -> JobSummary:
@@ -269,9 +286,7 @@ def _run(
             failed_too_often = job.max_errors is not None and tally.failed >= job.max_errors
             return interrupted() or failed_too_often
 
-        begun = Begun.of(store, job.order, parallel=isinstance(runner, Stepper))
-        execution = Execution(runner, job, begun, is_stopping, tick)
-        with writer, closing(execution.run(store.pending(job.order))) as outcomes:
+        with writer, closing(answering(is_stopping, tick)) as outcomes:
             for outcome in outcomes:
                 line = write_line(outcome, tokenizer, model=job.model, usage=job.usage)
                 writer.write(outcome.line.index, line, failed=outcome.result is None)
@@ -284,14 +299,28 @@ def _run(
         if not after.left:
             complete(job, store, writer.output)
     progress.close()
-    speed = tally.speed()
-    if speed is not None:
-        remember_speed(job.model, speed)
     if after.left:
         status.stop()
     stopped: Stopped | None = ("interrupt" if interrupted() else "errors") if after.left else None
     first_error = error_of(first.body) if first is not None else None
     return JobSummary(after.lines, after.done, after.failed, tally, stopped, first_error)
+
+
+@contextmanager
+def _here(
+    watch: Watch, job: Job, store: Store, context: int, progress: Progress
+) -> Iterator[Answering]:
+    """Load the model, and yield what answers the lines in this process."""
+    with _runner(job, store, context, progress) as runner:
+        if runner is not None:
+            watch(runner)
+
+        def answering(is_stopping: Callable[[], bool], tick: Callable[[], None]) -> Outcomes:
+            begun = Begun.of(store, job.order, parallel=isinstance(runner, Stepper))
+            execution = Execution(runner, job, begun, is_stopping, tick)
+            return execution.run(store.pending(job.order))
+
+        yield answering
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from mlxrunner.cli.program import Program
 from mlxrunner.cli.serve import serve
 from mlxrunner.cli.sessions import sessions
 from mlxrunner.cli.verify import verify
+from mlxrunner.cli.worker import worker
 
 
 def _print_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -74,6 +75,7 @@ for command in (
     generate,
     chat,
     batch,
+    worker,
     serve,
     launch,
     sessions,

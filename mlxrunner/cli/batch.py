@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import click
@@ -29,6 +30,8 @@ from mlxrunner.cli.options import (
 from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.cli.settling import Configured, named_system, options_that_hold, typed_options
+from mlxrunner.cli.worker import CONNECTION
+from mlxrunner.cluster.options import ClusterOptions
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.parallel.settings import EngineSettings
@@ -82,6 +85,8 @@ _OWN = (
     *("progress_file", "summary"),
 )
 """The options of a batch, in the order in which --help shows them."""
+_CLUSTER = ("dask", *CONNECTION)
+"""The options for several processes."""
 _SEVERAL = ("memory", "step_ms")
 """The options for several lines at a time."""
 
@@ -112,6 +117,7 @@ class _Batch(Configured):
 @click.command(cls=_Batch)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @together((_FIRST, *(_option(name) for name in _OWN), *_LAST))
+@together(tuple(option_of(ClusterOptions, name) for name in _CLUSTER))
 @model_options
 @sampling_options
 @form_options
@@ -165,6 +171,9 @@ def batch(
     recorded = take(options, WATCHING) | {"strict": options["strict"]}
     if recorded["verify_cache"]:
         options["parallel"] = 1
+    cluster = ClusterOptions(workers=options["workers"], **take(options, _CLUSTER))
+    if cluster.is_elsewhere:
+        _check_elsewhere(cluster, only_plan, options["shard"], recorded)
     table = output if output and output.lower().endswith(PARQUET) else None
     if table is not None and options["shard"]:
         raise OptionError(
@@ -190,7 +199,7 @@ def batch(
     typed = typed_options(ctx, options, greedy=greedy)
     job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
     with orderly_end():
-        _run(job, recorded, table, only_plan=only_plan, quiet=quiet, as_json=as_json)
+        _run(job, recorded, table, cluster, only_plan=only_plan, quiet=quiet, as_json=as_json)
 
 
 def _check_together(
@@ -203,15 +212,27 @@ def _check_together(
         raise OptionError("--json is for --plan; the answers are JSON lines anyway")
     if only_plan and (options["progress_file"] or options["summary"]):
         raise OptionError("--progress-file and --summary are about a run, and --plan runs nothing")
-    if options["workers"] and not only_plan:
-        raise OptionError(
-            "--workers is for --plan; --shard I/N on each of N machines runs the parts of the cut"
-        )
     if options["verify_cache"] and options["parallel"] not in (None, 1):
         raise OptionError(
             "--verify-cache looks at one request at a time, and --parallel runs several at once: "
             "use one of them"
         )
+
+
+def _check_elsewhere(
+    cluster: ClusterOptions, only_plan: bool, shard: str | None, recorded: dict[str, Any]
+) -> None:
+    """Raise OptionError for options that need the model in this process."""
+    if cluster.dask and only_plan:
+        raise OptionError("--plan runs nothing: --plan --workers N says how a batch is cut")
+    if cluster.dask and shard:
+        raise OptionError("--dask runs all parts of a batch, and --shard one: use one of the two")
+    for name in ("verify_cache", "log_tokens"):
+        if recorded[name]:
+            raise OptionError(
+                f"--{name.replace('_', '-')} looks at the requests of one process, and --workers "
+                "and --dask use several: use one of them"
+            )
 
 
 def _reproducible(options: dict[str, Any]) -> dict[str, Any]:
@@ -224,6 +245,7 @@ def _run(
     job: Job,
     recorded: dict[str, Any],
     table: str | None,
+    cluster: ClusterOptions,
     *,
     only_plan: bool,
     quiet: bool,
@@ -231,7 +253,8 @@ def _run(
 ) -> None:
     """Run or plan the job, and end with the exit code.
 
-    `table` is the path of a Parquet file for the answers, once all are there.
+    `table` is the path of a Parquet file for the answers, once all are there. `cluster` says where
+    the lines run.
     """
     from mlxrunner.batch.inputs import STANDARD
     from mlxrunner.batch.parquet import write_parquet
@@ -249,7 +272,13 @@ def _run(
             click.echo(json.dumps(plan.as_dict()) if as_json else plan.table())
             return
         with recording(recorded, "batch") as profile:
-            summary = run_job(job, progress, profile.watch)
+            elsewhere = None
+            if cluster.is_elsewhere:
+                from mlxrunner.cluster.driving import over_workers
+                from mlxrunner.cluster.over_dask import opened_dask
+
+                elsewhere = partial(over_workers, partial(opened_dask, cluster), profile)
+            summary = run_job(job, progress, profile.watch, elsewhere)
             if table is not None and not summary.stopped:
                 write_parquet(table)
             progress.close()

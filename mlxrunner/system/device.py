@@ -14,6 +14,9 @@ import mlx.core as mx
 from mlxrunner.system.limits import MACHINE, Limit, limits
 from mlxrunner.terminal.text import size
 
+_sharers = 1
+"""The processes that plan with the same memory, see `share_memory`."""
+
 
 def is_gpu() -> bool:
     """Return True if MLX computes on a GPU (Metal or CUDA) by default."""
@@ -51,13 +54,19 @@ def memory_bytes() -> tuple[int, int]:
     return total, int(offered) if offered else _available(total)
 
 
+def share_memory(among: int) -> None:
+    """Plan from now on with the part of the memory that is left to one of `among` processes."""
+    global _sharers
+    _sharers = among
+
+
 def offered_bytes() -> int:
     """Return the bytes that a runner may use in all.
 
     On Metal this is the recommended working set. On a CPU it is nine tenths of the available
     memory, plus the memory that MLX uses already.
     """
-    offered = memory_bytes()[1]
+    offered = memory_bytes()[1] // _sharers
     return offered if is_gpu() else offered * 9 // 10 + int(mx.get_active_memory())
 
 

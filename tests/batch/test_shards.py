@@ -347,8 +347,8 @@ OTHER_OPTIONS = {
     ("--shard", "1/2", "-o", "-"): "--shard needs an output file",
     ("--shard", "1/2", "-o", "a.parquet"): "shards are written as JSON lines",
     ("--shard", "1/2", "-o", "a.jsonl", "--output-order", "done"): "needs --output-order input",
-    ("--shard", "1/2", "--workers", "2", "--plan"): "use one of them",
-    ("--workers", "2", "-o", "a.jsonl"): "--workers is for --plan",
+    ("--shard", "1/2", "--workers", "2", "--plan"): "use one of the two",
+    ("--shard", "1/2", "--dask", "tcp://localhost", "-o", "a.jsonl"): "use one of the two",
 }
 
 

@@ -6,6 +6,7 @@ tokens were lost (their place is then looked for) or the request is verified.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import secrets
@@ -96,7 +97,9 @@ class Profile:
         check_callable("chance", chance, "no arguments")
         self.process, self.number = secrets.token_hex(4), 0
         self.eligible, self.verified, self.failed = 0, 0, 0
-        self._command, self._log_text, self._share, self._chance = command, log_text, verify, chance
+        self._command, self._share, self._chance = command, verify, chance
+        self.log_text = log_text
+        """True if events show a few tokens' text at a divergence."""
         self._events = LineWriter(events) if events is not None else None
         self._tokens = LineWriter(tokens, first=self._process_line) if tokens is not None else None
         self._layers: list[dict[str, Any]] = []
@@ -141,7 +144,7 @@ class Profile:
             "fingerprint": _fingerprint(runner, self._settings),
         }
         self._entry = TokenBuffer()
-        self._divergences = Divergences(runner.tokenizer, self._log_text)
+        self._divergences = Divergences(runner.tokenizer, self.log_text)
         self._curve = PrefillCurve()
         self._entry_tokens, self._measured, self._lines = 0, None, None
         if self._tokens is not None:
@@ -162,7 +165,7 @@ class Profile:
         began = time.perf_counter()
         self.number += 1
         self._entry = observed.entry
-        if not self._is_wanted:
+        if not self.is_wanted:
             return
         event = event_of(observed, self._identity, self.number)
         if self._is_parallel or observed.lookup.entry_tokens != self._entry_tokens:
@@ -180,13 +183,17 @@ class Profile:
         finally:  # even if the user interrupts the verification
             self._write(runner, observed, event)
 
+    def take(self, line: str) -> None:
+        """Record an event that another process wrote as this line."""
+        self._keep(Event.of(json.loads(line)))
+
     @property
     def _is_parallel(self) -> bool:
         """True if the runner is one of several requests at a time, even if it has one slot."""
         return "max_sequences" in self._settings
 
     @property
-    def _is_wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         """True if a file, a sink, the log or the verification needs events."""
         return bool(
             self._events or self._tokens or self._sinks or self._share
@@ -210,10 +217,14 @@ class Profile:
 
     def _write(self, runner: Any, observed: Observation, event: Event) -> None:
         """Write the event to the files and the log, and call the sinks."""
-        if self._events is not None:
-            self._events.write(as_line(event))
         if self._tokens is not None:
             self._log_tokens(self._tokens, runner, observed, event)
+        self._keep(event)
+
+    def _keep(self, event: Event) -> None:
+        """Write the event to its file and the log, and call the sinks."""
+        if self._events is not None:
+            self._events.write(as_line(event))
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", logfmt(event))
         for sink in self._sinks:

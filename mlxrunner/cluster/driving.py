@@ -1,0 +1,335 @@
+"""Drive a batch over workers: who may answer, who has ended, and the outcomes as they come.
+
+The store stays with the driver. Knows no Dask: `machines.py` says what it needs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mlxrunner.batch.execution import Execution, Outcome, Outcomes, refused
+from mlxrunner.batch.job import Job
+from mlxrunner.batch.plan import survey
+from mlxrunner.batch.prompts import Begun
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.shards.lines import costs_of
+from mlxrunner.batch.store import Store
+from mlxrunner.batch.work import Answering
+from mlxrunner.cluster import answering
+from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
+from mlxrunner.cluster.machines import Machines, Reply
+from mlxrunner.cluster.wire import SentBatch, outcome_of, plain_line
+from mlxrunner.errors import CutOffError, MlxrunnerError
+from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.terminal.progress import Progress
+
+SILENT_S = 60.0
+"""Seconds without a sign of life after which a worker's lines run elsewhere."""
+AHEAD = 2
+"""Lines that a worker has beside those that run, so that it never waits for the next."""
+WAIT_S = 0.1
+"""Most seconds between two looks at Ctrl-C and at the workers."""
+CLOSE_S = 5.0
+"""Most seconds in which workers give their memory back at the end."""
+Opened = Callable[[], AbstractContextManager[Machines]]
+
+
+@dataclass
+class _Worker:
+    """The state of a worker, as far as the driver knows it."""
+
+    name: str
+    sign: Any = None
+    silent_s: float = 0.0
+    """Seconds since the sign changed."""
+    state: str = "new"
+    """"new", "opening" (its versions are asked, or it loads the model), "ready", "silent" or
+    "refused"."""
+    room: int = 0
+    """The most lines that it has at a time."""
+    calls: set[int] = field(default_factory=set)
+
+
+@contextmanager
+def over_workers(
+    opened: Opened,
+    profile: Profile,
+    job: Job,
+    store: Store,
+    context: int,
+    progress: Progress,
+) -> Iterator[Answering]:
+    """Open the workers, and yield what answers the lines of `store` on them.
+
+    Events of all requests go to `profile`. If no line can be run, no worker is opened.
+    """
+    found = survey(store.pending(job.order), job.defaults, context)
+    if not found.lines:
+        yield lambda is_stopping, tick: Execution(None, job, Begun()).run(store.pending(job.order))
+        return
+    batch = SentBatch.of(
+        secrets.token_hex(8),
+        job,
+        found,
+        store.counts,
+        context,
+        has_events=profile.is_wanted,
+        log_text=profile.log_text,
+    )
+    with opened() as machines:
+        driver = Driver(machines, batch, job.parts(), profile, progress.say)
+        yield partial(driver.run, store, job.order)
+
+
+class Driver:
+    """Runs the lines of a batch on the workers of `machines`."""
+
+    def __init__(
+        self,
+        machines: Machines,
+        batch: SentBatch,
+        parts: dict[str, str],
+        profile: Profile,
+        say: Callable[[str], None],
+    ) -> None:
+        """Use workers whose copy of the model has the same `parts`. `say` tells people."""
+        self._machines, self._batch, self._profile, self._say = machines, batch, profile, say
+        self._parts = parts
+        self._versions = answering.versions()
+        self._workers: dict[str, _Worker] = {}
+        self._calls: dict[int, tuple[str, Callable[[_Worker, Reply], Iterator[Outcome]]]] = {}
+        self._said: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._failures = 0
+        """Workers that ended while they loaded the model, since the last that did not."""
+
+    def run(
+        self,
+        store: Store,
+        order: Any,
+        is_stopping: Callable[[], bool],
+        tick: Callable[[], None],
+    ) -> Outcomes:
+        """Yield the outcomes of the lines as they end, until all have or the run is stopped."""
+        self._look()
+        indexes, costs = costs_of(store.pending(order), self._batch.job["defaults"])
+        self._dealer = Dealer(store.line, indexes, costs, max(1, len(self._workers)))
+        before = time.monotonic()
+        try:
+            while True:
+                tick()
+                now = time.monotonic()
+                yield from self._watch(min(now - before, 10 * WAIT_S))
+                before = now
+                if not is_stopping():
+                    yield from self._deal()
+                if not self._dealer.running and (is_stopping() or self._dealer.is_done):
+                    return
+                for reply in self._machines.replies(WAIT_S):
+                    yield from self._landed(reply)
+        finally:
+            self._close()
+
+    def _look(self) -> None:
+        """Note the workers that have come."""
+        for name in self._machines.signs:
+            self._workers.setdefault(name, _Worker(name))
+
+    def _watch(self, seconds: float) -> Iterator[Outcome]:
+        """Look for workers that came, ended, fell silent or came back; `seconds` have passed."""
+        self._look()
+        signs = self._machines.signs
+        for name, worker in list(self._workers.items()):
+            if name not in signs:
+                yield from self._ended(worker)
+                continue
+            is_alive = signs[name] != worker.sign
+            worker.sign = signs[name]
+            worker.silent_s = 0.0 if is_alive else worker.silent_s + seconds
+            if worker.silent_s > SILENT_S and worker.state == "ready":
+                yield from self._silent(worker)
+            elif is_alive and worker.state == "silent":
+                self._say(f"worker {name}: is back")
+                worker.state = "ready"
+            elif worker.state == "new":
+                worker.state = "opening"
+                self._call(worker, self._described, answering.describe, self._batch.job["model"])
+        self._check_left()
+
+    def _silent(self, worker: _Worker) -> Iterator[Outcome]:
+        """Run the lines of a worker elsewhere that gave no sign of life for too long."""
+        had = self._dealer.of(worker.name)
+        self._say(
+            f"worker {worker.name}: no sign of life for {SILENT_S:g} s: its {had} unfinished lines "
+            "run elsewhere"
+        )
+        worker.state = "silent"
+        yield from self._guilty(self._dealer.lost(worker.name))
+
+    def _check_left(self) -> None:
+        """Say that nobody is there. Raise CutOffError if that can't change by itself."""
+        states = Counter(worker.state for worker in self._workers.values())
+        if self._failures >= MOST_ENDS and not states["ready"]:
+            raise CutOffError(
+                f"{self._failures} workers ended while they loaded the model: is there enough "
+                "memory for all of them?"
+            )
+        if states["refused"] and states["refused"] == len(self._workers):
+            raise CutOffError(f"no worker can be used: {next(iter(self._refused.values()))}")
+        if not self._workers:
+            self._say_once("no worker is there: the batch waits for one")
+
+    def _ended(self, worker: _Worker) -> Iterator[Outcome]:
+        """Take everything from a worker that is no longer there."""
+        del self._workers[worker.name]
+        self._refused.pop(worker.name, None)
+        self._failures += worker.state == "opening"
+        for call in worker.calls:
+            self._calls.pop(call, None)
+            self._machines.forget(call)
+        had = self._dealer.of(worker.name)
+        if worker.state != "refused":
+            elsewhere = f": its {had} unfinished lines run elsewhere" if had else ""
+            self._say(f"worker {worker.name} has ended{elsewhere}")
+        yield from self._guilty(self._dealer.lost(worker.name))
+
+    def _guilty(self, lines: list[StoredLine]) -> Iterator[Outcome]:
+        """Yield the errors of lines that ended too many workers."""
+        for line in lines:
+            why = f"{MOST_ENDS} workers ended while they ran this line; it is not tried again"
+            yield Outcome(line, error=why, kind="other")
+
+    def _call(
+        self,
+        worker: _Worker,
+        then: Callable[[_Worker, Reply], Iterator[Outcome]],
+        function: Callable[..., Any],
+        *arguments: Any,
+    ) -> None:
+        """Call a function on a worker; `then` gets its end."""
+        call = self._machines.call(worker.name, function, *arguments)
+        worker.calls.add(call)
+        self._calls[call] = worker.name, then
+
+    def _landed(self, reply: Reply) -> Iterator[Outcome]:
+        """Give the end of a call to what waits for it."""
+        name, then = self._calls.pop(reply.call, ("", None))
+        worker = self._workers.get(name)
+        if worker is None or then is None:
+            return
+        worker.calls.discard(reply.call)
+        yield from then(worker, reply)
+
+    def _described(self, worker: _Worker, reply: Reply) -> Iterator[Outcome]:
+        """Compare a worker with this process, and let it load the model."""
+        if reply.error is not None:
+            self._refuse(worker, _reason(reply.error))
+            return
+        for own, found in (
+            (self._versions, reply.value["versions"]),
+            (self._parts, reply.value["parts"]),
+        ):
+            for name in found:
+                if name != "model" and found[name] != own.get(name):
+                    self._refuse(
+                        worker, f"has another {name}: {found[name]} there, {own.get(name)} here"
+                    )
+                    return
+        host = _host(worker.name)
+        sharers = sum(_host(name) == host for name in self._workers)
+        self._call(worker, self._begun, answering.begin, self._batch, sharers)
+        yield from ()
+
+    def _begun(self, worker: _Worker, reply: Reply) -> Iterator[Outcome]:
+        """Note that a worker has loaded the model."""
+        if reply.error is not None:
+            self._refuse(worker, _reason(reply.error))
+            return
+        self._failures = 0
+        worker.state, worker.room = "ready", reply.value["lanes"] + AHEAD
+        for text in reply.value["said"]:
+            self._say_once(text)
+        yield from ()
+
+    def _refuse(self, worker: _Worker, why: str) -> None:
+        worker.state = "refused"
+        self._refused[worker.name] = f"worker {worker.name}: {why}"
+        self._say(f"{self._refused[worker.name]}; it gets no lines")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+    def _deal(self) -> Iterator[Outcome]:
+        """Give lines to all workers that have room, to each one in turn."""
+        ready = [worker for worker in self._workers.values() if worker.state == "ready"]
+        while ready:
+            for worker in list(ready):
+                if self._dealer.of(worker.name) >= worker.room:
+                    ready.remove(worker)
+                    continue
+                line = self._dealer.take(worker.name)
+                if line is None:
+                    ready.remove(worker)
+                elif line.error is not None:
+                    self._dealer.answered(worker.name, line.index)
+                    yield refused(line, line.error)
+                else:
+                    self._send(worker, line)
+
+    def _send(self, worker: _Worker, line: StoredLine) -> None:
+        plain = plain_line(line, with_prompt=self._batch.has_events)
+        then = partial(self._answered, line)
+        self._call(worker, then, answering.answer, self._batch.key, plain)
+
+    def _answered(self, line: StoredLine, worker: _Worker, reply: Reply) -> Iterator[Outcome]:
+        """Take the end of a line, once."""
+        if reply.error is not None:
+            yield from self._failed(worker, reply.error)
+            return
+        if self._dealer.answered(worker.name, line.index) is None:
+            return
+        for event in reply.value["events"]:
+            self._profile.take(event)
+        yield outcome_of(line, reply.value["outcome"])
+
+    def _failed(self, worker: _Worker, error: BaseException) -> Iterator[Outcome]:
+        """Let a worker whose engine ended begin again; its lines run elsewhere."""
+        if worker.state != "ready":
+            return
+        is_to_blame = not isinstance(error, answering.NotOpenError)
+        if is_to_blame:
+            self._say(f"worker {worker.name}: {_reason(error)}; it begins again")
+        worker.state = "new"
+        yield from self._guilty(self._dealer.lost(worker.name, is_to_blame=is_to_blame))
+
+    def _close(self) -> None:
+        """Let the workers give their memory back, as far as they answer."""
+        for call in list(self._calls):
+            self._machines.forget(call)
+        self._calls.clear()
+        ready = [worker for worker in self._workers.values() if worker.state == "ready"]
+        left = {self._machines.call(one.name, answering.end, self._batch.key) for one in ready}
+        end = time.monotonic() + CLOSE_S
+        with suppress(CutOffError):
+            while left and time.monotonic() < end:
+                left -= {reply.call for reply in self._machines.replies(WAIT_S)}
+
+
+def _host(name: str) -> str:
+    """Return the host in the address of a worker."""
+    return name.rpartition(":")[0]
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error of a worker in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,269 @@
+"""Reach workers over Dask's `distributed`. No other module knows Dask.
+
+A thread of its own runs Dask's event loop. Each call is a task that is bound to its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future as Waiting
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from mlxrunner.cluster.answering import sign
+from mlxrunner.cluster.machines import Reply
+from mlxrunner.cluster.options import ClusterOptions, Connection
+from mlxrunner.errors import CutOffError, OptionError
+from mlxrunner.terminal.text import one_line
+
+THREADS = 256
+"""The calls that a worker takes at a time. They wait for its one model."""
+SIGN = "mlxrunner"
+"""The name of a worker's sign of life among Dask's metrics."""
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks at the workers."""
+CONNECT_S = 10
+"""Seconds in which a scheduler has to answer."""
+LOST_S = 30
+"""Seconds without an answer of the scheduler after which the cluster is given up."""
+
+
+class DaskMachines:
+    """The workers of a Dask cluster. Make it with `opened_dask`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._numbers = count()
+        self._replies: SimpleQueue[Reply] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._lost: str | None = None
+        self.signs: Mapping[str, Any] = {}
+
+    def call(self, worker: str, function: Callable[..., Any], *arguments: Any) -> int:
+        """Call a function on a worker; see `Machines.call`."""
+        number = next(self._numbers)
+        self._loop.call_soon_threadsafe(self._begin, number, worker, function, arguments)
+        return number
+
+    def forget(self, call: int) -> None:
+        """Expect no end of this call; see `Machines.forget`."""
+        self._loop.call_soon_threadsafe(self._cancel, call)
+
+    def replies(self, timeout: float) -> list[Reply]:
+        """Return the calls that have ended; see `Machines.replies`."""
+        if self._lost is not None:
+            raise CutOffError(self._lost)
+        found = list[Reply]()
+        try:
+            found.append(self._replies.get(timeout=timeout))
+            while True:
+                found.append(self._replies.get_nowait())
+        except Empty:
+            return found
+
+    def _begin(self, number: int, worker: str, function: Any, arguments: Any) -> None:
+        self._calls[number] = self._loop.create_task(
+            self._follow(number, worker, function, arguments)
+        )
+
+    def _cancel(self, number: int) -> None:
+        if (task := self._calls.pop(number, None)) is not None:
+            task.cancel()
+
+    async def _follow(self, number: int, worker: str, function: Any, arguments: Any) -> None:
+        """Run a call, and put its end to the replies. Its task ends with it."""
+        future = self._client.submit(
+            function,
+            *arguments,
+            workers=[worker],
+            allow_other_workers=False,
+            pure=False,
+            retries=0,
+        )
+        try:
+            reply = Reply(number, await future)
+        except asyncio.CancelledError as error:
+            if self._calls.get(number) is not asyncio.current_task():
+                return
+            reply = Reply(number, error=error)
+        except Exception as error:
+            reply = Reply(number, error=error)
+        finally:
+            future.release()
+        self._calls.pop(number, None)
+        self._replies.put(reply)
+
+    async def look(self) -> None:
+        """Look at the workers once."""
+        found = await asyncio.wait_for(self._client.scheduler.identity(n_workers=-1), CONNECT_S)
+        self.signs = {
+            name: (one["last_seen"], one["metrics"].get(SIGN))
+            for name, one in found["workers"].items()
+        }
+
+    async def keep_looking(self) -> None:
+        """Look at the workers until cancelled, or until the scheduler is silent for too long."""
+        silent = 0.0
+        while silent < LOST_S:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self.look()
+                silent = 0.0
+            except (OSError, TimeoutError):
+                silent += LOOK_EVERY_S
+        self._lost = f"the scheduler of the cluster has not answered for {LOST_S} s"
+
+    def stop(self) -> None:
+        """Expect no end of any call any more."""
+        for number in list(self._calls):
+            self._cancel(number)
+
+
+@contextmanager
+def opened_dask(options: ClusterOptions) -> Iterator[DaskMachines]:
+    """Start workers in processes of this machine, or connect to a cluster.
+
+    Raise OptionError if Dask is not installed or no scheduler answers.
+    """
+    check_installed()
+    opened: Waiting[tuple[DaskMachines, Callable[[], object]]] = Waiting()
+    thread = threading.Thread(
+        target=lambda: asyncio.run(_serve(options, opened)), name="mlxrunner-dask", daemon=True
+    )
+    thread.start()
+    machines, close = opened.result()
+    try:
+        yield machines
+    finally:
+        close()
+        thread.join()
+
+
+async def _serve(
+    options: ClusterOptions, opened: Waiting[tuple[DaskMachines, Callable[[], object]]]
+) -> None:
+    """Hold the connection until the function that `opened` gives is called."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    try:
+        async with _connected(options) as client:
+            machines = DaskMachines(client)
+            await machines.look()
+            looking = asyncio.create_task(machines.keep_looking())
+            opened.set_result((machines, partial(loop.call_soon_threadsafe, ended.set)))
+            await ended.wait()
+            looking.cancel()
+            machines.stop()
+    except BaseException as error:
+        if not opened.done():
+            opened.set_exception(error)
+
+
+@asynccontextmanager
+async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
+    """Yield a client of the cluster that the options name, or of a new one on this machine."""
+    from distributed import Client, LocalCluster
+
+    _be_quiet()
+    async with AsyncExitStack() as stack:
+        if options.dask is not None:
+            where: Any = options.check_address(options.dask)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-"))
+            where = await stack.enter_async_context(
+                LocalCluster(
+                    n_workers=options.workers,
+                    threads_per_worker=THREADS,
+                    host="127.0.0.1",
+                    protocol="tcp",
+                    dashboard_address="127.0.0.1:0",
+                    silence_logs=logging.CRITICAL,
+                    local_directory=folder,
+                    asynchronous=True,
+                    **worker_settings(),
+                )
+            )
+        try:
+            client = Client(
+                where,
+                security=_security(options),
+                timeout=CONNECT_S,
+                asynchronous=True,
+                set_as_default=False,
+            )
+            yield await stack.enter_async_context(client)
+        except (OSError, TimeoutError) as error:
+            raise OptionError(
+                f"{options.dask}: no scheduler answers there: is `dask scheduler` running, and "
+                f"are its certificates from the same authority? ({one_line(str(error))})"
+            ) from error
+
+
+def worker_settings() -> dict[str, Any]:
+    """Return the settings of a worker: no limits of memory, which the model's plan has."""
+    return {"memory_limit": 0, "metrics": {SIGN: sign}}
+
+
+def _security(options: Connection) -> Any:
+    """Return Dask's description of the certificates; None without any."""
+    if not options.has_tls:
+        return None
+    from distributed.security import Security
+
+    own = (options.tls_cert, options.tls_key)
+    return Security(
+        tls_ca_file=options.tls_ca,
+        tls_client_cert=own[0],
+        tls_client_key=own[1],
+        tls_worker_cert=own[0],
+        tls_worker_key=own[1],
+        require_encryption=True,
+    )
+
+
+def _be_quiet() -> None:
+    """Keep Dask's remarks off the terminal, and its pages off the network."""
+    import dask
+
+    dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
+    for name in ("distributed", "bokeh", "tornado"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def check_installed() -> None:
+    """Raise OptionError if Dask is not installed."""
+    try:
+        import distributed  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            "batches over several workers need Dask: pip install 'mlxrunner[dask]'"
+        ) from error
+
+
+async def work(address: str, options: Connection, say: Callable[[str], None]) -> None:
+    """Be a worker of the cluster at `address` until it is cancelled, and again after a crash."""
+    from distributed import Nanny
+    from distributed.utils import get_ip
+
+    _be_quiet()
+    host = address.split("://")[1].rpartition(":")[0].strip("[]")
+    with tempfile.TemporaryDirectory(prefix="mlxrunner-") as folder:
+        nanny = Nanny(
+            address,
+            nthreads=THREADS,
+            host=get_ip(host),
+            security=_security(options),
+            local_directory=folder,
+            silence_logs=logging.CRITICAL,
+            **worker_settings(),
+        )
+        async with nanny:
+            say(f"a worker of {address}: Ctrl-C ends it")
+            await nanny.finished()

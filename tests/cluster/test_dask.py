@@ -1,0 +1,173 @@
+"""A batch over the workers of a Dask cluster, some of which are killed or stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from support.batches import lines, run, unbroken
+from support.waiting import until
+
+from mlxrunner.batch.execution import Outcome
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
+from mlxrunner.cluster import driving
+from mlxrunner.cluster.driving import Driver
+
+MANY = 60
+
+
+@pytest.fixture(autouse=True)
+def many(folder: Path) -> None:
+    Path("in.jsonl").write_text(lines(MANY, broken=(5,)))
+
+
+def batch(cluster: Any, *arguments: object) -> Result:
+    return run(
+        "in.jsonl", "-o", "out.jsonl", "--no-usage", "--dask", cluster.scheduler_address, *arguments
+    )
+
+
+@pytest.fixture(autouse=True)
+def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deal no line before both workers can take one, so that both have a part."""
+    if "cluster" not in request.fixturenames:
+        return
+    cluster, deal = request.getfixturevalue("cluster"), Driver._deal
+    until(lambda: len(cluster.scheduler.workers) == 2)
+    is_begun = list[bool]()
+
+    def deal_once_both_are_ready(driver: Driver) -> Iterator[Outcome]:
+        ready = [one for one in driver._workers.values() if one.state == "ready"]
+        if is_begun or len(ready) == 2:
+            is_begun.append(True)
+            yield from deal(driver)
+
+    monkeypatch.setattr(Driver, "_deal", deal_once_both_are_ready)
+
+
+@pytest.fixture
+def victim(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[signal.Signals], list[int]]:
+    """Return a function that has a worker get a signal when it is sent its twelfth line.
+
+    It returns a list for the process of the worker.
+    """
+
+    def choose(number: signal.Signals) -> list[int]:
+        send, sent, hit = Driver._send, Counter[str](), list[int]()
+
+        def sends(driver: Driver, worker: Any, line: StoredLine) -> None:
+            send(driver, worker, line)
+            sent[worker.name] += 1
+            if sent[worker.name] == 12 and not hit:
+                (process,) = (
+                    one.process.pid
+                    for one in cluster.workers.values()
+                    if one.worker_address == worker.name
+                )
+                hit.append(process)
+                os.kill(process, number)
+
+        monkeypatch.setattr(Driver, "_send", sends)
+        return hit
+
+    return choose
+
+
+def test_the_answers_are_those_of_one_process(cluster: Any) -> None:
+    """Greedy and seeded lines have the same bytes, and both workers did a part."""
+    expected = unbroken()
+    events = Path("events.jsonl")
+    result = batch(cluster, "--events", events, "--summary", "summary.json")
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == expected
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    assert sorted(one["line"]["number"] for one in found) == [
+        number for number in range(1, MANY + 1) if number != 6
+    ]
+    assert {one["line"]["lines"] for one in found} == {MANY}
+    assert len({one["process"] for one in found}) == 2
+    summary = json.loads(Path("summary.json").read_text())
+    assert (summary["answered"], summary["failed"]) == (MANY - 1, 1)
+    assert summary["run"]["evaluated_tokens"] == sum(one["evaluated_tokens"] for one in found)
+
+
+def test_a_killed_worker_costs_its_unfinished_lines(
+    cluster: Any, victim: Callable[[signal.Signals], list[int]]
+) -> None:
+    assert victim(signal.SIGKILL) == []
+    result = batch(cluster)
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
+    assert "unfinished lines run elsewhere" in result.stderr
+
+
+def test_a_stopped_worker_costs_its_unfinished_lines(
+    cluster: Any,
+    victim: Callable[[signal.Signals], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its late answers are written once."""
+    monkeypatch.setattr(driving, "SILENT_S", 2.0)
+    stopped = victim(signal.SIGSTOP)
+    try:
+        result = batch(cluster)
+    finally:
+        os.kill(stopped[0], signal.SIGCONT)
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
+    assert "no sign of life for 2 s" in result.stderr
+
+
+def test_a_killed_driver_goes_on_with_resume(cluster: Any) -> None:
+    command = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", "-q"]
+    options = ["--no-usage", "--no-reserve", "--dask", cluster.scheduler_address]
+    driver = subprocess.Popen([*command, *options])
+    try:
+        until(lambda: Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size)
+    finally:
+        driver.kill()
+        driver.wait()
+    with Store.open(Path("out.jsonl.run")) as store:
+        assert 0 < store.counts.done < MANY
+    result = batch(cluster, "--resume")
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
+
+
+def test_a_worker_of_another_version_is_refused(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxrunner.cluster import answering
+
+    own = answering.versions()
+    monkeypatch.setattr(answering, "versions", lambda: own | {"mlx": "0.0.1"})
+    result = batch(cluster)
+    assert result.exit_code == 1, result.stderr
+    assert f"has another mlx: {own['mlx']} there, 0.0.1 here; it gets no lines" in result.stderr
+    assert "no worker can be used" in result.stderr
+
+
+def test_local_workers_need_nothing_else(folder: Path) -> None:
+    Path("in.jsonl").write_text(lines(12, broken=(5,)))
+    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
+
+
+def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxrunner.cluster import over_dask
+
+    monkeypatch.setattr(over_dask, "CONNECT_S", 0.5)
+    result = run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9")
+    assert result.exit_code == 2, result.stderr
+    assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
