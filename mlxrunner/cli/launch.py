@@ -74,10 +74,12 @@ def launch(
         from mlxrunner.cli import over_hosts
 
         if rank is not None:
-            return over_hosts.follow(hosts, port, rank)
+            over_hosts.follow(hosts, port, rank)
+            return
         if client is None:
             raise click.UsageError("Missing the command to run on the hosts, such as generate.")
-        return over_hosts.run(ctx, hosts, port, (client, *arguments))
+        over_hosts.run(ctx, hosts, port, (client, *arguments))
+        return
     if rank is not None or is_given("port"):
         raise click.UsageError("--rank and --port go with --hosts.")
     if client is None:

@@ -47,6 +47,8 @@ def read_hosts(file: str, port: int) -> Hosts:
     if len(addresses) < 2:
         raise LaunchError(f"{file}: it names {len(addresses)} hosts, and a ring has 2 or more")
     if port + len(addresses) > 65535:
-        raise LaunchError(f"--port {port}: {len(addresses)} hosts need the {1 + len(addresses)} "
-                          "ports from there on, and the last port is 65535")
+        raise LaunchError(
+            f"--port {port}: {len(addresses)} hosts need the {1 + len(addresses)} "
+            "ports from there on, and the last port is 65535"
+        )
     return Hosts(addresses, port)

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import NotSupportedError
 
 WITH_LOGITS = 64
@@ -62,9 +63,9 @@ class LeadingModel:
             same = together(tokens.astype(mx.int32), self._group)
             logits: mx.array = self._model(same, cache=cache)
             if count <= WITH_LOGITS:
-                mx.async_eval(logits)
+                dispatch([logits])
                 return logits
-            mx.async_eval([layer.state for layer in layers])
+            dispatch([layer.state for layer in layers])
             return mx.zeros(logits.shape, logits.dtype)
 
 
@@ -80,7 +81,7 @@ def undisturbed() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
     before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in numbers}
     try:
         yield

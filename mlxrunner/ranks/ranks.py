@@ -111,7 +111,7 @@ class Ranks:
     def _accept(self, server: socket.socket, end: float) -> None:
         server.settimeout(0.2)
         try:
-            connection, address = server.accept()
+            connection, _ = server.accept()
         except TimeoutError:
             gone = next((p for p in self._started if p.poll() is not None), None)
             if gone is not None or time.monotonic() > end:
@@ -120,9 +120,9 @@ class Ranks:
                 raise LaunchError(f"rank {missing[0]} has not started: {why}") from None
             return
         wire = Wire(connection)
-        hello = next(wire.received(PATIENCE_S), {})
+        hello: Any = next(wire.received(PATIENCE_S), None)
         rank = hello.get("rank") if isinstance(hello, dict) else None
-        if rank not in self._others or rank in self.wires:
+        if not isinstance(rank, int) or rank not in self._others or rank in self.wires:
             wire.close()
             return
         if hello["versions"] != versions():
@@ -150,6 +150,7 @@ class Ranks:
         with suppress(Exception):
             sys.stdout.flush()
         os.write(2, f"mlxrunner: {one_line(line)}\n".encode())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the ring tells of each socket
         for process in self._started:
             self._kill(process)
         os._exit(LaunchError.exit_code)
