@@ -71,14 +71,14 @@ def launch(
     mlxrunner launch --hosts hosts.json -- generate -m MODEL --tensor-parallel "Hello"
     """
     if hosts is not None:
-        from mlxrunner.cli import over_hosts
+        from mlxrunner.cli.over_hosts import follow, run
 
         if rank is not None:
-            over_hosts.follow(hosts, port, rank)
+            follow(hosts, port, rank)
             return
         if client is None:
             raise click.UsageError("Missing the command to run on the hosts, such as generate.")
-        over_hosts.run(ctx, hosts, port, (client, *arguments))
+        run(ctx, hosts, port, (client, *arguments))
         return
     if rank is not None or is_given("port"):
         raise click.UsageError("--rank and --port go with --hosts.")

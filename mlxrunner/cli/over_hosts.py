@@ -52,8 +52,6 @@ def _command(ctx: click.Context, words: tuple[str, ...]) -> click.Context:
     """Return the command `words` ready to run. Raise OptionError for what ranks do not do."""
     from mlxrunner.cli.generate import generate
 
-    if words[0] != generate.name:
-        raise OptionError(f"launch --hosts runs generate, not {words[0]}")
     if SHARED not in words:
         raise OptionError(f"say how the hosts share the model: add {SHARED}")
     own = [word for word in words[1:] if word != SHARED]

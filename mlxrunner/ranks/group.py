@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from mlxrunner.models.resolve import folder_if_here, read_config
 from mlxrunner.models.sharding import check_shares, share_among
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.runner import Runner
+from mlxrunner.system.writing import open_temporary
 
 
 def versions() -> dict[str, str]:
@@ -44,10 +44,10 @@ def load_share(
     hosts: Hosts, rank: int, model: str, settings: dict[str, Any], **more: Any
 ) -> tuple[Runner, mx.distributed.Group]:
     """Join the ring as `rank` and load this rank's part of `model`."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(hosts.ring)
-        file.flush()
-        os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": file.name}
+    with open_temporary() as file:
+        file.write(hosts.ring.encode())
+        file.seek(0)
+        os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
         group = mx.distributed.init(strict=True, backend="ring")
     share_among(group)
     try:

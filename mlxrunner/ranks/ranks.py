@@ -150,7 +150,7 @@ class Ranks:
         with suppress(Exception):
             sys.stdout.flush()
         os.write(2, f"mlxrunner: {one_line(line)}\n".encode())
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the ring tells of each socket
+        os.close(2)  # the ring tells of each socket
         for process in self._started:
             self._kill(process)
         os._exit(LaunchError.exit_code)
