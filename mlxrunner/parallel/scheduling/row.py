@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -155,3 +156,24 @@ class Composer:
 def _whole(request: ActiveRequest, count: int) -> tuple[ActiveRequest, int]:
     """Return the tokens of a step: all that an answer waits for, or a piece of a prompt."""
     return request, count if request.left else request.waiting
+
+
+def wanted_rows(row: Row) -> tuple[list[int], list[tuple[ActiveRequest, range]]]:
+    """Return the rows whose logits are wanted, and for each request that samples its part of them.
+
+    A draft has the logits of all its rows, so that an engine runs them as one pass.
+    """
+    wanted: list[int] = []
+    sampling = []
+    for (request, count), end in zip(row, accumulate(count for _, count in row), strict=True):
+        if request.left <= count:
+            begin = end - count if request.draft else end - 1
+            sampling.append((request, range(len(wanted), len(wanted) + end - begin)))
+            wanted += range(begin, end)
+    return wanted, sampling
+
+
+def stops_at(request: ActiveRequest, count: int) -> bool:
+    """Return True if a piece of `count` tokens ends where the request wants a checkpoint."""
+    is_prefill, lease = request.left > count, request.lease
+    return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import mlx.core as mx
 
@@ -37,7 +36,7 @@ from mlxrunner.parallel.scheduling.pace import StepPace
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.residents import ParkingPlace, Residents
 from mlxrunner.parallel.scheduling.room import Room
-from mlxrunner.parallel.scheduling.row import Composer, Row, Step
+from mlxrunner.parallel.scheduling.row import Composer, Row, Step, stops_at, wanted_rows
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.results import Chunk
@@ -241,7 +240,7 @@ class Scheduler:
     def _forward(self, row: Row) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
         began, planned = time.perf_counter(), self._composer.planned(row)
-        wanted, sampling = _wanted(row)
+        wanted, sampling = wanted_rows(row)
         batch = Batch(
             [
                 position
@@ -256,7 +255,7 @@ class Scheduler:
                 request.lease.hold(count)
         logits = self.residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
         self._width = logits.shape[-1]
-        stops = [request for request, count in row if _stops(request, count)]
+        stops = [request for request, count in row if stops_at(request, count)]
         for request, count in row:
             request.advance(count)
         sampled = self._sample(sampling, logits)
@@ -393,24 +392,3 @@ class Scheduler:
             self._maker.make_way(error)
         except Exception as error:
             self._recover(None, row, error)
-
-
-def _wanted(row: Row) -> tuple[list[int], list[tuple[ActiveRequest, range]]]:
-    """Return the rows whose logits are wanted, and for each request that samples its part of them.
-
-    A draft has the logits of all its rows, so that an engine runs them as one pass.
-    """
-    wanted: list[int] = []
-    sampling = []
-    for (request, count), end in zip(row, accumulate(count for _, count in row), strict=True):
-        if request.left <= count:
-            begin = end - count if request.draft else end - 1
-            sampling.append((request, range(len(wanted), len(wanted) + end - begin)))
-            wanted += range(begin, end)
-    return wanted, sampling
-
-
-def _stops(request: ActiveRequest, count: int) -> bool:
-    """Return True if a piece of `count` tokens ends where the request wants a checkpoint."""
-    is_prefill, lease = request.left > count, request.lease
-    return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count
