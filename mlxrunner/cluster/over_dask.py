@@ -38,8 +38,9 @@ LOST_S = 30
 class DaskMachines:
     """The workers of a Dask cluster. Make it with `opened_dask`."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, local: int | None) -> None:
+        """Use the workers of a client's cluster, of which `local` are kept on this machine."""
+        self._client, self._local = client, local or 0
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._numbers = count()
         self._replies: SimpleQueue[Reply] = SimpleQueue()
@@ -114,12 +115,19 @@ class DaskMachines:
         silent = 0.0
         while silent < LOST_S:
             await asyncio.sleep(LOOK_EVERY_S)
+            self._refill()
             try:
                 await self.look()
                 silent = 0.0
             except (OSError, TimeoutError):
                 silent += LOOK_EVERY_S
         self._lost = f"the scheduler of the cluster has not answered for {LOST_S} s"
+
+    def _refill(self) -> None:
+        """Start local workers again whose supervisor has given them up."""
+        cluster = self._client.cluster
+        if cluster is not None and len(cluster.worker_spec) < self._local:
+            cluster.scale(self._local)
 
     def stop(self) -> None:
         """Expect no end of any call any more."""
@@ -154,7 +162,7 @@ async def _serve(
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     try:
         async with _connected(options) as client:
-            machines = DaskMachines(client)
+            machines = DaskMachines(client, options.workers)
             await machines.look()
             looking = asyncio.create_task(machines.keep_looking())
             opened.set_result((machines, partial(loop.call_soon_threadsafe, ended.set)))

@@ -81,7 +81,7 @@ def test_what_does_not_go_together_is_refused(options: dict[str, object], why: s
         (["--dask", "tcp://10.0.0.1:9"], "is another host, and without TLS"),
         (["--dask", "tcp://127.0.0.1:9", "--plan"], "--plan runs nothing"),
         (["--dask", "tcp://127.0.0.1:9", "--shard", "1/2"], "use one of the two"),
-        (["--workers", 0], "--workers"),
+        (["--workers", 0], "workers: 0 is out of range"),
     ],
 )
 def test_what_a_command_can_not_do_is_said_at_once(
