@@ -69,3 +69,15 @@ def test_a_step_that_lacks_cells_stores_nothing() -> None:
         logits = adapted.forward(mx.zeros(61, mx.int32), fits, [59, 60])
         mx.eval(logits)
         assert adapted.groups[0].num_free == cells - 61
+
+
+def test_a_step_without_logits_tells_nothing_of_their_width() -> None:
+    """Guesses beside it need that of the logits before."""
+    with Stepper(*tiny_parts("llama"), max_sequences=2, context=400, prefill_step=64) as runner:
+        scheduler: Any = runner._scheduler
+        assert len(list(runner.submit(SHORT, max_tokens=2, stop_tokens=[]))) == 2
+        runner.submit(PROMPT, max_tokens=1)
+        width = scheduler._width
+        runner.step()
+        assert scheduler._pending.sampled == []
+        assert scheduler._width == width == 300

@@ -254,7 +254,8 @@ class Scheduler:
             if request.draft:
                 request.lease.hold(count)
         logits = self.residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
-        self._width = logits.shape[-1]
+        if wanted:
+            self._width = logits.shape[-1]
         stops = [request for request, count in row if stops_at(request, count)]
         for request, count in row:
             request.advance(count)
