@@ -27,6 +27,8 @@ class Figure:
     """The name of the ceiling."""
     evaluated: int | None = None
     """The prompt tokens that the model evaluated, where the entry held some of them; else None."""
+    passes: int | None = None
+    """The forward passes of the answer, where some of its tokens were guessed; else None."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figure with minimum, median and maximum of its values."""
@@ -40,6 +42,7 @@ class Figure:
             "share": None if self.share is None else short(self.share),
             "ceiling": self.ceiling,
             "evaluated": self.evaluated,
+            "passes": self.passes,
         }
 
 
@@ -193,6 +196,7 @@ def _figure_line(figure: Figure, width: int) -> str:
     low, middle, high = spread(figure.values)
     share = "" if figure.share is None else f"{figure.share:6.1%} of {figure.ceiling}"
     evaluated = "" if figure.evaluated is None else f"  ({figure.evaluated} evaluated)"
+    passes = "" if figure.passes is None else f"  ({figure.passes} passes)"
     spreads = f"{low:>7g}  {middle:>7g}  {high:>7g}"
-    line = f"{figure.name:{width}}  {figure.unit:>7}  {spreads}  {share}{evaluated}"
+    line = f"{figure.name:{width}}  {figure.unit:>7}  {spreads}  {share}{evaluated}{passes}"
     return line.rstrip()

@@ -54,6 +54,7 @@ class Bench:
         answer: int = 32,
         versus: bool = False,
         quick: bool = False,
+        speculate: str = "off",
         trust_remote_code: bool = False,
         begin: Begin = lambda name: None,
     ) -> None:
@@ -62,18 +63,19 @@ class Bench:
         `contexts` are the lengths of the prompts in tokens, by default CONTEXTS as far as the
         model's context allows. `rounds` is the number of runs of each measurement, and `answer` the
         number of tokens decoded after each prompt. With `versus`, mlx-lm runs on the same weights
-        in turn. With `quick`, the bandwidth is measured with smaller arrays. `begin` is called with
+        in turn. With `quick`, the bandwidth is measured with smaller arrays. With `speculate`
+        other than "off", an answer that is asked for again is guessed, too. `begin` is called with
         the name of each piece of work.
         """
         self._model, self._contexts, self._rounds = model, list(contexts), rounds
         self._answer, self._versus, self._quick = answer, versus, quick
-        self._begin, self._trust = begin, trust_remote_code
+        self._begin, self._trust, self._speculate = begin, trust_remote_code, speculate
         self.measurements = Measurements()
 
     @staticmethod
-    def num_parts(contexts: int, rounds: int) -> int:
+    def num_parts(contexts: int, rounds: int, speculate: str = "off") -> int:
         """Return the number of calls of `begin`."""
-        return 2 + contexts * (rounds + 1) + rounds
+        return 2 + contexts * (rounds + 1) + rounds + (speculate != "off")
 
     def run(self) -> Measurements:
         """Measure the model and return the measurements.
@@ -88,6 +90,8 @@ class Bench:
         for context in self._contexts:
             self._cold(context)
         self._warm(self._contexts[-1])
+        if self._speculate != "off":
+            self._guessed(self._contexts[-1])
         self._memory()
         return self.measurements
 
@@ -121,7 +125,7 @@ class Bench:
         self._cost = cost_of(loaded.model, loaded.config)
         self._weights = weights_of(loaded.model)
         self._runner.observers.append(self._observe)
-        self._evaluated = 0
+        self._evaluated = self._accepted = 0
 
     def _compare_loads(self) -> dict[str, list[float]]:
         """Measure the seconds in which each backend loads model and tokenizer, one after the other.
@@ -269,8 +273,30 @@ class Bench:
                     less_is_better(name, "ms", ms["ours"], ms["mlx-lm"])
                 )
 
+    def _guessed(self, context: int) -> None:
+        """Measure decode where the earlier answer to the same prompt is guessed.
+
+        No answer repeats more: this is the most that guesses save on this machine.
+        """
+        self._begin(f"guessed answers after {context}")
+        prompt, steps = some_tokens(self._runner, context), self._answer - 1
+        ways = {how: our_backend(self._runner, how) for how in ("off", self._speculate)}
+        rates: dict[str, list[float]] = {how: [] for how in ways}
+        passes = {}
+        for turn in range(self._rounds + 1):
+            for how in in_turn(ways, turn):
+                run = measure(ways[how], prompt, self._answer, self._runner)
+                rates[how].append(steps / run.decode)
+                passes[how] = steps - self._accepted
+        name = f"decode after {context}, the answer asked for again"
+        for how, label in (("off", name), (self._speculate, f"{name}, guessed")):
+            self.measurements.figures.append(
+                Figure(label, "tok/s", rates[how][1:], passes=passes[how])
+            )
+
     def _observe(self, runner: Any, observation: Observation) -> None:
         self._evaluated = observation.usage.evaluated_tokens
+        self._accepted = sum(one.accepted for one in observation.usage.drafts)
 
     def _memory(self) -> None:
         """Record the memory of the weights and of the entry."""

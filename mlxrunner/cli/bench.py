@@ -33,6 +33,11 @@ from mlxrunner.cli.program import visible_text
 @click.option(
     "--quick", is_flag=True, help="Run one round of one short prompt, to see that it works."
 )
+@click.option(
+    "--speculate",
+    type=click.Choice(["auto", "lookup"]),
+    help="Also measure an answer that is asked for again, of which the first one is a guess.",
+)
 @trust_option
 @json_option
 @debug_option
@@ -42,6 +47,7 @@ def bench(
     vs: str | None,
     rounds: int | None,
     quick: bool,
+    speculate: str | None,
     as_json: bool,
     trust_remote_code: bool,
 ) -> None:
@@ -58,11 +64,13 @@ def bench(
     rounds = rounds or (1 if quick else 3)
     if quick:
         contexts = contexts or (QUICK_CONTEXT,)
-    steps = Steps("bench", Bench.num_parts(len(contexts or CONTEXTS), rounds))
+    how = speculate or "off"
+    steps = Steps("bench", Bench.num_parts(len(contexts or CONTEXTS), rounds, how))
     options: dict[str, Any] = {
         "contexts": contexts,
         "rounds": rounds,
         "quick": quick,
+        "speculate": how,
         "trust_remote_code": trust_remote_code,
     }
     made = Bench(model, versus=vs is not None, begin=steps, **options)

@@ -79,6 +79,18 @@ def test_every_figure_of_a_model(tmp_path: Path) -> None:
     assert found["rounds"] == 2
 
 
+def test_guessed_answers(tmp_path: Path) -> None:
+    """An answer that is asked for again takes a pass for up to 16 of its tokens."""
+    write_model(tmp_path / "m")
+    result = run(str(tmp_path / "m"), "--quick", "--speculate", "lookup", "--json")
+    assert result.exit_code == 0, result.output
+    found = {figure["name"]: figure for figure in json.loads(result.stdout)["figures"]}
+    passes = {name: one["passes"] for name, one in found.items() if one["passes"] is not None}
+    again = "decode after 128, the answer asked for again"
+    assert passes == {again: 31, f"{again}, guessed": 2}
+    assert min(found[name]["min"] for name in passes) > 0
+
+
 @pytest.mark.exhaustive(0)
 def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same tokens from the same weights, ratios with minimum, median and maximum."""
