@@ -46,7 +46,7 @@ class Experience:
     matches: dict[tuple[str, int], Trust] = field(default_factory=dict)
     """The trust in the lookup, by source and bits of the length of the match."""
     of_steps: InitVar[Controller | None] = None
-    """What chooses the depth in steps of many answers, with this budget."""
+    """The controller of steps with many answers, with this budget."""
 
     def __post_init__(self, of_steps: Controller | None) -> None:
         self.controller = of_steps or Controller(self.budget)
