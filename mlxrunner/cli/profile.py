@@ -142,6 +142,11 @@ def _several(
     "many]",
     low=0,
 )
+@click.option(
+    "--speculate",
+    type=click.Choice(["lookup"]),
+    help="Also say what guessed tokens would have saved.",
+)
 @json_option
 @debug_option
 def simulate(
@@ -150,6 +155,7 @@ def simulate(
     slots: tuple[int, ...],
     intervals: tuple[int, ...],
     slacks: tuple[int, ...],
+    speculate: str | None,
     as_json: bool,
 ) -> None:
     """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other
@@ -165,7 +171,10 @@ def simulate(
     from mlxrunner.terminal.progress import reading
 
     with reading("requests") as progress:
-        made = replay(source_files(log), entries, intervals, slacks, slots, progress)
+        made = replay(
+            *(source_files(log), entries, intervals, slacks, slots, progress),
+            with_guesses=speculate is not None,
+        )
     click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(
         made, console(sys.stdout)
     )

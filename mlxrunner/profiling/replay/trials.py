@@ -13,6 +13,7 @@ from mlxrunner.batch.records import sort_key
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.errors import ReadError
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.profiling.replay.guesses import Guesses
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed, has_room
 from mlxrunner.profiling.replay.simulate import Replay, ReplayedRequest, is_usable
 from mlxrunner.profiling.replay.thinking import Rewriter
@@ -39,18 +40,23 @@ def simulate(
     slacks: Sequence[int] = (),
     slots: Sequence[int] = (),
     progress: Callable[[int], None] = lambda requests: None,
+    *,
+    with_guesses: bool = False,
 ) -> Simulation:
     """Replay token logs with every variant, in one pass over the files.
 
     `entries`, `intervals` (tokens), `slacks` (tokens) and `slots` are values to try in place of the
     usual ones. `progress` is called now and then with the number of requests so far. Requests that
     ran side by side, and sorting by prefix, keep every prompt in memory, four bytes a token. If a
-    variant changes nothing for a process, its requests count as they were run. Raise ReadError if a
-    file can't be read or holds no request.
+    variant changes nothing for a process, its requests count as they were run. `with_guesses`:
+    also guess the answers. Raise ReadError if a file can't be read or holds no request.
     """
     log, trials = read_token_log(files), _Trials(entries, intervals, slacks, slots)
+    guesses = Guesses() if with_guesses else None
     for number, logged in enumerate(log, 1):
         trials.replay(logged)
+        if guesses is not None and is_usable(logged):
+            guesses.add(logged, is_beside=is_side_by_side(logged.process))
         if number % REPORT_EVERY == 0:
             progress(number)
     result = trials.finish(log.skipped)
@@ -58,7 +64,7 @@ def simulate(
         names = ", ".join(map(str, files))
         skipped = f": {skipped_words(result.skipped)}" if result.skipped.total() else ""
         raise ReadError(f"no requests in {names}{skipped}; it takes a file that --log-tokens wrote")
-    result.idle = _idle(result, intervals, slacks, slots)
+    result.idle, result.guesses = _idle(result, intervals, slacks, slots), guesses
     return result
 
 

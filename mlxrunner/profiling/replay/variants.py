@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
+from mlxrunner.profiling.replay.guesses import Guesses
 from mlxrunner.profiling.replay.simulate import AS_RUN, ReplaySettings
 
 ENTRIES = (2, 4, 8)
@@ -136,6 +137,8 @@ class Simulation:
     """The number of lines and requests left out, by reason."""
     idle: list[str] = field(default_factory=list)
     """Remarks on given options that change nothing."""
+    guesses: Guesses | None = None
+    """What guesses would have saved; None if that was not asked for."""
 
     @property
     def requests(self) -> int:
@@ -147,7 +150,8 @@ class Simulation:
         rows = [row.as_dict() for row in self.rows]
         counts = {"requests": self.requests, "agreed": self.agreed}
         beside = {"side_by_side": self.side_by_side, "only_logged": self.only_logged}
-        return {**counts, **beside, "skipped": dict(self.skipped), "rows": rows}
+        guesses = {} if self.guesses is None else {"guesses": self.guesses.as_dict()}
+        return {**counts, **beside, "skipped": dict(self.skipped), "rows": rows, **guesses}
 
 
 def variants(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from mlxrunner.profiling.replay.guesses import Guesses
     from mlxrunner.profiling.replay.variants import Simulation
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
@@ -87,6 +88,17 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
         to.print(_text(_side_by_side(simulation)))
     if simulation.requests > simulation.only_logged:
         to.print(_agreement(simulation.agreed, simulation.requests - simulation.only_logged))
+    if simulation.guesses is not None:
+        to.print(_text(_guesses(simulation.guesses)))
+
+
+def _guesses(guesses: Guesses) -> str:
+    """Say how many tokens of the answers were guessed, and the forward passes that are left."""
+    return (
+        f"--speculate lookup would have guessed {number(guesses.drafted)} tokens, "
+        f"{number(guesses.accepted)} of them right: {number(guesses.passes)} forward passes for "
+        f"the answers instead of {number(guesses.tokens)}."
+    )
 
 
 def _agreement(agreed: int, requests: int) -> Text:
