@@ -22,9 +22,9 @@ Backend = Callable[[list[int], int], Tokens]
 """A function of a prompt and the most tokens to answer. It yields the tokens of a greedy answer."""
 
 
-def our_backend(runner: Runner, speculate: str = "off") -> Backend:
+def our_backend(runner: Runner, guess: str = "off") -> Backend:
     """Return a backend that asks `runner`, by default for one token per forward pass."""
-    options: dict[str, Any] = {"stop_tokens": [], "speculate": speculate}
+    options: dict[str, Any] = {"stop_tokens": [], "speculate": guess}
 
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
         with closing(runner.generate(prompt, max_tokens=max_tokens, **options)) as chunks:

@@ -54,7 +54,7 @@ class Bench:
         answer: int = 32,
         versus: bool = False,
         quick: bool = False,
-        speculate: str = "off",
+        guess: str = "off",
         trust_remote_code: bool = False,
         begin: Begin = lambda name: None,
     ) -> None:
@@ -63,19 +63,19 @@ class Bench:
         `contexts` are the lengths of the prompts in tokens, by default CONTEXTS as far as the
         model's context allows. `rounds` is the number of runs of each measurement, and `answer` the
         number of tokens decoded after each prompt. With `versus`, mlx-lm runs on the same weights
-        in turn. With `quick`, the bandwidth is measured with smaller arrays. With `speculate`
+        in turn. With `quick`, the bandwidth is measured with smaller arrays. With `guess`
         other than "off", an answer that is asked for again is guessed, too. `begin` is called with
         the name of each piece of work.
         """
         self._model, self._contexts, self._rounds = model, list(contexts), rounds
         self._answer, self._versus, self._quick = answer, versus, quick
-        self._begin, self._trust, self._speculate = begin, trust_remote_code, speculate
+        self._begin, self._trust, self._guess = begin, trust_remote_code, guess
         self.measurements = Measurements()
 
     @staticmethod
-    def num_parts(contexts: int, rounds: int, speculate: str = "off") -> int:
+    def num_parts(contexts: int, rounds: int, guess: str = "off") -> int:
         """Return the number of calls of `begin`."""
-        return 2 + contexts * (rounds + 1) + rounds + (speculate != "off")
+        return 2 + contexts * (rounds + 1) + rounds + (guess != "off")
 
     def run(self) -> Measurements:
         """Measure the model and return the measurements.
@@ -90,7 +90,7 @@ class Bench:
         for context in self._contexts:
             self._cold(context)
         self._warm(self._contexts[-1])
-        if self._speculate != "off":
+        if self._guess != "off":
             self._guessed(self._contexts[-1])
         self._memory()
         return self.measurements
@@ -280,7 +280,7 @@ class Bench:
         """
         self._begin(f"guessed answers after {context}")
         prompt, steps = some_tokens(self._runner, context), self._answer - 1
-        ways = {how: our_backend(self._runner, how) for how in ("off", self._speculate)}
+        ways = {how: our_backend(self._runner, how) for how in ("off", self._guess)}
         rates: dict[str, list[float]] = {how: [] for how in ways}
         passes = {}
         for turn in range(self._rounds + 1):
@@ -289,7 +289,7 @@ class Bench:
                 rates[how].append(steps / run.decode)
                 passes[how] = steps - self._accepted
         name = f"decode after {context}, the answer asked for again"
-        for how, label in (("off", name), (self._speculate, f"{name}, guessed")):
+        for how, label in (("off", name), (self._guess, f"{name}, guessed")):
             self.measurements.figures.append(
                 Figure(label, "tok/s", rates[how][1:], passes=passes[how])
             )

@@ -35,6 +35,7 @@ from mlxrunner.cli.program import visible_text
 )
 @click.option(
     "--speculate",
+    "guess",
     type=click.Choice(["auto", "lookup"]),
     help="Also measure an answer that is asked for again, of which the first one is a guess.",
 )
@@ -47,7 +48,7 @@ def bench(
     vs: str | None,
     rounds: int | None,
     quick: bool,
-    speculate: str | None,
+    guess: str | None,
     as_json: bool,
     trust_remote_code: bool,
 ) -> None:
@@ -64,13 +65,13 @@ def bench(
     rounds = rounds or (1 if quick else 3)
     if quick:
         contexts = contexts or (QUICK_CONTEXT,)
-    how = speculate or "off"
+    how = guess or "off"
     steps = Steps("bench", Bench.num_parts(len(contexts or CONTEXTS), rounds, how))
     options: dict[str, Any] = {
         "contexts": contexts,
         "rounds": rounds,
         "quick": quick,
-        "speculate": how,
+        "guess": how,
         "trust_remote_code": trust_remote_code,
     }
     made = Bench(model, versus=vs is not None, begin=steps, **options)

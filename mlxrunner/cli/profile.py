@@ -144,6 +144,7 @@ def _several(
 )
 @click.option(
     "--speculate",
+    "guess",
     type=click.Choice(["lookup"]),
     help="Also say what guessed tokens would have saved.",
 )
@@ -155,7 +156,7 @@ def simulate(
     slots: tuple[int, ...],
     intervals: tuple[int, ...],
     slacks: tuple[int, ...],
-    speculate: str | None,
+    guess: str | None,
     as_json: bool,
 ) -> None:
     """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other
@@ -173,7 +174,7 @@ def simulate(
     with reading("requests") as progress:
         made = replay(
             *(source_files(log), entries, intervals, slacks, slots, progress),
-            with_guesses=speculate is not None,
+            with_guesses=guess is not None,
         )
     click.echo(json.dumps(made.as_dict())) if as_json else show_simulation(
         made, console(sys.stdout)

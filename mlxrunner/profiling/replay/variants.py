@@ -138,7 +138,7 @@ class Simulation:
     idle: list[str] = field(default_factory=list)
     """Remarks on given options that change nothing."""
     guesses: Guesses | None = None
-    """What guesses would have saved; None if that was not asked for."""
+    """The passes that guesses would have saved; None if that was not asked for."""
 
     @property
     def requests(self) -> int:
