@@ -39,7 +39,8 @@ batch.output batch.plan batch.prompts batch.responses batch.shards.cut batch.sha
 batch.shards.merge batch.shards.plan batch.speed
 batch.store batch.translate
 config.arguments config.json_options config.list_options config.option
-cache.lease cache.shared.sight terminal.logs cluster.dealing cluster.machines cluster.options
+cache.lease cache.shared.sight terminal.logs
+cluster.dealing cluster.keeping cluster.machines cluster.options
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
 cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
 cache.shared.forward cache.shared.sequences cache.shared.split

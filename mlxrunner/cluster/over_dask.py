@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from mlxrunner.cluster.answering import sign
+from mlxrunner.cluster.keeping import Keeper
 from mlxrunner.cluster.machines import Reply
 from mlxrunner.cluster.options import ClusterOptions, Connection
 from mlxrunner.errors import CutOffError, OptionError
@@ -41,6 +42,7 @@ class DaskMachines:
     def __init__(self, client: Any, local: int | None) -> None:
         """Use the workers of a client's cluster, of which `local` are kept on this machine."""
         self._client, self._local = client, local or 0
+        self._keeper = Keeper(self._local)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._numbers = count()
         self._replies: SimpleQueue[Reply] = SimpleQueue()
@@ -115,19 +117,27 @@ class DaskMachines:
         silent = 0.0
         while silent < LOST_S:
             await asyncio.sleep(LOOK_EVERY_S)
-            self._refill()
             try:
                 await self.look()
                 silent = 0.0
             except (OSError, TimeoutError):
                 silent += LOOK_EVERY_S
+            if self._local and (why := self._keep()) is not None:
+                self._lost = why
+                return
         self._lost = f"the scheduler of the cluster has not answered for {LOST_S} s"
 
-    def _refill(self) -> None:
-        """Start local workers again whose supervisor has given them up."""
+    def _keep(self) -> str | None:
+        """Give local workers that have none a supervisor. Return why the workers are given up."""
         cluster = self._client.cluster
-        if cluster is not None and len(cluster.worker_spec) < self._local:
+        supervisors = dict(cluster.workers)
+        for name, one in supervisors.items():
+            if one.status.name in ("failed", "closed"):
+                del cluster.workers[name]
+        if len(cluster.workers) < self._local:
             cluster.scale(self._local)
+        processes = {one.pid for one in supervisors.values() if one.pid is not None}
+        return self._keeper.look(processes, len(self.signs), LOOK_EVERY_S)
 
     def stop(self) -> None:
         """Expect no end of any call any more."""
@@ -185,19 +195,22 @@ async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
             where: Any = options.check_address(options.dask)
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-"))
-            where = await stack.enter_async_context(
-                LocalCluster(
-                    n_workers=options.workers,
-                    threads_per_worker=THREADS,
-                    host="127.0.0.1",
-                    protocol="tcp",
-                    dashboard_address="127.0.0.1:0",
-                    silence_logs=logging.CRITICAL,
-                    local_directory=folder,
-                    asynchronous=True,
-                    **worker_settings(),
-                )
+            local = LocalCluster(
+                n_workers=options.workers,
+                threads_per_worker=THREADS,
+                host="127.0.0.1",
+                protocol="tcp",
+                dashboard_address="127.0.0.1:0",
+                silence_logs=logging.CRITICAL,
+                local_directory=folder,
+                asynchronous=True,
+                **worker_settings(),
             )
+            try:
+                where = await stack.enter_async_context(local)
+            except Exception as error:
+                why = one_line(str(error))
+                raise CutOffError(f"the workers did not start: {why}") from error
         try:
             client = Client(
                 where,
@@ -237,9 +250,13 @@ def _security(options: Connection) -> Any:
 
 
 def _be_quiet() -> None:
-    """Keep Dask's remarks off the terminal, and its pages off the network."""
+    """Keep Dask's remarks off the terminal, and its pages off the network.
+
+    Let a supervisor start its worker again, however long that takes: Dask ends it after 15 s.
+    """
     import dask
 
+    dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"})
     dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
     for name in ("distributed", "bokeh", "tornado"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,8 +21,10 @@ from support.waiting import until
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
-from mlxrunner.cluster import driving
+from mlxrunner.cluster import driving, over_dask
 from mlxrunner.cluster.driving import Driver
+from mlxrunner.cluster.keeping import MOST_STARTS
+from mlxrunner.cluster.over_dask import DaskMachines
 
 MANY = 60
 
@@ -157,16 +160,81 @@ def test_a_worker_of_another_version_is_refused(
     assert "no worker can be used" in result.stderr
 
 
-def test_local_workers_need_nothing_else(folder: Path) -> None:
+@pytest.fixture
+def at_third_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
+    """Return a function that has a call made with the machines when the third line is sent."""
+
+    def choose(does: Callable[[Any], None]) -> None:
+        send, sent = Driver._send, list[int]()
+
+        def sends(driver: Driver, worker: Any, line: StoredLine) -> None:
+            send(driver, worker, line)
+            sent.append(line.index)
+            if len(sent) == 3:
+                does(driver._machines)
+
+        monkeypatch.setattr(Driver, "_send", sends)
+
+    return choose
+
+
+def test_local_workers_that_dask_gave_up_come_back(
+    folder: Path, at_third_line: Callable[[Callable[[Any], None]], None]
+) -> None:
+    """Dask ends a supervisor whose worker was away for too long, and starts no other."""
     Path("in.jsonl").write_text(lines(12, broken=(5,)))
+
+    def give_up(machines: DaskMachines) -> None:
+        async def close_all() -> None:
+            supervisors = machines._client.cluster.workers
+            for name in list(supervisors):
+                await supervisors.pop(name).close(timeout=0)
+
+        asyncio.run_coroutine_threadsafe(close_all(), machines._loop)
+
+    at_third_line(give_up)
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
     assert result.exit_code == 3, result.stderr
     assert Path("out.jsonl").read_bytes() == unbroken()
+    assert "has ended" in result.stderr
+
+
+def test_local_workers_that_end_while_they_start_are_given_up(
+    folder: Path,
+    at_third_line: Callable[[Callable[[Any], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver ends with one line that says why and how to go on, and keeps its answers."""
+    keep, is_ending = DaskMachines._keep, list[bool]()
+
+    def keeps(machines: DaskMachines) -> str | None:
+        why = keep(machines)
+        processes = [one.pid for one in machines._client.cluster.workers.values()]
+        for process in processes if is_ending else ():
+            if process is not None:
+                os.kill(process, signal.SIGKILL)
+        return why
+
+    monkeypatch.setattr(DaskMachines, "_keep", keeps)
+    monkeypatch.setattr(over_dask, "LOOK_EVERY_S", 0.05)
+    at_third_line(lambda machines: is_ending.append(True))
+    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
+    assert result.exit_code == 1, result.stderr
+    assert f"no worker is left: {MOST_STARTS} processes ended in turn" in result.stderr
+    assert "--resume" in result.stderr
+    with Store.open(Path("out.jsonl.run")) as store:
+        assert store.counts.done < MANY
+
+
+def test_local_workers_that_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = over_dask.worker_settings()
+    monkeypatch.setattr(over_dask, "worker_settings", lambda: settings | {"no_such": 1})
+    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
+    assert result.exit_code == 1, result.stderr
+    assert "the workers did not start: " in result.stderr
 
 
 def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxrunner.cluster import over_dask
-
     monkeypatch.setattr(over_dask, "CONNECT_S", 0.5)
     result = run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9")
     assert result.exit_code == 2, result.stderr
