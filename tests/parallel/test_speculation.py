@@ -257,6 +257,18 @@ def test_the_controller_drafts_where_a_step_has_few_answers() -> None:
     assert depths == sorted(depths, reverse=True)
 
 
+def test_steps_without_a_guessed_answer_ask_nothing_about_guesses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One guessed answer among others is enough to ask."""
+    asked: list[int] = []
+    monkeypatch.setattr(StepController, "carry", lambda self, answers: asked.append(answers))
+    answers("llama", 3, speculate="off")
+    assert asked == []
+    answers("llama", 3, speculate="lookup")
+    assert 3 in asked
+
+
 def test_a_badly_measured_cost_is_forgotten() -> None:
     """A step with guesses may have waited for other work the only time that there was one."""
     controller = StepController(Budget())

@@ -93,10 +93,12 @@ class Drafts:
 
     def is_worth_waiting(self, row: Row) -> bool:
         """Return True if the tokens of the last step are needed before `row` is dispatched."""
+        if not self._may_draft(row):
+            return False
         self._controller.carry(len(row))
-        return self._may_draft(row) and any(
-            not request.is_read
-            and request.drafting is not None
+        return any(
+            request.drafting is not None
+            and not request.is_read
             and self._room(request) > 0
             and request.drafting.is_worth_waiting
             for request, _ in row
@@ -107,9 +109,9 @@ class Drafts:
 
         Requests that have guesses share the rows that are left.
         """
-        self._controller.carry(len(row))
         if not self._may_draft(row):
             return row
+        self._controller.carry(len(row))
         left = self._most - sum(count - 1 for _, count in row)
         asked = [one for one, _ in row if one.is_read and one.drafting is not None]
         for place, request in enumerate(asked):
@@ -119,8 +121,15 @@ class Drafts:
         return [(request, count + len(request.draft)) for request, count in row]
 
     def _may_draft(self, row: Row) -> bool:
-        """Return True if a step carries few rows: only answers, and fewer than a draft may add."""
-        return len(row) <= self._most and not any(request.left for request, _ in row)
+        """Return True if a step carries few rows: only answers, and fewer than a draft may add.
+
+        One of them has to be guessed: all others cost nothing here.
+        """
+        return (
+            len(row) <= self._most
+            and any(request.drafting is not None for request, _ in row)
+            and not any(request.left for request, _ in row)
+        )
 
     def _room(self, request: ActiveRequest) -> int:
         """Return how many tokens may be drafted behind the current one of `request`.
