@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.drafting import steady_costs
 from support.mixes import ALL, CHECKPOINTS, FEW, NO_HELP, SLACK, next_prompts
 from support.repeating import repeating_runner
 from support.sample import fewer
@@ -39,6 +40,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "sampled with logprobs": {"temperature": 0.3, "seed": 5, "logprobs": 0},
 }
+
+
+@pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a pass is none of what these tests are about."""
+    steady_costs(monkeypatch)
 
 
 def runner_of(name: str, **options: Any) -> Runner:

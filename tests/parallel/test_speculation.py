@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.checked import ARCHITECTURES, WITH_WINDOWS, parts
+from support.drafting import steady_costs
 from support.guessed import GuessedHistory, Guesses
 from support.histories import tiny_parts
 from support.sample import fewer
@@ -36,6 +37,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 QUESTION = [{"role": "user", "content": "My name is Bo. What is my name?"}]
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a pass is none of what these tests are about."""
+    steady_costs(monkeypatch)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -90,6 +97,7 @@ def test_answers_are_the_same_in_fewer_steps(way: str, count: int) -> None:
     assert all(one.usage.draft_passes == 0 for one in plain)
 
 
+@pytest.mark.usefixtures("costs")
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_what_a_form_leaves_no_other_text_for_is_guessed(name: str) -> None:
     """Both answers of a form, beside each other."""

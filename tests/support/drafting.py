@@ -12,12 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlxrunner.cache import EntryLease, PrefixCache
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.overflow import Shift
+from mlxrunner.speculation.controller import Costs
 from mlxrunner.testing import interrupt_at
 
 DEEPEST = 6
@@ -205,3 +207,8 @@ class Drafting:
         best = int(its.argmax())
         assert abs(float(ours[best] - its[best])) <= self.near
         assert int(ours.argmax()) == best
+
+
+def steady_costs(patch: pytest.MonkeyPatch) -> None:
+    """Let a pass cost a fiftieth more for each drafted token, however long it takes here."""
+    patch.setattr(Costs, "ratio", lambda self, depth: 1 + depth / 50)
