@@ -246,7 +246,7 @@ class PrefixCache:
     def _leaving(self, prompt: TokenArray) -> TokenArray:
         """Return the tokens of the earlier text from where `prompt` leaves it, and some before."""
         there = self.entry.tokens.array if self._early is None else self._early.tokens
-        return there[max(0, common_prefix(there, prompt) - LEAVING) :].copy()
+        return leaving(there, prompt).copy()
 
     def close_lease(self, lease: EntryLease) -> None:
         if not self.is_held_by(lease):
@@ -357,3 +357,8 @@ class PrefixCache:
             self._early = Early(self.entry.tokens.array[:kept].copy(), kept)
         self.settle()
         return moved
+
+
+def leaving(there: TokenArray, prompt: TokenArray) -> TokenArray:
+    """Return the tokens of `there` from where `prompt` leaves them, and some before, as a view."""
+    return there[max(0, common_prefix(there, prompt) - LEAVING) :]

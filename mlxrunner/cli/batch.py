@@ -164,7 +164,7 @@ def batch(
     """
     from mlxrunner.batch.inputs import STANDARD
     from mlxrunner.batch.job import Job
-    from mlxrunner.batch.parquet import PARQUET, check_parquet, lines_path
+    from mlxrunner.batch.parquet import lines_path
     from mlxrunner.terminal.signals import orderly_end
 
     _check_together(output, only_plan, as_json, options)
@@ -174,14 +174,7 @@ def batch(
     cluster = ClusterOptions(workers=options["workers"], **take(options, _CLUSTER))
     if cluster.is_elsewhere:
         _check_elsewhere(cluster, only_plan, options["shard"], recorded)
-    table = output if output and output.lower().endswith(PARQUET) else None
-    if table is not None and options["shard"]:
-        raise OptionError(
-            f"-o {line_text(str(output))}: shards are written as JSON lines, such as part.jsonl; "
-            "`mlxrunner batch merge ... -o answers.parquet` makes the table"
-        )
-    if table is not None and not only_plan:
-        check_parquet(table, goes_on=options["resume"] or options["retry_failed"])
+    table = _table(output, only_plan, options)
     own, loading = take(options, _OWN), take(options, LOADING)
     several = take(options, _SEVERAL)
     if not is_given("prefill_step") and loading["prefill_step"] == RunnerSettings().prefill_step:
@@ -217,6 +210,25 @@ def _check_together(
             "--verify-cache looks at one request at a time, and --parallel runs several at once: "
             "use one of them"
         )
+
+
+def _table(output: str | None, only_plan: bool, options: dict[str, Any]) -> str | None:
+    """Return `output` if it is a Parquet table, else None.
+
+    Raise OptionError if that can't be written.
+    """
+    from mlxrunner.batch.parquet import PARQUET, check_parquet
+
+    if not output or not output.lower().endswith(PARQUET):
+        return None
+    if options["shard"]:
+        raise OptionError(
+            f"-o {line_text(output)}: shards are written as JSON lines, such as part.jsonl; "
+            "`mlxrunner batch merge ... -o answers.parquet` makes the table"
+        )
+    if not only_plan:
+        check_parquet(output, goes_on=options["resume"] or options["retry_failed"])
+    return output
 
 
 def _check_elsewhere(

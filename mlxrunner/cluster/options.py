@@ -77,7 +77,7 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions(Connection):
-    """Where the lines of a batch run: in processes of this machine, or on a cluster."""
+    """The processes or the cluster on which the lines of a batch run."""
 
     workers: int | None = None
     """The number of processes to start on this machine; None for none."""

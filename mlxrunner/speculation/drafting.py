@@ -83,7 +83,7 @@ class Drafting:
         *,
         always: bool = False,
     ) -> None:
-        """Take what drafts the answer to `prompt`.
+        """Begin the drafts of the answer to `prompt`.
 
         `earlier`: tokens that the entry held where the prompt leaves it, and some before them, by
         which the lookup finds the place. `forced`: returns the tokens that spell what has to

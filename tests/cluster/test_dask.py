@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,12 @@ def test_local_workers_that_dask_gave_up_come_back(
         async def close_all() -> None:
             supervisors = machines._client.cluster.workers
             for name in list(supervisors):
-                await supervisors.pop(name).close(timeout=0)
+                with suppress(TimeoutError):
+                    await supervisors.pop(name).close(timeout=0)
 
-        asyncio.run_coroutine_threadsafe(close_all(), machines._loop)
+        gone = set(machines.signs)
+        asyncio.run_coroutine_threadsafe(close_all(), machines._loop).result()
+        until(lambda: gone.isdisjoint(machines.signs))
 
     at_third_line(give_up)
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
@@ -217,7 +221,12 @@ def test_local_workers_that_end_while_they_start_are_given_up(
 
     monkeypatch.setattr(DaskMachines, "_keep", keeps)
     monkeypatch.setattr(over_dask, "LOOK_EVERY_S", 0.05)
-    at_third_line(lambda machines: is_ending.append(True))
+
+    def end_all(machines: DaskMachines) -> None:
+        is_ending.append(True)
+        until(lambda: not machines.signs)
+
+    at_third_line(end_all)
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
     assert result.exit_code == 1, result.stderr
     assert f"no worker is left: {MOST_STARTS} processes ended in turn" in result.stderr

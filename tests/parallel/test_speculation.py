@@ -117,7 +117,8 @@ def guessed(
     told = [*answer]
     if wrong is not None:
         told[wrong] = (told[wrong] + 1) % 290
-    handle._request.drafting = Certain(told, random.Random(0), Counter())  # type: ignore[assignment]
+    drafting: Any = Certain(told, random.Random(0), Counter())
+    handle._request.drafting = drafting
     return handle
 
 

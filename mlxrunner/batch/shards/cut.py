@@ -74,7 +74,9 @@ class Costs:
 
 
 def cut(costs: Costs, parts: int) -> list[int]:
-    """Return `parts` + 1 places in the order: part i holds the lines from place i to place i + 1.
+    """Return the `parts` + 1 places at which the parts begin and end.
+
+    Part i holds the lines from place i to place i + 1 of the order.
 
     The costliest part costs about as little as possible. If that splits so many subtrees that more
     than FREE is evaluated again, the cut is taken that has the least product of the cost of its

@@ -58,7 +58,7 @@ class StepController(Controller):
         """Do nothing: `measure` has the whole step."""
 
     def measure(self, answers: int, drafted: int, seconds: float) -> None:
-        """Note what a step took that carried so many answers, and drafted tokens of all of them."""
+        """Note the seconds of a step with this number of answers and of drafted tokens in all."""
         size = _size(answers)
         if drafted:
             self._plain[size] = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.cache.prefix import LEAVING
+from mlxrunner.cache.prefix import leaving
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
 from mlxrunner.speculation.drafting import Counts, Drafting, Experience
@@ -30,7 +30,7 @@ class Guesses:
         `is_beside`: it ran beside others, and what its slot held before is not looked up.
         """
         before = as_tokens([]) if is_beside else self._before.get(logged.process["process"])
-        earlier = logged.prompt[:0] if before is None else _leaving(before, logged.prompt)
+        earlier = logged.prompt[:0] if before is None else leaving(before, logged.prompt)
         self._guess(logged.prompt, earlier, logged.answer.tolist())
         if not is_beside:
             self._before[logged.process["process"]] = np.concatenate([logged.prompt, logged.answer])
@@ -72,8 +72,3 @@ class Guesses:
     def accepted(self) -> int:
         """The tokens that were guessed and right."""
         return sum(counts.accepted for counts in self.by_source.values())
-
-
-def _leaving(before: TokenArray, prompt: TokenArray) -> TokenArray:
-    """Return the tokens of `before` from where `prompt` leaves them, and some before that."""
-    return before[max(0, common_prefix(before, prompt) - LEAVING) :]
