@@ -14,6 +14,7 @@ MlxrunnerError               exit code 1
 │   └── MissingFileError     exit code 2: no file has this name
 ├── WriteError               exit code 2: a report cannot be written
 ├── OutputClosedError        exit code 2: standard output cannot be written to
+├── PictureError             exit code 2: a picture cannot be used
 ├── FileError                exit code 2: a file cannot be attached to a message, or written
 ├── SessionError             exit code 2: a saved session is missing, damaged or in use
 ├── ContextFullError         exit code 1: the answer filled the context (`overflow="error"`)
@@ -126,6 +127,12 @@ class WriteError(MlxrunnerError):
 
 class OutputClosedError(MlxrunnerError):
     """Standard output is closed or full."""
+
+    exit_code = 2
+
+
+class PictureError(MlxrunnerError):
+    """A picture is damaged, too large, or of an unknown format; the message names it."""
 
     exit_code = 2
 

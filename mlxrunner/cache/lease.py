@@ -124,6 +124,11 @@ class EntryLease:
         return list(self._cache.entry.tokens)
 
     @property
+    def array(self) -> TokenArray:
+        """The entry's tokens, as a view that is valid until the next change."""
+        return self._cache.entry.tokens.array
+
+    @property
     def recorded(self) -> int:
         """Number of the entry's tokens."""
         return len(self._cache.entry.tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from mlxrunner.cache.entry import Rotators
 from mlxrunner.cache.layers.factory import evaluate
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.decode import Decoding
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.sampling import Decoded, NextToken, dispatch
@@ -25,6 +25,9 @@ from mlxrunner.speculation.drafting import Drafting
 
 Progress = Callable[[int, int], None]
 """A function of two counts: the prompt tokens that are in the entry, and all prompt tokens."""
+
+Look = Callable[[TokenArray, TokenArray], None]
+"""Tells a model that sees pictures the tokens in the caches, and those of the next call."""
 
 SEED_TOKENS = 16
 """Most tokens in the last forward pass of a prefill.
@@ -64,6 +67,7 @@ class Pipeline(Decoding):
         """
         self.drafting = drafting
         self._model, self._lease = model, lease
+        self._sees: Look | None = getattr(model, "look", None)
         self._shift, self._rotate = shift, rotate
         self.shifted = 0
         """Tokens that were dropped because the context was full."""
@@ -88,6 +92,7 @@ class Pipeline(Decoding):
         self._prefill()
         history = mx.array(lease.prompt) if next_token.needs_history else None
         seed, seed_began = lease.remaining, time.perf_counter()
+        self._look(seed)
         logits = self.logits = self._forward(mx.array(seed)[None])[:, -1, :]
         sampled = next_token(logits, history)
         dispatch(sampled.arrays)
@@ -140,6 +145,7 @@ class Pipeline(Decoding):
 
     def _evaluate(self, chunk: TokenArray) -> None:
         began = time.perf_counter()
+        self._look(chunk)
         self._forward(mx.array(chunk)[None])
         evaluate(self._lease.caches)
         self._lease.record(chunk)
@@ -160,6 +166,12 @@ class Pipeline(Decoding):
             for begin in range(0, len(left), self._step):
                 self._evaluate(left[begin : begin + self._step])
         self._due = 0  # offsets have moved: ask again
+        self._look([])
+
+    def _look(self, tokens: Sequence[int] | TokenArray) -> None:
+        """Tell a model that sees pictures which tokens come next, and which are before them."""
+        if self._sees is not None:
+            self._sees(self._lease.array, as_tokens(tokens))
 
     def _next_stop(self) -> int:
         """Return the offset where the next chunks have to end.

@@ -1,0 +1,110 @@
+"""Let a model of mlx-vlm run on tokens alone, some of which are positions of pictures.
+
+The embeddings of a picture are computed once. Wherever its positions are among the tokens, they
+take the place of embeddings from the vocabulary. To the entry and its caches a picture is tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.pictures.positions import axes, delta
+from mlxrunner.pictures.table import FIRST, Picture, PictureTable, has_pictures
+from mlxrunner.system import mlx_vlm_internals as internals
+from mlxrunner.system.mlx_vlm_internals import Seen
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """The tokens of the next call, and their positions if those have three axes."""
+
+    tokens: TokenArray
+    positions: mx.array | None
+
+
+class SeeingModel(nn.Module):
+    """A model of mlx-vlm behind the interface of mlx-lm's models.
+
+    Call `look` before each call whose tokens are known, and after any other change of the caches.
+    The model needs no such call for the tokens that it samples itself.
+    """
+
+    def __init__(self, inner: Any, table: PictureTable) -> None:
+        """Run `inner`, a model of mlx-vlm, on tokens with the pictures of `table`."""
+        super().__init__()
+        self.inner = inner
+        self._table = table
+        self._seen: dict[bytes, Seen] = {}
+        self._has_axes = internals.has_axes(inner)
+        self._delta = 0
+        self._ahead: _Ahead | None = None
+
+    @property
+    def layers(self) -> Any:
+        return self.inner.language_model.layers
+
+    def make_cache(self) -> list[Any]:
+        """Return new caches of mlx-lm, in the order in which the layers expect them."""
+        return internals.new_caches(self.inner)
+
+    def knows(self, picture: Picture) -> bool:
+        """Return True if the model has seen a picture."""
+        return picture.digest in self._seen
+
+    def keep(self, picture: Picture, seen: Seen) -> None:
+        """Keep what the model has seen of a picture."""
+        self._seen[picture.digest] = seen
+
+    def look(self, before: TokenArray, tokens: TokenArray) -> None:
+        """Prepare for `tokens`, which the next call has, behind those `before` in the caches."""
+        is_seeing = has_pictures(tokens)
+        self._ahead = None
+        if self._has_axes:
+            self._delta = delta(self._table, before)
+        if is_seeing:
+            positions = None
+            if self._has_axes:
+                positions = mx.array(axes(self._table, before, tokens)[:, None])
+            self._ahead = _Ahead(tokens, positions)
+
+    def __call__(self, tokens: mx.array, cache: Any = None, **_: Any) -> mx.array:
+        """Return the logits `[1, n, vocab]` of `tokens [1, n]`."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            embeddings = internals.embedding(self.inner)(tokens)
+            positions = self._line(tokens.shape[1], cache)
+            return internals.logits_of(self.inner, tokens, embeddings, cache, positions)
+        self._delta += delta(self._table, ahead.tokens) if self._has_axes else 0
+        embeddings, deep = self._embedded(ahead.tokens)
+        is_picture = mx.array(ahead.tokens >= FIRST)[None]
+        return internals.logits_of(
+            self.inner, tokens, embeddings, cache, ahead.positions, is_picture, deep
+        )
+
+    def _line(self, count: int, cache: Any) -> mx.array | None:
+        """Return the positions `[3, 1, n]` of text, or None if positions have one axis."""
+        if not self._has_axes:
+            return None
+        first = (cache[0].offset if cache else 0) + self._delta
+        return mx.broadcast_to(mx.arange(first, first + count)[None, None], (3, 1, count))
+
+    def _embedded(self, tokens: TokenArray) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """Return the embeddings `[1, n, hidden]` of tokens, and what the first layers add."""
+        embed = internals.embedding(self.inner)
+        table = embed(mx.array(np.where(tokens < FIRST, tokens, 0))[None])
+        parts, deep, place = list[mx.array](), list[tuple[mx.array, ...]](), 0
+        for begin, end, picture in self._table.among(tokens):
+            first = int(tokens[begin]) - picture.first
+            rows = slice(first, first + end - begin)
+            seen = self._seen[picture.digest]
+            parts += [table[0, place:begin], seen.embeddings[rows].astype(table.dtype)]
+            deep.append(tuple(one[rows] for one in seen.deep))
+            place = end
+        joined = mx.concatenate([*parts, table[0, place:]])
+        return joined[None], tuple(mx.concatenate(ones) for ones in zip(*deep, strict=True))

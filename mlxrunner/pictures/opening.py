@@ -1,0 +1,101 @@
+"""Read a picture that a stranger may have made into plain RGB pixels.
+
+A bound holds for the bytes of the file and for its pixels, before any of them is decoded. What a
+viewer would show is what the model gets: turned as EXIF says, on white where it is transparent, the
+first frame of an animation.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlxrunner.errors import OptionError, PictureError
+from mlxrunner.system.reading import read_bytes
+from mlxrunner.terminal.text import line_text, size
+
+Pixels = NDArray[np.uint8]
+"""The pixels of a picture, `[height, width, 3]`."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""The formats that are read, by Pillow's names."""
+MOST_BYTES = 2**26
+"""Most bytes of a file."""
+MOST_PIXELS = 50_000_000
+"""Most pixels: 150 MB once decoded."""
+DEEP = {"I;16": 16, "I;16B": 16, "I;16L": 16, "I": 16}
+"""Bits of a grey value, by those of Pillow's modes that it would cut off at 255."""
+
+
+def open_picture(path: str | os.PathLike[str]) -> Pixels:
+    """Return the pixels of a picture file.
+
+    Raise PictureError if it can't be used, and OptionError if Pillow is not installed.
+    """
+    name = line_text(os.fspath(path))
+    content = read_bytes(Path(path), MOST_BYTES)
+    return decode_picture(content, name)
+
+
+def decode_picture(content: bytes, name: str) -> Pixels:
+    """Return the pixels of the picture in `content`, which errors call `name`.
+
+    Raise PictureError if it can't be used, and OptionError if Pillow is not installed.
+    """
+    if len(content) > MOST_BYTES:
+        raise PictureError(f"{name}: {size(len(content))} are more than {size(MOST_BYTES)}")
+    image_module = _pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with image_module.open(io.BytesIO(content), formats=FORMATS) as picture:
+                _check_size(name, *picture.size)
+                return _rgb(image_module, picture)
+    except PictureError:
+        raise
+    except image_module.UnidentifiedImageError as error:
+        raise PictureError(f"{name}: not a picture of a known format: {', '.join(FORMATS)}") from (
+            error
+        )
+    except Exception as error:  # a broken file may raise anything
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise PictureError(f"{name}: the picture is damaged: {why}") from error
+
+
+def _check_size(name: str, width: int, height: int) -> None:
+    if not width or not height:
+        raise PictureError(f"{name}: the picture has no pixels ({width} x {height})")
+    if width * height > MOST_PIXELS:
+        raise PictureError(
+            f"{name}: {width} x {height} are {width * height:,} pixels, more than "
+            f"{MOST_PIXELS:,}: make it smaller"
+        )
+
+
+def _rgb(image_module: Any, picture: Any) -> Pixels:
+    """Return the first frame as a viewer shows it."""
+    from PIL import ImageOps
+
+    picture.load()
+    shown = ImageOps.exif_transpose(picture)
+    if shown.mode in DEEP:
+        shown = image_module.fromarray((np.asarray(shown).astype(np.int64) >> 8).astype(np.uint8))
+    if shown.mode in ("RGBA", "LA", "PA") or "transparency" in shown.info:
+        seen = shown.convert("RGBA")
+        white = image_module.new("RGBA", seen.size, (255, 255, 255, 255))
+        shown = image_module.alpha_composite(white, seen)
+    return np.asarray(shown.convert("RGB"))
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise OptionError("pictures need mlx-vlm: pip install 'mlxrunner[vision]'") from error
+    Image.MAX_IMAGE_PIXELS = None  # our own bound is checked before anything is decoded
+    return Image

@@ -1,0 +1,127 @@
+"""All code that relies on mlx-vlm: its modules, their names, and what its models return.
+
+The docstring of each function names its expectations. tests/pictures/test_mlx_vlm_internals.py
+checks them against the installed mlx-vlm, whose version has to be one of VERSIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.errors import ModelError
+
+VERSIONS = ("0.7.10",)
+"""Tested versions of mlx-vlm; pyproject.toml allows 0.7.10 up to 0.8."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model sees of a picture, for each of its positions."""
+
+    embeddings: mx.array
+    """What stands in place of an embedding of the vocabulary, `[n, hidden]`."""
+    deep: tuple[mx.array, ...] = ()
+    """What the first layers add, `[n, hidden]` each (Qwen3-VL's DeepStack)."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.embeddings, *self.deep))
+
+
+def embedding(model: Any) -> Callable[[mx.array], mx.array]:
+    """Return the function from token ids to embeddings.
+
+    Expects `embed_tokens` in `model.language_model` or in its `model`.
+    """
+    language = model.language_model
+    embed: Callable[[mx.array], mx.array] = getattr(language, "model", language).embed_tokens
+    return embed
+
+
+def has_axes(model: Any) -> bool:
+    """Return True if positions have three axes.
+
+    Expects `get_rope_index` in the language models that have them, and only there.
+    """
+    return hasattr(model.language_model, "get_rope_index")
+
+
+def image_token(model: Any) -> int:
+    """Return the id that stands for each position of a picture.
+
+    Expects `image_token_id` or `image_token_index` in the model's configuration.
+    """
+    config = model.config
+    for name in ("image_token_id", "image_token_index"):
+        if (found := getattr(config, name, None)) is not None:
+            return int(found)
+    raise ModelError(f"mlx-vlm's {config.model_type} has no token for pictures")
+
+
+def new_caches(model: Any) -> list[Any]:
+    """Return caches of mlx-lm like those that mlx-vlm would make.
+
+    Expects `KVCache` and `RotatingKVCache` with `max_size` and `keep` in `mlx_vlm.models.cache`.
+    Raise ModelError for a cache of another class.
+    """
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+    from mlx_vlm.models import cache as theirs
+
+    language = model.language_model
+    if not hasattr(language, "make_cache"):
+        return [KVCache() for _ in language.layers]
+    caches = list[Any]()
+    for one in language.make_cache():
+        if type(one) is theirs.KVCache:
+            caches.append(KVCache())
+        elif type(one) is theirs.RotatingKVCache:
+            caches.append(RotatingKVCache(one.max_size, one.keep))
+        else:
+            raise ModelError(f"mlx-vlm's {type(one).__name__} is a cache that is not supported")
+    return caches
+
+
+def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> Seen:
+    """Run the encoder on one picture. `block`: the tokens that the processor makes of it.
+
+    `inputs`: what the processor returns beside them. Expects `get_input_embeddings`, whose result
+    has `inputs_embeds [1, n, hidden]` and may have `deepstack_visual_embeds`.
+    """
+    token = image_token(model)
+    places = mx.array([place for place, one in enumerate(block) if one == token])
+    found = model.get_input_embeddings(
+        mx.array([block]), mask=mx.ones((1, len(block)), mx.int32), **inputs
+    )
+    deep = tuple(found.deepstack_visual_embeds or ())
+    seen = Seen(found.inputs_embeds[0][places], deep)
+    mx.eval(seen.embeddings, *deep)
+    return seen
+
+
+def logits_of(
+    model: Any,
+    tokens: mx.array,
+    embeddings: mx.array,
+    cache: Any,
+    positions: mx.array | None = None,
+    is_picture: mx.array | None = None,
+    deep: tuple[mx.array, ...] = (),
+) -> mx.array:
+    """Return the logits `[1, n, vocab]` of `tokens [1, n]` whose `embeddings` are given.
+
+    `positions`: `[3, 1, n]`, for models whose positions have three axes. `is_picture [1, n]` says
+    to which tokens the first layers add `deep`. Expects those names as arguments of
+    `language_model`, and `logits` in its result.
+    """
+    given: dict[str, Any] = {}
+    if positions is not None:
+        given = {"position_ids": positions, "rope_deltas": mx.array([[0]])}
+    if deep:
+        given |= {"visual_pos_masks": is_picture, "deepstack_visual_embeds": list(deep)}
+    found = model.language_model(tokens, inputs_embeds=embeddings, cache=cache, **given)
+    logits: mx.array = found.logits
+    return logits
