@@ -85,19 +85,31 @@ def new_caches(model: Any) -> list[Any]:
     return caches
 
 
+def span(model: Any, block: list[int]) -> tuple[int, int]:
+    """Return where a picture begins and ends among the tokens that the processor makes of it.
+
+    Tokens between its rows are part of it. Raise ModelError if it has no position.
+    """
+    token = image_token(model)
+    if token not in block:
+        raise ModelError("mlx-vlm's processor makes no token of a picture")
+    return block.index(token), len(block) - block[::-1].index(token)
+
+
 def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> Seen:
-    """Run the encoder on one picture. `block`: the tokens that the processor makes of it.
+    """Return what the model sees of one picture, from the first of its positions to the last.
+
+    `block`: the tokens that the processor makes of it.
 
     `inputs`: what the processor returns beside them. Expects `get_input_embeddings`, whose result
     has `inputs_embeds [1, n, hidden]` and may have `deepstack_visual_embeds`.
     """
-    token = image_token(model)
-    places = mx.array([place for place, one in enumerate(block) if one == token])
+    begin, end = span(model, block)
     found = model.get_input_embeddings(
         mx.array([block]), mask=mx.ones((1, len(block)), mx.int32), **inputs
     )
     deep = tuple(found.deepstack_visual_embeds or ())
-    seen = Seen(found.inputs_embeds[0][places], deep)
+    seen = Seen(found.inputs_embeds[0, begin:end], deep)
     mx.eval(seen.embeddings, *deep)
     return seen
 
