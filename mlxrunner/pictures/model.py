@@ -15,9 +15,9 @@ import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.pictures.positions import axes, delta
-from mlxrunner.pictures.table import FIRST, Picture, PictureTable, has_pictures
+from mlxrunner.pictures.sight import Sight
+from mlxrunner.pictures.table import FIRST, has_pictures
 from mlxrunner.system import mlx_vlm_internals as internals
-from mlxrunner.system.mlx_vlm_internals import Seen
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class SeeingModel(nn.Module):
     The model needs no such call for the tokens that it samples itself.
     """
 
-    def __init__(self, inner: Any, table: PictureTable) -> None:
-        """Run `inner`, a model of mlx-vlm, on tokens with the pictures of `table`."""
+    def __init__(self, inner: Any, sight: Sight) -> None:
+        """Run `inner`, a model of mlx-vlm, on tokens with pictures of `sight` among them."""
         super().__init__()
         self.inner = inner
-        self._table = table
-        self._seen: dict[bytes, Seen] = {}
+        self._sight, self._table = sight, sight.table
         self._has_axes = internals.has_axes(inner)
         self._delta = 0
         self._ahead: _Ahead | None = None
@@ -52,14 +51,6 @@ class SeeingModel(nn.Module):
     def make_cache(self) -> list[Any]:
         """Return new caches of mlx-lm, in the order in which the layers expect them."""
         return internals.new_caches(self.inner)
-
-    def knows(self, picture: Picture) -> bool:
-        """Return True if the model has seen a picture."""
-        return picture.digest in self._seen
-
-    def keep(self, picture: Picture, seen: Seen) -> None:
-        """Keep what the model has seen of a picture."""
-        self._seen[picture.digest] = seen
 
     def look(self, before: TokenArray, tokens: TokenArray) -> None:
         """Prepare for `tokens`, which the next call has, behind those `before` in the caches."""
@@ -102,7 +93,7 @@ class SeeingModel(nn.Module):
         for begin, end, picture in self._table.among(tokens):
             first = int(tokens[begin]) - picture.first
             rows = slice(first, first + end - begin)
-            seen = self._seen[picture.digest]
+            seen = self._sight.seen(picture)
             parts += [table[0, place:begin], seen.embeddings[rows].astype(table.dtype)]
             deep.append(tuple(one[rows] for one in seen.deep))
             place = end

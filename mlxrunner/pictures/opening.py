@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mlxrunner.errors import OptionError, PictureError
 from mlxrunner.system.reading import read_bytes
-from mlxrunner.terminal.text import line_text, size
+from mlxrunner.terminal.text import one_line, size
 
 Pixels = NDArray[np.uint8]
 """The pixels of a picture, `[height, width, 3]`."""
@@ -37,7 +37,7 @@ def open_picture(path: str | os.PathLike[str]) -> Pixels:
 
     Raise PictureError if it can't be used, and OptionError if Pillow is not installed.
     """
-    name = line_text(os.fspath(path))
+    name = one_line(os.fspath(path))
     content = read_bytes(Path(path), MOST_BYTES)
     return decode_picture(content, name)
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-from mlxrunner.errors import ModelError
+from mlxrunner.errors import ModelError, PictureError
 
 VERSIONS = ("0.7.10",)
 """Tested versions of mlx-vlm; pyproject.toml allows 0.7.10 up to 0.8."""
@@ -94,6 +96,55 @@ def span(model: Any, block: list[int]) -> tuple[int, int]:
     if token not in block:
         raise ModelError("mlx-vlm's processor makes no token of a picture")
     return block.index(token), len(block) - block[::-1].index(token)
+
+
+def process(
+    processor: Any, marker: str, pixels: NDArray[np.uint8]
+) -> tuple[list[int], dict[str, mx.array]]:
+    """Return the tokens that the processor makes of one picture, and the encoder's inputs.
+
+    Expects a call with `text`, `images` and `add_special_tokens`, and `input_ids` and
+    `attention_mask` in its result. Raise PictureError if the processor refuses the picture.
+    """
+    from PIL import Image
+
+    picture = Image.fromarray(pixels)
+    try:
+        found = dict(processor(text=[marker], images=[picture], add_special_tokens=False))
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise PictureError(f"the model's processor refuses the picture: {why}") from error
+    block = np.array(found.pop("input_ids"))[0].tolist()
+    found.pop("attention_mask", None)
+    return block, {name: mx.array(value) for name, value in found.items()}
+
+
+def marker_of(processor: Any) -> str:
+    """Return the text in which a processor puts a picture.
+
+    Expects `boi_token` (Gemma 3) or `image_token`.
+    """
+    found = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+    if not isinstance(found, str):
+        raise ModelError(f"mlx-vlm's {type(processor).__name__} names no text for pictures")
+    return found
+
+
+def text_of(processor: Any, block: list[int]) -> str:
+    """Return the text that is tokenized to `block`. Expects `tokenizer.decode`."""
+    return str(processor.tokenizer.decode(block, skip_special_tokens=False))
+
+
+def grid_of(model: Any, inputs: Mapping[str, mx.array]) -> tuple[int, int, int] | None:
+    """Return frames, rows and columns of a picture's positions if those have three axes.
+
+    Expects `image_grid_thw` in patches and `spatial_merge_size` in the vision configuration.
+    """
+    if not has_axes(model):
+        return None
+    frames, rows, columns = inputs["image_grid_thw"][0].tolist()
+    merged = model.config.vision_config.spatial_merge_size
+    return frames, rows // merged, columns // merged
 
 
 def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> Seen:
