@@ -19,6 +19,17 @@ Templates end an answer in their own way.
 """
 
 
+FIRST_OF_PICTURES = 2**30
+"""The first id of a position of a picture. No vocabulary is as large."""
+
+
+def words(tokens: TokenArray) -> TokenArray:
+    """Return `tokens` without the positions of pictures, as a view if there are none."""
+    if not len(tokens) or int(tokens.max()) < FIRST_OF_PICTURES:
+        return tokens
+    return tokens[tokens < FIRST_OF_PICTURES]
+
+
 def as_tokens(tokens: Sequence[int] | NDArray[Any]) -> TokenArray:
     """Return a copy of the token ids as an int32 array.
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, words
 from mlxrunner.engine.sampling import Decoded
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk, FinishReason
@@ -46,7 +46,7 @@ class AnswerStream:
         self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int
     ) -> None:
         """Make a stream for the answer to `prompt`, of at most `limit` tokens."""
-        self._stream = tokenizer.stream(prompt[-8:].tolist())
+        self._stream = tokenizer.stream(words(prompt[-8:]).tolist())
         self._scanner = StopScanner(options.stops(tokenizer.template_stops))
         self._ends = options.ends(tokenizer.stop_tokens)
         self._limit = limit

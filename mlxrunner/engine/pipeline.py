@@ -17,7 +17,7 @@ from mlxrunner.cache.entry import Rotators
 from mlxrunner.cache.layers.factory import evaluate
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.tokens import TokenArray, as_tokens, words
 from mlxrunner.engine.decode import Decoding
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.sampling import Decoded, NextToken, dispatch
@@ -90,7 +90,7 @@ class Pipeline(Decoding):
         began = time.perf_counter()
         lease = self._lease
         self._prefill()
-        history = mx.array(lease.prompt) if next_token.needs_history else None
+        history = mx.array(words(lease.prompt)) if next_token.needs_history else None
         seed, seed_began = lease.remaining, time.perf_counter()
         self._look(seed)
         logits = self.logits = self._forward(mx.array(seed)[None])[:, -1, :]

@@ -77,7 +77,7 @@ def prepare(
     """
     tokenized = tokenize_prompt(tokenizer, prompt, options.variables)
     tokens = tokenized.tokens
-    check_tokens(tokens, facts.vocab)
+    check_tokens(tokens, facts.vocab, has_pictures=bool(tokenized.pictures))
     _check_ends(options, facts.vocab)
     shift = shift_of(options, tokenizer, tokenized, context)
     discarded = 0

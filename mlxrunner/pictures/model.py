@@ -13,10 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES as FIRST
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.pictures.positions import axes, delta
 from mlxrunner.pictures.sight import Sight
-from mlxrunner.pictures.table import FIRST, has_pictures
+from mlxrunner.pictures.table import has_pictures
 from mlxrunner.system import mlx_vlm_internals as internals
 
 

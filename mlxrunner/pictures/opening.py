@@ -42,6 +42,25 @@ def open_picture(path: str | os.PathLike[str]) -> Pixels:
     return decode_picture(content, name)
 
 
+def pixels_of(image: Any, name: str) -> Pixels:
+    """Return the pixels of a path, of the bytes of a file, or of pixels.
+
+    Raise PictureError, which calls the picture `name`, if it can't be used, and OptionError if
+    Pillow is not installed.
+    """
+    if isinstance(image, bytes):
+        return decode_picture(image, name)
+    if isinstance(image, str | os.PathLike):
+        return open_picture(image)
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] == (3,):
+        _check_size(name, image.shape[1], image.shape[0])
+        return image
+    raise PictureError(
+        f"{name}: a picture is a path, the bytes of a file, or pixels [height, width, 3] of type "
+        f"uint8, not {type(image).__name__}"
+    )
+
+
 def decode_picture(content: bytes, name: str) -> Pixels:
     """Return the pixels of the picture in `content`, which errors call `name`.
 

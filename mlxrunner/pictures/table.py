@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES as FIRST
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import PromptError
-
-FIRST = 2**30
-"""The first id of a picture's position. No vocabulary is as large."""
 
 
 @dataclass(frozen=True)

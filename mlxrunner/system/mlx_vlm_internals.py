@@ -6,8 +6,11 @@ checks them against the installed mlx-vlm, whose version has to be one of VERSIO
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +21,50 @@ from mlxrunner.errors import ModelError, PictureError
 
 VERSIONS = ("0.7.10",)
 """Tested versions of mlx-vlm; pyproject.toml allows 0.7.10 up to 0.8."""
+
+
+def is_installed() -> bool:
+    """Return True if mlx-vlm can be imported."""
+    return importlib.util.find_spec("mlx_vlm") is not None
+
+
+def version() -> str:
+    """Return the version of the installed mlx-vlm."""
+    return importlib.metadata.version("mlx-vlm")
+
+
+def has_architecture(model_type: str) -> bool:
+    """Return True if mlx-vlm has a module for `model_type`, without importing it.
+
+    Expects `mlx_vlm.utils.MODEL_REMAPPING` and a package `mlx_vlm.models.NAME` for each.
+    """
+    from mlx_vlm.utils import MODEL_REMAPPING
+
+    module = MODEL_REMAPPING.get(model_type, model_type)
+    return (
+        module.isidentifier() and importlib.util.find_spec(f"mlx_vlm.models.{module}") is not None
+    )
+
+
+def load_model(folder: Path) -> Any:
+    """Return the model in `folder`, whose weights are not read yet. Expects `utils.load_model`."""
+    from mlx_vlm.utils import load_model
+
+    return load_model(folder, lazy=True)
+
+
+def load_processor(folder: Path) -> Any:
+    """Return the processor in `folder`. Expects `utils.load_processor`.
+
+    Raise ModelError if there is none that can be used.
+    """
+    from mlx_vlm.utils import load_processor
+
+    try:
+        return load_processor(folder, add_detokenizer=False)
+    except Exception as error:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"{folder}: no processor of pictures could be loaded: {why}") from error
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,15 @@ class TextPart(TypedDict):
     text: str
 
 
+class PicturePart(TypedDict):
+    """A picture in a message's content."""
+
+    type: str
+    """Always "image"."""
+    image: Any
+    """The path of a file, the bytes of one, or pixels `[height, width, 3]` of type uint8."""
+
+
 class Function(TypedDict):
     """The function that a tool call names."""
 
@@ -41,8 +50,8 @@ class Message(TypedDict):
 
     role: str
     """Usually "system", "user", "assistant" or "tool"."""
-    content: NotRequired[str | Sequence[TextPart] | None]
-    """A text, or OpenAI's list of text parts, which are joined.
+    content: NotRequired[str | Sequence[TextPart | PicturePart] | None]
+    """A text, or a list of parts as OpenAI has them. Text parts are joined.
 
     It may be missing, or None, beside tool calls.
     """
@@ -61,7 +70,9 @@ class PlainMessage(TypedDict):
 
     role: str
     content: str
-    """The text of the message; empty if it has tool calls only."""
+    """The text of the message, with PICTURE in place of each; empty if it has tool calls only."""
+    pictures: NotRequired[Sequence[Any]]
+    """The pixels of each picture, `[height, width, 3]`."""
     tool_calls: NotRequired[Sequence[ToolCall]]
     """Calls whose arguments are objects."""
     reasoning_content: NotRequired[str]
@@ -75,6 +86,8 @@ class CheckedMessages(list[PlainMessage]):
     """Messages that have been checked, and are not checked again."""
 
 
+PICTURE = "\ufffc"
+"""Unicode's own character in place of an object, here of a picture."""
 SHAPE = '{"role": text, "content": text}'
 """Form of a message, for errors."""
 TOOL_CALL = '{"function": {"name": text, "arguments": object}}'
@@ -106,11 +119,13 @@ def check_message(index: int, message: Any) -> PlainMessage:
     role, calls = message["role"], message.get("tool_calls")
     if calls and role != "assistant":
         raise PromptError(f"message {index}: only an assistant has tool_calls, not {shown(role)}")
-    content = message.get("content")
+    content, pictures = message.get("content"), list[Any]()
     checked: PlainMessage = {
         "role": role,
-        "content": "" if content is None and calls else _text(index, content),
+        "content": "" if content is None and calls else _text(index, content, pictures),
     }
+    if pictures:
+        checked["pictures"] = pictures
     if calls:
         checked["tool_calls"] = _tool_calls(index, calls)
     for name in FIELDS.get(role, ()):
@@ -122,28 +137,38 @@ def check_message(index: int, message: Any) -> PlainMessage:
     return checked
 
 
-def _text(index: int, content: Any) -> str:
+def _text(index: int, content: Any, pictures: list[Any]) -> str:
+    """Return the text of a message's content, and append its pictures to `pictures`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise PromptError(
-            f"message {index}: content has to be a text or a list of text parts, "
-            f"not {shown(content)}"
+            f"message {index}: content has to be a text or a list of parts, not {shown(content)}"
         )
-    return "".join(_part(index, part) for part in content)
+    texts = [_part(index, part, pictures) for part in content]
+    if pictures and sum(text.count(PICTURE) for text in texts) > len(pictures):
+        raise PromptError(
+            f"message {index}: its text has the character U+FFFC, which stands for a picture"
+        )
+    return "".join(texts)
 
 
-def _part(index: int, part: Any) -> str:
+def _part(index: int, part: Any, pictures: list[Any]) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
+        case {"type": "image", "image": image}:
+            from mlxrunner.pictures.opening import pixels_of
+
+            pictures.append(pixels_of(image, f"message {index}, picture {len(pictures) + 1}"))
+            return PICTURE
         case {"type": kind}:
             unknown = kind
         case _:
             unknown = part
     raise PromptError(
         f"message {index}: content of type {shown(unknown)} is not supported, only text "
-        '({"type": "text", "text": text})'
+        '({"type": "text", "text": text}) and pictures ({"type": "image", "image": path})'
     )
 
 

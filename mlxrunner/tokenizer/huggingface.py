@@ -149,6 +149,10 @@ class HuggingFaceTokenizer:
             add_generation_prompt,
         )
 
+    def render_parts(self, messages: Sequence[Any]) -> str:
+        """Return messages whose content is a list of parts. Raise what the template raises."""
+        return self._apply(messages, True)
+
     def stream(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(self.decode, context)
 

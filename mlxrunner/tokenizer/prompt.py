@@ -6,19 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix, words
 from mlxrunner.config.arguments import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Usage
 from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.tokenizer.base import Tokenizer
+
+if TYPE_CHECKING:
+    from mlxrunner.pictures.tokenizer import SeeingTokenizer
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class TokenizedPrompt:
     """The line of a batch that has this prompt."""
     caller: Caller | None = None
     """The client of a server that sent this prompt."""
+    pictures: int = 0
+    """The number of pictures. Their positions have ids beyond the vocabulary."""
     constraint: Callable[[frozenset[int]], Any] | None = None
     """A function from the tokens that end the answer to its constraint, if no option holds it."""
 
@@ -141,8 +146,22 @@ def _tokenize_messages(
                 f"tool_calls: the model's chat template does not use them, and message {number} "
                 "has some: write them into its content"
             )
-    tokens = as_tokens(tokenizer.encode(text))
-    return TokenizedPrompt(tokens, "messages", messages, text, variables)
+    pictures = [picture for message in messages for picture in message.get("pictures", ())]
+    if not pictures:
+        return TokenizedPrompt(
+            as_tokens(tokenizer.encode(text)), "messages", messages, text, variables
+        )
+    tokens = sight_of(tokenizer).tokens_of(text, pictures)
+    return TokenizedPrompt(tokens, "messages", messages, text, variables, pictures=len(pictures))
+
+
+def sight_of(tokenizer: Tokenizer) -> SeeingTokenizer:
+    """Return `tokenizer` if it can place pictures. Raise PromptError otherwise."""
+    if not hasattr(tokenizer, "tokens_of"):
+        raise PromptError(
+            "this model was loaded without its eyes: pictures=True loads them, if it has some"
+        )
+    return cast("SeeingTokenizer", tokenizer)
 
 
 def _rendered(
@@ -170,11 +189,14 @@ def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt) -> int:
     return common_prefix(as_tokens(first), prompt.tokens)
 
 
-def check_tokens(tokens: TokenArray, vocab: int = 0) -> None:
+def check_tokens(tokens: TokenArray, vocab: int = 0, *, has_pictures: bool = False) -> None:
     """Raise PromptError for a prompt without tokens, or with a token beyond the vocabulary.
 
-    `vocab`: the number of tokens in the vocabulary; 0 if it is not known.
+    `vocab`: the number of tokens in the vocabulary; 0 if it is not known. `has_pictures`: the ids
+    of pictures are among the tokens.
     """
+    if has_pictures:
+        tokens = words(tokens)
     if len(tokens) == 0:
         raise PromptError("the prompt is empty: at least one token is needed")
     if vocab and int(tokens.max()) >= vocab:

@@ -1,0 +1,83 @@
+"""A tokenizer that puts pictures where a conversation has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.errors import ModelError, PromptError
+from mlxrunner.pictures.opening import Pixels
+from mlxrunner.pictures.sight import Sight
+from mlxrunner.templates.messages import PICTURE, PlainMessage
+from mlxrunner.tokenizer.base import Tokenizer
+
+PROBES = (("", "a"), ("a", ""), ("a", "b"), ("a", "", "b"), ("a", "b", "c"))
+"""The texts around the pictures of a message, with which the chat template is tried."""
+
+
+class SeeingTokenizer:
+    """The tokenizer of a model that sees. All but pictures is left to the model's own."""
+
+    def __init__(self, inner: Tokenizer, sight: Sight) -> None:
+        """Tokenize text with `inner`. Raise ModelError if its template has no place for pictures."""
+        self._inner, self._sight = inner, sight
+        self._written = self._what_is_written()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def render(self, messages: Sequence[PlainMessage], **variables: Any) -> str:
+        """Return the conversation with the model's own text in place of each picture."""
+        plain: Any = [self._plain(message) for message in messages]
+        return self._inner.render(plain, **variables)
+
+    def tokens_of(self, text: str, pictures: Sequence[Pixels]) -> TokenArray:
+        """Return the tokens of a rendered conversation with its `pictures`, in order.
+
+        Raise PromptError if they do not fit together, and PictureError if one can't be seen.
+        """
+        parts = text.split(self._sight.marker)
+        if len(parts) != len(pictures) + 1:
+            raise PromptError(
+                f"the conversation has {len(pictures)} pictures, and {self._sight.marker!r}, which "
+                f"stands for one, is {len(parts) - 1} times in its text"
+            )
+        prepared = [self._sight.prepare(one) for one in pictures]
+        whole = [parts[0]]
+        for one, part in zip(prepared, parts[1:], strict=True):
+            whole += [one.text, part]
+        return self._sight.placed(as_tokens(self._inner.encode("".join(whole))), prepared)
+
+    def _plain(self, message: PlainMessage) -> dict[str, Any]:
+        plain = dict(message)
+        if plain.pop("pictures", ()):
+            plain["content"] = message["content"].replace(PICTURE, self._written)
+        return plain
+
+    def _what_is_written(self) -> str:
+        """Return what the chat template writes for a picture, the same wherever it is.
+
+        Raise ModelError if it writes nothing, or something else in another place.
+        """
+        try:
+            rest = self._probed(("\ue000", "\ue001")).partition("\ue000")[2]
+            written = rest.partition("\ue001")[0]
+            is_same = all(self._probed(texts) == self._joined(texts, written) for texts in PROBES)
+        except Exception as error:
+            why = " ".join(str(error).split())[:200]
+            raise ModelError(f"the model's chat template refuses pictures: {why}") from error
+        if self._sight.marker not in written or not is_same:
+            raise ModelError("the model's chat template has no place for pictures")
+        return written
+
+    def _joined(self, texts: Sequence[str], written: str) -> str:
+        return self._inner.render([{"role": "user", "content": written.join(texts)}])
+
+    def _probed(self, texts: Sequence[str]) -> str:
+        """Return a message with pictures between `texts`, in the form that templates expect."""
+        parts: list[dict[str, str]] = []
+        for text in texts:
+            parts += [{"type": "text", "text": text}, {"type": "image"}]
+        message: Any = {"role": "user", "content": parts[:-1]}
+        return str(cast(Any, self._inner).render_parts([message]))
