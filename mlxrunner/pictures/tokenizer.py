@@ -20,7 +20,10 @@ class SeeingTokenizer:
     """The tokenizer of a model that sees. All but pictures is left to the model's own."""
 
     def __init__(self, inner: Tokenizer, sight: Sight) -> None:
-        """Tokenize text with `inner`. Raise ModelError if its template has no place for pictures."""
+        """Tokenize text with `inner`.
+
+        Raise ModelError if its chat template has no place for pictures.
+        """
         self._inner, self._sight = inner, sight
         self._written = self._what_is_written()
 
