@@ -80,7 +80,7 @@ def test_the_sample_and_the_rest_are_everything(tmp_path: Path) -> None:
 
 
 def test_nothing_but_a_test_s_module_shortens_it() -> None:
-    """So its module tells whether a test runs whole in the sample."""
+    """A test's own module tells whether the sample runs it whole."""
     shared = [*(TESTS / "support").glob("*.py"), *TESTS.rglob("conftest.py")]
     asking = {
         path.name
