@@ -52,7 +52,7 @@ def new_lane(free: Bools, lanes: Iterable[Lane], count: int, most: int) -> Lane 
 def lane_behind(free: Bools, lanes: Iterable[Lane], count: int, begin: int) -> Lane | None:
     """Return a lane of `count` cells from `begin` on beside other `lanes`; None if one is taken."""
     end = begin + count
-    if not 0 < count or end > len(free) or not _without(free, lanes)[begin:end].all():
+    if count <= 0 or end > len(free) or not _without(free, lanes)[begin:end].all():
         return None
     return Lane(Run(begin, end), begin)
 
