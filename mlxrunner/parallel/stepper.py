@@ -300,6 +300,10 @@ class Stepper(Several):
         self.owner.check()
         self._scheduler.step()
 
+    def tell_first(self, on_first: Callable[[], object]) -> None:
+        """Call `on_first` in each step that has read first tokens, before it dispatches."""
+        self._scheduler.on_first = on_first
+
     def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
         """Tokenize a prompt and check its options. Any thread may do that."""
         return self._reception.prepare(prompt, given)

@@ -40,6 +40,11 @@ class Step:
     seconds: float
     """Seconds that its dispatch took. A device without a long queue runs it meanwhile."""
 
+    @property
+    def begins_answers(self) -> bool:
+        """True if a client waits for the first token of its answer, which the step samples."""
+        return any(not request.said and not request.finished for request, _ in self.sampled)
+
 
 class Composer:
     """The rows of an engine, and the time that they take."""
@@ -120,7 +125,8 @@ class Composer:
         cells = max(request.place for request in others)
         if any(request.priority == "interactive" for request in kept):
             return self._pace.allowance(len(kept), cells)
-        return max(1, min(self._pace.allowance(0, cells), self._most - len(kept)))
+        wanted = sum(self._want(request).tokens for request in others)
+        return max(1, min(self._pace.allowance(0, cells, wanted), self._most - len(kept)))
 
     def _alone(
         self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest], budget: int

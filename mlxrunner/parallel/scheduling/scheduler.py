@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,10 +22,7 @@ from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.sampling import Sampled, dispatch
-from mlxrunner.errors import (
-    CacheFullError,
-    FormError,
-)
+from mlxrunner.errors import CacheFullError, FormError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.assign import Assigner
@@ -95,6 +92,8 @@ class Scheduler:
         """Requests whose form allows no further token, with the error that ends them."""
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
+        self.on_first: Callable[[], object] = lambda: None
+        """A function that is called when answers have begun, before the next step is dispatched."""
         self.ticks = 0
         """Number of steps so far."""
         self._calls = 0
@@ -136,7 +135,7 @@ class Scheduler:
                 self._endings.retire(request)
 
     def step(self) -> None:
-        """Dispatch the next forward pass, then read the tokens of the last one."""
+        """Dispatch the next forward pass, then read the last one's tokens: first ones before."""
         self.ticks, self._calls = self.ticks + 1, 0
         with self._whole():
             self._run_errands()
@@ -148,6 +147,10 @@ class Scheduler:
             before, self._pending = self._pending, None
             row: Row = []
             try:
+                if before is not None and before.begins_answers:
+                    self._read(before)
+                    before = None
+                    self.on_first()
                 row = self._next_row()
                 if waits := self._drafts.is_worth_waiting(row):
                     self._read(before)
