@@ -121,8 +121,8 @@ async def merged(
     """
     if len(several) == 1:  # needs no task for each event
         async with aclosing(events_of(answers, several[0])) as events:
-            async for event in events:
-                yield 0, event
+            async for one in events:
+                yield 0, one
         return
     sources = [events_of(answers, asked) for asked in several]
     waiting = {asyncio.ensure_future(_next(source)): n for n, source in enumerate(sources)}
