@@ -34,17 +34,17 @@ class StepController(Controller):
         """Begin without measurements. `budget`: bounds what drafts lose."""
         super().__init__(budget)
         self._shared = budget
-        self._of = defaultdict[int, Controller](lambda: Controller(budget))
+        self._of: dict[int, Controller] = {}
         self._plain: defaultdict[int, int] = defaultdict(int)
         self._answers, self._can_pay = 1, True
-        self.costs = self._of[_size(1)].costs
+        self.costs = self._for(1).costs
 
     def carry(self, answers: int) -> None:
         """Note how many answers the next step carries."""
         self._answers = max(1, answers)
-        self.costs = self._of[_size(self._answers)].costs
-        self._can_pay = answers == 1 or any(
-            depth / answers + 1 - self.costs.ratio(depth) >= LEAST_GAIN
+        self.costs = self._for(_size(self._answers)).costs
+        self._can_pay = self._answers == 1 or any(
+            depth / self._answers + 1 - self.costs.ratio(depth) >= LEAST_GAIN
             for depth in DEPTHS
             if self._affords(depth)
         )
@@ -62,7 +62,7 @@ class StepController(Controller):
         if not shares:
             return 0
         part = [shares[0] / self._answers, *shares[1:]]
-        return self._of[_size(self._answers)].depth(part, most, first)
+        return self._for(_size(self._answers)).depth(part, most, first)
 
     def hold(self, depth: int) -> None:
         """Note that an answer of the next step drafts `depth` tokens, which may all be wrong."""
@@ -83,7 +83,7 @@ class StepController(Controller):
 
         An answer that gets one token more saves its share of a step. `late`: see `Drafting.passed`.
         """
-        costs = self._of[_size(answers)].costs
+        costs = self._for(_size(answers)).costs
         lost = min(late / costs.single, 1.0) if late and costs.single else 0.0
         self._shared.pay(costs.ratio(rows) + lost, tokens / answers)
 
@@ -92,12 +92,19 @@ class StepController(Controller):
         size = _size(answers)
         if rows:
             self._plain[size] = 0
-            self._of[size].verified(rows, seconds)
+            self._for(size).verified(rows, seconds)
             return
         self._plain[size] += 1
         if self._plain[size] % FORGOTTEN == 0:
-            del self._of[size]
-        self._of[size].passed(seconds)
+            self._of.pop(size, None)
+        self._for(size).passed(seconds)
+
+    def _for(self, size: int) -> Controller:
+        """Return the controller of steps of a size. It begins with what smaller ones know."""
+        if size not in self._of:
+            like = self._for(size - 1).costs if size > 1 else None
+            self._of[size] = Controller(self._shared, like)
+        return self._of[size]
 
 
 class Drafts:
