@@ -7,7 +7,8 @@ run over local workers is killed and resumed until all kills are used: every fif
 driver, the others a worker, each with SIGKILL after answers came. With --pause, a worker is stopped
 first for that long (SIGSTOP), once. The output has to have the bytes of one process, and each
 moment's output has to be a beginning of them. Each event is noted in kills.log in --folder, where
-all files stay if something differs. Linux only: it reads which process is whose from /proc.
+all files stay, as they do if something differs. A folder that has the lines and the answers of one
+process is used again. Linux only: it reads which process is whose from /proc.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ def output() -> bytes:
     return Path("out.jsonl").read_bytes() if Path("out.jsonl").exists() else b""
 
 
+def progress() -> int:
+    """Return how often a driver has said how many lines are answered."""
+    log = Path("driver.log")
+    return log.read_bytes().count(b" lines, ") if log.exists() else 0
+
+
 class Killer:
     """Runs the batch, kills, and counts."""
 
@@ -89,8 +96,8 @@ class Killer:
 
     def _wait(self, driver: subprocess.Popen[bytes]) -> None:
         """Wait until answers came since the last kill, and a little longer."""
-        before, end = len(output()), time.monotonic() + PATIENCE_S
-        while driver.poll() is None and len(output()) == before and time.monotonic() < end:
+        before, end = progress(), time.monotonic() + PATIENCE_S
+        while driver.poll() is None and progress() == before and time.monotonic() < end:
             time.sleep(0.02)
         time.sleep(self._chosen.uniform(0, 0.5))
 
@@ -133,7 +140,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=800)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument("--folder", help="a new folder for all files, which stay")
+    parser.add_argument("--folder", help="a folder for all files, which stay")
     parser.add_argument(
         "--quick", action="store_true", help="2 kills, 40 lines: does it work, nothing else"
     )
@@ -142,8 +149,9 @@ def main() -> None:
     folder = Path(asked.folder or tempfile.mkdtemp(prefix="mlxrunner-kills-"))
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    write(lines)
-    subprocess.run(command("-o", "whole.jsonl", "-q"), check=True)
+    if not Path("whole.jsonl.done").exists():
+        write(lines)
+        subprocess.run(command("-o", "whole.jsonl", "-q"), check=True)
     expected = Path("whole.jsonl").read_bytes()
     killer, began = Killer(asked.workers, kills, asked.pause), time.monotonic()
     killer.run(expected)

@@ -21,10 +21,9 @@ from mlxrunner.batch.shards.cut import Costs, cut, split
 MOST_ENDS = 3
 """The workers that a line may end before it gets an error."""
 STEADY = 32
-"""The part of an even share of all lines that a worker is taken to have answered at even speed."""
-
+"""Each worker is taken to have answered an even share's 32nd part at even speed before it began."""
 PLENTY = 32
-"""The times that what is left exceeds even shares of a worker's size when no share is counted."""
+"""A worker gets lines without a look at its share while 32 times what it has is left for each."""
 
 
 @dataclass
@@ -70,7 +69,7 @@ class Dealer:
         self._read, self._indexes, self._costs = read, indexes, costs
         places = pairwise(cut(costs, parts))
         self._free = deque(_Stretch(first, end) for first, end in places if first < end)
-        self._steady = costs.total / (STEADY * parts)
+        self._steady = max(costs.total, 1) / (STEADY * parts)
         self._answered = 0
         """The cost of the lines that were answered."""
         self._undealt = costs.total
