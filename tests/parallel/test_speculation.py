@@ -68,6 +68,7 @@ def logprobs(results: list[Result]) -> list[float]:
     return [logprob for one in results for logprob, _ in one.logprobs or []]
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.exhaustive(2, "gemma3_text", "qwen3_next")
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *STATES])
 def test_any_history_with_guesses_gives_the_answers_of_cold_single_runs(name: str) -> None:
