@@ -23,6 +23,11 @@ class Guesses:
         self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
         self.passes = 0
 
+        self.source, self.model_s = "lookup", None
+
+    def close(self) -> None:
+        """Keep nothing for a request."""
+
     def add(self, token: int) -> None:
         self.place += 1
 

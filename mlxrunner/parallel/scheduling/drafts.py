@@ -20,6 +20,7 @@ from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.row import Row
 from mlxrunner.speculation.controller import DEEPEST, Budget, Controller
 from mlxrunner.speculation.drafting import Experience
+from mlxrunner.speculation.seats import MOST_ANSWERS
 from mlxrunner.speculation.sources import Sources
 
 FORGOTTEN = 256
@@ -29,9 +30,13 @@ FORGOTTEN = 256
 class StepController(Controller):
     """The choice of how much one answer of a step drafts. It learns from whole steps."""
 
-    def __init__(self, budget: Budget) -> None:
-        """Begin without measurements. `budget`: bounds what drafts lose."""
+    def __init__(self, budget: Budget, most: int = DEEPEST) -> None:
+        """Begin without measurements. `budget`: bounds what drafts lose.
+
+        `most`: the answers of a step beyond which there are no drafts.
+        """
         super().__init__(budget)
+        self._most = most
         self._of = defaultdict[int, Controller](lambda: Controller(budget))
         self._plain: defaultdict[int, int] = defaultdict(int)
         self._answers = 1
@@ -46,7 +51,7 @@ class StepController(Controller):
 
         A right guess saves one of the answers a step, so it counts as that part of one.
         """
-        if not shares:
+        if not shares or self._answers > self._most:
             return 0
         part = [shares[0] / self._answers, *shares[1:]]
         return self._of[_size(self._answers)].depth(part, most, first)
@@ -78,16 +83,19 @@ class Drafts:
 
         `most`: rows that drafts may add to a step.
         """
-        budget = Budget()
-        self._controller = StepController(budget)
-        experience = Experience(budget, of_steps=self._controller)
-        self._sources = None if facts is None else Sources(facts, experience)
+        self._budget = Budget()
+        self._controller = StepController(self._budget)
+        self._modelled = StepController(self._budget, MOST_ANSWERS)
+        self._said_s: float | None = None
+        """Seconds in which a model drafted all guesses of the step; None: they tell nothing."""
+        experience = Experience(self._budget, of_steps=(self._controller, self._modelled))
+        self.sources = None if facts is None else Sources(facts, experience)
         self._most = min(most, DEEPEST)
 
     def begin(self, request: ActiveRequest) -> None:
         """Prepare the drafts of a request whose first token was read."""
-        if self._sources is not None and request.drafting is None:
-            request.drafting = self._sources.drafting(
+        if self.sources is not None and request.drafting is None:
+            request.drafting = self.sources.drafting(
                 request.next_token, request.lease, request.options.speculate
             )
 
@@ -95,7 +103,7 @@ class Drafts:
         """Return True if the tokens of the last step are needed before `row` is dispatched."""
         if not self._may_draft(row):
             return False
-        self._controller.carry(len(row))
+        self._carry(row)
         return any(
             request.drafting is not None
             and not request.is_read
@@ -111,14 +119,22 @@ class Drafts:
         """
         if not self._may_draft(row):
             return row
-        self._controller.carry(len(row))
+        self._carry(row)
         left = self._most - sum(count - 1 for _, count in row)
         asked = [one for one, _ in row if one.is_read and one.drafting is not None]
         for place, request in enumerate(asked):
             request.draft = _draft(request, min(left // (len(asked) - place), self._room(request)))
             request.draft = _fitting(request, width)
             left -= len(request.draft)
+        drafted = [one.drafting for one in asked if one.draft and one.drafting is not None]
+        said = [one.model_s for one in drafted if one.source == "model"]
+        seconds = [one for one in said if one is not None]
+        self._said_s = sum(seconds) if len(seconds) == len(drafted) else None
         return [(request, count + len(request.draft)) for request, count in row]
+
+    def _carry(self, row: Row) -> None:
+        for controller in (self._controller, self._modelled):
+            controller.carry(len(row))
 
     def _may_draft(self, row: Row) -> bool:
         """Return True if a step carries few rows: only answers, and fewer than a draft may add.
@@ -146,6 +162,11 @@ class Drafts:
     def measure(self, answers: int, drafted: int, seconds: float) -> None:
         """Note what a step without prompts took."""
         self._controller.measure(answers, drafted, seconds)
+        if not drafted:
+            self._modelled.measure(answers, 0, seconds)
+            self._budget.pay(1, 1)
+        elif self._said_s is not None:
+            self._modelled.measure(answers, drafted, seconds + self._said_s)
 
 
 def sample(
