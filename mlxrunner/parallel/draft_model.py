@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
@@ -12,7 +11,6 @@ from mlxrunner.memory.plan import SMALLEST_CONTEXT, Batch, Demand
 from mlxrunner.memory.reserve import demand_of, reserve
 from mlxrunner.models.facts import without_weights
 from mlxrunner.models.load import LoadedModel, load_model
-from mlxrunner.models.resolve import name_of
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.speculation.seats import MOST_ANSWERS, DraftSeats
@@ -39,13 +37,12 @@ class DraftPlan:
     """Most bytes of an entry."""
 
     @classmethod
-    def of(cls, name: str | PathLike[str], context: int, asked: OpenSettings) -> DraftPlan:
+    def of(cls, name: str, context: int, asked: OpenSettings) -> DraftPlan:
         """Plan the draft model `name` for answers of at most `context` tokens.
 
         Its own context is the longest that fits. Raise ModelError if it is missing or broken, and
         MemoryPlanError if it does not fit.
         """
-        name = name_of(name)
         found, entries = without_weights(name), min(MOST_ANSWERS, asked.max_sequences)
         offered, limit = device.offered_bytes(), min(context, found.facts.context)
         options = CacheOptions(limit, asked.reserve, asked.rewind_slack)

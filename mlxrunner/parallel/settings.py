@@ -116,9 +116,9 @@ class OpenSettings(EngineSettings):
         metavar="FOLDER",
     )
     reserve: bool = option(True, bool, "Take memory as it is needed, not at start.")
-    draft_model: str | PathLike[str] | None = option(
+    draft_model: str | None = option(
         None,
-        Path,
+        str,
         "A smaller model of the same vocabulary: it guesses tokens where that pays. Answers stay "
         "the same.",
         metavar="MODEL",
@@ -147,4 +147,4 @@ class OpenKwargs(EngineKwargs, total=False):
     park_bytes: int
     park_folder: str | PathLike[str] | None
     reserve: bool
-    draft_model: str | PathLike[str] | None
+    draft_model: str | None
