@@ -29,7 +29,7 @@ class DraftPlan:
 
     name: str
     demand: Demand
-    """That of its weights and of one entry."""
+    """The memory of its weights and of one entry."""
     options: CacheOptions
     """The options of its layer caches, with its context."""
     entries: int
