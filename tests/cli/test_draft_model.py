@@ -61,6 +61,7 @@ def test_a_batch_answers_the_same_with_a_draft_model(
     """With one line at a time and with two; the usage says what was guessed."""
     for kind in (Controller, StepController):
         monkeypatch.setattr(kind, "depth", lambda self, shares, most, first=1.0: min(most, 3))
+        monkeypatch.setattr(kind, "may_draft", True)
     lines = "".join(json.dumps({"prompt": f"In the morning {n}"}) + "\n" for n in range(2))
     (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
     answers = []

@@ -41,6 +41,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
         return min(most, DEEPEST) if few else 0
 
     monkeypatch.setattr(StepController, "depth", depth)
+    monkeypatch.setattr(StepController, "may_draft", True)
     monkeypatch.setattr("mlxrunner.speculation.drafting.FOLLOWING", 10.0**6)
 
 
