@@ -23,6 +23,8 @@ from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.templates.rendering import jinja_renderer
 from mlxrunner.tokenizer.byte_level import EOS, VOCAB, ByteTokenizer
 
+GUESSED = 16
+"""The most tokens of a pass that checks guesses."""
 BEGIN = "<|im_start|>assistant\n"
 """The text before an answer."""
 TEMPLATE = (
@@ -53,14 +55,15 @@ class Actor:
         return [KVCache()]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Return logits `[1, n, VOCAB]`, of which only the last row is of use."""
+        """Return logits `[1, n, VOCAB]`, of which the last GUESSED rows are of use."""
         n = tokens.shape[1]
         self.forwards.append(n)
         row = mx.broadcast_to(tokens[0].astype(mx.float32)[None, None, :, None], (1, 1, n, 2))
         keys, _ = cache[0].update_and_fetch(row, row)
         seen = np.array(keys[0, 0, :, 0]).astype(np.int64)
         logits = np.zeros((1, n, VOCAB), np.float32)
-        logits[0, -1, self._next(seen)] = 50.0
+        for back in range(min(n, GUESSED)):
+            logits[0, n - 1 - back, self._next(seen[: len(seen) - back])] = 50.0
         return mx.array(logits)
 
     def parameters(self) -> dict[str, mx.array]:
