@@ -290,7 +290,9 @@ def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
     length = fewer(200, 120)
     with Stepper(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
         for _ in range(2):
-            results = runner.run(prompts(count), max_tokens=length, stop_tokens=[])
+            results = runner.run(
+                prompts(count), max_tokens=length, stop_tokens=[], speculate="auto"
+            )
     guesses = [use for one in results for use in one.usage.drafts]
     assert not sum(use.accepted for use in guesses)
     assert max(cost) > 1 or slope * count > 1
