@@ -40,7 +40,7 @@ from mlxrunner.chat.view import (
     wrapped,
 )
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
-from mlxrunner.loading import plan_model
+from mlxrunner.loading import add_draft_model, plan_model
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.options import RunnerSettings
 from mlxrunner.results import Chunk
@@ -331,7 +331,7 @@ class Chat:
         # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
         try:
-            runner = _load(name, loading)
+            runner = self._load(name, loading)
         except Exception as error:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
@@ -362,14 +362,27 @@ class Chat:
 
     def _loaded_again(self) -> Runner:
         try:
-            return _load(self.model, self.loading)
+            return self._load(self.model, self.loading)
         except Exception as error:
             failed = NoRunner(" ".join(str(error).split()))
             self.conversation.runner = failed  # type: ignore[assignment]
             raise
 
+    def _load(self, model: str, loading: dict[str, Any]) -> Runner:
+        """Load a model in the middle of a chat, with a bar if that takes long.
 
-def _load(model: str, loading: dict[str, Any]) -> Runner:
-    """Load a model in the middle of a chat, with a bar if that takes long."""
-    with loading_bar(model) as show:
-        return Runner.load(model, progress=show, **loading)
+        If the draft model can't guess for it, say why, and go on without.
+        """
+        own, why = dict(loading), ""
+        draft = own.pop("draft_model", None)
+        with loading_bar(model) as show:
+            runner = Runner.load(model, progress=show, **own)
+            try:
+                if draft is not None:
+                    trusts = bool(own.get("trust_remote_code"))
+                    add_draft_model(runner, draft, trust_remote_code=trusts, progress=show)
+            except MlxrunnerError as error:
+                why = str(error).partition("\n")[0]
+        if why:
+            self.say(f"{draft} guesses nothing for {model}: {why}")
+        return runner

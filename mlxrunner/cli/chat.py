@@ -148,8 +148,8 @@ def chat(
             if resumed is not None:
                 name = None if switch_model else saving.kept_as
                 model = _put_back(resumed, name, conversation, loading, model, given, keyboard)
-            guessing = loading | {"draft_model": draft_model}
-            conversation.runner = load(model, guessing, banner=is_terminal())
+            loading["draft_model"] = draft_model
+            conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
             opened, table = open_chat(

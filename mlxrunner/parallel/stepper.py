@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.layers.factory import check_quantized
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
@@ -26,6 +27,7 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import SubmitKwargs
+from mlxrunner.parallel.draft_model import seats_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.opening import Opening, parking_of
 from mlxrunner.parallel.reception import Reception
@@ -36,6 +38,7 @@ from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
 from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.results import FinishReason, Result, Usage
+from mlxrunner.speculation.seats import DraftSeats
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
@@ -68,7 +71,7 @@ class Stepper(Several):
         given; None: as long as keeps the speed of the answers, see
         `mlxrunner.parallel.scheduling.pace`. `context` is the most tokens of one prompt and its
         answer. `parking`: where conversations go that are given up; None: they are lost. Raise
-        OptionError for numbers that are out of range.
+        OptionError for numbers that are out of range, and for `kv_bits` that the model can't have.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
         given: EngineKwargs = {"step_ms": 0, **settings}
@@ -86,9 +89,11 @@ class Stepper(Several):
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
         self.shown_as: Callable[[], Any] = lambda: self
         """A function that returns what observers get as the runner."""
+        options = cache_options(chosen, whole=False)
+        check_quantized(model, options)
         self._adapted = engine_for(
             model,
-            cache_options(chosen, whole=False),
+            options,
             max_sequences=max_sequences,
             capacity=-(-self.cells // max_sequences),
             max_batch=self.prefill_step,
@@ -134,10 +139,13 @@ class Stepper(Several):
         the largest step once. Without `cells` there are as many as fit into `memory` bytes, or with
         `reserve` into what the plan leaves, and at most `max_sequences * context`. Raise
         MemoryPlanError with the plan's table, before anything is allocated, if the plan does not
-        fit, and SessionError if the folder for parking can't be used.
+        fit, SessionError if the folder for parking can't be used, and OptionError if a draft model
+        has another vocabulary.
         """
         given: OpenKwargs = {"step_ms": 0, **settings}
-        opening = Opening.of(loaded, OpenSettings.of(max_sequences=max_sequences, **given))
+        asked = OpenSettings.of(max_sequences=max_sequences, **given)
+        seats = seats_of(loaded, asked)
+        opening = Opening.of(loaded, asked, 0 if seats is None else seats.nbytes)
         chosen = opening.settings()
         parts, parking = (loaded.model, loaded.tokenizer, loaded.facts), parking_of(loaded, chosen)
         try:
@@ -147,6 +155,7 @@ class Stepper(Several):
                 parking.close()
             raise
         runner.suggested_options = dict(loaded.suggested)
+        runner.guess_with(seats)
         try:
             if chosen.reserve:
                 runner.plan = opening.reserve(runner._adapted, runner.cells)
@@ -211,6 +220,19 @@ class Stepper(Several):
         """
         self._adapted.can_split = False
 
+    def guess_with(self, seats: DraftSeats | None) -> None:
+        """Let a draft model guess from now on; None: none does."""
+        sources = self._scheduler.sources
+        if sources is not None:
+            sources.model = seats
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model with all that it may store."""
+        sources = self._scheduler.sources
+        seats = None if sources is None else sources.model
+        return seats.nbytes if isinstance(seats, DraftSeats) else 0
+
     def __repr__(self) -> str:
         if self.owner.is_closed:
             return f"{type(self).__name__}({self.name!r}, closed)"
@@ -233,6 +255,7 @@ class Stepper(Several):
             if self._parking is not None and self._parking.is_kept:
                 self._scheduler.residents.park_all()
         finally:
+            self.guess_with(None)
             self._scheduler.drop()
             self._adapted.close()
             if self._parking is not None:
@@ -296,6 +319,10 @@ class Stepper(Several):
         """
         self.owner.check()
         self._scheduler.step()
+
+    def tell_first(self, on_first: Callable[[], object]) -> None:
+        """Call `on_first` in each step that has read first tokens, before it dispatches."""
+        self._scheduler.on_first = on_first
 
     def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
         """Tokenize a prompt and check its options. Any thread may do that."""

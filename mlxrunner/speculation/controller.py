@@ -65,20 +65,25 @@ class Budget:
 
     def __init__(self) -> None:
         self.left = AT_FIRST
+        self.held = 0.0
+        """Passes that the drafts of the step under way may lose: no other draft may."""
 
     def begin(self) -> None:
         """Begin an answer. What earlier ones gained is no reason to lose time in this one."""
         self.left = min(self.left, AT_FIRST)
 
-    def pay(self, passes: float, tokens: int) -> None:
+    def pay(self, passes: float, tokens: float) -> None:
         """Note that `tokens` of the answer took the time of `passes` of one row."""
         self.left = min(self.left + tokens * (1 + LOSS) - passes, MOST_LEFT)
+        self.held = 0.0
 
 
 class Costs:
     """The seconds that passes of one row and of several rows kept the caller waiting."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: Costs | None = None) -> None:
+        """Begin without measurements. `like`: those that hold until there are own ones."""
+        self._like = like
         self._single: deque[float] = deque(maxlen=REMEMBERED)
         # In passes of one row of that time: a longer context makes both slower.
         self._checked = {depth: deque[float](maxlen=REMEMBERED) for depth in DEPTHS}
@@ -97,7 +102,7 @@ class Costs:
     @property
     def is_known(self) -> bool:
         """True if a pass of several rows was measured."""
-        return any(self._checked.values())
+        return any(self._checked.values()) or (self._like is not None and self._like.is_known)
 
     def measure_single(self, seconds: float) -> None:
         """Note the seconds of a pass of one row."""
@@ -113,6 +118,8 @@ class Costs:
         """Return the cost of a pass with a draft of `depth`, in passes of one row."""
         if not depth:
             return 1.0
+        if self._like is not None and not any(self._checked.values()):
+            return self._like.ratio(depth)
         if depth not in self._ratios:
             self._ratios[depth] = self._ratio(depth)
         return self._ratios[depth]
@@ -127,9 +134,12 @@ class Costs:
 class Controller:
     """The choice of a depth, 0 included. It outlives requests: the device stays the same."""
 
-    def __init__(self, budget: Budget | None = None) -> None:
-        """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does."""
-        self.costs, self._budget = Costs(), budget
+    def __init__(self, budget: Budget | None = None, like: Costs | None = None) -> None:
+        """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does.
+
+        `like`: see `Costs`.
+        """
+        self.costs, self._budget = Costs(like), budget
         self._drafts = 0
         self._single_since_probe = 0
 
@@ -142,6 +152,11 @@ class Controller:
         """Note a pass that checked `depth` drafted tokens."""
         self.costs.measure(depth, seconds)
         self._drafts += 1
+
+    def pay(self, depth: int, tokens: int, lost: float = 0.0) -> None:
+        """Note that a pass with `depth` more rows gave `tokens`, and what was `lost` beside it."""
+        if self._budget is not None:
+            self._budget.pay(self.costs.ratio(depth) + lost, tokens)
 
     def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
         """Return how many tokens to draft, at most `most`; 0: a draft would cost time.
@@ -174,7 +189,9 @@ class Controller:
         if not self.costs.can_tell:
             return False
         most = DEEPEST if self.costs.is_known else 1
-        return depth <= most and self.costs.ratio(depth) - 1 <= self._budget.left
+        return (
+            depth <= most and self.costs.ratio(depth) - 1 <= self._budget.left - self._budget.held
+        )
 
     def _probe(self, expected: Sequence[float], depths: Sequence[int]) -> int:
         """Return a depth to measure once more, if its loss is small beside plain decoding."""

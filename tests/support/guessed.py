@@ -18,10 +18,16 @@ DEEPEST = 9
 class Guesses:
     """In place of `mlxrunner.speculation.drafting.Drafting`: it knows the answer."""
 
+    always = True
+
     def __init__(self, answer: list[int], rng: random.Random, seen: Counter[str]) -> None:
         self.answer, self.rng, self.seen, self.place = answer, rng, seen, 0
         self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
         self.passes = 0
+        self.source, self.model_s = "lookup", None
+
+    def close(self) -> None:
+        """Keep nothing for a request."""
 
     def add(self, token: int) -> None:
         self.place += 1
