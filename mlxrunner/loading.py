@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.errors import MemoryPlanError, ModelError
+from mlxrunner.errors import MemoryPlanError, ModelError, OptionError
 from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import (
     announce,
@@ -87,9 +87,12 @@ def load(
     reserve: bool,
     trust_remote_code: bool,
     draft_model: str | None,
+    pictures: bool,
     progress: LoadProgress,
 ) -> Runner:
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
+    if pictures:
+        return _seeing(kind, model, settings, reserve, trust_remote_code, draft_model, progress)
     runner = _loaded(kind, model, settings, reserve, trust_remote_code, progress)
     if draft_model is not None:
         add_draft_model(runner, draft_model, trust_remote_code=trust_remote_code, progress=progress)
@@ -108,17 +111,51 @@ def _loaded(
         with suppress(ModelError):  # loading the model explains better what is wrong with it
             must_fit(plan_model(model, **vars(settings)))
     loaded = load_model(model, trust_remote_code=trust_remote_code, progress=progress)
-    demand = demand_of(
+    demand = _demand(loaded, settings, weights_of(loaded.model))
+    if not reserve:
+        return _growing(kind, loaded, model, settings, demand)
+    return _reserved(kind, loaded, model, settings, demand, progress)
+
+
+def _seeing(
+    kind: type[Runner],
+    model: str,
+    settings: RunnerSettings,
+    reserve: bool,
+    trust_remote_code: bool,
+    draft_model: str | None,
+    progress: LoadProgress,
+) -> Runner:
+    """Load `model` with its encoder of pictures."""
+    from mlxrunner.models.seeing import load_seeing
+    from mlxrunner.pictures.sight import KEPT_BYTES
+
+    for name, given in (("trust_remote_code", trust_remote_code), ("draft_model", draft_model)):
+        if given:
+            raise OptionError(f"{name}: a model that sees pictures runs without it: leave it out")
+
+    def check(unread: LoadedModel) -> None:
+        demand = _demand(unread, settings, weights_of(unread.model.inner))
+        limit, offered = unread.facts.context, device.offered_bytes()
+        must_fit(_chosen(replace(demand, pictures=KEPT_BYTES), settings, limit, offered))
+
+    loaded = load_seeing(model, progress=progress, check=check)
+    demand = _demand(loaded, settings, weights_of(loaded.model.inner))
+    demand = replace(demand, pictures=loaded.model.sight.work_bytes(tries=reserve))
+    if not reserve:
+        return _growing(kind, loaded, model, settings, demand)
+    return _reserved(kind, loaded, model, settings, demand, progress)
+
+
+def _demand(loaded: LoadedModel, settings: RunnerSettings, weights: int) -> Demand:
+    return demand_of(
         loaded.model,
         loaded.config,
         cache_options(settings, loaded.facts.context),
         settings.prefill_step,
-        weights=weights_of(loaded.model),
+        weights=weights,
         checkpoint_budget=settings.checkpoint_budget,
     )
-    if not reserve:
-        return _growing(kind, loaded, model, settings, demand)
-    return _reserved(kind, loaded, model, settings, demand, progress)
 
 
 def add_draft_model(

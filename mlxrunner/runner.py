@@ -94,15 +94,13 @@ class Runner(Telling):
         self.plan: Plan | None = None
         """The memory plan, if the model was loaded by `load`."""
         self.suggested_options: dict[str, Any] = {}
-        """The sampling that the model's generation_config.json suggests, as options of `generate`.
-
-        Nothing uses it by itself: `generate(prompt, **runner.suggested_options)` does.
-        """
+        """The sampling that the model suggests, for `generate(prompt, **suggested_options)`."""
         self.growing: Demand | None = None
         """The memory that tokens need, if it is taken as the conversation grows."""
         self._discarded = 0
         self._running: weakref.ref[Owned[Chunk]] | None = None
         self._options = cache_options(chosen, facts.context, whole=whole)
+        self._sight = getattr(model, "sight", None)
         check_quantized(model, self._options)
         self._cache = PrefixCache(
             partial(make_layer_caches, model, self._options),
@@ -121,6 +119,7 @@ class Runner(Telling):
         reserve: bool = True,
         trust_remote_code: bool = False,
         draft_model: str | PathLike[str] | None = None,
+        pictures: bool = False,
         progress: LoadProgress = tell_nobody,
         **settings: Unpack[RunnerKwargs],
     ) -> Runner:
@@ -131,7 +130,8 @@ class Runner(Telling):
         memory as the conversation grows, and raises MemoryPlanError if a limit of the process
         (`ulimit`) or its cgroup leaves no room. `trust_remote_code` runs Python code that comes
         with the model. `draft_model`, a smaller one of the same vocabulary, guesses what the model
-        says. `progress` is told of each step, and how many of how many bytes of it are done.
+        says. `pictures` loads the model with its encoder of pictures, which needs the extra
+        "vision". `progress` is told of each step, and how many of how many bytes of it are done.
 
         Raise ModelError if something is missing or broken, MemoryPlanError with a table if the
         memory does not suffice, and OptionError if a setting is out of range.
@@ -139,6 +139,7 @@ class Runner(Telling):
         chosen = RunnerSettings.of(context=context, **settings)
         check_flag("reserve", reserve)
         check_flag("trust_remote_code", trust_remote_code)
+        check_flag("pictures", pictures)
         return load(
             cls,
             name_of(model),
@@ -146,6 +147,7 @@ class Runner(Telling):
             reserve=reserve,
             trust_remote_code=trust_remote_code,
             draft_model=None if draft_model is None else name_of(draft_model),
+            pictures=pictures,
             progress=progress,
         )
 
@@ -172,7 +174,7 @@ class Runner(Telling):
         self._enter()
         self._cache.reset()
         self._cache, self.sources = PrefixCache(list), Sources(self.facts)
-        self._pipeline = self.model = None
+        self._pipeline = self.model = self._sight = None
         self.owner.close()
         mx.clear_cache()
 
@@ -214,10 +216,9 @@ class Runner(Telling):
         mx.clear_cache()
 
     def tokenize(self, prompt: Prompt) -> TokenArray:
-        """Return the token ids of `prompt`, `[n]`.
+        """Return the token ids of `prompt`, `[n]`: see `generate`.
 
-        A `str` is raw text, integers are taken as they are, and messages go through the chat
-        template. Raise PromptError if the prompt cannot be tokenized.
+        Raise PromptError if it cannot be tokenized.
         """
         self.owner.check()
         return tokenize_prompt(self.tokenizer, prompt).tokens
@@ -298,10 +299,10 @@ class Runner(Telling):
         """
         self._enter()
         check_callable("cancelled", cancelled, "no arguments")
-        tokens = self.tokenize(prompt)
-        if not len(tokens):
+        tokenized = tokenize_prompt(self.tokenizer, prompt)
+        if not len(tokens := tokenized.tokens):
             return 0
-        check_tokens(tokens, self.facts.vocab)
+        check_tokens(tokens, self.facts.vocab, has_pictures=tokenized.pictures > 0)
         check_length(tokens, self.context)
         if self.facts.depends_on_chunks or common_prefix(self.entry.tokens.array, tokens) == len(
             tokens
@@ -313,6 +314,7 @@ class Runner(Telling):
             return self._evaluate(lease, cancelled)
         finally:
             lease.close()  # a second time: Ctrl-C may have cut off the first
+            self._forget_pictures()
 
     def _evaluate(self, lease: EntryLease, cancelled: Callable[[], bool]) -> int:
         with lease:
@@ -326,6 +328,11 @@ class Runner(Telling):
             except Exception:
                 keep_only_what_can_be_evaluated(lease)
                 raise
+
+    def _enter(self) -> None:
+        super()._enter()
+        if not self._cache.is_busy:
+            self._forget_pictures()
 
     def _must_have_room(self, tokens: int) -> None:
         """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""

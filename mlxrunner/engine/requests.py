@@ -20,6 +20,7 @@ from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
     Prompt,
+    Seeing,
     TokenizedPrompt,
     check_length,
     check_tokens,
@@ -79,6 +80,8 @@ def prepare(
     tokens = tokenized.tokens
     check_tokens(tokens, facts.vocab, has_pictures=bool(tokenized.pictures))
     _check_ends(options, facts.vocab)
+    if isinstance(tokenizer, Seeing):
+        _check_seeing(options)
     shift = shift_of(options, tokenizer, tokenized, context)
     discarded = 0
     if shift is None:
@@ -110,6 +113,16 @@ def _check_ends(options: GenerateOptions, vocab: int) -> None:
                 f"stop_tokens: {token} is beyond the model's vocabulary, it has to be between 0 "
                 f"and {vocab - 1}"
             )
+
+
+def _check_seeing(options: GenerateOptions) -> None:
+    """Raise OptionError for what a model that sees pictures can't do."""
+    if options.overflow == "shift":
+        raise OptionError(
+            "overflow: a model that sees pictures can't drop a part of its context: use 'stop'"
+        )
+    if options.speculate not in (None, "off"):
+        raise OptionError("speculate: nothing is guessed for a model that sees pictures: 'off'")
 
 
 def _limit(options: GenerateOptions, context: int, prompt: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
 from functools import partial
+from typing import Any
 
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.engine.observation import Observer, tell
@@ -25,6 +26,8 @@ class Telling(Closing):
         """The usage of the last request after its end, even if it failed; None until then."""
         self._pipeline: Pipeline | None = None
         self._untold: Run | None = None
+        self._sight: Any = None
+        """The eyes of a model that sees pictures; None: it sees none."""
 
     @property
     @abstractmethod
@@ -62,7 +65,13 @@ class Telling(Closing):
                 self._pipeline.finish()
         finally:
             run.lease.close()
+            self._forget_pictures()
         self._tell(run)
+
+    def _forget_pictures(self) -> None:
+        """Drop what only a request that has ended needed of its pictures."""
+        if self._sight is not None:
+            self._sight.settle()
 
     def _tell(self, run: Run) -> None:
         """Tell the observers of a request that has ended, once."""

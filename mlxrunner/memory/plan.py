@@ -58,6 +58,8 @@ class Demand:
     """Bytes that the program itself needs to note the tokens of many sequences."""
     host_per_token: int = 0
     """Bytes that it needs in addition for each token."""
+    pictures: int = 0
+    """Bytes for pictures: what is kept of them, and the most that one takes until it is seen."""
 
     def host(self, context: int) -> int:
         """Return the bytes of the program's own notes for `context` tokens."""
@@ -92,7 +94,7 @@ class Demand:
         """
         batch = self.batch.nbytes(tokens) * min(tokens, prefill_step) // prefill_step
         caches = self.caches(tokens) + self.drafts(tokens)
-        return self.weights + caches + self.checkpoints(tokens, offered) + batch
+        return self.weights + caches + self.checkpoints(tokens, offered) + batch + self.pictures
 
     def total(self, context: int, offered: int) -> int:
         """Return all bytes for `context` tokens on a device that offers `offered` bytes."""
@@ -103,6 +105,7 @@ class Demand:
             + self.checkpoints(context, offered)
             + self.batch.nbytes(context)
             + self.host(context)
+            + self.pictures
         )
 
     def largest_context(self, offered: int, limit: int) -> int:
@@ -208,6 +211,7 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
             batch,
         ),
         *([Line("places of the tokens, and a mask", host)] if host else []),
+        *([Line("pictures", demand.pictures)] if demand.pictures else []),
     ]
     total = sum(line.total for line in lines)
     largest = demand.largest_context(offered, max(limit, context))

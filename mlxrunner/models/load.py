@@ -74,14 +74,14 @@ def load_model(
         folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
     )
     model, config = _load_weights(folder, trust_remote_code)
-    _read_weights(folder, model, progress)
-    facts = _tried(name, model, usable_facts(folder, model, config))
+    read_weights(folder, model, progress)
+    facts = tried(name, model, usable_facts(folder, model, config))
     if HUB_ID.fullmatch(name) and not Path(name).is_dir():
         remember_use(name)
-    return LoadedModel(name, folder, model, tokenizer, facts, config, _suggested(folder))
+    return LoadedModel(name, folder, model, tokenizer, facts, config, suggested(folder))
 
 
-def _suggested(folder: Path) -> dict[str, Any]:
+def suggested(folder: Path) -> dict[str, Any]:
     """Return the sampling that the model suggests, and warn in the log of what is ignored."""
     found = suggestion_of(folder)
     if found.problem is not None:
@@ -89,7 +89,7 @@ def _suggested(folder: Path) -> dict[str, Any]:
     return found.options
 
 
-def _tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
+def tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
     """Test the model with a few tokens, and warn in the log if its answers depend on chunks."""
     found = depends_on_chunks(model, facts.vocab)
     if found:
@@ -151,11 +151,12 @@ def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str,
         if dtype is not None and not config.get("quantization"):
             model.set_dtype(dtype)
     except Exception as error:
-        raise ModelError(f"{folder}: {_explain(error)}") from error
+        raise ModelError(f"{folder}: {explained(error)}") from error
     return model, config
 
 
-def _read_weights(folder: Path, model: Any, progress: LoadProgress) -> None:
+def read_weights(folder: Path, model: Any, progress: LoadProgress) -> None:
+    """Read the weights of `model`. Raise ModelError if they are damaged, or too large."""
     parameters: Any = tree_flatten(model.parameters())
     arrays: list[mx.array] = [array for _, array in parameters]
     total, done = sum(array.nbytes for array in arrays), 0
@@ -167,7 +168,7 @@ def _read_weights(folder: Path, model: Any, progress: LoadProgress) -> None:
     except MemoryError as error:
         raise ModelError(f"{folder}: not enough memory for the weights") from error
     except Exception as error:
-        raise ModelError(f"{folder}: {_explain(error)}") from error
+        raise ModelError(f"{folder}: {explained(error)}") from error
     _check_numbers(folder, model)
 
 
@@ -204,7 +205,8 @@ def _may_be_nan(array: mx.array) -> bool:
     return bool(array.size) and mx.issubdtype(array.dtype, mx.floating)
 
 
-def _explain(error: Exception) -> str:
+def explained(error: Exception) -> str:
+    """Return what is wrong with a model, by the error of loading it, in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, TypeError) and "missing" in text and "argument" in text:
         return (

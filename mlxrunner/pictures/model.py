@@ -40,7 +40,7 @@ class SeeingModel(nn.Module):
         """Run `inner`, a model of mlx-vlm, on tokens with pictures of `sight` among them."""
         super().__init__()
         self.inner = inner
-        self._sight, self._table = sight, sight.table
+        self.sight, self._table = sight, sight.table
         self._has_axes = internals.has_axes(inner)
         self._delta = 0
         self._ahead: _Ahead | None = None
@@ -55,12 +55,10 @@ class SeeingModel(nn.Module):
 
     def look(self, before: TokenArray, tokens: TokenArray) -> None:
         """Prepare for `tokens`, which the next call has, behind those `before` in the caches."""
-        is_seeing = has_pictures(tokens)
-        self._ahead = None
+        self._ahead, positions = None, None
         if self._has_axes:
-            self._delta = delta(self._table, before)
-        if is_seeing:
-            positions = None
+            self._delta = delta(self._table, np.concatenate([before, tokens]))
+        if has_pictures(tokens):
             if self._has_axes:
                 positions = mx.array(axes(self._table, before, tokens)[:, None])
             self._ahead = _Ahead(tokens, positions)
@@ -72,7 +70,6 @@ class SeeingModel(nn.Module):
             embeddings = internals.embedding(self.inner)(tokens)
             positions = self._line(tokens.shape[1], cache)
             return internals.logits_of(self.inner, tokens, embeddings, cache, positions)
-        self._delta += delta(self._table, ahead.tokens) if self._has_axes else 0
         embeddings, deep = self._embedded(ahead.tokens)
         is_picture = mx.array(ahead.tokens >= FIRST)[None]
         return internals.logits_of(
@@ -94,7 +91,7 @@ class SeeingModel(nn.Module):
         for begin, end, picture in self._table.among(tokens):
             first = int(tokens[begin]) - picture.first
             rows = slice(first, first + end - begin)
-            seen = self._sight.seen(picture)
+            seen = self.sight.seen(picture)
             parts += [table[0, place:begin], seen.embeddings[rows].astype(table.dtype)]
             deep.append(tuple(one[rows] for one in seen.deep))
             place = end

@@ -16,14 +16,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.errors import PromptError
-from mlxrunner.pictures.opening import Pixels
+from mlxrunner.errors import PictureError, PromptError
 from mlxrunner.pictures.table import Picture, PictureTable
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.mlx_vlm_internals import Seen
+from mlxrunner.system.picture_files import DECODED_BYTES, Pixels
 
 KEPT_BYTES = 2**28
 """Most bytes of what the model saw of earlier pictures."""
+LARGEST = 2048
+"""Rows and columns of the picture with which the encoder is tried at start."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,30 @@ class Sight:
         self._prepared: dict[bytes, Prepared] = {}
         self._waiting: dict[bytes, tuple[list[int], Mapping[str, mx.array]]] = {}
         self._seen: OrderedDict[bytes, Seen] = OrderedDict()
+        self._most = 0
         self.encoded = 0
         """How often the encoder ran."""
+
+    def work_bytes(self, *, tries: bool) -> int:
+        """Return the bytes that pictures need in addition to the model: kept, decoded and encoded.
+
+        `tries`: encode a picture of LARGEST x LARGEST pixels, and measure it. A later picture for
+        which the encoder would need more is refused. Otherwise the encoder's own need is unknown.
+        """
+        fixed = self._kept_bytes + DECODED_BYTES
+        if not tries:
+            return fixed
+        block, inputs = internals.process(
+            self._processor, self.marker, np.zeros((LARGEST, LARGEST, 3), np.uint8)
+        )
+        self._most = _nbytes(inputs)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        internals.see(self._model, block, inputs)
+        peak = mx.get_peak_memory() - before
+        del inputs
+        mx.clear_cache()
+        return fixed + max(peak, 0) + self._most
 
     def prepare(self, pixels: Pixels) -> Prepared:
         """Return a picture as it goes into a prompt. Raise PictureError if it can't be seen."""
@@ -65,6 +89,11 @@ class Sight:
         if known is not None and (digest in self._seen or digest in self._waiting):
             return known
         block, inputs = internals.process(self._processor, self.marker, pixels)
+        if self._most and _nbytes(inputs) > self._most:
+            raise PictureError(
+                f"a picture of {pixels.shape[1]} x {pixels.shape[0]} needs more memory than was "
+                f"planned for one of {LARGEST} x {LARGEST}: make it smaller"
+            )
         self._waiting[digest] = block, inputs
         if known is not None:
             return known
@@ -133,3 +162,7 @@ class Sight:
         digest.update(self._settings)
         digest.update(np.ascontiguousarray(pixels).data)
         return digest.digest()
+
+
+def _nbytes(inputs: Mapping[str, mx.array]) -> int:
+    return sum(array.nbytes for array in inputs.values())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, cast
 
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
 from mlxrunner.errors import ModelError, PromptError
-from mlxrunner.pictures.opening import Pixels
 from mlxrunner.pictures.sight import Sight
+from mlxrunner.system.picture_files import Pixels
 from mlxrunner.templates.messages import PICTURE, PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
 
@@ -34,6 +35,15 @@ class SeeingTokenizer:
         """Return the conversation with the model's own text in place of each picture."""
         plain: Any = [self._plain(message) for message in messages]
         return self._inner.render(plain, **variables)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, with PICTURE in place of each picture."""
+        text = list[str]()
+        for is_picture, some in groupby(tokens, lambda token: token >= FIRST_OF_PICTURES):
+            own = list(some)
+            runs = self._sight.table.among(as_tokens(own)) if is_picture else ()
+            text += [PICTURE for _ in runs] if is_picture else [self._inner.decode(own)]
+        return "".join(text)
 
     def tokens_of(self, text: str, pictures: Sequence[Pixels]) -> TokenArray:
         """Return the tokens of a rendered conversation with its `pictures`, in order.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,21 @@ def load_model(folder: Path) -> Any:
     """Return the model in `folder`, whose weights are not read yet. Expects `utils.load_model`."""
     from mlx_vlm.utils import load_model
 
-    return load_model(folder, lazy=True)
+    with _silence():
+        return load_model(folder, lazy=True)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Let transformers say nothing about settings that mlx-vlm chose for it."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_processor(folder: Path) -> Any:
@@ -61,7 +76,8 @@ def load_processor(folder: Path) -> Any:
     from mlx_vlm.utils import load_processor
 
     try:
-        return load_processor(folder, add_detokenizer=False)
+        with _silence():
+            return load_processor(folder, add_detokenizer=False, trust_remote_code=False)
     except Exception as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"{folder}: no processor of pictures could be loaded: {why}") from error

@@ -96,20 +96,25 @@ FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content", "
 """Further texts of a message that templates read, by role."""
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[PlainMessage]:
+def check_messages(
+    messages: Sequence[Mapping[str, Any]], *, sees: bool = False
+) -> list[PlainMessage]:
     """Return plain copies, each with a text as its content and objects as arguments of calls.
 
-    Fields that no chat template reads are left out. Raise PromptError, which says which message is
-    wrong and why.
+    Fields that no chat template reads are left out. `sees`: pictures are read, too; never set it
+    for what strangers send, because a picture may be the path of any file. Raise PromptError, which
+    says which message is wrong and why.
     """
     if not messages:
         raise PromptError("the conversation is empty: at least one message is needed")
     if isinstance(messages, CheckedMessages):
         return messages
-    return CheckedMessages(check_message(index, message) for index, message in enumerate(messages))
+    return CheckedMessages(
+        check_message(index, message, sees=sees) for index, message in enumerate(messages)
+    )
 
 
-def check_message(index: int, message: Any) -> PlainMessage:
+def check_message(index: int, message: Any, *, sees: bool = False) -> PlainMessage:
     """Return a plain copy of message number `index`: see `check_messages`.
 
     Raise PromptError if the message is wrong.
@@ -122,7 +127,7 @@ def check_message(index: int, message: Any) -> PlainMessage:
     content, pictures = message.get("content"), list[Any]()
     checked: PlainMessage = {
         "role": role,
-        "content": "" if content is None and calls else _text(index, content, pictures),
+        "content": "" if content is None and calls else _text(index, content, pictures, sees),
     }
     if pictures:
         checked["pictures"] = pictures
@@ -137,15 +142,16 @@ def check_message(index: int, message: Any) -> PlainMessage:
     return checked
 
 
-def _text(index: int, content: Any, pictures: list[Any]) -> str:
+def _text(index: int, content: Any, pictures: list[Any], sees: bool) -> str:
     """Return the text of a message's content, and append its pictures to `pictures`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise PromptError(
-            f"message {index}: content has to be a text or a list of parts, not {shown(content)}"
+            f"message {index}: content has to be a text or a list of text parts, "
+            f"not {shown(content)}"
         )
-    texts = [_part(index, part, pictures) for part in content]
+    texts = [_part(index, part, pictures, sees) for part in content]
     if pictures and sum(text.count(PICTURE) for text in texts) > len(pictures):
         raise PromptError(
             f"message {index}: its text has the character U+FFFC, which stands for a picture"
@@ -153,12 +159,12 @@ def _text(index: int, content: Any, pictures: list[Any]) -> str:
     return "".join(texts)
 
 
-def _part(index: int, part: Any, pictures: list[Any]) -> str:
+def _part(index: int, part: Any, pictures: list[Any], sees: bool) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-        case {"type": "image", "image": image}:
-            from mlxrunner.pictures.opening import pixels_of
+        case {"type": "image", "image": image} if sees:
+            from mlxrunner.system.picture_files import pixels_of
 
             pictures.append(pixels_of(image, f"message {index}, picture {len(pictures) + 1}"))
             return PICTURE
@@ -168,7 +174,7 @@ def _part(index: int, part: Any, pictures: list[Any]) -> str:
             unknown = part
     raise PromptError(
         f"message {index}: content of type {shown(unknown)} is not supported, only text "
-        '({"type": "text", "text": text}) and pictures ({"type": "image", "image": path})'
+        '({"type": "text", "text": text})'
     )
 
 

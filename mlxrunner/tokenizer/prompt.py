@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,8 +20,14 @@ from mlxrunner.results import Usage
 from mlxrunner.templates.messages import PlainMessage, check_messages
 from mlxrunner.tokenizer.base import Tokenizer
 
-if TYPE_CHECKING:
-    from mlxrunner.pictures.tokenizer import SeeingTokenizer
+
+@runtime_checkable
+class Seeing(Protocol):
+    """A tokenizer that puts pictures where a conversation has them."""
+
+    def tokens_of(self, text: str, pictures: Sequence[Any]) -> TokenArray:
+        """Return the tokens of a rendered conversation with its `pictures`, in order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,13 @@ def tokenize_prompt(
         )
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
         messages: Any = prompt
-        return _tokenize_messages(tokenizer, check_messages(messages), variables)
+        sees = isinstance(tokenizer, Seeing)
+        if not sees and any(_has_picture(message) for message in messages):
+            raise PromptError(
+                "the model was loaded without its eyes: pictures need Runner.load(MODEL, "
+                "pictures=True), and no runner of several sequences sees any"
+            )
+        return _tokenize_messages(tokenizer, check_messages(messages, sees=sees), variables)
     if variables:
         raise OptionError(
             "template, tools: only messages go through the chat template, "
@@ -147,21 +159,17 @@ def _tokenize_messages(
                 "has some: write them into its content"
             )
     pictures = [picture for message in messages for picture in message.get("pictures", ())]
-    if not pictures:
-        return TokenizedPrompt(
-            as_tokens(tokenizer.encode(text)), "messages", messages, text, variables
-        )
-    tokens = sight_of(tokenizer).tokens_of(text, pictures)
+    if isinstance(tokenizer, Seeing) and pictures:
+        tokens = tokenizer.tokens_of(text, pictures)
+    else:
+        tokens = as_tokens(tokenizer.encode(text))
     return TokenizedPrompt(tokens, "messages", messages, text, variables, pictures=len(pictures))
 
 
-def sight_of(tokenizer: Tokenizer) -> SeeingTokenizer:
-    """Return `tokenizer` if it can place pictures. Raise PromptError otherwise."""
-    if not hasattr(tokenizer, "tokens_of"):
-        raise PromptError(
-            "this model was loaded without its eyes: pictures=True loads them, if it has some"
-        )
-    return cast("SeeingTokenizer", tokenizer)
+def _has_picture(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list | tuple) else ()
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 def _rendered(

@@ -167,4 +167,6 @@ def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:
 def check_quantized(model: Any, options: CacheOptions) -> None:
     """Raise OptionError if the options ask for a quantized cache that the model can't use."""
     if options.kv_bits is not None:
+        if hasattr(model, "look"):
+            raise OptionError("kv_bits: a model that sees pictures runs without it: leave it out")
         layouts_of(model, options)

@@ -38,6 +38,7 @@ from mlxrunner.profiling.schema import Event
 from mlxrunner.results import logger
 from mlxrunner.runner import CHECKPOINT_BUDGET, Runner
 from mlxrunner.templates.thinking import thinking_tokens
+from mlxrunner.tokenizer.prompt import Seeing
 
 if TYPE_CHECKING:
     from mlxrunner.parallel.runner import ParallelRunner
@@ -119,6 +120,11 @@ class Profile:
         if not hasattr(runner, "observers"):
             raise OptionError(
                 f"runner: {runner!r:.80} is not a runner; load one with Runner.load(model)"
+            )
+        if isinstance(runner.tokenizer, Seeing) and (self._share or self._tokens is not None):
+            raise OptionError(
+                "verify, tokens: a model that sees pictures is neither verified nor recorded by "
+                "token: their ids are of this process only"
             )
         before, settings = self._identity.get("model"), self._settings
         self._settings = dict(runner.settings)

@@ -28,6 +28,8 @@ MOST_BYTES = 2**26
 """Most bytes of a file."""
 MOST_PIXELS = 50_000_000
 """Most pixels: 150 MB once decoded."""
+DECODED_BYTES = 3 * 3 * MOST_PIXELS
+"""Most bytes of a picture while it is read: as it is stored, turned, and as it is seen."""
 DEEP = {"I;16": 16, "I;16B": 16, "I;16L": 16, "I": 16}
 """Bits of a grey value, by those of Pillow's modes that it would cut off at 255."""
 

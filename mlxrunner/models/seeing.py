@@ -1,0 +1,122 @@
+"""Load a model that sees pictures with mlx-vlm, from the same kind of directory as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlxrunner.errors import ModelError, OptionError
+from mlxrunner.models.facts import usable_facts
+from mlxrunner.models.load import (
+    LoadedModel,
+    LoadProgress,
+    explained,
+    read_weights,
+    suggested,
+    tried,
+)
+from mlxrunner.models.resolve import check_files, eos_tokens, read_config, read_headers, resolve
+from mlxrunner.models.settings import check_layers
+from mlxrunner.pictures.model import SeeingModel
+from mlxrunner.pictures.sight import Sight
+from mlxrunner.pictures.tokenizer import SeeingTokenizer
+from mlxrunner.system import device
+from mlxrunner.system import mlx_vlm_internals as internals
+from mlxrunner.system.reading import is_there, read_bytes, read_json
+from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+
+ARCHITECTURES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "gemma3",
+    "idefics3",
+    "smolvlm",
+    "mistral3",
+    "pixtral",
+    "internvl_chat",
+    "llava",
+)
+"""The architectures whose answers were compared with mlx-vlm's own."""
+SETTINGS = ("preprocessor_config.json", "processor_config.json")
+"""The files that decide what the processor makes of pixels."""
+MOST_SETTINGS = 2**20
+"""Most bytes of such a file."""
+MAY_HAVE_CODE = ("config.json", "tokenizer_config.json", *SETTINGS)
+"""The files that may name Python code of the model, which mlx-vlm would run unasked."""
+HOW = "pictures need mlx-vlm: pip install 'mlxrunner[vision]'"
+
+
+def load_seeing(
+    name: str, *, progress: LoadProgress, check: Callable[[LoadedModel], None]
+) -> LoadedModel:
+    """Load `name` (a directory or a hub id), which mlx-vlm runs, and evaluate its weights.
+
+    `check` is called before a weight is read. Raise ModelError, which names what is missing, broken
+    or not supported, and OptionError if mlx-vlm is not installed.
+    """
+    if not internals.is_installed():
+        raise OptionError(HOW)
+    folder = resolve(name)
+    config = read_config(folder)
+    check_files(folder)
+    _check(folder, config)
+    tokenizer = load_tokenizer(folder, eos_tokens(folder, config))
+    model, seeing_tokenizer = with_eyes(folder, _unread(folder, config), tokenizer)
+    facts = usable_facts(folder, model, config)
+    loaded = LoadedModel(name, folder, model, seeing_tokenizer, facts, config, suggested(folder))
+    check(loaded)
+    read_weights(folder, model.inner, progress)
+    return replace(loaded, facts=tried(name, model, facts))
+
+
+def with_eyes(
+    folder: Path, model: Any, tokenizer: Tokenizer
+) -> tuple[SeeingModel, SeeingTokenizer]:
+    """Return `model`, which mlx-vlm loaded from `folder`, and its tokenizer, ready for pictures.
+
+    Raise ModelError if the processor or the chat template can't be used.
+    """
+    model.eval()  # some encoders drop parts of a picture at random otherwise
+    processor = internals.load_processor(folder)
+    settings = b"\0".join(
+        read_bytes(folder / name, MOST_SETTINGS) for name in SETTINGS if is_there(folder / name)
+    )
+    version = internals.version().encode()
+    sight = Sight(model, processor, internals.marker_of(processor), version + b"\0" + settings)
+    return SeeingModel(model, sight), SeeingTokenizer(tokenizer, sight)
+
+
+def _check(folder: Path, config: dict[str, Any]) -> None:
+    """Raise ModelError for a model that can't be used, before mlx-vlm reads anything of it."""
+    file, kind = folder / "config.json", config["model_type"]
+    if kind not in ARCHITECTURES:
+        raise ModelError(
+            f"{file}: pictures are not supported for model_type {kind[:80]!r}, only for "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if not isinstance(config.get("vision_config"), dict):
+        raise ModelError(f"{file}: no vision_config: this model has no encoder of pictures")
+    for name in MAY_HAVE_CODE:
+        found = read_json(folder / name, MOST_SETTINGS) if is_there(folder / name) else {}
+        for key in ("auto_map", "model_file"):
+            if isinstance(found, dict) and found.get(key):
+                raise ModelError(
+                    f"{folder / name}: {key} names Python code of the model, and a model that "
+                    "sees pictures may have none"
+                )
+    check_layers(file, config, sum(map(len, read_headers(folder).values())))
+
+
+def _unread(folder: Path, config: dict[str, Any]) -> Any:
+    """Return mlx-vlm's model in `folder`, whose weights are not read yet."""
+    try:
+        model = internals.load_model(folder)
+        dtype = device.preferred_dtype()
+        if dtype is not None and not config.get("quantization"):
+            model.set_dtype(dtype)
+    except Exception as error:
+        raise ModelError(f"{folder}: {explained(error)}") from error
+    return model
