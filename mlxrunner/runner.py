@@ -14,7 +14,6 @@ from typing import Any, Unpack
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import check_quantized, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
@@ -29,7 +28,7 @@ from mlxrunner.engine.owner import Owned
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Pipeline, Progress
 from mlxrunner.engine.requests import prepare
-from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated
+from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated, mark
 from mlxrunner.engine.sampling import LogitsProcessor
 from mlxrunner.engine.telling import Telling
 from mlxrunner.errors import BusyError
@@ -321,18 +320,16 @@ class Runner(Telling):
             for cache in lease.caches:
                 cache.reserve(min(len(lease.prompt) + HEADROOM, self.context))
             pipeline = Pipeline(
-                self.model, lease, self.prefill_step, takes_checkpoints=self._mark(lease)
+                self.model,
+                lease,
+                self.prefill_step,
+                takes_checkpoints=mark(lease, self._message_ends),
             )
             try:
                 return pipeline.evaluate(cancelled)
             except Exception:
                 keep_only_what_can_be_evaluated(lease)
                 raise
-
-    def _enter(self) -> None:
-        super()._enter()
-        if not self._cache.is_busy:
-            self._forget_pictures()
 
     def _must_have_room(self, tokens: int) -> None:
         """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""
@@ -365,7 +362,7 @@ class Runner(Telling):
                 lease,
                 self.prefill_step,
                 run.progress,
-                self._mark(lease),
+                mark(lease, self._message_ends),
                 request.shift,
                 self._rotate,
                 None if self.facts.depends_on_chunks else self.pace,
@@ -395,13 +392,3 @@ class Runner(Telling):
             raise error
         # Yield it last, so that a caller who sees the end of the answer sees the final entry.
         yield replace(chunk, usage=run.usage)
-
-    def _mark(self, lease: EntryLease) -> bool:
-        """Mark the ends of the prompt's messages, where the next prompt may differ.
-
-        Return True if the caches need checkpoints.
-        """
-        if lease.needs_checkpoints:
-            ends = (np.flatnonzero(np.isin(lease.prompt, self._message_ends)) + 1).tolist()
-            lease.mark(places_of(len(lease.prompt), ends, ahead=lease.is_ahead))
-        return lease.needs_checkpoints

@@ -24,6 +24,7 @@ from mlxrunner.cli.options import (
     take,
     template_options,
 )
+from mlxrunner.cli.pictures import check_pictures, content_of
 from mlxrunner.cli.program import line_text
 from mlxrunner.cli.prompt import filled, prompt_of
 from mlxrunner.cli.recording import recording, recording_options
@@ -67,6 +68,14 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAME=VALUE",
     help="With -t: the text at {NAME}; may be given several times.",
+)
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="A picture that goes before the prompt; may be given several times.",
 )
 @click.option(
     "--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template."
@@ -119,6 +128,7 @@ def generate(
     system: str | None,
     form: str | None,
     variables: tuple[str, ...],
+    images: tuple[str, ...],
     raw: bool,
     repeat: int,
     count: int,
@@ -150,8 +160,11 @@ def generate(
             'the prompt is empty: give one (mlxrunner generate "TEXT") or send it to standard input'
         )
     loading = take(options, LOADING)
+    if images:
+        check_pictures(raw=raw, count=count, options=options)
+        loading["pictures"] = True
     banner = sys.stderr.isatty() and not as_json
-    request: Any = text if raw else [{"role": "user", "content": text}]
+    request: Any = text if raw else [{"role": "user", "content": content_of(text, images)}]
     if system:
         request.insert(0, {"role": "system", "content": system})
     with recording(options, "generate") as profile:

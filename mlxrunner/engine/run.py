@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
+from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.engine.answer import AnswerStream
@@ -85,6 +88,17 @@ def drafted(drafting: Drafting | None) -> dict[str, Any]:
         return {}
     uses = [{"source": name, **vars(counts)} for name, counts in drafting.by_source.items()]
     return {"draft_passes": drafting.passes, "drafts": uses}
+
+
+def mark(lease: EntryLease, message_ends: NDArray[np.int32]) -> bool:
+    """Mark the ends of the prompt's messages, where the next prompt may differ.
+
+    Return True if the caches need checkpoints.
+    """
+    if lease.needs_checkpoints:
+        ends = (np.flatnonzero(np.isin(lease.prompt, message_ends)) + 1).tolist()
+        lease.mark(places_of(len(lease.prompt), ends, ahead=lease.is_ahead))
+    return lease.needs_checkpoints
 
 
 def keep_only_what_can_be_evaluated(lease: EntryLease) -> None:

@@ -1,0 +1,41 @@
+"""The pictures of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlxrunner.errors import OptionError
+
+ONLY_TEXT = {
+    "verify_cache": "--verify-cache runs requests again without pictures",
+    "log_tokens": "--log-tokens writes tokens only",
+}
+"""Options that know no pictures, and why."""
+
+
+def check_pictures(*, raw: bool, count: int, options: dict[str, Any]) -> None:
+    """Raise OptionError for options that do not go together with --image."""
+    if raw:
+        raise OptionError("--raw is plain text only: leave it out, or leave --image out")
+    if count > 1:
+        raise OptionError("--n runs several answers at once, which see no pictures: use --repeat")
+    for name, why in ONLY_TEXT.items():
+        if options[name]:
+            raise OptionError(f"{why}: leave it out, or leave --image out")
+
+
+def content_of(text: str, images: Sequence[str]) -> Any:
+    """Return the content of a message with the pictures in these files before its text.
+
+    Raise PictureError if one can't be read, and OptionError if nothing that reads them is
+    installed.
+    """
+    if not images:
+        return text
+    from mlxrunner.system.picture_files import open_picture
+
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": open_picture(name)} for name in images
+    ]
+    return [*parts, {"type": "text", "text": text}]

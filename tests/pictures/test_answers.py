@@ -1,0 +1,161 @@
+"""A warm answer about pictures is the one that mlx-vlm gives to the whole prompt, cold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="needs the extra vision")
+
+from support.seeing import (  # noqa: E402
+    CONFIGS,
+    VOCABULARY,
+    MadeUpProcessor,
+    Part,
+    block_of,
+    built,
+    histories,
+    joined,
+    own_answer,
+)
+
+from mlxrunner import Runner  # noqa: E402
+from mlxrunner.cache.tokens import as_tokens  # noqa: E402
+from mlxrunner.models.facts import ModelFacts  # noqa: E402
+from mlxrunner.models.seeing import ARCHITECTURES  # noqa: E402
+from mlxrunner.pictures.model import SeeingModel  # noqa: E402
+from mlxrunner.pictures.sight import Sight  # noqa: E402
+from mlxrunner.testing import ByteTokenizer  # noqa: E402
+from mlxrunner.tokenizer.prompt import TokenizedPrompt  # noqa: E402
+
+
+class Eyes:
+    """A runner of one architecture, and mlx-vlm beside it."""
+
+    def __init__(self, kind: str, step: int = 32) -> None:
+        self.kind, self.model = kind, built(kind)
+        self.sight = Sight(self.model, MadeUpProcessor(kind), "*", b"")
+        facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
+        seeing = SeeingModel(self.model, self.sight)
+        self.runner = Runner(seeing, ByteTokenizer(), facts, context=1024, prefill_step=step)
+
+    def prompt(self, history: list[Part]) -> TokenizedPrompt:
+        tokens = list[int]()
+        for kind, part in history:
+            tokens += part if kind == "text" else self._picture(part)
+        return TokenizedPrompt(as_tokens(tokens), pictures=sum(k == "picture" for k, _ in history))
+
+    def _picture(self, number: int) -> list[int]:
+        block = block_of(self.kind, number)[0]
+        prepared = self.sight.prepare(np.full((2, 2, 3), number, np.uint8))
+        return self.sight.placed(as_tokens(block), [prepared]).tolist()
+
+    def answer(self, history: list[Part], count: int = 6) -> list[int]:
+        result = self.runner.complete(self.prompt(history), max_tokens=count, stop_tokens=[])
+        assert not self.sight._waiting
+        return result.tokens
+
+    def cold(self, history: list[Part], count: int = 6) -> list[int]:
+        """Return what mlx-vlm says to all of it."""
+        tokens, pictures = list[int](), list[dict[str, Any]]()
+        for kind, part in history:
+            block, inputs = (part, {}) if kind == "text" else block_of(self.kind, part)
+            tokens += block
+            pictures += [inputs] if kind == "picture" else []
+        return own_answer(self.model, tokens, joined(self.kind, pictures), count)
+
+
+def test_each_architecture_is_tried() -> None:
+    """What loads is what is tested here."""
+    assert set(ARCHITECTURES) == set(CONFIGS)
+
+
+@pytest.mark.exhaustive(10)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_warm_answers_are_those_of_mlx_vlm(kind: str) -> None:
+    """Pictures come early and late, change, go, and change places."""
+    eyes = Eyes(kind)
+    asked = histories(10, seed=len(kind))
+    assert any(part[0] == "picture" for part in asked[0] + asked[1])
+    cached = 0
+    for history in asked:
+        assert eyes.answer(history) == eyes.cold(history)
+        assert eyes.runner.usage is not None
+        cached += eyes.runner.usage.cached_tokens
+    assert cached
+    assert eyes.sight.encoded <= 4  # each picture once, however often it is asked about
+    seen = [("picture", 0), ("text", [5, 6])]
+    assert eyes.cold(seen) != eyes.cold([("picture", 1), ("text", [5, 6])])
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
+def test_a_pass_may_end_within_a_picture(kind: str) -> None:
+    """The positions behind it do not depend on where its chunks end."""
+    eyes = Eyes(kind, step=3)
+    history: list[Part] = [("text", [1, 2]), ("picture", 1), ("text", [7]), ("picture", 2)]
+    assert eyes.answer(history) == eyes.cold(history)
+    longer: list[Part] = [*history, ("text", [9, 8, 7])]
+    assert eyes.answer(longer) == eyes.cold(longer)
+
+
+def test_a_second_question_runs_no_encoder() -> None:
+    """What the model saw is kept, also when its positions are evaluated again."""
+    eyes = Eyes("qwen2_5_vl")
+    eyes.answer([("picture", 1), ("text", [1, 2, 3])])
+    for history in ([("picture", 1), ("text", [4])], [("text", [4, 4]), ("picture", 1)]):
+        assert eyes.answer(history) == eyes.cold(history)
+    assert eyes.sight.encoded == 1
+
+
+def test_another_picture_is_a_miss_at_its_first_position() -> None:
+    """The text before it stays, and the same picture stays whole."""
+    eyes = Eyes("gemma3")
+    eyes.answer([("text", [1, 2, 3]), ("picture", 1), ("text", [4, 5])])
+    eyes.answer([("text", [1, 2, 3]), ("picture", 2), ("text", [4, 5])])
+    assert eyes.runner.usage is not None
+    assert eyes.runner.usage.cached_tokens == 3 + 1  # the mark before the picture is a token
+    eyes.answer([("text", [1, 2, 3]), ("picture", 2), ("text", [5, 5])])
+    assert eyes.runner.usage.cached_tokens == 3 + 18
+
+
+def test_what_was_seen_is_kept_within_a_budget() -> None:
+    """A picture that was dropped is encoded again."""
+    eyes = Eyes("qwen2_5_vl")
+    eyes.sight._kept_bytes = 0
+    for _ in range(2):
+        history: list[Part] = [("text", [eyes.sight.encoded + 1]), ("picture", 1), ("text", [1])]
+        assert eyes.answer(history) == eyes.cold(history)
+    assert eyes.sight.encoded == 2
+    assert not eyes.sight._seen
+
+
+@pytest.mark.parametrize("ending", ["closed", "error", "interrupt", "never begun"])
+def test_pictures_are_given_up_after_every_ending(ending: str) -> None:
+    """The next answer is right, and nothing of the request before waits."""
+    eyes = Eyes("qwen2_vl", step=4)
+    history: list[Part] = [("text", [1]), ("picture", 1), ("text", [2, 3] * 10)]
+
+    def fail(done: int, total: int) -> None:
+        if done > 4 and ending in ("error", "interrupt"):
+            raise KeyboardInterrupt if ending == "interrupt" else RuntimeError
+
+    chunks = eyes.runner.generate(eyes.prompt(history), progress=fail, max_tokens=9)
+    if ending == "closed":
+        next(chunks)
+    elif ending != "never begun":
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            next(chunks)
+    chunks.close()
+    assert bool(eyes.sight._waiting) == (ending == "never begun")  # the next one ends it
+    later: list[Part] = [("text", [1]), ("picture", 1), ("text", [2]), ("picture", 2)]
+    assert eyes.answer(later) == eyes.cold(later)
+
+
+def test_an_entry_evaluated_in_advance_serves_pictures() -> None:
+    """Evaluating stops anywhere, also within a picture."""
+    eyes = Eyes("qwen3_vl")
+    history: list[Part] = [("text", [1, 2]), ("picture", 2), ("text", [5])]
+    assert eyes.runner.evaluate(eyes.prompt(history), cancelled=iter([False, True]).__next__)
+    assert eyes.answer(history) == eyes.cold(history)

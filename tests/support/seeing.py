@@ -1,0 +1,247 @@
+"""Tiny vision models of mlx-vlm with random weights, and the answers of mlx-vlm itself."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+
+VOCABULARY = 300
+TOKEN = 290
+"""The token that stands for each position of a picture."""
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 256,
+}
+EYES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "image_size": 32,
+}
+QWEN: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_patch_size": 4,
+    "spatial_merge_size": 2,
+}
+ENDS = {
+    "image_token_id": TOKEN,
+    "video_token_id": 291,
+    "vision_start_token_id": 292,
+    "vision_end_token_id": 293,
+    "vision_token_id": 294,
+}
+THETA = {"rope_theta": 10000.0}
+
+
+def _axes(*sections: int) -> dict[str, Any]:
+    return {**THETA, "rope_scaling": {"type": "mrope", "mrope_section": list(sections)}}
+
+
+def _beside(text: str, eyes: str, more: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
+    """Return a configuration whose parts have models `text` and `eyes` of their own."""
+    return {
+        "text_config": {"model_type": text, **TEXT, **(more or {})},
+        "vision_config": {"model_type": eyes, **EYES},
+        "image_token_index": TOKEN,
+        "image_token_id": TOKEN,
+        "vocab_size": VOCABULARY,
+        **top,
+    }
+
+
+_TWO_AXES = {**QWEN, "out_hidden_size": 32, "intermediate_size": 64}
+_PIXTRAL = _beside("mistral", "pixtral", {"head_dim": 8, **THETA}, spatial_merge_size=2)
+_PIXTRAL["vision_config"] |= {"head_dim": 16, "image_size": 64}
+_PIXTRAL["vision_feature_layer"] = -1
+_GEMMA = {
+    "head_dim": 8,
+    "sliding_window": 32,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 8,
+    "mm_tokens_per_image": 16,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "vision_config": {**QWEN, "embed_dim": 32, "in_channels": 3, "mlp_ratio": 2.0},
+        "tie_word_embeddings": True,
+        **_axes(1, 1, 2),
+        **TEXT,
+        **ENDS,
+    },
+    "qwen2_5_vl": {
+        "vision_config": {**_TWO_AXES, "window_size": 16, "fullatt_block_indexes": [1]},
+        "tie_word_embeddings": True,
+        **_axes(1, 1, 2),
+        **TEXT,
+        **ENDS,
+    },
+    "qwen3_vl": {
+        "text_config": {"model_type": "qwen3_vl_text", "head_dim": 8, **_axes(2, 1, 1), **TEXT},
+        "vision_config": {
+            **_TWO_AXES,
+            "depth": 3,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        "vocab_size": VOCABULARY,
+        **ENDS,
+    },
+    "gemma3": _beside("gemma3_text", "siglip_vision_model", _GEMMA, hidden_size=32),
+    "idefics3": _beside("llama", "idefics3_vision", THETA, scale_factor=2),
+    "smolvlm": _beside("llama", "idefics3_vision", THETA, scale_factor=2),
+    "mistral3": _PIXTRAL,
+    "pixtral": _PIXTRAL,
+    "internvl_chat": _beside("qwen2", "intern_vit_6b", downsample_ratio=0.5),
+    "llava": _beside("llama", "clip_vision_model"),
+}
+CONFIGS["llava"]["vision_config"] |= {"projection_dim": 32, "vocab_size": VOCABULARY}
+for _kind, _config in CONFIGS.items():
+    _config["model_type"] = _kind
+    if "qwen" in _kind:
+        _config["vision_config"]["model_type"] = _kind
+
+
+def built(kind: str, seed: int = 3) -> Any:
+    """Return a model of mlx-vlm whose answers depend on what it sees."""
+    from mlx_vlm.utils import update_module_configs
+
+    mx.random.seed(seed)
+    module = importlib.import_module(f"mlx_vlm.models.{kind}")
+    config = copy.deepcopy(CONFIGS[kind])
+    if kind.startswith("qwen2"):
+        config["text_config"] = {k: v for k, v in config.items() if k != "vision_config"}
+    made = module.ModelConfig.from_dict(copy.deepcopy(config))
+    model = module.Model(update_module_configs(made, module, config, ["text", "vision"]))
+    model.eval()
+    model.update(sharper(model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def sharper(parameters: Any) -> Any:
+    """Return larger weights, so that tokens far away change the answer."""
+    return tree_map(lambda one: one * 3 if one.ndim > 1 else one, parameters)
+
+
+def block_of(kind: str, seed: int) -> tuple[list[int], dict[str, np.ndarray[Any, Any]]]:
+    """Return the tokens of a made-up picture, and what the encoder gets of it."""
+    made = np.random.default_rng(seed)
+
+    def noise(*shape: int) -> np.ndarray[Any, Any]:
+        return made.normal(size=shape).astype(np.float32)
+
+    if kind.startswith("qwen"):
+        rows, columns = 4 + 2 * (seed % 3), 4
+        grid = np.array([[1, rows, columns]])
+        count = rows * columns
+        inputs = {"pixel_values": noise(count, 96), "image_grid_thw": grid}
+        return [292, *[TOKEN] * (count // 4), 293], inputs
+    if kind in ("idefics3", "smolvlm"):
+        return [295, *[TOKEN] * 16, 296], {"pixel_values": noise(1, 1, 3, 32, 32)}
+    if kind in ("mistral3", "pixtral"):
+        inputs = {"pixel_values": noise(1, 3, 24, 32), "image_sizes": np.array([[24, 32]])}
+        many, rows = (4, 3) if kind == "mistral3" else (8, 6)
+        return ([TOKEN] * many + [297]) * (rows - 1) + [TOKEN] * many + [298], inputs
+    if kind == "llava":
+        return [TOKEN] * 64, {"pixel_values": noise(1, 3, 32, 32)}
+    return [295, *[TOKEN] * 16, 296], {"pixel_values": noise(1, 3, 32, 32)}
+
+
+class MadeUpProcessor:
+    """A processor whose picture is the one with the number of its first pixel."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.tokenizer = SimpleNamespace(decode=lambda block, **_: "?")
+
+    def __call__(self, *, images: list[Any], **_: Any) -> dict[str, Any]:
+        block, inputs = block_of(self.kind, images[0].getpixel((0, 0))[0])
+        return {"input_ids": np.array([block]), "attention_mask": None, **inputs}
+
+
+def joined(kind: str, pictures: list[dict[str, Any]]) -> dict[str, mx.array]:
+    """Return what the encoder gets of several pictures at once."""
+    axis = 1 if kind in ("idefics3", "smolvlm") else 0
+    names = pictures[0] if pictures else ()
+    return {
+        name: mx.array(np.concatenate([one[name] for one in pictures], axis=axis))
+        for name in names
+    }
+
+
+def own_answer(model: Any, tokens: list[int], inputs: dict[str, mx.array], count: int) -> list[int]:
+    """Return the greedy answer of mlx-vlm to a whole prompt, by the calls of its `generate`."""
+    from mlx_vlm.models.cache import make_prompt_cache
+
+    language, given, later = model.language_model, dict[str, Any](), dict[str, Any]()
+    if hasattr(language, "_rope_deltas"):
+        language._rope_deltas = language._position_ids = None
+    prompt = mx.array([tokens])
+    mask = {"mask": mx.ones(prompt.shape, mx.int32)} if inputs else {}
+    found = model.get_input_embeddings(prompt, **mask, **inputs)
+    if found.position_ids is not None and inputs:
+        later = {"rope_deltas": found.rope_deltas}
+        given = {"position_ids": found.position_ids, **later}
+    if found.deepstack_visual_embeds is not None and inputs:
+        given["visual_pos_masks"] = found.visual_pos_masks
+        given["deepstack_visual_embeds"] = found.deepstack_visual_embeds
+    cache, answer = make_prompt_cache(language), list[int]()
+    embeddings = found.inputs_embeds
+    logits = language(prompt, inputs_embeds=embeddings, cache=cache, **given).logits
+    while True:
+        answer.append(int(mx.argmax(logits[0, -1]).item()))
+        if len(answer) == count:
+            return answer
+        logits = language(mx.array([[answer[-1]]]), cache=cache, **later).logits
+
+
+Part = tuple[str, Any]
+"""A text of tokens ("text", ids), or the number of a picture ("picture", number)."""
+
+
+def histories(turns: int, seed: int, pictures: int = 4) -> list[list[Part]]:
+    """Return prompts that go on, go back, change, drop and reorder what was there before."""
+    drawn = random.Random(seed)
+
+    def text() -> Part:
+        return "text", [drawn.randrange(1, 280) for _ in range(drawn.randrange(1, 20))]
+
+    history, found = [text()], list[list[Part]]()
+    for turn in range(turns):
+        places = [i for i, part in enumerate(history) if part[0] == "picture"]
+        if turn % 4 == 1 or drawn.random() < 0.4:
+            history = [*history, ("picture", drawn.randrange(pictures)), text()]
+        elif turn % 4 == 2 and places:
+            place = drawn.choice(places)
+            change = drawn.choice(["another", "none", "first"])
+            rest = [*history[:place], *history[place + 1 :]]
+            if change == "another":
+                history = [*history]
+                history[place] = "picture", (history[place][1] + 1) % pictures
+            else:
+                history = rest if change == "none" and len(rest) else [history[place], *rest]
+        elif turn % 4 == 3:
+            history = [*history[: drawn.randrange(1, len(history) + 1)], text()]
+        else:
+            history = [*history, text()]
+        found.append(history)
+    return found
