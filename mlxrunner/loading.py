@@ -130,7 +130,8 @@ def _seeing(
     from mlxrunner.models.seeing import load_seeing
     from mlxrunner.pictures.sight import KEPT_BYTES
 
-    for name, given in (("trust_remote_code", trust_remote_code), ("draft_model", draft_model)):
+    refused = {"trust_remote_code": trust_remote_code, "draft_model": draft_model}
+    for name, given in {**refused, "kv_bits": settings.kv_bits}.items():
         if given:
             raise OptionError(f"{name}: a model that sees pictures runs without it: leave it out")
 

@@ -29,7 +29,7 @@ FLOORS = [
     ["runner", "loading", "parallel"],
     ["engine", "memory", "speculation", "stored"],
     ["models"],
-    ["cache", "tokenizer"],
+    ["cache", "pictures", "tokenizer"],
     ["templates"],
     ["config", "errors", "options", "results", "system", "terminal"],
 ]
@@ -48,7 +48,7 @@ cache.shared.stretches cache.tokens cache.worth chat.branches
 chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
 config.file config.layering config.lines memory.plan models.fingerprint models.suggested
-config.names options parallel.scheduling.slots parallel.settings profiling.curve
+config.names options parallel.scheduling.slots pictures.positions pictures.table parallel.settings profiling.curve
 profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
@@ -283,6 +283,7 @@ def test_the_check_knows_what_opens_for_writing(code: str, is_one: bool) -> None
 OPENERS = {
     "system.reading": "the one opener",
     "system.writing": "of what is one's own",
+    "system.picture_files": "bytes that the one opener read",
     "system.limits": "files of the kernel",
     "system.device": "files of the kernel",
     "system.power": "files of the kernel",

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
-from support.seeing import (  # noqa: E402
+from support.seeing import (
     CONFIGS,
     VOCABULARY,
     MadeUpProcessor,
@@ -21,14 +21,14 @@ from support.seeing import (  # noqa: E402
     own_answer,
 )
 
-from mlxrunner import Runner  # noqa: E402
-from mlxrunner.cache.tokens import as_tokens  # noqa: E402
-from mlxrunner.models.facts import ModelFacts  # noqa: E402
-from mlxrunner.models.seeing import ARCHITECTURES  # noqa: E402
-from mlxrunner.pictures.model import SeeingModel  # noqa: E402
-from mlxrunner.pictures.sight import Sight  # noqa: E402
-from mlxrunner.testing import ByteTokenizer  # noqa: E402
-from mlxrunner.tokenizer.prompt import TokenizedPrompt  # noqa: E402
+from mlxrunner import Runner
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.seeing import ARCHITECTURES
+from mlxrunner.pictures.model import SeeingModel
+from mlxrunner.pictures.sight import Sight
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 
 class Eyes:

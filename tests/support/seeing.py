@@ -183,8 +183,7 @@ def joined(kind: str, pictures: list[dict[str, Any]]) -> dict[str, mx.array]:
     axis = 1 if kind in ("idefics3", "smolvlm") else 0
     names = pictures[0] if pictures else ()
     return {
-        name: mx.array(np.concatenate([one[name] for one in pictures], axis=axis))
-        for name in names
+        name: mx.array(np.concatenate([one[name] for one in pictures], axis=axis)) for name in names
     }
 
 
