@@ -106,7 +106,7 @@ def test_what_a_form_leaves_no_other_text_for_is_guessed(name: str) -> None:
     """Both answers of a form, beside each other."""
     form = {"choices": ["yes, please, as soon as you can", "no, thank you very much, not today"]}
     plain, steps = answers(name, 2, speculate="off", **form)
-    guessed, fewer_steps = answers(name, 2, speculate="auto", **form)
+    guessed, fewer_steps = answers(name, 2, **form)
     assert shown(guessed) == shown(plain)
     assert fewer_steps < 0.7 * steps
     assert {use.source for one in guessed for use in one.usage.drafts} == {"form"}
