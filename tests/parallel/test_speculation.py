@@ -286,7 +286,8 @@ def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
     monkeypatch.setattr(TextLookup, "ahead", lambda self, most: [299] * most)
     # Deep drafts are tried beside others where one of them was measured before.
     monkeypatch.setattr(Costs, "is_known", True)
-    monkeypatch.setattr(Costs, "ratio", lambda self, depth: 1 + slope * depth)
+    for cost_of in ("ratio", "hoped"):
+        monkeypatch.setattr(Costs, cost_of, lambda self, depth: 1 + slope * depth)
     length = fewer(200, 120)
     with Stepper(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
         for _ in range(2):
