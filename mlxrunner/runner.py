@@ -366,7 +366,9 @@ class Runner(Telling):
                 request.shift,
                 self._rotate,
                 None if self.facts.depends_on_chunks else self.pace,
-                self.sources.drafting(request.next_token, lease, options.speculate),
+                self.sources.drafting(
+                    request.next_token, lease, "off" if self._sight else options.speculate
+                ),
             )
             answer = AnswerStream(self.tokenizer, lease.prompt, options, request.limit)
             decoded = pipeline.run(request.next_token, request.limit)

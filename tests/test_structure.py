@@ -48,7 +48,8 @@ cache.shared.stretches cache.tokens cache.worth chat.branches
 chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
 config.file config.layering config.lines memory.plan models.fingerprint models.suggested
-config.names options parallel.scheduling.slots pictures.positions pictures.table parallel.settings profiling.curve
+config.names options parallel.scheduling.slots parallel.settings pictures.positions
+pictures.table profiling.curve
 profiling.reading
 profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
 profiling.record.tokenlog profiling.record.writer profiling.replay.simulate

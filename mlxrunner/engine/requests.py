@@ -121,8 +121,8 @@ def _check_seeing(options: GenerateOptions) -> None:
         raise OptionError(
             "overflow: a model that sees pictures can't drop a part of its context: use 'stop'"
         )
-    if options.speculate not in (None, "off"):
-        raise OptionError("speculate: nothing is guessed for a model that sees pictures: 'off'")
+    if options.speculate == "lookup":
+        raise OptionError("speculate: nothing is guessed for a model that sees pictures: use 'off'")
 
 
 def _limit(options: GenerateOptions, context: int, prompt: int) -> int:

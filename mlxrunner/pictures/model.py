@@ -29,7 +29,7 @@ class _Ahead:
     positions: mx.array | None
 
 
-class SeeingModel(nn.Module):
+class SeeingModel(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
     """A model of mlx-vlm behind the interface of mlx-lm's models.
 
     Call `look` before each call whose tokens are known, and after any other change of the caches.
@@ -96,4 +96,6 @@ class SeeingModel(nn.Module):
             deep.append(tuple(one[rows] for one in seen.deep))
             place = end
         joined = mx.concatenate([*parts, table[0, place:]])
-        return joined[None], tuple(mx.concatenate(ones) for ones in zip(*deep, strict=True))
+        return joined[None], tuple(
+            mx.concatenate(ones) for ones in map(list, zip(*deep, strict=True))
+        )

@@ -34,7 +34,7 @@ class Prepared:
 
     picture: Picture
     text: str
-    """What stands for it in the text of a prompt."""
+    """The text that stands for it in that of a prompt."""
     run: TokenArray
     """The tokens of the model's own vocabulary at its positions."""
 
@@ -59,7 +59,7 @@ class Sight:
         self._seen: OrderedDict[bytes, Seen] = OrderedDict()
         self._most = 0
         self.encoded = 0
-        """How often the encoder ran."""
+        """The number of times that the encoder ran."""
 
     def work_bytes(self, *, tries: bool) -> int:
         """Return the bytes that pictures need in addition to the model: kept, decoded and encoded.

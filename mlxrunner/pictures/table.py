@@ -36,7 +36,7 @@ class Picture:
 
     @property
     def advance(self) -> int:
-        """How far the position of the next token is from that of the picture's first one."""
+        """The distance of the next token's position from that of the picture's first one."""
         return self.count if self.grid is None else max(self.grid)
 
 

@@ -85,12 +85,12 @@ def load_processor(folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a model sees of a picture, for each of its positions."""
+    """The picture as a model sees it, for each of its positions."""
 
     embeddings: mx.array
-    """What stands in place of an embedding of the vocabulary, `[n, hidden]`."""
+    """The rows in place of embeddings of the vocabulary, `[n, hidden]`."""
     deep: tuple[mx.array, ...] = ()
-    """What the first layers add, `[n, hidden]` each (Qwen3-VL's DeepStack)."""
+    """The rows that the first layers add, `[n, hidden]` each (Qwen3-VL's DeepStack)."""
 
     @property
     def nbytes(self) -> int:
@@ -205,7 +205,8 @@ def grid_of(model: Any, inputs: Mapping[str, mx.array]) -> tuple[int, int, int] 
     """
     if not has_axes(model):
         return None
-    frames, rows, columns = inputs["image_grid_thw"][0].tolist()
+    grid: Any = inputs["image_grid_thw"][0].tolist()
+    frames, rows, columns = grid
     merged = model.config.vision_config.spatial_merge_size
     return frames, rows // merged, columns // merged
 

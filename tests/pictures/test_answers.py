@@ -68,7 +68,7 @@ class Eyes:
 
 
 def test_each_architecture_is_tried() -> None:
-    """What loads is what is tested here."""
+    """No other one loads."""
     assert set(ARCHITECTURES) == set(CONFIGS)
 
 
@@ -101,7 +101,7 @@ def test_a_pass_may_end_within_a_picture(kind: str) -> None:
 
 
 def test_a_second_question_runs_no_encoder() -> None:
-    """What the model saw is kept, also when its positions are evaluated again."""
+    """The features are kept, also when its positions are evaluated again."""
     eyes = Eyes("qwen2_5_vl")
     eyes.answer([("picture", 1), ("text", [1, 2, 3])])
     for history in ([("picture", 1), ("text", [4])], [("text", [4, 4]), ("picture", 1)]):

@@ -208,7 +208,7 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path, name: str) -> 
 
 
 def test_the_plan_counts_pictures(folder: Path) -> None:
-    """What is kept of them, what is read, and the encoder's worst case, which is then a bound."""
+    """Kept ones, one that is read, and the encoder's worst case, which is then a bound."""
     with Runner.load(folder, context=256, pictures=True) as runner:
         assert runner.plan is not None
         (line,) = [line for line in runner.plan.lines if line.what == "pictures"]
