@@ -34,19 +34,6 @@ def version() -> str:
     return importlib.metadata.version("mlx-vlm")
 
 
-def has_architecture(model_type: str) -> bool:
-    """Return True if mlx-vlm has a module for `model_type`, without importing it.
-
-    Expects `mlx_vlm.utils.MODEL_REMAPPING` and a package `mlx_vlm.models.NAME` for each.
-    """
-    from mlx_vlm.utils import MODEL_REMAPPING
-
-    module = MODEL_REMAPPING.get(model_type, model_type)
-    return (
-        module.isidentifier() and importlib.util.find_spec(f"mlx_vlm.models.{module}") is not None
-    )
-
-
 def load_model(folder: Path) -> Any:
     """Return the model in `folder`, whose weights are not read yet. Expects `utils.load_model`."""
     from mlx_vlm.utils import load_model
