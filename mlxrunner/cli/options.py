@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
@@ -341,6 +341,9 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
     from mlxrunner.runner import Runner
     from mlxrunner.terminal.progress import loading as loading_bar
 
+    ranks = click.get_current_context().meta.get("ranks")
+    if ranks is not None:
+        return cast("Runner", ranks.load(model, {"context": loading["context"]}))
     if banner and model == "demo":
         click.echo(_for_the_terminal(DEMO_BANNER), err=True)
     # A download shows a bar of its own.

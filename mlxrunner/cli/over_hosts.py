@@ -1,0 +1,62 @@
+"""A command on a model that several hosts share, for `mlxrunner launch --hosts`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from mlxrunner.errors import OptionError
+
+SHARED = "--tensor-parallel"
+REFUSED = {
+    "count": "--n",
+    "draft_model": "--draft-model",
+    "verify_cache": "--verify-cache",
+    "trust_remote_code": "--trust-remote-code",
+    "kv_bits": "--kv-bits",
+}
+"""Options of the command that only a model of one rank takes."""
+
+
+def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> None:
+    """Run the command line `words` as rank 0 of `hosts`; ranks on this machine are started."""
+    inner = _command(ctx, words)
+    from mlxrunner.ranks.hosts import read_hosts
+    from mlxrunner.ranks.ranks import Ranks
+
+    python = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", hosts, "--port", str(port)]
+    with Ranks(read_hosts(hosts, port), lambda rank: [*python, "--rank", str(rank)]) as ranks:
+        ctx.meta["ranks"] = ranks
+        try:
+            with inner:
+                inner.command.invoke(inner)
+        except RuntimeError as error:
+            if "[ring]" in str(error):
+                ranks.wait_for_the_cause()
+            raise
+
+
+def follow(hosts: str, port: int, rank: int) -> None:
+    """Follow rank 0 of `hosts` as rank `rank`."""
+    from mlxrunner.ranks.following import follow as follow_it
+    from mlxrunner.ranks.hosts import read_hosts
+
+    found = read_hosts(hosts, port)
+    if rank >= len(found.addresses):
+        raise OptionError(f"--rank {rank}: {hosts} names ranks 0 to {len(found.addresses) - 1}")
+    follow_it(found, rank)
+
+
+def _command(ctx: click.Context, words: tuple[str, ...]) -> click.Context:
+    """Return the command `words` ready to run. Raise OptionError for what ranks do not do."""
+    from mlxrunner.cli.generate import generate
+
+    if SHARED not in words:
+        raise OptionError(f"say how the hosts share the model: add {SHARED}")
+    own = [word for word in words[1:] if word != SHARED]
+    inner = generate.make_context("generate", own, parent=ctx)
+    for name, flag in REFUSED.items():
+        if inner.params.get(name) not in (None, False, 1):
+            raise OptionError(f"{flag} is for a model on one machine: leave it out with --hosts")
+    return inner

@@ -1,0 +1,56 @@
+"""What every rank does at start: compare versions and models, join the ring, load its part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.models.fingerprint import differences, fingerprint
+from mlxrunner.models.resolve import folder_if_here, read_config
+from mlxrunner.models.sharding import check_shares, share_among
+from mlxrunner.ranks.hosts import Hosts
+from mlxrunner.runner import Runner
+from mlxrunner.system.writing import open_temporary
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all ranks."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("mlxrunner", "mlx", "mlx-lm")}
+
+
+def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = None) -> Path:
+    """Return the folder of `model`, which has to be on this machine; nothing is downloaded.
+
+    Raise ModelError if it is not, or can't be shared by `ranks`, and LaunchError if its fingerprint
+    is not the `expected` one.
+    """
+    folder = folder_if_here(model)
+    if folder is None:
+        raise ModelError(f"{model}: not on this machine: every rank needs it before it starts")
+    check_shares(folder, read_config(folder), ranks)
+    other = [] if expected is None else differences(expected, fingerprint(folder))
+    if other:
+        raise LaunchError(f"{model}: not the model of rank 0: {', '.join(other)}")
+    return folder
+
+
+def load_share(
+    hosts: Hosts, rank: int, model: str, settings: dict[str, Any], **more: Any
+) -> tuple[Runner, mx.distributed.Group]:
+    """Join the ring as `rank` and load this rank's part of `model`."""
+    with open_temporary() as file:
+        file.write(hosts.ring.encode())
+        file.seek(0)
+        os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
+        group = mx.distributed.init(strict=True, backend="ring")
+    share_among(group)
+    try:
+        return Runner.load(model, reserve=False, **settings, **more), group
+    finally:
+        share_among(None)

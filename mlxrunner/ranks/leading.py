@@ -1,0 +1,92 @@
+"""The first rank: it tells the others of each forward pass, and ends when one of them is lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.engine.sampling import dispatch
+from mlxrunner.errors import NotSupportedError
+
+WITH_LOGITS = 64
+"""Most tokens of a forward pass whose logits are computed. A longer one only fills the caches."""
+
+
+class LeadingModel:
+    """A model on the first rank, which runs every pass together with the other ranks.
+
+    Each pass names the offset where it begins. The others go back to it first, so that their caches
+    hold what the entry holds, however the request before has ended.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        caches: Callable[[], Sequence[LayerCache]],
+        group: mx.distributed.Group,
+        tell: Callable[[Any], None],
+    ) -> None:
+        """Wrap this rank's part of a model.
+
+        `caches` returns the layers of the entry. `tell` sends a message to all other ranks.
+        """
+        self._model, self._caches, self._group, self._tell = model, caches, group, tell
+        self._held = 0
+        """Tokens in the caches of the other ranks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Return the logits of `tokens [1, n]`; of more than WITH_LOGITS tokens, only zeros.
+
+        Raise NotSupportedError if `cache` is not the entry's, which the other ranks lack.
+        """
+        layers, count = self._caches(), tokens.shape[1]
+        ours = [layer.model_cache for layer in layers]
+        if any(one is not own for one, own in zip(cache, ours, strict=True)):
+            raise NotSupportedError("a model on several ranks runs only the passes of its entry")
+        offset = layers[0].offset
+        if offset > self._held:
+            raise NotSupportedError(
+                f"the other ranks hold {self._held} tokens, and the entry has {offset}"
+            )
+        with undisturbed():
+            self._tell([offset, count])
+            self._held = offset + count
+            same = together(tokens.astype(mx.int32), self._group)
+            logits: mx.array = self._model(same, cache=cache)
+            if count <= WITH_LOGITS:
+                dispatch([logits])
+                return logits
+            dispatch([layer.state for layer in layers])
+            return mx.zeros(logits.shape, logits.dtype)
+
+
+def together(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
+    """Return the tokens of the first rank; the others give zeros."""
+    return mx.distributed.all_sum(tokens, group=group)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C and `kill` back until the block ends: a pass is begun by all ranks or by none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)

@@ -1,0 +1,184 @@
+"""A model over several ranks: equal to one process after every ending, and no rank left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import cli
+from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.ranks.group import checked_folder, versions
+from mlxrunner.ranks.hosts import read_hosts
+from mlxrunner.ranks.ranks import Ranks
+from tests.support.models import tiny_config, write_model
+from tests.support.ranks import (
+    command,
+    followers,
+    free_port,
+    launched,
+    wait_until_gone,
+    write_hosts,
+)
+from tests.support.sample import fewer
+
+KINDS = ("llama", "qwen3", "qwen2", "qwen3_moe")
+ASK = ("generate", "--tensor-parallel", "--raw", "-m")
+NOISE = 1e-3
+"""Largest difference of a log-probability. Sums over ranks are rounded in another order."""
+
+
+def says(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "mlxrunner", *words]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive(1)
+def test_an_answer_is_that_of_one_process(kind: str, ranks: int, tmp_path: Path) -> None:
+    """The tokens are equal, on ranks that each hold a part of the weights."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    write_model(tmp_path / "model", kind, **heads)
+    answer = ("--raw", "--json", "--max-tokens", "20", "-m", str(tmp_path / "model"), "Hello " * 20)
+    line = command(write_hosts(tmp_path, ranks), ranks, "generate", "--tensor-parallel", *answer)
+    shared = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert shared.returncode == 0, shared.stderr
+    whole = says("generate", *answer)
+    assert json.loads(shared.stdout)["tokens"] == json.loads(whole.stdout)["tokens"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive(1)
+def test_a_warm_history_is_equal_after_every_ending(kind: str, tmp_path: Path) -> None:
+    """Answers that were closed, failed or interrupted leave all ranks with what the entry holds."""
+    write_model(tmp_path / "model", kind)
+    history = [sys.executable, "-m", "tests.support.ranks_history", str(tmp_path / "model")]
+    hosts, turns = write_hosts(tmp_path, 2), fewer(40, 8)
+    line = [*history, str(hosts), str(free_port(2)), str(turns)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(found["ended"].values())
+    assert found["reused"] > 0
+    assert found["worst"] < NOISE
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (signal.SIGKILL, b"mlxrunner: rank 1 (127.0.0.1): has ended\n"),
+        (signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has given no sign of life for 7 s\n"),
+    ],
+)
+@pytest.mark.exhaustive(2)
+def test_a_lost_rank_is_one_line(number: int, line: bytes, tmp_path: Path) -> None:
+    """A rank that was killed or is frozen ends the command, and is gone afterwards."""
+    write_model(tmp_path / "model")
+    with launched(tmp_path, *ASK, str(tmp_path / "model"), "--repeat", "9999", "Hello") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        (other,) = followers(process)
+        os.kill(other, number)
+        said = process.communicate()[1]
+        assert process.returncode == 1
+        assert line in said  # the ring tells of its sockets before and behind it
+        wait_until_gone(other)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.exhaustive(2)
+def test_no_rank_is_left_behind(number: int, code: int, tmp_path: Path) -> None:
+    """Ctrl-C, or the end of the first rank, ends the others."""
+    write_model(tmp_path / "model")
+    with launched(tmp_path, *ASK, str(tmp_path / "model"), "--repeat", "9999", "Hello") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        (other,) = followers(process)
+        process.send_signal(number)
+        said = process.communicate()[1]
+        assert process.returncode == code
+        assert b"mlxrunner:" not in said
+        wait_until_gone(other)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("generate", "Hi"), "say how the hosts share the model: add --tensor-parallel"),
+        (
+            ("generate", "--tensor-parallel", "--n", "2", "Hi"),
+            "--n is for a model on one machine: leave it out with --hosts",
+        ),
+    ],
+)
+def test_what_ranks_do_not_do_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    """It is refused before a rank starts."""
+    hosts = str(write_hosts(tmp_path, 2))
+    done = CliRunner().invoke(cli.main, ["launch", "--hosts", hosts, "--", *words])
+    assert (done.exit_code, done.stderr) == (2, f"mlxrunner: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("gemma3_text", {}, "mlx-lm can't share the architecture 'gemma3_text' among ranks"),
+        ("llama", {"num_key_value_heads": 1}, "num_key_value_heads is 1, which 2 ranks can't"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_is_refused(
+    kind: str, config: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    """Its config.json says so, before weights are read."""
+    settings = tiny_config(kind, **config)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=re.escape(said)):
+        checked_folder(str(tmp_path), 2)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """A rank compares the fingerprint of its files with that of the first rank."""
+    write_model(tmp_path / "one")
+    write_model(tmp_path / "other", seed=1)
+    first = fingerprint(tmp_path / "one")
+    assert checked_folder(str(tmp_path / "one"), 2, first) == tmp_path / "one"
+    with pytest.raises(LaunchError, match="not the model of rank 0: weights"):
+        checked_folder(str(tmp_path / "other"), 2, first)
+
+
+def test_a_model_elsewhere_is_not_downloaded() -> None:
+    with pytest.raises(ModelError, match="not on this machine"):
+        checked_folder("nobody/no-such-model", 2)
+
+
+def test_a_rank_of_another_version_is_refused(tmp_path: Path) -> None:
+    """The line names both versions."""
+    port = free_port(2)
+    hello = {"rank": 1, "versions": {**versions(), "mlx": "0.1"}}
+    code = (
+        f"import socket; s = socket.create_connection(('127.0.0.1', {port})); "
+        f"s.sendall({json.dumps(hello).encode()!r} + bytes([10])); s.recv(1)"
+    )
+    hosts = read_hosts(str(write_hosts(tmp_path, 2)), port)
+    said = re.escape(f"rank 1 has other versions: mlx 0.1 (rank 0: {versions()['mlx']})")
+    with (
+        pytest.raises(LaunchError, match=said),
+        Ranks(hosts, lambda rank: [sys.executable, "-c", code]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '[{"ips": ["host"]}]', '[{"ips": []}]', "3"])
+def test_a_broken_file_of_hosts_is_one_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts.json"
+    file.write_text(text)
+    with pytest.raises(LaunchError, match="it has to be a list such as"):
+        read_hosts(str(file), 41000)

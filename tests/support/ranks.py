@@ -1,0 +1,70 @@
+"""`mlxrunner launch --hosts` in a process of its own, with all ranks on this machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.support.waiting import until
+
+
+def free_port(ranks: int) -> int:
+    """Return a port that is free, as are those behind it that `ranks` need."""
+    while True:
+        with ExitStack() as held:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = int(first.getsockname()[1])
+            try:
+                for more in range(1, ranks + 1):
+                    held.enter_context(socket.create_server(("127.0.0.1", port + more)))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def write_hosts(folder: Path, ranks: int) -> Path:
+    """Write a file of `ranks` hosts, all of them this machine."""
+    file = folder / f"hosts-{ranks}.json"
+    file.write_text(json.dumps([{"ips": ["127.0.0.1"]}] * ranks))
+    return file
+
+
+def command(hosts: Path, ranks: int, *words: str) -> list[str]:
+    """Return the command line that runs `words` on `ranks` ranks."""
+    launch = ["launch", "--hosts", str(hosts), "--port", str(free_port(ranks))]
+    return [sys.executable, "-m", "mlxrunner", *launch, "--", *words]
+
+
+@contextmanager
+def launched(folder: Path, *words: str, ranks: int = 2) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `words` on `ranks` ranks until the block ends."""
+    line = command(write_hosts(folder, ranks), ranks, *words)
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def followers(process: subprocess.Popen[bytes]) -> list[int]:
+    """Return the ids of the processes that `process` has started."""
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, check=False)
+    return [int(one) for one in found.stdout.split()]
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait until no process has the id `pid`, or only a dead one that nobody has waited for."""
+
+    def is_gone() -> bool:
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, check=False
+        )
+        return not state.stdout.strip() or state.stdout.strip().startswith(b"Z")
+
+    until(is_gone, f"for the end of {pid}")
