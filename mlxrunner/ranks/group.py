@@ -1,4 +1,4 @@
-"""What every rank does at start: compare versions and models, join the ring, load its part."""
+"""Compare versions and models, join the ring, and load a part of a model: every rank does."""
 
 from __future__ import annotations
 

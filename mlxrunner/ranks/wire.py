@@ -22,7 +22,7 @@ class Wire:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._lock = connection, threading.Lock()
         self.messages = self.nbytes = 0
-        """What was sent so far, without signs of life."""
+        """The messages and bytes sent so far, without signs of life."""
 
     def send(self, message: Any) -> None:
         """Send `message`. Raise OSError if the other side is gone."""
