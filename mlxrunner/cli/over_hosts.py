@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -45,17 +45,16 @@ def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> No
     try:
         code = guard(found, lambda rank: [*python, *(["--rank", str(rank)] if rank else words)])
     except LaunchError as error:
-        code = error.exit_code
-        _write_soon(f"mlxrunner: {error}", code)
+        _end(f"mlxrunner: {error}", error.exit_code)
     ctx.exit(code)
 
 
-def _write_soon(line: str, code: int) -> None:
-    """Write `line`. End this process with `code` if nobody reads its standard error."""
+def _end(line: str, code: int) -> NoReturn:
+    """Write `line` and end this process at once, also if nobody reads its standard error."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(code))
     signal.alarm(1)
     click.echo(line, err=True)
-    signal.alarm(0)
+    os._exit(code)
 
 
 def _lead(ctx: click.Context, inner: click.Context, hosts: Hosts, connection: socket) -> None:

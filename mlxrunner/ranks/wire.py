@@ -12,7 +12,7 @@ from typing import Any
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
-PATIENCE_S = 7.0
+PATIENCE_S = 6.0
 """Seconds without a sign of life after which a process counts as frozen."""
 INHERITED = "MLXRUNNER_RANK"
 """The variable that tells a rank which the guard has started of its connection."""

@@ -77,9 +77,9 @@ def test_a_warm_history_is_equal_after_every_ending(kind: str, tmp_path: Path) -
     ("lost", "number", "line"),
     [
         (1, signal.SIGKILL, b"mlxrunner: rank 1 (127.0.0.1): has ended\n"),
-        (1, signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has given no sign of life for 7 s\n"),
+        (1, signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has given no sign of life for 6 s\n"),
         (0, signal.SIGKILL, b"mlxrunner: rank 0 (127.0.0.1): has ended\n"),
-        (0, signal.SIGSTOP, b"mlxrunner: rank 0 (127.0.0.1): has given no sign of life for 7 s\n"),
+        (0, signal.SIGSTOP, b"mlxrunner: rank 0 (127.0.0.1): has given no sign of life for 6 s\n"),
     ],
 )
 @pytest.mark.exhaustive(1)
