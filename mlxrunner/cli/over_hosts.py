@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from mlxrunner.errors import OptionError
+from mlxrunner.errors import LaunchError, OptionError
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from mlxrunner.ranks.hosts import Hosts
 
 SHARED = "--tensor-parallel"
 REFUSED = {
@@ -20,20 +28,47 @@ REFUSED = {
 
 
 def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> None:
-    """Run the command line `words` as rank 0 of `hosts`; ranks on this machine are started."""
+    """Run the command line `words` on `hosts`: as their guard, or as rank 0, which it starts."""
     inner = _command(ctx, words)
     from mlxrunner.ranks.hosts import read_hosts
+    from mlxrunner.ranks.processes import inherited
+
+    found, connection = read_hosts(hosts, port), inherited()
+    if connection is not None:
+        _lead(ctx, inner, found, connection)
+        return
+    from mlxrunner.ranks.guard import guard
+
+    debug = ["--debug"] if ctx.meta.get("debug") else []
+    launch = ["launch", *debug, "--hosts", hosts, "--port", str(port)]
+    python = [sys.executable, "-m", "mlxrunner", *launch]
+    try:
+        code = guard(found, lambda rank: [*python, *(["--rank", str(rank)] if rank else words)])
+    except LaunchError as error:
+        _end(f"mlxrunner: {error}", error.exit_code)
+    ctx.exit(code)
+
+
+def _end(line: str, code: int) -> NoReturn:
+    """Write `line` and end this process at once, also if nobody reads its standard error."""
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(code))
+    signal.alarm(1)
+    click.echo(line, err=True)
+    os._exit(code)
+
+
+def _lead(ctx: click.Context, inner: click.Context, hosts: Hosts, connection: socket) -> None:
+    """Run the command `inner` as rank 0."""
     from mlxrunner.ranks.ranks import Ranks
 
-    python = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", hosts, "--port", str(port)]
-    with Ranks(read_hosts(hosts, port), lambda rank: [*python, "--rank", str(rank)]) as ranks:
+    with Ranks(hosts, connection) as ranks:
         ctx.meta["ranks"] = ranks
         try:
             with inner:
                 inner.command.invoke(inner)
         except RuntimeError as error:
             if "[ring]" in str(error):
-                ranks.wait_for_the_cause()
+                ranks.wait_for_the_guard()
             raise
 
 

@@ -16,9 +16,10 @@ from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import LaunchError, MlxrunnerError
 from mlxrunner.memory.reserve import weights_of
-from mlxrunner.ranks.group import checked_folder, load_share, versions
-from mlxrunner.ranks.hosts import Hosts
+from mlxrunner.ranks.group import checked_folder, load_share
+from mlxrunner.ranks.hosts import Hosts, versions
 from mlxrunner.ranks.leading import WITH_LOGITS, together
+from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.wire import Wire
 
 WAIT_S = 120
@@ -29,7 +30,7 @@ LEAVE_S = 3
 
 def follow(hosts: Hosts, rank: int) -> None:
     """Follow the first rank until it ends. Raise LaunchError if it can't be reached."""
-    wire, told = Wire(_connected(hosts)), queue.SimpleQueue[Any]()
+    wire, told = Wire(inherited() or _connected(hosts)), queue.SimpleQueue[Any]()
     threading.Thread(target=wire.beat, daemon=True).start()
     threading.Thread(target=_listen, args=(wire, told), daemon=True).start()
     wire.send({"rank": rank, "versions": versions()})
@@ -37,7 +38,7 @@ def follow(hosts: Hosts, rank: int) -> None:
         _follow(hosts, rank, wire, told)
     except MlxrunnerError as error:
         wire.send({"error": str(error)})
-        told.get()  # the first rank says it, and ends
+        told.get()  # the guard says it, and ends
     except RuntimeError as error:
         if "[ring]" not in str(error):
             raise
@@ -57,7 +58,7 @@ def _connected(hosts: Hosts) -> socket.socket:
 
 
 def _listen(wire: Wire, told: queue.SimpleQueue[Any]) -> None:
-    """Pass on what the first rank says. End this process when it has gone."""
+    """Pass on what the first rank says. End this process when the guard has gone."""
     for message in wire.received():
         told.put(message)
     told.put(None)

@@ -1,8 +1,11 @@
-"""Compare versions and models, join the ring, and load a part of a model: every rank does."""
+"""Compare models, join the ring, and load a part of a model: every rank does."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,8 @@ from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.runner import Runner
 from mlxrunner.system.writing import open_temporary
 
-
-def versions() -> dict[str, str]:
-    """Return the versions that must be the same on all ranks."""
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("mlxrunner", "mlx", "mlx-lm")}
+JOIN_S = 60
+"""Seconds after which a rank gives up to join the ring."""
 
 
 def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = None) -> Path:
@@ -48,9 +47,21 @@ def load_share(
         file.write(hosts.ring.encode())
         file.seek(0)
         os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
-        group = mx.distributed.init(strict=True, backend="ring")
+        with _bounded():
+            group = mx.distributed.init(strict=True, backend="ring")
     share_among(group)
     try:
         return Runner.load(model, reserve=False, **settings, **more), group
     finally:
         share_among(None)
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """End this process if the block lasts too long: MLX joins a ring with Python's lock held."""
+    with open_temporary() as nowhere:
+        faulthandler.dump_traceback_later(JOIN_S, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()

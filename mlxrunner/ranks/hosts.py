@@ -52,3 +52,19 @@ def read_hosts(file: str, port: int) -> Hosts:
             "ports from there on, and the last port is 65535"
         )
     return Hosts(addresses, port)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all ranks."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("mlxrunner", "mlx", "mlx-lm")}
+
+
+def differing(found: Any) -> str:
+    """Return which versions `found` are not those of rank 0, or nothing."""
+    return ", ".join(
+        f"{name} {found.get(name)} (rank 0: {ours})"
+        for name, ours in versions().items()
+        if found.get(name) != ours
+    )

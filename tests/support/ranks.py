@@ -52,10 +52,13 @@ def launched(folder: Path, *words: str, ranks: int = 2) -> Iterator[subprocess.P
         process.communicate()
 
 
-def followers(process: subprocess.Popen[bytes]) -> list[int]:
-    """Return the ids of the processes that `process` has started."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, check=False)
-    return [int(one) for one in found.stdout.split()]
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """Return the ids of the ranks that the guard `process` has started, in order."""
+    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, check=True)
+    rows = [line.split(maxsplit=2) for line in found.stdout.decode().splitlines()]
+    own = str(process.pid)
+    ours = [(" --rank " in args, args, int(pid)) for pid, ppid, args in rows if ppid == own]
+    return [pid for *_, pid in sorted(ours)]
 
 
 def wait_until_gone(pid: int) -> None:

@@ -14,7 +14,9 @@ import sys
 import threading
 from contextlib import closing, suppress
 
+from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts
+from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.ranks import Ranks
 from mlxrunner.runner import Runner
 
@@ -64,11 +66,15 @@ def end(runner: Runner, prompt: list[int], ending: str, chance: random.Random) -
 def main(model: str, hosts: str, port: str, turns: str) -> None:
     """Run a history of `turns` turns."""
     chance = random.Random(7)
-    whole = Runner.load(model, reserve=False)
-    launch = ["launch", "--hosts", hosts, "--port", port, "--rank"]
-    command = [sys.executable, "-m", "mlxrunner", *launch]
     ended, reused, worst = dict.fromkeys(ENDINGS, 0), 0, 0.0
-    with Ranks(read_hosts(hosts, int(port)), lambda rank: [*command, str(rank)]) as ranks:
+    found = read_hosts(hosts, int(port))
+    connection = inherited()
+    if connection is None:
+        launch = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", hosts, "--port", port]
+        ours = [sys.executable, "-m", "tests.support.ranks_history", *sys.argv[1:]]
+        sys.exit(guard(found, lambda rank: [*launch, "--rank", str(rank)] if rank else ours))
+    whole = Runner.load(model, reserve=False)
+    with Ranks(found, connection) as ranks:
         runner = ranks.load(model, {})
         prompt = [chance.randrange(VOCAB) for _ in range(90)]
         for turn in range(int(turns)):
