@@ -104,6 +104,8 @@ class Chat:
     """Functions called after another runner is loaded."""
     after_command: list[Callable[[Chat], None]] = field(default_factory=list)
     """Functions called after each command."""
+    load: Callable[[str, dict[str, Any]], Runner] = field(default_factory=lambda: load_here)
+    """Loads another model, from its name and options."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     keyboard: Keyboard = field(default_factory=Keyboard)
 
@@ -331,7 +333,7 @@ class Chat:
         # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
         try:
-            runner = _load(name, loading)
+            runner = self.load(name, loading)
         except Exception as error:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
@@ -362,14 +364,14 @@ class Chat:
 
     def _loaded_again(self) -> Runner:
         try:
-            return _load(self.model, self.loading)
+            return self.load(self.model, self.loading)
         except Exception as error:
             failed = NoRunner(" ".join(str(error).split()))
             self.conversation.runner = failed  # type: ignore[assignment]
             raise
 
 
-def _load(model: str, loading: dict[str, Any]) -> Runner:
+def load_here(model: str, loading: dict[str, Any]) -> Runner:
     """Load a model in the middle of a chat, with a bar if that takes long."""
     with loading_bar(model) as show:
         return Runner.load(model, progress=show, **loading)

@@ -6,17 +6,21 @@ import os
 import shutil
 
 import click
+from click.shell_completion import CompletionItem
 
 from mlxrunner.cli.options import debug_option, is_given
 from mlxrunner.cli.program import visible_text
 
 NAMES = ("claude", "codex", "opencode")
-COMMANDS = ("generate",)
 FIRST_PORT = 32322
 
 
+def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in NAMES if name.startswith(begin)]
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("client", type=click.Choice([*NAMES, *COMMANDS]), required=False)
+@click.argument("client", required=False, shell_complete=_offer)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--url",
@@ -30,7 +34,7 @@ FIRST_PORT = 32322
 @click.option(
     "--hosts",
     metavar="FILE",
-    help="Share the model of generate among the hosts of FILE, which mlx.launch reads, too.",
+    help="Run generate or chat on a model that the hosts of FILE share; mlx.launch reads it, too.",
 )
 @click.option(
     "--rank",
@@ -59,7 +63,7 @@ def launch(
     port: int,
 ) -> None:
     """Start CLIENT (claude, codex or opencode) on the models of a running `mlxrunner serve`, or
-    generate on a model that several hosts share.
+    generate or chat on a model that several hosts share.
 
     Options come before CLIENT; what follows it is for the client itself. The client gets its
     settings from the environment and its arguments: no file is written.
@@ -84,8 +88,11 @@ def launch(
         raise click.UsageError("--rank and --port go with --hosts.")
     if client is None:
         raise click.UsageError("Missing argument 'CLIENT'.")
-    if client in COMMANDS:
-        raise click.UsageError(f"{client} needs --hosts here; without it, run mlxrunner {client}.")
+    if client not in NAMES:
+        names = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
+        raise click.UsageError(
+            f"{client!r:.80} is not {names}; a command of mlxrunner needs --hosts."
+        )
     _start(client, arguments, url, model, api_key, prints)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from mlxrunner.cli.chat import chat
+from mlxrunner.cli.generate import generate
 from mlxrunner.errors import LaunchError, OptionError
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from mlxrunner.ranks.hosts import Hosts
 
 SHARED = "--tensor-parallel"
+COMMANDS: dict[str, click.Command] = {"generate": generate, "chat": chat}
 REFUSED = {
     "count": "--n",
     "draft_model": "--draft-model",
@@ -24,7 +27,7 @@ REFUSED = {
     "trust_remote_code": "--trust-remote-code",
     "kv_bits": "--kv-bits",
 }
-"""Options of the command that only a model of one rank takes."""
+"""Options of a command that only a model of one rank takes."""
 
 
 def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> None:
@@ -85,12 +88,14 @@ def follow(hosts: str, port: int, rank: int) -> None:
 
 def _command(ctx: click.Context, words: tuple[str, ...]) -> click.Context:
     """Return the command `words` ready to run. Raise OptionError for what ranks do not do."""
-    from mlxrunner.cli.generate import generate
-
+    command = COMMANDS.get(words[0])
+    if command is None:
+        able = " and ".join(COMMANDS)
+        raise OptionError(f"{words[0]} does not run with --hosts: {able} do")
     if SHARED not in words:
         raise OptionError(f"say how the hosts share the model: add {SHARED}")
     own = [word for word in words[1:] if word != SHARED]
-    inner = generate.make_context("generate", own, parent=ctx)
+    inner = command.make_context(words[0], own, parent=ctx)
     for name, flag in REFUSED.items():
         if inner.params.get(name) not in (None, False, 1):
             raise OptionError(f"{flag} is for a model on one machine: leave it out with --hosts")

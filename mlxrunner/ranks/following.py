@@ -16,11 +16,12 @@ from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import LaunchError, MlxrunnerError
 from mlxrunner.memory.reserve import weights_of
-from mlxrunner.ranks.group import checked_folder, load_share
+from mlxrunner.ranks.group import checked_folder, join, load_share
 from mlxrunner.ranks.hosts import Hosts, versions
-from mlxrunner.ranks.leading import WITH_LOGITS, together
+from mlxrunner.ranks.leading import LOAD, WITH_LOGITS, together
 from mlxrunner.ranks.processes import inherited
-from mlxrunner.ranks.wire import Wire
+from mlxrunner.ranks.wire import JOINED, JOINS, Wire
+from mlxrunner.runner import Runner
 
 WAIT_S = 120
 """Seconds that a rank waits for the first one to start."""
@@ -67,18 +68,32 @@ def _listen(wire: Wire, told: queue.SimpleQueue[Any]) -> None:
 
 
 def _follow(hosts: Hosts, rank: int, wire: Wire, told: queue.SimpleQueue[Any]) -> None:
-    order = told.get()
-    if order is None:
-        return
-    checked_folder(order["model"], len(hosts.addresses), order["fingerprint"])
-    wire.send({"ready": True})
-    if told.get() is None:
-        return
-    runner, group = load_share(hosts, rank, order["model"], order["settings"])
-    wire.send({"context": runner.context, "weights": weights_of(runner.model)})
+    """Do what the first rank says: compare a model, load it, run a pass."""
+    order, group = told.get(), None
+    while order is not None:
+        checked_folder(order["model"], len(hosts.addresses), order["fingerprint"])
+        wire.send({"number": order["number"]})
+        if (message := told.get()) != LOAD:
+            order = message  # None at the end, or another model
+            continue
+        if group is None:
+            wire.send(JOINS)
+            group = join(hosts, rank)
+            wire.send(JOINED)
+        order = _run_model(order, group, wire, told)
+
+
+def _run_model(
+    order: Any, group: mx.distributed.Group, wire: Wire, told: queue.SimpleQueue[Any]
+) -> Any:
+    """Load a model and run its passes. Return the message that is not one."""
+    runner = load_share(Runner, order["model"], order["settings"], group)
+    number, weights = order["number"], weights_of(runner.model)
+    wire.send({"number": number, "context": runner.context, "weights": weights})
     caches = make_layer_caches(runner.model, CacheOptions(runner.context))
-    while (message := told.get()) is not None:
+    while isinstance(message := told.get(), list):
         run_pass(runner.model, caches, group, *message)
+    return message
 
 
 def run_pass(

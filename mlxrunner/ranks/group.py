@@ -16,11 +16,10 @@ from mlxrunner.models.fingerprint import differences, fingerprint
 from mlxrunner.models.resolve import folder_if_here, read_config
 from mlxrunner.models.sharding import check_shares, share_among
 from mlxrunner.ranks.hosts import Hosts
+from mlxrunner.ranks.wire import JOIN_S
 from mlxrunner.runner import Runner
 from mlxrunner.system.writing import open_temporary
 
-JOIN_S = 60
-"""Seconds after which a rank gives up to join the ring."""
 
 
 def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = None) -> Path:
@@ -39,19 +38,23 @@ def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = Non
     return folder
 
 
-def load_share(
-    hosts: Hosts, rank: int, model: str, settings: dict[str, Any], **more: Any
-) -> tuple[Runner, mx.distributed.Group]:
-    """Join the ring as `rank` and load this rank's part of `model`."""
+def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
+    """Join the ring as `rank`."""
     with open_temporary() as file:
         file.write(hosts.ring.encode())
         file.seek(0)
         os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
         with _bounded():
-            group = mx.distributed.init(strict=True, backend="ring")
+            return mx.distributed.init(strict=True, backend="ring")
+
+
+def load_share(
+    kind: type[Runner], model: str, settings: dict[str, Any], group: mx.distributed.Group
+) -> Runner:
+    """Load this rank's part of `model` into a runner of class `kind`."""
     share_among(group)
     try:
-        return Runner.load(model, reserve=False, **settings, **more), group
+        return kind.load(model, reserve=False, **settings)
     finally:
         share_among(None)
 

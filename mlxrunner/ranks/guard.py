@@ -17,16 +17,14 @@ from typing import Any
 
 from mlxrunner.errors import LaunchError
 from mlxrunner.ranks.hosts import Hosts, differing
-from mlxrunner.ranks.processes import Process, start, terminal_kept
-from mlxrunner.ranks.wire import BEAT_S, END, PATIENCE_S, PAUSE, Link
+from mlxrunner.ranks.processes import Process, has_the_terminal, hurry, start, terminal_kept
+from mlxrunner.ranks.wire import BEAT_S, END, JOIN_S, JOINED, JOINS, PATIENCE_S, PAUSE, Link
 from mlxrunner.terminal.text import one_line
 
 START_S = 120
 """Seconds that the guard waits for all ranks to start."""
 LEAVE_S = 5
 """Seconds that a rank has to end by itself."""
-AGAIN_S = 1
-"""Seconds after which Ctrl-C is passed on: a terminal has told rank 0 itself, which has begun."""
 SETTLE_S = 0.3
 """Seconds in which the end of the rank that is the cause is seen, too."""
 _SILENT = f"has given no sign of life for {PATIENCE_S:.0f} s"
@@ -60,13 +58,16 @@ class Guard:
         self._greeted: set[int] = set()
         self._processes: dict[int, Process] = {}
         self._server: socket.socket | None = None
-        self._told: dict[int, float] = {}
-        """The signals of the user, and the time at which each is passed on."""
+        self._told: list[int] = []
+        """The signals of the user that rank 0 has to be told of."""
+        self._is_asked = 0
+        """The last signal of the user."""
         self._over: float | None = None
 
     def run(self, command: Callable[[int], list[str]]) -> int:
         """Start the ranks, and pass their messages on until rank 0 has ended."""
         self._start(command)
+        hurry()
         limit, beat = time.monotonic() + START_S, 0.0
         while True:
             self._read(0.1)
@@ -81,10 +82,8 @@ class Guard:
                     self._processes[0].kill()
             else:
                 self._check(now, limit)
-            for number, due in list(self._told.items()):
-                if now > due and self._over is None:
-                    self._processes[0].send(number)
-                    self._told[number] = float("inf")
+            while self._told:
+                self._processes[0].send(self._told.pop(0))
 
     def end(self) -> None:
         """Close all connections, and wait until the ranks of this machine have ended."""
@@ -106,8 +105,9 @@ class Guard:
         """Pass Ctrl-C and `kill` on to rank 0, and tell the ranks of Ctrl-Z."""
         pause = signal.SIGTSTP
         handlers: dict[int, Callable[[int, Any], object]] = {
-            signal.SIGINT: lambda one, _: self._told.setdefault(one, time.monotonic() + AGAIN_S),
-            signal.SIGTERM: lambda one, _: self._told.setdefault(one, 0),
+            signal.SIGINT: lambda one, _: self._ask(one, is_known=has_the_terminal()),
+            signal.SIGTERM: lambda one, _: self._ask(one),
+            signal.SIGHUP: lambda one, _: self._ask(one),
             pause: lambda *_: self._pause(),
         }
         before = {one: signal.getsignal(one) for one in handlers}
@@ -120,6 +120,12 @@ class Guard:
             for one in handlers:
                 signal.signal(one, before[one])
 
+    def _ask(self, number: int, *, is_known: bool = False) -> None:
+        """Pass a signal of the user on to rank 0, unless it has got the same one."""
+        self._is_asked = number
+        if not is_known:
+            self._told.append(number)
+
     def _start(self, command: Callable[[int], list[str]]) -> None:
         first, port = self.hosts.addresses[0], self.hosts.port
         for rank, address in enumerate(self.hosts.addresses):
@@ -131,7 +137,7 @@ class Guard:
                     self._server = socket.create_server((first, port), family=family)
                 except OSError as error:
                     raise LaunchError(f"rank 0 can't listen at {first}:{port}: {error}") from error
-            if rank not in self._links:
+            if rank not in self._links:  # on another host
                 line = f"mlxrunner: rank {rank}: waiting for it to start on {address}\n"
                 with suppress(OSError):
                     os.write(2, line.encode())
@@ -160,6 +166,8 @@ class Guard:
                 self._lose(rank, str(message["error"]))
         elif rank not in self._greeted:
             self._compare(rank, message)
+        elif message in (JOINS, JOINED):
+            link.patience = JOIN_S if message == JOINS else PATIENCE_S
         else:
             self._say([rank, message], [0])
 
@@ -199,7 +207,9 @@ class Guard:
                 raise LaunchError(f"rank {rank} has not started: exit code {code}")
             if code is not None or (link.is_closed and rank):
                 self._lose(rank, "has ended")
-            if rank and now - link.seen > PATIENCE_S and rank in self._greeted:
+            # Of a rank on this host, the system says whether it is stopped.
+            is_far = rank in self._greeted and rank not in self._processes
+            if is_far and now - link.seen > link.patience:
                 self._lose(rank, _SILENT)
         for rank, process in self._processes.items():
             process.poll()
@@ -228,8 +238,8 @@ class Guard:
         """Return the exit code for the one of rank 0."""
         if code >= 0:
             return code
-        if self._told:
-            return 128 + min(self._told)
+        if self._is_asked:
+            return 128 + self._is_asked
         if self._over is None:
             self._lose(0, "has ended")
         raise LaunchError(f"rank 0 ({self.hosts.addresses[0]}): has not ended in {LEAVE_S} s")

@@ -14,6 +14,8 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import NotSupportedError
 
+LOAD = "load"
+"""The message that lets all ranks load the model that they have compared."""
 WITH_LOGITS = 64
 """Most tokens of a forward pass whose logits are computed. A longer one only fills the caches."""
 

@@ -91,6 +91,20 @@ def terminal_kept() -> Iterator[None]:
         signal.signal(signal.SIGTTOU, told)
 
 
+def has_the_terminal() -> bool:
+    """Return True if Ctrl-C reaches rank 0 as it reaches this process."""
+    for stream in range(3):
+        with suppress(OSError):
+            return os.tcgetpgrp(stream) == os.getpgrp()
+    return False
+
+
+def hurry() -> None:
+    """Let the guard run before the ranks that it watches, if the system allows that."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+
+
 def inherited() -> socket.socket | None:
     """Return the connection to the guard that has started this process, or None without one.
 

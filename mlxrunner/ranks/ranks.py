@@ -7,13 +7,18 @@ import queue
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from socket import socket
 from typing import Any
 
+import mlx.core as mx
+
+from mlxrunner.errors import ModelError
 from mlxrunner.models.fingerprint import fingerprint
-from mlxrunner.ranks.group import checked_folder, load_share
+from mlxrunner.ranks.group import checked_folder, join, load_share
 from mlxrunner.ranks.hosts import Hosts
-from mlxrunner.ranks.leading import LeadingModel
+from mlxrunner.ranks.leading import LOAD, LeadingModel, undisturbed
+from mlxrunner.ranks.runner import FirstRunner
 from mlxrunner.ranks.wire import END, PATIENCE_S, Wire
 from mlxrunner.results import logger
 from mlxrunner.runner import Runner
@@ -29,7 +34,9 @@ class Ranks:
         self._replies: dict[int, queue.SimpleQueue[Any]] = {
             rank: queue.SimpleQueue() for rank in range(1, len(hosts.addresses))
         }
-        self._all_here = threading.Event()
+        self._all_here, self._number = threading.Event(), 0
+        self.group: mx.distributed.Group | None = None
+        """The ring, once a model is loaded."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> Ranks:
@@ -38,24 +45,38 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.tell(END)
 
-    def load(self, model: str, settings: dict[str, Any], **more: Any) -> Runner:
-        """Load `model` on all ranks, and return the runner of the first one."""
+    def load(self, model: str, settings: dict[str, Any]) -> Runner:
+        """Load `model` on all ranks, and return the runner of the first one.
+
+        A model that was loaded before is dropped by the other ranks.
+        """
         folder = checked_folder(model, len(self.hosts.addresses))
         self._all_here.wait()
-        self.tell({"model": model, "settings": settings, "fingerprint": fingerprint(folder)})
+        self._number += 1
+        order = {"model": model, "settings": settings, "fingerprint": fingerprint(folder)}
+        self.tell({"number": self._number, **order})
         self._answers()
-        self.tell("load")
-        runner, group = load_share(self.hosts, 0, model, settings, **more)
+        with undisturbed():
+            self.tell(LOAD)
+            self.group = self.group or join(self.hosts, 0)
+        runner = load_share(FirstRunner, model, settings, self.group)
         for rank, found in self._answers().items():
             logger.info("rank %d: weights of %s", rank, size(found["weights"]))
             runner.context = min(runner.context, found["context"])
-        runner.model = LeadingModel(runner.model, lambda: runner.entry.caches, group, self.tell)
+        tell = partial(self._tell_of, self._number)
+        runner.model = LeadingModel(runner.model, lambda: runner.entry.caches, self.group, tell)
         return runner
 
     def tell(self, message: Any) -> None:
         """Send `message` to all other ranks."""
         with suppress(OSError):
             self.wire.send(message)
+
+    def _tell_of(self, number: int, message: Any) -> None:
+        """Send a message about the model of order `number`. Raise ModelError if it is dropped."""
+        if number != self._number:
+            raise ModelError("another model has been loaded on the ranks since")
+        self.tell(message)
 
     def wait_for_the_guard(self) -> None:
         """Give the guard time to end this process, after an error that a lost rank causes."""
@@ -72,5 +93,10 @@ class Ranks:
         os._exit(1)
 
     def _answers(self) -> dict[int, Any]:
-        """Wait for one reply of each rank. The guard ends this process if one is lost."""
-        return {rank: replies.get() for rank, replies in self._replies.items()}
+        """Wait for a reply of each rank to the last order. The guard ends this if one is lost."""
+        return {rank: self._answer(replies) for rank, replies in self._replies.items()}
+
+    def _answer(self, replies: queue.SimpleQueue[Any]) -> Any:
+        while (reply := replies.get())["number"] != self._number:
+            pass  # to an order that was interrupted
+        return reply

@@ -12,12 +12,16 @@ from typing import Any
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
-PATIENCE_S = 6.0
+PATIENCE_S = 5.0
 """Seconds without a sign of life after which a process counts as frozen."""
+JOIN_S = 60
+"""Seconds that joining the ring may take, in which MLX holds Python's lock: no sign of life."""
 INHERITED = "MLXRUNNER_RANK"
 """The variable that tells a rank which the guard has started of its connection."""
 END, PAUSE = "end", "pause"
 """Rank 0 needs the others no more; the guard is silent from here on until its next message."""
+JOINS, JOINED = "joins", "joined"
+"""Another rank is silent for JOIN_S at most from here on; it is not any more."""
 
 
 class Link:
@@ -26,7 +30,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(PATIENCE_S)
         self._connection, self._rest = connection, b""
-        self.seen, self.is_closed = time.monotonic(), False
+        self.seen, self.is_closed, self.patience = time.monotonic(), False, PATIENCE_S
 
     @staticmethod
     def line(message: Any) -> bytes:

@@ -27,59 +27,57 @@ from tests.support.ranks import (
     ranks_of,
     wait_until_gone,
     write_hosts,
+    write_models,
 )
+from tests.support.ranks_history import NOISE
 from tests.support.sample import fewer
 from tests.support.waiting import until
 
-KINDS = ("llama", "qwen3", "qwen2", "qwen3_moe")
+KINDS = ("llama", "qwen3_moe", "qwen2", "qwen3")
 ASK = ("generate", "--tensor-parallel", "--raw", "-m")
-NOISE = 1e-3
-"""Largest difference of a log-probability. Sums over ranks are rounded in another order."""
-
-
-def says(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mlxrunner", *words]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.exhaustive(1)
-def test_an_answer_is_that_of_one_process(kind: str, ranks: int, tmp_path: Path) -> None:
-    """The tokens are equal, on ranks that each hold a part of the weights."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    write_model(tmp_path / "model", kind, **heads)
-    answer = ("--raw", "--json", "--max-tokens", "20", "-m", str(tmp_path / "model"), "Hello " * 20)
-    line = command(write_hosts(tmp_path, ranks), ranks, "generate", "--tensor-parallel", *answer)
-    shared = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert shared.returncode == 0, shared.stderr
-    whole = says("generate", *answer)
-    assert json.loads(shared.stdout)["tokens"] == json.loads(whole.stdout)["tokens"]
+@pytest.mark.exhaustive(1, "2")
+def test_warm_histories_are_equal_after_every_ending(ranks: int, tmp_path: Path) -> None:
+    """Answers that were closed, failed or interrupted leave all ranks with what the entry holds.
 
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.exhaustive(1)
-def test_a_warm_history_is_equal_after_every_ending(kind: str, tmp_path: Path) -> None:
-    """Answers that were closed, failed or interrupted leave all ranks with what the entry holds."""
-    write_model(tmp_path / "model", kind)
-    history = [sys.executable, "-m", "tests.support.ranks_history", str(tmp_path / "model")]
-    hosts, turns = write_hosts(tmp_path, 2), fewer(40, 8)
-    line = [*history, str(hosts), str(free_port(2)), str(turns)]
+    One start of the ranks runs all models, one after the other.
+    """
+    models = write_models(tmp_path / "models", *KINDS[: fewer(len(KINDS), 2)])
+    history = [sys.executable, "-m", "tests.support.ranks_history", str(models)]
+    turns = fewer(16, 8) if ranks == 2 else 4
+    line = [*history, str(write_hosts(tmp_path, ranks)), str(free_port(ranks)), str(turns)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert all(found["ended"].values())
-    assert found["reused"] > 0
-    assert found["worst"] < NOISE
+    found = [json.loads(each) for each in done.stdout.splitlines()]
+    assert [one["model"] for one in found] == sorted(path.name for path in models.iterdir())
+    for one in found:
+        assert all(one["ended"].values())
+        assert min(one["compared"], one["reused"]) > 0
+        assert one["worst"] < NOISE
+
+
+def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
+    """Its turns, another model in the middle, and what its entry reuses."""
+    models = write_models(tmp_path, "llama", "qwen3")
+    typed = f"Hello\nand more\n/model {models / 'qwen3'}\nagain\n/model none\nonce more\n"
+    ask = ["chat", "--max-tokens", "8", "-m", str(models / "llama")]
+    with launched(tmp_path, *ask, "--tensor-parallel") as process:
+        said, told = process.communicate(typed.encode())
+    assert process.returncode == 1, told  # /model none
+    whole = CliRunner().invoke(cli.main, ask, input=typed)
+    assert said.decode() == whole.stdout
+    assert told.decode() == whole.stderr
 
 
 @pytest.mark.parametrize(
     ("lost", "number", "line"),
     [
         (1, signal.SIGKILL, b"mlxrunner: rank 1 (127.0.0.1): has ended\n"),
-        (1, signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has given no sign of life for 6 s\n"),
+        (1, signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has given no sign of life for 5 s\n"),
         (0, signal.SIGKILL, b"mlxrunner: rank 0 (127.0.0.1): has ended\n"),
-        (0, signal.SIGSTOP, b"mlxrunner: rank 0 (127.0.0.1): has given no sign of life for 6 s\n"),
+        (0, signal.SIGSTOP, b"mlxrunner: rank 0 (127.0.0.1): has given no sign of life for 5 s\n"),
     ],
 )
 @pytest.mark.exhaustive(1)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.support.architectures import build, settings_of
+from tests.support.models import save_model, write_tokenizer
 from tests.support.waiting import until
 
 
@@ -25,6 +27,16 @@ def free_port(ranks: int) -> int:
             except (OSError, OverflowError):
                 continue
             return port
+
+
+def write_models(folder: Path, *kinds: str) -> Path:
+    """Write tiny models that 4 ranks can share, each with its kind as the name of its folder."""
+    for kind in kinds:
+        settings = {**settings_of(kind), "num_attention_heads": 4, "num_key_value_heads": 4}
+        settings["vocab_size"] = 300
+        save_model(folder / kind, build(kind, **settings), settings)
+        write_tokenizer(folder / kind)
+    return folder
 
 
 def write_hosts(folder: Path, ranks: int) -> Path:
@@ -44,7 +56,8 @@ def command(hosts: Path, ranks: int, *words: str) -> list[str]:
 def launched(folder: Path, *words: str, ranks: int = 2) -> Iterator[subprocess.Popen[bytes]]:
     """Run `words` on `ranks` ranks until the block ends."""
     line = command(write_hosts(folder, ranks), ranks, *words)
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    own = {"stdin": subprocess.PIPE, "start_new_session": True}  # no terminal
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **own)
     try:
         yield process
     finally:
