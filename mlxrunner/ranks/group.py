@@ -21,7 +21,6 @@ from mlxrunner.runner import Runner
 from mlxrunner.system.writing import open_temporary
 
 
-
 def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = None) -> Path:
     """Return the folder of `model`, which has to be on this machine; nothing is downloaded.
 

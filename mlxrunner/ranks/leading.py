@@ -38,12 +38,14 @@ class LeadingModel:
 
         `caches` returns the layers of the entry. `tell` sends a message to all other ranks.
         """
-        self._model, self._caches, self._group, self._tell = model, caches, group, tell
+        self.own_part = model
+        """The part of this rank, for passes of which only shapes are asked."""
+        self._caches, self._group, self._tell = caches, group, tell
         self._held = 0
         """Tokens in the caches of the other ranks."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self.own_part, name)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of `tokens [1, n]`; of more than WITH_LOGITS tokens, only zeros.
@@ -52,7 +54,7 @@ class LeadingModel:
         """
         layers, count = self._caches(), tokens.shape[1]
         ours = [layer.model_cache for layer in layers]
-        if any(one is not own for one, own in zip(cache, ours, strict=True)):
+        if list(map(id, cache)) != list(map(id, ours)):
             raise NotSupportedError("a model on several ranks runs only the passes of its entry")
         offset = layers[0].offset
         if offset > self._held:
@@ -63,7 +65,7 @@ class LeadingModel:
             self._tell([offset, count])
             self._held = offset + count
             same = together(tokens.astype(mx.int32), self._group)
-            logits: mx.array = self._model(same, cache=cache)
+            logits: mx.array = self.own_part(same, cache=cache)
             if count <= WITH_LOGITS:
                 dispatch([logits])
                 return logits
