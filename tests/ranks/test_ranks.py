@@ -62,8 +62,8 @@ def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
     models = write_models(tmp_path, "llama", "qwen3")
     typed = f"Hello\nand more\n/model {models / 'qwen3'}\nagain\n/model none\nonce more\n"
     ask = ["chat", "--max-tokens", "8", "-m", str(models / "llama")]
-    with launched(tmp_path, *ask, "--tensor-parallel") as process:
-        said, told = process.communicate(typed.encode())
+    with launched(tmp_path, *ask, "--tensor-parallel", typed=typed) as process:
+        said, told = process.communicate()
     whole = CliRunner().invoke(cli.main, ask, input=typed)
     assert process.returncode == whole.exit_code
     assert said.decode() == whole.stdout

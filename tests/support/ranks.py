@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from tests.support.architectures import build, settings_of
 from tests.support.models import save_model, write_tokenizer
@@ -53,11 +54,21 @@ def command(hosts: Path, ranks: int, *words: str) -> list[str]:
 
 
 @contextmanager
-def launched(folder: Path, *words: str, ranks: int = 2) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `words` on `ranks` ranks until the block ends."""
+def launched(
+    folder: Path, *words: str, ranks: int = 2, typed: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `words` on `ranks` ranks until the block ends, without a terminal."""
     line = command(write_hosts(folder, ranks), ranks, *words)
-    own = {"stdin": subprocess.PIPE, "start_new_session": True}  # no terminal
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **own)
+    with TemporaryFile() as file:
+        file.write(typed.encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            line,
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
