@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.batches import one, read, user
 
@@ -283,11 +283,15 @@ NAMES = st.sampled_from(
 
 
 @given(st.dictionaries(NAMES, JSON, max_size=4))
+@example({"prompt": ["0", "0"]})
 def test_any_object_is_a_line_or_an_error(record: dict[str, Any]) -> None:
-    """Any object is a line or an error, and every text that comes out can be written as UTF-8."""
-    line = one(record)
-    assert (line.prompt == "") == (line.error is not None)
-    json.dumps([line.prompt, line.id, dict(line.options), line.error], ensure_ascii=False).encode()
+    """Any object is lines or an error, and every text that comes out can be written as UTF-8."""
+    lines = read(json.dumps(record))
+    assert lines
+    for line in lines:
+        assert (line.prompt == "") == (line.error is not None)
+        texts = [line.prompt, line.id, dict(line.options), line.error]
+        json.dumps(texts, ensure_ascii=False).encode()
 
 
 @given(st.binary(max_size=200))
