@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from mlxrunner.ranks.wire import INHERITED, Link
+from mlxrunner.ranks.wire import Link
 
 
 class Process:
@@ -65,7 +65,7 @@ def start(rank: int, command: list[str]) -> tuple[Process, Link]:
             stdin=subprocess.DEVNULL if rank else None,
             start_new_session=rank > 0,
             pass_fds=[theirs.fileno()],
-            env={**os.environ, INHERITED: f"{rank}:{theirs.fileno()}:{os.getpid()}"},
+            env={**os.environ, "MLXRUNNER_RANK": f"{rank}:{theirs.fileno()}:{os.getpid()}"},
         )
     process.returncode = 0  # the guard itself waits for it
     return Process(process.pid), Link(ours)
@@ -110,7 +110,7 @@ def inherited() -> socket.socket | None:
 
     This process ends with its guard at once where the system can do that.
     """
-    told = os.environ.pop(INHERITED, None)
+    told = os.environ.pop("MLXRUNNER_RANK", None)
     if told is None:
         return None
     _, number, guard = told.split(":")

@@ -16,8 +16,6 @@ PATIENCE_S = 5.0
 """Seconds without a sign of life after which a process counts as frozen."""
 JOIN_S = 60
 """Seconds that joining the ring may take, in which MLX holds Python's lock: no sign of life."""
-INHERITED = "MLXRUNNER_RANK"
-"""The variable that tells a rank which the guard has started of its connection."""
 END, PAUSE = "end", "pause"
 """Rank 0 needs the others no more; the guard is silent from here on until its next message."""
 JOINS, JOINED = "joins", "joined"
