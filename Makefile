@@ -1,5 +1,6 @@
 # make chat: talk with the demo model.  make lint: ruff and mypy.  make bench: measure this machine.
 # make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
+# make test-rest: what make test leaves out.
 # make test-agents: let Claude Code, Codex and opencode do a job (installs them with npm).
 # make docs: build the documentation into site/.
 # Each makes .venv first, with uv where it is installed, else with venv and pip.
@@ -18,7 +19,7 @@ HINT := @echo "note: without OpenBLAS everything is much slower; get it with:" \
   "sudo apt-get install libopenblas0-pthread"
 endif
 
-.PHONY: chat test test-all agents test-agents lint docs bench demo clean
+.PHONY: chat test test-all test-rest agents test-agents lint docs bench demo clean
 
 chat: $(STAMP)
 	$(HINT)
@@ -34,6 +35,10 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(HINT)
 	$(PYTEST) --everything
+
+test-rest: $(STAMP)
+	$(HINT)
+	$(PYTEST) --rest
 
 # The coding agents themselves, of tests/serve/agents/package.json, in build/agents (1 GB).
 agents: build/agents/node_modules

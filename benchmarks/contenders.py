@@ -42,11 +42,16 @@ def _mlx_lm(folder: Path, kept: Path) -> list[str]:
     return [sys.executable, *words]
 
 
+def _llamacpp(folder: Path, kept: Path) -> list[str]:
+    return [sys.executable, str(Path(__file__).with_name("llamacpp.py")), str(folder)]
+
+
 CONTENDERS = {
     one.name: one
     for one in (
         Contender("mlxrunner", _ours, lambda folder: folder.name),
         Contender("mlx_lm", _mlx_lm, lambda folder: "default_model"),
+        Contender("llama.cpp", _llamacpp, lambda folder: "default"),
     )
 }
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.factory import make_layer_caches
+from mlxrunner.cache.layers.factory import check_quantized, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.lease import EntryLease
@@ -103,6 +103,7 @@ class Runner(Telling):
         self._discarded = 0
         self._running: weakref.ref[Owned[Chunk]] | None = None
         self._options = cache_options(chosen, facts.context, whole=whole)
+        check_quantized(model, self._options)
         self._cache = PrefixCache(
             partial(make_layer_caches, model, self._options),
             self._settings.checkpoint_budget or 0,

@@ -18,7 +18,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -192,19 +193,22 @@ def oracle_runner(
     )
 
 
-def _is_empty(frame: FrameType) -> bool:
-    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]
+@cache
+def _uncounted(code: CodeType) -> frozenset[int]:
+    """Return the offsets of `code` whose lines `interrupt_at` does not count."""
+    instructions = code.co_code
+    return frozenset(
+        offset
+        for offset in range(0, len(instructions), 2)
+        if instructions[offset] == dis.opmap["NOP"] or _leaves_with(code, instructions[offset:])
+    )
 
 
-def _leaves_with(frame: FrameType) -> bool:
+def _leaves_with(code: CodeType, instructions: bytes) -> bool:
     """Return True at the call `__exit__(None, None, None)`, which begins with these arguments."""
-    code, at = frame.f_code.co_code, frame.f_lasti
-    loads = [code[at + i : at + i + 2] for i in (0, 2, 4)]
-    return all(
-        len(load) == 2
-        and load[0] == dis.opmap["LOAD_CONST"]
-        and frame.f_code.co_consts[load[1]] is None
-        for load in loads
+    loads = instructions[:6]
+    return loads[::2] == bytes([dis.opmap["LOAD_CONST"]] * 3) and all(
+        code.co_consts[number] is None for number in loads[1::2]
     )
 
 
@@ -222,12 +226,17 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line" and not (_is_empty(frame) or _leaves_with(frame)):
-            seen[0] += 1
-            if seen[0] == line:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
+        uncounted = _uncounted(frame.f_code)
+
+        def count(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "line" and frame.f_lasti not in uncounted:
+                seen[0] += 1
+                if seen[0] == line:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return count
+
+        return count
 
     sys.settrace(trace)
     try:

@@ -26,16 +26,12 @@ OF_THE_USER = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "HF_HOME"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--everything",
-        action="store_true",
-        help="run the exhaustive tests whole and all random examples, not a sample of them",
-    )
+    sample.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Forget how and by whom the suite was started."""
-    sample.configure(is_everything=config.getoption("--everything"))
+    sample.configure(config)
     heed_signals()
     for name in [*os.environ]:
         if name.startswith(("MLXRUNNER_", "XDG_")) or name in OF_THE_USER:

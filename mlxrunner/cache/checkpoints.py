@@ -62,13 +62,16 @@ class Places:
     """True if the prompt is evaluated before its answer is asked for."""
 
 
-def places_of(total: int, message_ends: Sequence[int], *, ahead: bool = False) -> Places:
+def places_of(
+    total: int, message_ends: Sequence[int], *, ahead: bool = False, at: int | None = None
+) -> Places:
     """Return the offsets at which the next prompt is likely to leave a prompt of `total` tokens.
 
     At most HEADER tokens follow the answer's place. They are evaluated in one pass, as the seed of
     the answer. The place of a long system prompt is shortly before its end, so that a system prompt
     with another line appended still finds it. `message_ends`: offsets at which the messages end.
-    `ahead`: the last message has no end yet.
+    `ahead`: the last message has no end yet. `at`: the offset up to which the prompt is evaluated;
+    the last message's place is there if it is a few tokens behind, which would cost a pass.
     """
     ends = [end for end in message_ends if end < total]
     answer = (
@@ -78,7 +81,8 @@ def places_of(total: int, message_ends: Sequence[int], *, ahead: bool = False) -
     roles: dict[int, Role] = {}
     if before:
         roles[before[0] - NEAR_END if before[0] >= SPACING else before[0]] = "system"
-        roles[before[-1]] = "message"
+        last, here = before[-1], -1 if at is None or at in roles else at
+        roles[here if 0 <= here < last <= here + NEAR_END else last] = "message"
     if not ahead and answer > 0:
         roles[answer] = "answer"
     return Places(roles, ends, max(answer, 0), ahead)

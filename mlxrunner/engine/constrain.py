@@ -56,15 +56,18 @@ class Constraint:
 
         `width`: entries of the logits. Raise FormError if no token may come next.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return self._mask(self._matcher, width)
+
+    def _mask(self, matcher: Any, width: int) -> NDArray[np.bool_]:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=width, bitorder="little").view(np.bool_)
         allowed[self._num_tokens :] = False
-        may_end = self._matcher.is_accepting()
+        may_end = matcher.is_accepting()
         for token in self._ends:
             if 0 <= token < width:
                 allowed[token] = may_end
         if not allowed.any():  # also after an error of llguidance
-            why = _one_line(self._matcher.get_error())
+            why = _one_line(matcher.get_error())
             # A single word names a state of llguidance.
             raise FormError(self.count, why if " " in why else "")
         return allowed
@@ -76,21 +79,20 @@ class Constraint:
         the form is complete. The answer does not change. Raise FormError if no token may come next.
         """
         masks: list[NDArray[np.bool_] | None] = [self.mask(width)]
-        taken = 0
+        # A dead end leaves a matcher in an error, from which it does not go back.
+        matcher = self._matcher.deep_copy() if draft else self._matcher
         for token in draft:
             allowed = masks[-1]
             if allowed is None or not allowed[token] or token in self._ends:
                 break
-            self._matcher.consume_token(token)
-            taken += 1
-            if self._matcher.is_stopped():
+            matcher.consume_token(token)
+            if matcher.is_stopped():
                 masks.append(None)
                 break
             try:
-                masks.append(self.mask(width))
+                masks.append(self._mask(matcher, width))
             except FormError:  # the answer comes to it by itself, if it gets there
                 break
-        self._matcher.rollback(taken)
         return masks
 
     def forced(self) -> list[int]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.layers.factory import check_quantized
 from mlxrunner.config.arguments import check_flag, check_kind, listed
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
@@ -68,7 +69,7 @@ class Stepper(Several):
         given; None: as long as keeps the speed of the answers, see
         `mlxrunner.parallel.scheduling.pace`. `context` is the most tokens of one prompt and its
         answer. `parking`: where conversations go that are given up; None: they are lost. Raise
-        OptionError for numbers that are out of range.
+        OptionError for numbers that are out of range, and for `kv_bits` that the model can't have.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
         given: EngineKwargs = {"step_ms": 0, **settings}
@@ -86,9 +87,11 @@ class Stepper(Several):
         """Functions that are called with every ended request (see `mlxrunner.profiling`)."""
         self.shown_as: Callable[[], Any] = lambda: self
         """A function that returns what observers get as the runner."""
+        options = cache_options(chosen, whole=False)
+        check_quantized(model, options)
         self._adapted = engine_for(
             model,
-            cache_options(chosen, whole=False),
+            options,
             max_sequences=max_sequences,
             capacity=-(-self.cells // max_sequences),
             max_batch=self.prefill_step,
@@ -296,6 +299,10 @@ class Stepper(Several):
         """
         self.owner.check()
         self._scheduler.step()
+
+    def tell_first(self, on_first: Callable[[], object]) -> None:
+        """Call `on_first` in each step that has read first tokens, before it dispatches."""
+        self._scheduler.on_first = on_first
 
     def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
         """Tokenize a prompt and check its options. Any thread may do that."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,8 @@ IN_BETWEEN = 2**16
 """Bytes of a body up to which it is looked at between two steps of the event loop."""
 MOST_SECONDS = 30.0
 """Most seconds without a new part of a body."""
+SLOWEST = 8192
+"""Bytes of a body that have to come in a second, once MOST_SECONDS are over."""
 SOON = 5
 """Seconds after which a client may ask again if there is no room for its body."""
 _PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]|[-+.\w]+', re.DOTALL)
@@ -76,9 +79,9 @@ class Bodies:
         if length.isdecimal():
             self._check_size(int(length[:20]))
             self.check(int(length[:20]))
-        parts, size, is_last = list[bytes](), 0, False
+        parts, size, is_last, began = list[bytes](), 0, False, time.monotonic()
         while not is_last:
-            message = await self._next(receive, size)
+            message = await self._next(receive, size, time.monotonic() - began)
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
@@ -99,18 +102,18 @@ class Bodies:
             message = f"the body has {size} bytes, and {self._most} are the most: send less"
             raise RefusedError(413, message, code="too_large")
 
-    async def _next(self, receive: Receive, size: int) -> Message:
-        """Return the next part of a body, of which `size` bytes have come."""
+    async def _next(self, receive: Receive, size: int, passed: float) -> Message:
+        """Return the next part of a body, of which `size` bytes have come in `passed` seconds."""
+        left = self._seconds + size / SLOWEST - passed
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(min(self._seconds, left)):
                 return await receive()
         except TimeoutError:
-            raise RefusedError(
-                408,
-                f"nothing of the body came for {self._seconds:g} s after {size} bytes: send it "
-                "whole",
-                code="timeout",
-            ) from None
+            pass
+        slow = f"the body comes too slowly: {size} bytes in {passed:.0f} s, and {SLOWEST} a second"
+        still = f"nothing of the body came for {self._seconds:g} s after {size} bytes"
+        said = f"{slow} are the least" if left < self._seconds else still
+        raise RefusedError(408, f"{said}: send it whole", code="timeout")
 
 
 class BodyPlace:

@@ -35,6 +35,11 @@ from mlxrunner.terminal.text import size
 
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C."""
+SWITCH_S = 0.0005
+"""Seconds after which a thread that computes in Python lets another go on.
+
+Python's own 5 ms would hold back a token that is ready while the next step is being built.
+"""
 WAITING = 128
 """Connections that may wait to be accepted."""
 Say = Callable[[str], None]
@@ -134,12 +139,18 @@ def _key(settings: ServeSettings) -> str:
 class Door(H11Protocol):
     """A connection that is closed if no whole header of a request comes in time.
 
-    It is also closed if its client does not read its answer. uvicorn waits for ever, and each
-    connection takes a file descriptor, and a place among the requests that may wait.
+    It is also closed if its client does not read its answer, goes on with a body that was answered
+    already, or sends much ahead of an answer. uvicorn waits for ever, and each connection takes a
+    file descriptor, and a place among the requests that may wait.
     """
 
     patience = MOST_SECONDS
     """Seconds until a header is whole, from the beginning of the connection or its first byte."""
+    ahead = 2**16
+    """Most bytes that may come before the request in front of them is answered.
+
+    They have to be read: nothing else says that a client has left.
+    """
     unread = 60.0
     """Seconds for which a client may read nothing, once no more can be written."""
     _limit: asyncio.TimerHandle | None = None
@@ -153,6 +164,10 @@ class Door(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Read what has come, and count the seconds of a header that is not whole."""
         super().data_received(data)
+        if self.conn.their_state is h11.DONE:
+            if len(self.conn.trailing_data[0]) > self.ahead:
+                self.transport.abort()
+            self.flow.resume_reading()  # which uvicorn has paused
         self._count()
 
     def on_response_complete(self) -> None:
@@ -181,11 +196,17 @@ class Door(H11Protocol):
             self._timer.cancel()
 
     def _count(self) -> None:
-        """Count while a header is awaited. Silence between two requests has a limit of its own."""
-        if self.conn.their_state is not h11.IDLE:
+        """Count while something is awaited. Silence between requests has a limit of its own."""
+        if not self._is_owed():
             self._stop_counting()
-        elif self._limit is None and (self.cycle is None or self.conn.trailing_data[0]):
+        elif self._limit is None:
             self._limit = self.loop.call_later(self.patience, self.transport.close)
+
+    def _is_owed(self) -> bool:
+        """Return True if a header has to come, or the rest of a body that is answered already."""
+        if self.conn.their_state is h11.IDLE:
+            return self.cycle is None or bool(self.conn.trailing_data[0])
+        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
     def _stop_counting(self) -> None:
         if self._limit is not None:
@@ -255,6 +276,7 @@ def serve(
             await house.close()
             record.close()
 
+    sys.setswitchinterval(SWITCH_S)
     asyncio.run(run())
     if has_work():  # a model that is being loaded; the interpreter must not end beside it
         for stream in (sys.stdout, sys.stderr):

@@ -65,14 +65,17 @@ class Budget:
 
     def __init__(self) -> None:
         self.left = AT_FIRST
+        self.held = 0.0
+        """Passes that the drafts of the step under way may lose: no other draft may."""
 
     def begin(self) -> None:
         """Begin an answer. What earlier ones gained is no reason to lose time in this one."""
         self.left = min(self.left, AT_FIRST)
 
-    def pay(self, passes: float, tokens: int) -> None:
+    def pay(self, passes: float, tokens: float) -> None:
         """Note that `tokens` of the answer took the time of `passes` of one row."""
         self.left = min(self.left + tokens * (1 + LOSS) - passes, MOST_LEFT)
+        self.held = 0.0
 
 
 class Costs:
@@ -143,6 +146,11 @@ class Controller:
         self.costs.measure(depth, seconds)
         self._drafts += 1
 
+    def pay(self, depth: int, tokens: int, lost: float = 0.0) -> None:
+        """Note that a pass with `depth` more rows gave `tokens`, and what was `lost` beside it."""
+        if self._budget is not None:
+            self._budget.pay(self.costs.ratio(depth) + lost, tokens)
+
     def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
         """Return how many tokens to draft, at most `most`; 0: a draft would cost time.
 
@@ -174,7 +182,9 @@ class Controller:
         if not self.costs.can_tell:
             return False
         most = DEEPEST if self.costs.is_known else 1
-        return depth <= most and self.costs.ratio(depth) - 1 <= self._budget.left
+        return (
+            depth <= most and self.costs.ratio(depth) - 1 <= self._budget.left - self._budget.held
+        )
 
     def _probe(self, expected: Sequence[float], depths: Sequence[int]) -> int:
         """Return a depth to measure once more, if its loss is small beside plain decoding."""

@@ -93,7 +93,9 @@ class Drafting:
         """
         experience.fade()
         experience.budget.begin()
-        self._experience, self._forced, self._always = experience, forced, always
+        self._experience, self._forced = experience, forced
+        self.always = always
+        """True if it drafts without asking what that costs."""
         self._lookup = TextLookup(earlier, prompt)
         self._model, self._model_s, self._unsaid = model, 0.0, BEHIND
         self.clock: Callable[[], float] = time.perf_counter
@@ -115,13 +117,15 @@ class Drafting:
     @property
     def is_worth_waiting(self) -> bool:
         """True if a draft is likely enough to wait for the next token before the next pass."""
-        if self._always:
+        if self.always:
             return self._forced is not None or self._lookup.length > 0
-        if self._forced is not None and self._forced_share > WAITS:
-            return True
         if self._modelled(DEEPEST):
             return True
-        if not self._lookup.length or not self._experience.controller.may_draft:
+        if not self._experience.controller.may_draft:
+            return False
+        if self._forced is not None and self._forced_share > WAITS and self._forced_depth(DEEPEST):
+            return True
+        if not self._lookup.length:
             return False
         first, *shares = self._shares(DEEPEST + 1)
         return self._experience.controller.depth(shares, DEEPEST, first) > 0
@@ -136,7 +140,7 @@ class Drafting:
             self._forced_share += RATE * (min(len(found), DEEPEST) - self._forced_share)
             if found:
                 self._source = "form"
-                return found[: self._depth([self._experience.forced.share] * DEEPEST, most)]
+                return found[: self._forced_depth(most)]
         depth = self._depth(self._shares(DEEPEST), most) if self._lookup.length else 0
         if depth:
             self._source = self._found_in
@@ -176,7 +180,7 @@ class Drafting:
             experience.alike.learn(accepted, int(accepted < drafted))
             controller, seconds = experience.modelled, seconds + self._model_s
         controller.verified(drafted + before, seconds)
-        experience.budget.pay(controller.costs.ratio(drafted + before), accepted + 1)
+        controller.pay(drafted + before, accepted + 1)
 
     def passed(self, seconds: float | None, before: int = 0, late: float = 0.0) -> None:
         """Note a pass without a draft.
@@ -192,15 +196,17 @@ class Drafting:
             if self._model is not None:
                 experience.modelled.passed(seconds)
         lost = late / costs.single if late and costs.single else 0.0
-        experience.budget.pay(costs.ratio(before) + lost, 1)
+        experience.controller.pay(before, 1, lost)
 
     def evaluated_again(self, rows: int) -> None:
         """Note a pass over tokens of the answer that were undone with wrong ones."""
-        experience = self._experience
-        experience.budget.pay(experience.controller.costs.ratio(rows - 1), 0)
+        self._experience.controller.pay(rows - 1, 0)
+
+    def _forced_depth(self, most: int) -> int:
+        return self._depth([self._experience.forced.share] * DEEPEST, most)
 
     def _depth(self, shares: Sequence[float], most: int) -> int:
-        return most if self._always else self._experience.controller.depth(shares, most)
+        return most if self.always else self._experience.controller.depth(shares, most)
 
     def _shares(self, count: int) -> list[float]:
         """Return the probabilities of the next `count` guesses: the match grows with each."""

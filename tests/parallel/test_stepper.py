@@ -152,6 +152,36 @@ def test_layers_with_states_of_their_own_answer_as_the_single_runner(name: str) 
         assert result.finish_reason == "length"
 
 
+def test_first_tokens_are_told_before_the_next_step_is_dispatched(
+    llama: tuple[Any, ByteTokenizer, Any],
+) -> None:
+    """Later tokens are read while the device runs the next step."""
+    with Stepper(*llama, max_sequences=2, context=50) as runner:
+        told: list[tuple[int, list[int], int]] = []
+        handles = [runner.submit([5, 6, 7], max_tokens=4, stop_tokens=[])]
+        runner.tell_first(
+            lambda: told.append(
+                (
+                    runner.steps,
+                    [len(handle._request.said) for handle in handles],
+                    handles[-1]._request.sampled,
+                )
+            )
+        )
+        runner.step()
+        assert told == []
+        runner.step()
+        assert told == [(2, [1], 1)]
+        handles.append(runner.submit([8, 9], max_tokens=4, stop_tokens=[]))
+        tokens = [chunk.token for handle in reversed(handles) for chunk in handle]
+        assert told[1:] == [(4, [3, 1], 1)]
+    assert tokens == [
+        token
+        for prompt in ([8, 9], [5, 6, 7])
+        for token in alone(llama, prompt, max_tokens=4, stop_tokens=[])
+    ]
+
+
 def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """The same ropes and norms, and the single runner works while it is open, too."""
     model = llama[0]

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from mlxrunner.results import Chunk
 from mlxrunner.serve.events import CallArguments, CallBegan, CallEnded, Event, Text, Thought
-from mlxrunner.serve.prompts.formats import BARE, HERMES, OWN, CallFormat
+from mlxrunner.serve.prompts.formats import BARE, HERMES, OWN, CallFormat, parsed_by_mlx_lm
 from mlxrunner.serve.prompts.reader import reader_of
 from mlxrunner.serve.prompts.split import AnswerSplitter, call_id
-from mlxrunner.system.mlx_lm_internals import tool_parser
 
 TOOLS = [
     {
@@ -25,7 +24,12 @@ TOOLS = [
             "name": "look",
             "parameters": {
                 "type": "object",
-                "properties": {"at": {"type": "integer"}, "why": {"type": "string"}},
+                "properties": {
+                    "at": {"type": "integer"},
+                    "why": {"type": "string"},
+                    "all": {"type": "array"},
+                    "deep": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
             },
         },
     }
@@ -39,10 +43,9 @@ def form_of(name: str) -> CallFormat:
     own = {one.name: one for one in (*OWN, BARE, HERMES)}
     if name in own:
         return own[name]
-    found = tool_parser(name)
+    found = parsed_by_mlx_lm(name)
     assert found is not None
-    parse, start, end = found
-    return CallFormat(name, "tags" if end else "open", start, end, parse)
+    return found
 
 
 def events_of(
@@ -114,6 +117,30 @@ CASES: list[tuple[str, str, Parts]] = [
         "I look.\n\n<tool_call>\n<function=look>\n<parameter=at>\n2\n</parameter>\n"
         "<parameter=why>\na </b> é\n</parameter>\n</function>\n</tool_call>",
         [("text", "I look."), TWO],
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call>\n<function=look>\n<parameter=deep>\n{"a": "<b>\\"</parameter>\\n</function>\\n'
+        '</tool_call> {"}\n</parameter>\n<parameter=all>\n["</parameter>", {"x": "</b>"}]\n'
+        "</parameter>\n<parameter=why>\n{\n</parameter>\n</function>\n</tool_call>\nDone.",
+        [
+            (
+                "look",
+                {
+                    "deep": {"a": '<b>"</parameter>\n</function>\n</tool_call> {'},
+                    "all": ["</parameter>", {"x": "</b>"}],
+                    "why": "{",
+                },
+            ),
+            ("text", "Done."),
+        ],
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call>\n<function=look>\n<parameter=why>\n["\n</parameter>\n</function>\n</tool_call>\n'
+        '<tool_call>\n<function=look>\n<parameter=deep>\n["\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call>\n<function=look>\n<parameter=at>\n1\n</parameter>\n</function>\n</tool_call>",
+        [("look", {"why": '["'}), ("look", {"deep": '["'}), ONE],
     ),
     (
         "glm47",

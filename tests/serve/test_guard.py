@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from support.waiting import until
 
 from mlxrunner.errors import ContextLengthError
@@ -57,7 +58,13 @@ def router(seen: list[Any]) -> APIRouter:
 @contextmanager
 def served(rules: Rules, **more: Any) -> Iterator[str]:
     """Serve the routes above behind a guard, on a free port."""
-    app = make_app([router([])], rules)
+    with served_app(make_app([router([])], rules), **more) as address:
+        yield address
+
+
+@contextmanager
+def served_app(app: ASGIApp, **more: Any) -> Iterator[str]:
+    """Serve an application on a free port."""
     config = uvicorn.Config(app, log_config=None, lifespan="off", **more)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -356,6 +363,74 @@ def test_a_body_that_does_not_come(url: str) -> None:
         found = b"".join(iter(lambda: slow.recv(4000), b"")).decode()
     assert found.startswith("HTTP/1.1 408")
     assert "after 3 bytes" in found
+
+
+def test_a_body_that_trickles() -> None:
+    """A client that sends a byte now and then is told so too."""
+
+    async def run() -> httpx.Response:
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(1000):
+                yield b" "
+                await asyncio.sleep(0.01)
+
+        guard = Guard(Slow(), Rules(most_seconds=0.1))
+        transport = httpx.ASGITransport(guard)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.post("/v1/messages", content=parts())
+        assert guard.bodies.held == 0
+        return answer
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 408
+    assert "too slowly" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_goes_on_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed, however much comes."""
+    monkeypatch.setattr(Door, "patience", 0.2)
+    with (
+        served(Rules(most_bytes=10), http=Door, timeout_keep_alive=600) as address,
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
+    ):
+        used.settimeout(60)
+        used.sendall(b"POST /api/chat HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n")
+        found = b""
+        while not found.endswith(b"}"):
+            found += used.recv(4000)
+        assert found.startswith(b"HTTP/1.1 413")
+        used.sendall(b"x")
+        assert used.recv(100) == b""
+
+
+@pytest.mark.parametrize("is_much", [False, True])
+def test_what_comes_ahead_of_an_answer(is_much: bool) -> None:
+    """It does not hide that the client has left. If it is much, the connection is closed."""
+    reading, has_left = threading.Event(), threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        reading.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left.set()
+
+    with (
+        served_app(app, http=Door) as address,
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
+    ):
+        used.settimeout(60)
+        used.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert reading.wait(60)
+        with suppress(ConnectionError):
+            for _ in range(10):
+                used.sendall(b"x" * (Door.ahead // (2 if is_much else 20)))
+            if is_much:
+                assert used.recv(100) == b""
+        if not is_much:
+            assert not has_left.is_set()
+            used.close()
+        assert has_left.wait(60)
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /api/chat HTTP/1.1\r\nhost: loc"])

@@ -44,9 +44,9 @@ class Clocked(RepeatingModel):
         return 0.0
 
 
-def taken(runner: Runner, model: Clocked, prompt: list[int], how: str, count: int) -> float:
+def taken(runner: Runner, model: Clocked, prompt: list[int], count: int, **options: Any) -> float:
     """Return the time of an answer behind its first token."""
-    chunks = runner.generate(prompt, max_tokens=count, speculate=how, stop_tokens=[])
+    chunks = runner.generate(prompt, max_tokens=count, stop_tokens=[], **options)
     next(chunks)
     began = model.now
     for _ in chunks:
@@ -98,7 +98,7 @@ def test_an_answer_whose_guesses_all_fail_takes_as_long_as_a_plain_one(
     rows = slope + 1 if "recurrent" in kinds else 0.0  # the tokens that are evaluated again
     for turn in range(3):
         prompt = [turn + 1, *PROMPT]
-        lost = taken(runner, model, prompt, "auto", count) - (count - 1)
+        lost = taken(runner, model, prompt, count) - (count - 1)
         whole += count
         assert runner.usage is not None
         assert not sum(use.accepted for use in runner.usage.drafts)
@@ -111,13 +111,11 @@ def test_an_answer_whose_guesses_all_fail_takes_as_long_as_a_plain_one(
 def test_an_answer_whose_guesses_are_right_takes_less(
     monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
 ) -> None:
-    """The budget does not stand in the way of what pays."""
-    times = {}
-    for how in ("off", "auto"):
-        runner, model = clocked_runner(monkeypatch, kinds, slope)
-        times[how] = taken(runner, model, PROMPT, how, 400)
-    assert times["off"] == 399
-    assert times["auto"] < (0.8 if slope < 0.4 else 0.98) * times["off"]
+    """The budget does not stand in the way of what pays. Guesses are the default."""
+    runner, model = clocked_runner(monkeypatch, kinds, slope)
+    assert taken(runner, model, PROMPT, 400, speculate="off") == 399
+    runner, model = clocked_runner(monkeypatch, kinds, slope)
+    assert taken(runner, model, PROMPT, 400) < (0.8 if slope < 0.4 else 0.98) * 399
 
 
 def test_what_was_gained_may_be_lost_again_but_only_a_little() -> None:

@@ -18,6 +18,8 @@ DEEPEST = 9
 class Guesses:
     """In place of `mlxrunner.speculation.drafting.Drafting`: it knows the answer."""
 
+    always = True
+
     def __init__(self, answer: list[int], rng: random.Random, seen: Counter[str]) -> None:
         self.answer, self.rng, self.seen, self.place = answer, rng, seen, 0
         self.by_source: defaultdict[str, Counts] = defaultdict(Counts)

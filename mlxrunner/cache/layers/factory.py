@@ -159,6 +159,14 @@ def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:
     except Exception as error:
         if options.kv_bits is None:
             raise
-        why = " ".join(str(error).split())[:200]
-        raise OptionError(f"kv_bits: this model can't use a quantized cache: {why}") from error
+        why = " ".join(str(error).split())[:200].removesuffix(".")
+        raise OptionError(
+            f"kv_bits: this model can't use a quantized cache: {why}; leave kv_bits out"
+        ) from error
     return [layout for cache in caches for layout in cache.layouts()]
+
+
+def check_quantized(model: Any, options: CacheOptions) -> None:
+    """Raise OptionError if the options ask for a quantized cache that the model can't use."""
+    if options.kv_bits is not None:
+        layouts_of(model, options)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlxrunner.cache.shared.lanes import Lane, in_lanes, new_lane
+from mlxrunner.cache.shared.lanes import Lane, in_lanes, lane_behind, new_lane
 from mlxrunner.cache.shared.runs import Lift, Move, Run
 from mlxrunner.cache.shared.sequences import END, Batch
 from mlxrunner.cache.shared.sight import Bools, Ints, Sight
@@ -203,14 +203,28 @@ class Cells:
     def expecting(self, sequence: int, count: int) -> Cells:
         """Give the sequence a lane of at least `count` cells in place of the one it had.
 
-        The sequence gets no lane if there is no such room.
+        It lies behind the sequence's last token if there is room, unless another sequence shares
+        that token. The sequence gets no lane if there is room nowhere.
         """
         self.check_sequences(sequence)
         lanes = {other: lane for other, lane in self.lanes.items() if other != sequence}
-        lane = new_lane(~self.used, lanes.values(), count, self.num_cells // len(self.owners))
+        free, most = ~self.used, self.num_cells // len(self.owners)
+        end, lane = self._own_end(sequence), None
+        if end is not None and count <= most:
+            lane = lane_behind(free, lanes.values(), count, end)
+        if lane is None:
+            lane = new_lane(free, lanes.values(), count, most)
         if lane is not None:
             lanes[sequence] = lane
         return self._changed(None, lanes=lanes)
+
+    def _own_end(self, sequence: int) -> int | None:
+        """Return the cell behind the sequence's last token; None if others have that token, too."""
+        stretches = self.stretches(sequence)
+        if not stretches:
+            return None
+        end = max(stretches, key=lambda stretch: stretch.position).end
+        return end if np.count_nonzero(self.owners[:, end - 1]) == 1 else None
 
     def place(self, batch: Batch) -> Placement:
         """Find cells for the batch, after dropping the tokens beyond each memory.

@@ -13,15 +13,19 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxrunner.cache.shared.cells import Cells
-from mlxrunner.cache.shared.parts import Block, Split
+from mlxrunner.cache.shared.parts import PART_COST, Block, Split
 from mlxrunner.cache.shared.runs import Run
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.sight import Bools, Ints
-from mlxrunner.cache.shared.split import blocks_of, history_of, split
+from mlxrunner.cache.shared.split import WORTH_SPLITTING, blocks_of, history_of, split
+from mlxrunner.cache.shared.stretches import Stretches
 
 
 class Alone(NamedTuple):
-    """One sequence, whose cells lie side by side in order: attention as with a cache of its own."""
+    """One sequence, whose cells lie side by side in order: attention as with a cache of its own.
+
+    Those of a single query may have gaps between them, and any order.
+    """
 
     cells: Run
     visible: Bools | None
@@ -61,7 +65,7 @@ class Forward:
 
     @cached_property
     def alone(self) -> Alone | None:
-        """The cells of the batch's only sequence, where they lie side by side in order."""
+        """The cells of the batch's only sequence, if one product over them is least work."""
         if (
             self.places is None
             or self.blocks is None
@@ -71,7 +75,7 @@ class Forward:
             return None
         run, queries = Run(seen[0].begin, seen[-1].end), len(self.batch)
         if sum(stretch.end - stretch.begin for stretch in seen) < run.end - run.begin:
-            return None
+            return _with_gaps(run, seen) if queries == 1 else None
         if queries == 1:  # sees them in any order
             return Alone(run, None)
         if len(seen) > 1:
@@ -86,3 +90,15 @@ class Forward:
         if self.blocks is None or self.alone is not None:
             return None
         return split(self.cells, self.batch, self.blocks, worth)
+
+
+def _with_gaps(run: Run, seen: Stretches) -> Alone | None:
+    """Return the cells that a single query sees as one product; None if parts may be less work."""
+    length = run.end - run.begin
+    own = sum(stretch.end - stretch.begin for stretch in seen)
+    if length >= WORTH_SPLITTING * (own + PART_COST * len(seen)):
+        return None
+    visible = np.zeros((1, length), np.bool_)
+    for stretch in seen:
+        visible[0, stretch.begin - run.begin : stretch.end - run.begin] = True
+    return Alone(run, visible)

@@ -19,12 +19,17 @@ class Lane(NamedTuple):
     """Cells reserved for a sequence, so that its next tokens lie side by side.
 
     Lanes of one size begin at multiples of it, so that a buffer can be seen as a row of equal
-    pieces.
+    pieces; but for those that lie behind what the sequence has.
     """
 
     run: Run
     next: int
     """The first cell that is not taken yet."""
+
+    @property
+    def is_even(self) -> bool:
+        """True if it begins at a multiple of its size."""
+        return self.run.begin % (self.run.end - self.run.begin) == 0
 
 
 def new_lane(free: Bools, lanes: Iterable[Lane], count: int, most: int) -> Lane | None:
@@ -42,6 +47,14 @@ def new_lane(free: Bools, lanes: Iterable[Lane], count: int, most: int) -> Lane 
         return None
     begin = int(fitting[0])
     return Lane(Run(begin, begin + size), begin)
+
+
+def lane_behind(free: Bools, lanes: Iterable[Lane], count: int, begin: int) -> Lane | None:
+    """Return a lane of `count` cells from `begin` on beside other `lanes`; None if one is taken."""
+    end = begin + count
+    if count <= 0 or end > len(free) or not _without(free, lanes)[begin:end].all():
+        return None
+    return Lane(Run(begin, end), begin)
 
 
 def in_lanes(

@@ -162,7 +162,7 @@ def _overlaps(seen: Sequence[Sequence[Run]]) -> list[Seen]:
 def _stacks(
     cells: Cells, blocks: Sequence[Block], seen: Sequence[Seen]
 ) -> tuple[list[tuple[int, StackedParts]], list[Seen]]:
-    """Stack what single queries see alone in lanes of one size. Return the rest, too."""
+    """Stack what single queries see alone in even lanes of one size. Return the rest, too."""
     in_lanes: defaultdict[int, dict[int, list[Run]]] = defaultdict(dict)
     rest = []
     for one in seen:
@@ -170,6 +170,7 @@ def _stacks(
         lane = cells.lanes.get(blocks[number].sequence)
         if (
             lane is None
+            or not lane.is_even
             or one.blocks.bit_count() > 1
             or blocks[number].num_queries > 1
             or not lane.run.begin <= one.cells.begin < one.cells.end <= lane.run.end

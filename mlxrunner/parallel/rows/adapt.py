@@ -199,8 +199,7 @@ class Adapted(Engine):
             if self._head is not None:
                 self._head.rows = None
         if plan is not None:
-            for view in self._apart:
-                mx.async_eval(view.end_forward())  # type: ignore[no-untyped-call]
+            mx.async_eval([view.end_forward() for view in self._apart])  # type: ignore[no-untyped-call]
         return logits if wanted is None or self._head is not None else logits[wanted]
 
     @contextmanager

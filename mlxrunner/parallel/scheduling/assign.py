@@ -201,7 +201,7 @@ class Assigner:
         self._engine.expect(slot.number, len(prompt) - found.cached + coming)
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
-            lease.mark(places_of(len(prompt), ends.tolist()))
+            lease.mark(places_of(len(prompt), ends.tolist(), at=found.cached))
             request.checkpoint_if_due()
         log_lookup(len(prompt), found.matched, found.cached)
 

@@ -17,8 +17,9 @@ from mlxrunner.engine.sampling import Decoded, Sampled
 from mlxrunner.errors import FormError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.scheduling.request import ActiveRequest
-from mlxrunner.parallel.scheduling.row import Row
-from mlxrunner.speculation.controller import DEEPEST, Budget, Controller
+from mlxrunner.parallel.scheduling.row import Row, Step
+from mlxrunner.results import Chunk
+from mlxrunner.speculation.controller import DEEPEST, DEPTHS, LEAST_GAIN, Budget, Controller
 from mlxrunner.speculation.drafting import Experience
 from mlxrunner.speculation.sources import Sources
 
@@ -32,14 +33,26 @@ class StepController(Controller):
     def __init__(self, budget: Budget) -> None:
         """Begin without measurements. `budget`: bounds what drafts lose."""
         super().__init__(budget)
+        self._shared = budget
         self._of = defaultdict[int, Controller](lambda: Controller(budget))
         self._plain: defaultdict[int, int] = defaultdict(int)
-        self._answers = 1
+        self._answers, self._can_pay = 1, True
+        self.costs = self._of[_size(1)].costs
 
     def carry(self, answers: int) -> None:
         """Note how many answers the next step carries."""
         self._answers = max(1, answers)
         self.costs = self._of[_size(self._answers)].costs
+        self._can_pay = answers == 1 or any(
+            depth / answers + 1 - self.costs.ratio(depth) >= LEAST_GAIN
+            for depth in DEPTHS
+            if self._affords(depth)
+        )
+
+    @property
+    def may_draft(self) -> bool:
+        """True if the budget has room for a draft that would save enough if it were right."""
+        return self._can_pay and super().may_draft
 
     def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
         """Return how many tokens to draft: see `Controller.depth`.
@@ -51,18 +64,35 @@ class StepController(Controller):
         part = [shares[0] / self._answers, *shares[1:]]
         return self._of[_size(self._answers)].depth(part, most, first)
 
+    def hold(self, depth: int) -> None:
+        """Note that an answer of the next step drafts `depth` tokens, which may all be wrong."""
+        if depth:
+            self._shared.held += self.costs.ratio(depth) - 1
+
     def verified(self, depth: int, seconds: float) -> None:
         """Do nothing: `measure` has the whole step."""
 
     def passed(self, seconds: float) -> None:
         """Do nothing: `measure` has the whole step."""
 
-    def measure(self, answers: int, drafted: int, seconds: float) -> None:
-        """Note the seconds of a step with this number of answers and of drafted tokens in all."""
+    def pay(self, depth: int, tokens: int, lost: float = 0.0) -> None:
+        """Do nothing: `settle` has the whole step."""
+
+    def settle(self, answers: int, rows: int, tokens: int, late: float) -> None:
+        """Note that a step with `rows` beside one for each answer gave `tokens` in all.
+
+        An answer that gets one token more saves its share of a step. `late`: see `Drafting.passed`.
+        """
+        costs = self._of[_size(answers)].costs
+        lost = min(late / costs.single, 1.0) if late and costs.single else 0.0
+        self._shared.pay(costs.ratio(rows) + lost, tokens / answers)
+
+    def measure(self, answers: int, rows: int, seconds: float) -> None:
+        """Note the seconds of a step with `rows` beside one for each answer."""
         size = _size(answers)
-        if drafted:
+        if rows:
             self._plain[size] = 0
-            self._of[size].verified(drafted, seconds)
+            self._of[size].verified(rows, seconds)
             return
         self._plain[size] += 1
         if self._plain[size] % FORGOTTEN == 0:
@@ -83,6 +113,7 @@ class Drafts:
         experience = Experience(budget, of_steps=self._controller)
         self._sources = None if facts is None else Sources(facts, experience)
         self._most = min(most, DEEPEST)
+        self._is_used = self._is_always = self._may = False
 
     def begin(self, request: ActiveRequest) -> None:
         """Prepare the drafts of a request whose first token was read."""
@@ -90,26 +121,28 @@ class Drafts:
             request.drafting = self._sources.drafting(
                 request.next_token, request.lease, request.options.speculate
             )
+        if request.drafting is not None:
+            self._is_used = True
+            self._is_always |= request.drafting.always
 
     def is_worth_waiting(self, row: Row) -> bool:
         """Return True if the tokens of the last step are needed before `row` is dispatched."""
-        if not self._may_draft(row):
-            return False
-        self._controller.carry(len(row))
-        return any(
+        self._may = self._is_used and self._may_draft(row)
+        return self._may and any(
             request.drafting is not None
             and not request.is_read
-            and self._room(request) > 0
             and request.drafting.is_worth_waiting
+            and self._room(request) > 0
             for request, _ in row
         )
 
     def add_to(self, row: Row, width: int) -> Row:
         """Return `row` with the tokens that are likely to follow. `width`: entries of the logits.
 
-        Requests that have guesses share the rows that are left.
+        `row`: the one of the last `is_worth_waiting`, but for those that ended since. Requests that
+        have guesses share the rows that are left.
         """
-        if not self._may_draft(row):
+        if not self._may:
             return row
         self._controller.carry(len(row))
         left = self._most - sum(count - 1 for _, count in row)
@@ -118,18 +151,20 @@ class Drafts:
             request.draft = _draft(request, min(left // (len(asked) - place), self._room(request)))
             request.draft = _fitting(request, width)
             left -= len(request.draft)
+            self._controller.hold(len(request.draft))
         return [(request, count + len(request.draft)) for request, count in row]
 
     def _may_draft(self, row: Row) -> bool:
         """Return True if a step carries few rows: only answers, and fewer than a draft may add.
 
-        One of them has to be guessed: all others cost nothing here.
+        One of them has to be guessed, and a guess has to be able to pay: all other steps cost
+        nothing here.
         """
-        return (
-            len(row) <= self._most
-            and any(request.drafting is not None for request, _ in row)
-            and not any(request.left for request, _ in row)
-        )
+        if len(row) > self._most or all(request.drafting is None for request, _ in row):
+            return False
+        self._controller.carry(len(row))
+        may = self._is_always or self._controller.may_draft
+        return may and not any(request.left for request, _ in row)
 
     def _room(self, request: ActiveRequest) -> int:
         """Return how many tokens may be drafted behind the current one of `request`.
@@ -143,9 +178,19 @@ class Drafts:
             end = min(end, lease.checkpoint_due)
         return int(min(end - here, request.limit - request.sampled - 1))
 
-    def measure(self, answers: int, drafted: int, seconds: float) -> None:
-        """Note what a step without prompts took."""
-        self._controller.measure(answers, drafted, seconds)
+    def ended(self, step: Step, right: int, seconds: float | None) -> None:
+        """Note that a step has ended, in which `right` guesses were right.
+
+        `seconds`: what it took; None if other work took place meanwhile.
+        """
+        answers = step.planned.rows
+        if not self._is_used or step.planned.prefill or not answers:
+            return
+        if seconds is not None:
+            self._controller.measure(answers, step.more, seconds)
+        # A step that waited for a guess and has none was late by the time of its dispatch.
+        late = step.seconds if step.waited and not step.drafted else 0.0
+        self._controller.settle(answers, step.more, answers + right, late)
 
 
 def sample(
@@ -165,7 +210,19 @@ def sample(
     return next_token.rows(logits[None, begin:end], history, request.masks)
 
 
-def judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
+def taken(request: ActiveRequest, sampled: list[Sampled]) -> list[Chunk]:
+    """Return the chunks of the tokens that count, and keep what the slot has of them."""
+    tokens, chunks = _judge(request, sampled), list[Chunk]()
+    for decoded in tokens:
+        chunks.append(request.answer.take(decoded, request.clock))
+        request.take(decoded.token)
+        if chunks[-1].finish_reason is not None:
+            break
+    request.keep(min(len(chunks), len(tokens) - 1))
+    return chunks
+
+
+def _judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
     """Return the tokens that count: the guesses that are right, and the one behind them."""
     draft, decoded = request.draft, list[Decoded]()
     for one, guess in zip(sampled, [*draft, None], strict=True):

@@ -82,15 +82,19 @@ class StepPace:
         self._since = self._pieces = 0
         """Steps with prefill since one that only decoded, and all pieces beside answers."""
 
-    def allowance(self, rows: int, cells: int) -> int:
+    def allowance(self, rows: int, cells: int, wanted: int | None = None) -> int:
         """Return how many tokens the next step may carry beside `rows` decoding rows.
 
-        `cells`: the most cells that one of these tokens sees.
+        `cells`: the most cells that one of these tokens sees. `wanted`: how many there are; None:
+        any number.
         """
         room = max(0, self._most - rows)
         if self._step_ms == 0:
             return room
         if not rows:
+            few = room if wanted is None else min(room, wanted)
+            if (self.costs.piece(few, cells) or math.inf) <= ALONE_S:
+                return few
             return self._fitting(0.0, ALONE_S, cells, room, least=FIRST)
         normal = self.costs.decode(rows)
         if normal is None or self._since >= STALE:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import mlx.core as mx
 
@@ -34,8 +33,17 @@ class Step:
     """Arrays that are ready when the step has ended."""
     drafted: int
     """Its rows that are guesses."""
+    more: int
+    """Its rows beside one for each request."""
+    waited: bool
+    """True if it was dispatched after the tokens of the last one were read."""
     seconds: float
     """Seconds that its dispatch took. A device without a long queue runs it meanwhile."""
+
+    @property
+    def begins_answers(self) -> bool:
+        """True if a client waits for the first token of its answer, which the step samples."""
+        return any(not request.said and not request.finished for request, _ in self.sampled)
 
 
 class Composer:
@@ -62,8 +70,9 @@ class Composer:
         budget = self._budget(kept, others)
         if self._engine.most_sequences == 1 and len(kept) + len(others) > 1:
             return [_whole(*one) for one in self._alone(kept, others, budget)]
-        undone = sum(request.waiting - 1 for request in decoding)
-        budget = min(budget, self._most - len(kept) - undone)
+        if budget:
+            undone = sum(request.waiting - 1 for request in decoding)
+            budget = min(budget, self._most - len(kept) - undone)
         wants = [self._want(request) for request in others]
         shares = self._turns.deal(budget, wants) if budget and others else [0] * len(others)
         carried = [(one, count) for one, count in zip(others, shares, strict=True) if count]
@@ -116,7 +125,8 @@ class Composer:
         cells = max(request.place for request in others)
         if any(request.priority == "interactive" for request in kept):
             return self._pace.allowance(len(kept), cells)
-        return max(1, min(self._pace.allowance(0, cells), self._most - len(kept)))
+        wanted = sum(self._want(request).tokens for request in others)
+        return max(1, min(self._pace.allowance(0, cells, wanted), self._most - len(kept)))
 
     def _alone(
         self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest], budget: int
@@ -155,7 +165,8 @@ class Composer:
 
 def _whole(request: ActiveRequest, count: int) -> tuple[ActiveRequest, int]:
     """Return the tokens of a step: all that an answer waits for, or a piece of a prompt."""
-    return request, count if request.left else request.waiting
+    is_one = request.drafting is None or request.left
+    return request, count if is_one else request.waiting
 
 
 def wanted_rows(row: Row) -> tuple[list[int], list[tuple[ActiveRequest, range]]]:
@@ -164,12 +175,14 @@ def wanted_rows(row: Row) -> tuple[list[int], list[tuple[ActiveRequest, range]]]
     A draft has the logits of all its rows, so that an engine runs them as one pass.
     """
     wanted: list[int] = []
-    sampling = []
-    for (request, count), end in zip(row, accumulate(count for _, count in row), strict=True):
+    sampling, end, rows = [], 0, 0
+    for request, count in row:
+        end += count
         if request.left <= count:
-            begin = end - count if request.draft else end - 1
-            sampling.append((request, range(len(wanted), len(wanted) + end - begin)))
-            wanted += range(begin, end)
+            own = count if request.draft else 1
+            wanted += range(end - own, end)
+            sampling.append((request, range(rows, rows + own)))
+            rows += own
     return wanted, sampling
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,14 +22,11 @@ from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.sampling import Sampled, dispatch
-from mlxrunner.errors import (
-    CacheFullError,
-    FormError,
-)
+from mlxrunner.errors import CacheFullError, FormError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.assign import Assigner
-from mlxrunner.parallel.scheduling.drafts import Drafts, judge, sample
+from mlxrunner.parallel.scheduling.drafts import Drafts, sample, taken
 from mlxrunner.parallel.scheduling.endings import Ended, Endings, step_failed
 from mlxrunner.parallel.scheduling.making_room import RoomMaker
 from mlxrunner.parallel.scheduling.pace import StepPace
@@ -95,6 +92,8 @@ class Scheduler:
         """Requests whose form allows no further token, with the error that ends them."""
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
+        self.on_first: Callable[[], object] = lambda: None
+        """A function that is called when answers have begun, before the next step is dispatched."""
         self.ticks = 0
         """Number of steps so far."""
         self._calls = 0
@@ -136,7 +135,7 @@ class Scheduler:
                 self._endings.retire(request)
 
     def step(self) -> None:
-        """Dispatch the next forward pass, then read the tokens of the last one."""
+        """Dispatch the next forward pass, then read the last one's tokens: first ones before."""
         self.ticks, self._calls = self.ticks + 1, 0
         with self._whole():
             self._run_errands()
@@ -148,13 +147,17 @@ class Scheduler:
             before, self._pending = self._pending, None
             row: Row = []
             try:
+                if before is not None and before.begins_answers:
+                    self._read(before)
+                    before = None
+                    self.on_first()
                 row = self._next_row()
-                if self._drafts.is_worth_waiting(row):
+                if waits := self._drafts.is_worth_waiting(row):
                     self._read(before)
                     before = None
                     row = [one for one in row if not one[0].finished]
                 row = self._drafts.add_to(row, self._width)
-                self._pending = self._forward(row) if row else None
+                self._pending = self._forward(row, waited=waits) if row else None
                 self._read(before)
                 before = None
                 if self._pending is not None and self._pending.drafted:
@@ -237,7 +240,7 @@ class Scheduler:
         self._maker.grow()
         return self._composer.row(self.requests)
 
-    def _forward(self, row: Row) -> Step:
+    def _forward(self, row: Row, *, waited: bool = False) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
         began, planned = time.perf_counter(), self._composer.planned(row)
         wanted, sampling = wanted_rows(row)
@@ -250,9 +253,11 @@ class Scheduler:
             [request.slot.number for request, count in row for _ in range(count)],
         )
         tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
+        drafted = 0
         for request, count in row:
             if request.draft:
                 request.lease.hold(count)
+                drafted += len(request.draft)
         logits = self.residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
         if wanted:
             self._width = logits.shape[-1]
@@ -268,7 +273,8 @@ class Scheduler:
         for request, _ in sampling:
             if not request.said and not request.finished:
                 request.checkpoint_if_due()
-        return Step(planned, sampled, awaited, sum(len(one.draft) for one, _ in row), took)
+        more = len(batch) - len(row)
+        return Step(planned, sampled, awaited, drafted, more, waited, took)
 
     def _sample(
         self, requests: list[tuple[ActiveRequest, range]], logits: mx.array
@@ -307,46 +313,43 @@ class Scheduler:
     def _read(self, step: Step | None) -> None:
         """Wait for the end of a step and deliver its tokens."""
         if step is not None:
-            seconds = self._composer.wait(step)
-            if seconds is not None and not step.planned.prefill:
-                self._drafts.measure(step.planned.rows, step.drafted, seconds)
+            seconds, right = self._composer.wait(step), 0
             for request, sampled in step.sampled:
                 try:
                     if not request.finished:
-                        self._deliver(request, sampled)
+                        right += self._deliver(request, sampled)
                 except Exception as error:
                     self._endings.fail_alone(request, error)
+            self._drafts.ended(step, right, seconds)
         while self._formless:
             request, formless = self._formless.pop()
             if not request.finished:
                 request.ending = "no token"
                 self._endings.fail(request, formless)
 
-    def _deliver(self, request: ActiveRequest, sampled: list[Sampled]) -> None:
+    def _deliver(self, request: ActiveRequest, sampled: list[Sampled]) -> int:
+        """Deliver a token, and those that were guessed right. Return the number of these."""
         if not request.said:
             self._drafts.begin(request)
-        one = sampled[0]
-        tokens = judge(request, sampled) if request.draft else [one.decoded(one.read())]
-        chunks: list[Chunk] = []
-        for decoded in tokens:
-            chunks.append(request.answer.take(decoded, request.clock))
-            request.take(decoded.token)
-            if chunks[-1].finish_reason is not None:
-                break
+        before: list[Chunk] = []
         if request.draft:
-            request.keep(min(len(chunks), len(tokens) - 1))
+            *before, chunk = taken(request, sampled)
+            request.chunks.extend(before)
+        else:
+            decoded = sampled[0].decoded(sampled[0].read())
+            chunk = request.answer.take(decoded, request.clock)
+            request.take(decoded.token)
         request.checkpoint_if_due()
-        *before, chunk = chunks
-        request.chunks.extend(before)
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
-            return
+            return len(before)
         error = request.error_at(chunk)
         if error is not None:
             request.chunks.append(replace(chunk, finish_reason=None))
             self._endings.fail(request, error)
         else:
             self._endings.retire(request, chunk.finish_reason, last=chunk)
+        return len(before)
 
     def _recover(self, before: Step | None, row: Row, error: Exception) -> None:
         """Read the step `before` the failed one, and let all requests go back.

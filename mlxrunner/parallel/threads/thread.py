@@ -221,6 +221,7 @@ class EngineThread:
             return
         finally:
             self._opened.release()
+        stepper.tell_first(self._hand_over_first)
         try:
             while not self._is_stopping:
                 self._read_mail()
@@ -347,6 +348,13 @@ class EngineThread:
         if self._queue or len(paused) < len(self._running):
             for feed in paused:
                 feed.num_whole += 1
+
+    def _hand_over_first(self) -> None:
+        """Give the readers the first tokens of their answers, before the next step is built."""
+        with self.lock:
+            running = [feed for feed in self._running if not feed.request.finished]
+            wake = [one for feed in running if not feed.is_ended for one in feed.take_over()]
+        _call(wake)
 
     def _hand_over(self) -> None:
         """Give the readers what the step has made, and note who has to pause."""

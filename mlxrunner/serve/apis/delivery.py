@@ -131,8 +131,8 @@ async def frames(
         async for index, event in events:
             if not has_begun:
                 has_begun = True
-                for frame in writer.begin():
-                    yield frame
+                yield b"".join([*writer.begin(), *writer.write(index, event)])
+                continue
             for frame in writer.write(index, event):
                 yield frame
         for frame in writer.finish():

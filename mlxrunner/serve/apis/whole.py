@@ -119,6 +119,11 @@ async def merged(
 
     The first error ends all of them.
     """
+    if len(several) == 1:  # needs no task for each event
+        async with aclosing(events_of(answers, several[0])) as events:
+            async for one in events:
+                yield 0, one
+        return
     sources = [events_of(answers, asked) for asked in several]
     waiting = {asyncio.ensure_future(_next(source)): n for n, source in enumerate(sources)}
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from mlxrunner.serve.prompts import parameters
@@ -58,6 +58,9 @@ class CallFormat:
     """The text after a call."""
     parse: Callable[[str, Tools], Any] = lambda text, tools: json.loads(text)
     """The function from the text between the tags to a call, or to a list of them."""
+    is_in_value: Callable[[str, Tools], bool] = lambda text, tools: _is_in_json(text)
+    """The function that tells if the beginning of a call ends within a text of its arguments, so
+    that the end tag behind it belongs to that text."""
     opening: str | None = None
     """The text before a JSON object of a call; None if its calls are not such objects."""
     arguments: str = "arguments"
@@ -72,6 +75,10 @@ class CallFormat:
             raise
         except Exception as error:  # mlx-lm's parsers raise anything for text that is no call
             raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_in_json(text: str) -> bool:
+    return text.lstrip()[:1] in ("{", "[") and parameters.is_in_string(text)
 
 
 def _call(found: Any) -> Call:
@@ -134,13 +141,21 @@ def format_of(template: str, tokenizer: Tokenizer, parser: str | None = None) ->
     does not know is one of those in `OWN`, or has calls as JSON.
     """
     name = parser or tool_parser_name(template, _Vocabulary(tokenizer))
-    found = None if name is None else tool_parser(name)
     if name == HERMES.name:
         return HERMES
-    if name is not None and found is not None:
-        parse, start, end = found
-        if name == parameters.NAME:
-            parse = parameters.typed(parse)
-        return CallFormat(name, "tags" if end else "open", start, end, parse)
+    if name is not None and (found := parsed_by_mlx_lm(name)) is not None:
+        return found
     own = (one for one in OWN if one.start in template and one.end in template)
     return next(own, HERMES if "<tool_call>" in template or "tools" not in template else BARE)
+
+
+def parsed_by_mlx_lm(name: str) -> CallFormat | None:
+    """Return the format of mlx-lm's parser `name`; None if it has no such parser."""
+    found = tool_parser(name)
+    if found is None:
+        return None
+    parse, start, end = found
+    form = CallFormat(name, "tags" if end else "open", start, end, parse)
+    if name != parameters.NAME:
+        return form
+    return replace(form, parse=parameters.typed(parse), is_in_value=parameters.is_in_value)

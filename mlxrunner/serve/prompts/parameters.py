@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxrunner.engine.constrain import JSON_STYLE, literal
 from mlxrunner.serve.events import RefusedError
@@ -23,6 +23,11 @@ _FREE = r"& ~/(?s:.*<\/(parameter|tool_call)>.*)/ & ~/(?i:null)/"
 """The texts that a reader takes for the end of the value, or for no text."""
 _UNHELD = {"string": ("pattern", "format"), "object": ("anyOf", "oneOf", "allOf", "not", "$ref")}
 """Keys of a text's schema, and of all arguments, that this form can't be held to."""
+_FUNCTION = re.compile(r"\s*<function=([^\s<>]+)>")
+_PARAMETER = re.compile(r"<parameter=([^\s<>]+)>\s*([{\[])?")
+_BEHIND = re.compile(r"\s*</parameter>")
+_TAG = "</parameter>"
+_JSON = json.JSONDecoder(strict=False)
 _DEFINITIONS = ("$defs", "definitions")
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
 MOST_STEPS = 8
@@ -30,8 +35,72 @@ MOST_STEPS = 8
 
 
 def typed(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Return mlx-lm's parser of the form, told the type of each parameter in a word."""
-    return lambda text, tools: parse(text, list(map(_in_words, tools)))
+    """Return mlx-lm's parser of the form, told the type of each parameter in a word.
+
+    The parser ends each value at the first `</parameter>`; therefore it gets the JSON of objects
+    and lists without brackets of tags.
+    """
+
+    def parsed(text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+        described = list(map(_in_words, tools))
+        return parse("".join(_without_tags(text, described)), described)
+
+    return parsed
+
+
+def is_in_value(text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the beginning of a call ends within a text of a JSON value."""
+    return any(one.end is None for one in _json_values(text, list(map(_in_words, tools))))
+
+
+def is_in_string(text: str) -> bool:
+    """Return True if a JSON text ends within a string."""
+    return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1
+
+
+class _Value(NamedTuple):
+    """The place of a JSON object or list in a call."""
+
+    begin: int
+    end: int | None
+    """None: the text ends within it."""
+
+
+def _json_values(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[_Value]:
+    """Yield the objects and lists among the parameters of a call that are read to their end."""
+    called = _FUNCTION.match(text)
+    name = called[1] if called else ""
+    known: Mapping[str, Any] = next(
+        (one["function"]["parameters"]["properties"] for one in tools if name_of(one) == name), {}
+    )
+    at = called.end() if called else len(text)
+    while found := _PARAMETER.search(text, at):
+        at = found.end()
+        schema = known.get(found[1])
+        kind = type_of(schema) if schema and isinstance(schema, Mapping) else "string"
+        if not found[2] or kind not in (None, "object", "array"):
+            at = max(text.find(_TAG, at), at)
+            continue
+        begin = at - 1
+        try:
+            at = _JSON.raw_decode(text, begin)[1]
+        except (ValueError, RecursionError):
+            if is_in_string(text[begin:]):
+                yield _Value(begin, None)
+                return
+            continue
+        if _BEHIND.match(text, at):
+            yield _Value(begin, at)
+
+
+def _without_tags(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the parts of a call, with the `<` in its JSON values written as an escape."""
+    at = 0
+    for begin, end in _json_values(text, tools):
+        if end is not None:
+            yield text[at:begin] + text[begin:end].replace("<", "\\u003c")
+            at = end
+    yield text[at:]
 
 
 def _in_words(tool: Mapping[str, Any]) -> dict[str, Any]:

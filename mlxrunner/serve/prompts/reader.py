@@ -33,6 +33,7 @@ class CallReader:
         self._in_call = form.kind == "bare"
         self._is_after_call = False
         self._searched = 0
+        self._may_go_on = True  # an end tag in a text of the arguments does not end the call
         self._gap = ""  # white space between a text and a call
         self._may_end = False  # the last part may have ended a JSON value
         self._pieces: list[Piece] = []
@@ -43,12 +44,14 @@ class CallReader:
         """Take the next part of the text, and return the pieces that are certain now."""
         self._held += text
         self._may_end = "}" in text or "]" in text
-        while self._step_in_call() if self._in_call else self._step_in_text():
-            pass
+        self._go_on()
         return self._taken()
 
     def finish(self, *, is_whole: bool = True) -> list[Piece]:
         """End the text, and return the rest. `is_whole`: the model ended it, not a limit."""
+        if is_whole and self._in_call and self._form.kind == "tags":
+            self._may_go_on, self._searched = False, 0  # a text was begun that has no end
+            self._go_on()
         held, self._held = self._held, ""
         if not self._in_call:
             self._show(held.rstrip() if self._is_after_call else held)
@@ -59,6 +62,10 @@ class CallReader:
         elif not (self._is_after_call and not held.strip()):
             self._misread("it was cut off", held)
         return self._taken()
+
+    def _go_on(self) -> None:
+        while self._step_in_call() if self._in_call else self._step_in_text():
+            pass
 
     def _taken(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
@@ -92,7 +99,7 @@ class CallReader:
             self._searched = max(self._searched, len(self._held) - len(self._form.end) + 1, 0)
             return False
         body = self._held[:at]
-        if body.lstrip()[:1] in ("{", "[") and _is_in_string(body):
+        if self._may_go_on and self._form.is_in_value(body, self._tools):
             self._searched = at + 1  # the tag is in a text of the arguments
             return True
         self._held, self._in_call = self._held[at + len(self._form.end) :], False
@@ -184,11 +191,6 @@ def _json_end(text: str, begin: int) -> int | None:
         return _DECODER.raw_decode(text, begin)[1]
     except (ValueError, RecursionError):
         return None
-
-
-def _is_in_string(text: str) -> bool:
-    """Return True if a JSON text ends within a string."""
-    return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -82,6 +82,18 @@ def test_the_places_of_a_prompt(
     assert places.until == (total if ahead else max(roles, default=0))
 
 
+@pytest.mark.parametrize(
+    ("at_", "place"),
+    [(None, 300), (291, 300), (292, 292), (299, 299), (300, 300), (310, 300), (100, 300)],
+)
+def test_the_last_message_begins_where_its_prompt_is_evaluated_to(
+    at_: int | None, place: int
+) -> None:
+    """A few tokens before its true place, no pass has to end there."""
+    places = places_of(344, [100, 300, 340], at=at_)
+    assert places.roles == {100: "system", place: "message", 340: "answer"}
+
+
 def test_while_a_draft_is_typed_the_place_of_the_last_answer_keeps_its_role() -> None:
     """The answer may still be regenerated instead."""
     some = Checkpoints(4)

@@ -21,6 +21,7 @@ from mlxrunner.cache.layers import quantized as module
 from mlxrunner.cache.layers.quantized import STEP, QuantizedAttentionCache
 from mlxrunner.loading import plan_model
 from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 bits = pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits}-bits")
@@ -255,6 +256,17 @@ def test_a_model_that_cannot_use_it_says_so_when_it_is_planned_and_when_it_is_lo
         plan_model(str(tmp_path), kv_bits=8)
     with pytest.raises(OptionError, match=message):
         Runner.load(str(tmp_path), kv_bits=8)
+
+
+def test_runners_made_of_parts_refuse_it_before_any_request() -> None:
+    """Of one entry and of many, in one line that names the option and what to do."""
+    config = tiny_config("gpt_oss", **GPT_OSS)
+    parts = tiny_model(config), ByteTokenizer(), facts_of(tiny_model(config), config)
+    refused = pytest.raises(OptionError, match=r"^kv_bits: .* attention sinks; leave kv_bits out$")
+    with refused:
+        Runner(*parts, kv_bits=8)
+    with refused:
+        Stepper(*parts, max_sequences=2, kv_bits=8)
 
 
 def test_a_model_that_can_use_it_is_loaded_with_it(tmp_path: Path) -> None:

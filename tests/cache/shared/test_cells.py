@@ -372,6 +372,19 @@ def test_lanes_come_in_few_sizes_and_begin_at_multiples_of_them() -> None:
     assert cells.expecting(1, 101).lanes == cells.expecting(1, 0).lanes == {}
 
 
+def test_a_conversation_goes_on_in_the_cells_behind_it() -> None:
+    """Each turn has a lane; the one behind the last token is taken if nobody else has it."""
+    cells = Cells.empty(400, 3, Sight()).expecting(0, 30)
+    for begin in range(0, 120, 20):
+        cells = cells.expecting(0, 30).place(Batch(range(begin, begin + 20), [0] * 20)).after
+    assert [tuple(one) for one in cells.stretches(0) or ()] == [(0, 120, 0)]
+    beside = cells.place(Batch([0], [1])).after
+    assert beside.expecting(0, 30).lanes[0].run == Run(160, 192)  # a cell behind it is taken
+    shared = cells.with_prefix(0, 1, 120)
+    assert shared.expecting(0, 30).lanes[0].run == Run(128, 160)  # both go on: lanes of one size
+    assert cells.without(0, 50, 120)[0].expecting(0, 30).lanes[0].run == Run(50, 80)
+
+
 def test_lanes_give_way_where_there_is_no_other_room() -> None:
     """They are a wish: everything that would fit without them fits."""
     cells = Cells.empty(64, 2, Sight()).expecting(0, 6)

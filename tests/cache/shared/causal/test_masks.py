@@ -76,6 +76,24 @@ def test_a_sequence_alone_needs_no_mask_of_cells(
     assert found == masks
 
 
+@pytest.mark.parametrize(("gap", "is_one"), [(1, True), (500, True), (1500, False)])
+def test_a_query_sees_over_a_gap_in_one_product(gap: int, is_one: bool) -> None:
+    """Where the gap is long, two products are less work."""
+    cache = made(4, capacity=600, max_batch=600)
+    forward(cache, Batch(range(5), [0] * 5), range(5))
+    for sequence in range(1, 1 + -(-gap // 500)):
+        count = min(gap, 500)
+        forward(cache, Batch(range(count), [sequence] * count), range(count))
+    forward(cache, Batch([5, 6], [0, 0]), range(2))
+    forward(cache, Batch([7], [0]), range(1))
+    assert (cache.split() is None) == is_one
+    if is_one:
+        mask = cache.attention_mask(is_split=True, as_array=False)
+        assert isinstance(mask, mx.array)
+        assert mask.tolist() == cache.mask.tolist() == [[True] * 5 + [False] * gap + [True] * 3]
+        assert cache.fetch()[0].shape[2] == gap + 8
+
+
 def test_a_step_in_parts_makes_no_mask() -> None:
     """The mask of all queries and cells is made when it is asked for, and once."""
     cache = made(2, capacity=900, max_batch=900)
