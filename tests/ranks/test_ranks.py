@@ -32,21 +32,17 @@ from tests.support.ranks_history import NOISE
 from tests.support.sample import fewer
 from tests.support.waiting import until
 
-KINDS = ("llama", "qwen3_moe", "qwen2", "qwen3")
 ASK = ("generate", "--tensor-parallel", "--raw", "-m")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.exhaustive(1, "2")
-def test_warm_histories_are_equal_after_every_ending(ranks: int, tmp_path: Path) -> None:
+def test_warm_histories_are_equal_after_every_ending(tmp_path: Path) -> None:
     """Answers that were closed, failed or interrupted leave all ranks with what the entry holds.
 
     One start of the ranks runs all models, one after the other.
     """
-    models = write_models(tmp_path / "models", *KINDS[: fewer(len(KINDS), 2)])
+    models = write_models(tmp_path / "models", "llama", "qwen3_moe")
     history = [sys.executable, "-m", "tests.support.ranks_history", str(models)]
-    turns = fewer(12, 4) if ranks == 2 else 4
-    line = [*history, str(write_hosts(tmp_path, ranks)), str(free_port(ranks)), str(turns)]
+    line = [*history, str(write_hosts(tmp_path, 2)), str(free_port(2)), str(fewer(8, 4))]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(each) for each in done.stdout.splitlines()]
