@@ -151,6 +151,7 @@ def main() -> None:
     wanted.model.path = str(write_gguf(given.folder))
     wanted.port, wanted.n_parallel, wanted.kv_unified = given.port, 4, True
     wanted.n_ctx = 0
+    wanted.cpuparams.n_threads = wanted.cpuparams_batch.n_threads = 1  # others spin while they wait
     wanted.use_jinja = True
     server = xllamacpp.Server(wanted)
     print(server.listening_address, flush=True)

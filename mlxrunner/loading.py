@@ -19,7 +19,12 @@ from mlxrunner.memory.reserve import (
 )
 from mlxrunner.memory.reserve import reserve as reserve_memory
 from mlxrunner.models.facts import Shapes, without_weights
-from mlxrunner.models.load import LoadedModel, LoadProgress, load_model
+from mlxrunner.models.load import (
+    LoadedModel,
+    LoadProgress,
+    load_model,
+    tell_nobody,
+)
 from mlxrunner.options import RunnerKwargs, RunnerSettings
 from mlxrunner.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.system import device
@@ -87,7 +92,7 @@ def load(
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
     runner = _loaded(kind, model, settings, reserve, trust_remote_code, progress)
     if draft_model is not None:
-        runner.sources.model = _draft_model(draft_model, runner, trust_remote_code, progress)
+        add_draft_model(runner, draft_model, trust_remote_code=trust_remote_code, progress=progress)
     return runner
 
 
@@ -116,12 +121,17 @@ def _loaded(
     return _reserved(kind, loaded, model, settings, demand, progress)
 
 
-def _draft_model(
-    name: str, runner: Runner, trust_remote_code: bool, progress: LoadProgress
-) -> DraftModel:
-    """Load the model `name`, which guesses for `runner`, if both fit into memory together.
+def add_draft_model(
+    runner: Runner,
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    progress: LoadProgress = tell_nobody,
+) -> None:
+    """Load the model `name`, and let it guess for `runner`.
 
-    Raise OptionError if its vocabulary is another one.
+    Raise ModelError if it is missing or broken, OptionError if its vocabulary is another one, and
+    MemoryPlanError if both do not fit into memory together.
     """
     found, own = without_weights(name), RunnerSettings.among(runner.settings)
     context = min(runner.context, found.facts.context)
@@ -137,7 +147,7 @@ def _draft_model(
     check_vocabularies(name, loaded.tokenizer, runner.tokenizer)
     options = cache_options(settings, whole=False)
     vocab, step = runner.facts.vocab, runner.prefill_step
-    return DraftModel(loaded.model, vocab, options, plan.checkpoint_budget, step)
+    runner.sources.model = DraftModel(loaded.model, vocab, options, plan.checkpoint_budget, step)
 
 
 def _growing(

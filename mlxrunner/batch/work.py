@@ -379,6 +379,7 @@ def _several(
                 cells=found.cells(lanes, context),
                 prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
+                draft_model=job.loading.get("draft_model"),
                 **job.several,
             )
         except MemoryPlanError:

@@ -40,7 +40,7 @@ from mlxrunner.chat.view import (
     wrapped,
 )
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
-from mlxrunner.loading import plan_model
+from mlxrunner.loading import add_draft_model, plan_model
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.options import RunnerSettings
 from mlxrunner.results import Chunk
@@ -104,8 +104,8 @@ class Chat:
     """Functions called after another runner is loaded."""
     after_command: list[Callable[[Chat], None]] = field(default_factory=list)
     """Functions called after each command."""
-    load: Callable[[str, dict[str, Any]], Runner] = field(default_factory=lambda: load_here)
-    """Loads another model, from its name and options."""
+    load_elsewhere: Callable[[str, dict[str, Any]], Runner] | None = None
+    """Loads another model on several ranks, from its name and options; None: on this one alone."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     keyboard: Keyboard = field(default_factory=Keyboard)
 
@@ -333,7 +333,7 @@ class Chat:
         # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
         try:
-            runner = self.load(name, loading)
+            runner = self._load(name, loading)
         except Exception as error:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
@@ -364,14 +364,29 @@ class Chat:
 
     def _loaded_again(self) -> Runner:
         try:
-            return self.load(self.model, self.loading)
+            return self._load(self.model, self.loading)
         except Exception as error:
             failed = NoRunner(" ".join(str(error).split()))
             self.conversation.runner = failed  # type: ignore[assignment]
             raise
 
+    def _load(self, model: str, loading: dict[str, Any]) -> Runner:
+        """Load a model in the middle of a chat, with a bar if that takes long.
 
-def load_here(model: str, loading: dict[str, Any]) -> Runner:
-    """Load a model in the middle of a chat, with a bar if that takes long."""
-    with loading_bar(model) as show:
-        return Runner.load(model, progress=show, **loading)
+        If the draft model can't guess for it, say why, and go on without.
+        """
+        if self.load_elsewhere is not None:
+            return self.load_elsewhere(model, loading)
+        own, why = dict(loading), ""
+        draft = own.pop("draft_model", None)
+        with loading_bar(model) as show:
+            runner = Runner.load(model, progress=show, **own)
+            try:
+                if draft is not None:
+                    trusts = bool(own.get("trust_remote_code"))
+                    add_draft_model(runner, draft, trust_remote_code=trusts, progress=show)
+            except MlxrunnerError as error:
+                why = str(error).partition("\n")[0]
+        if why:
+            self.say(f"{draft} guesses nothing for {model}: {why}")
+        return runner

@@ -17,6 +17,7 @@ from mlxrunner.cli.merge import SOME_FAILED, merge
 from mlxrunner.cli.options import (
     LOADING,
     check_options,
+    draft_option,
     form_options,
     is_given,
     model_options,
@@ -119,6 +120,7 @@ class _Batch(Configured):
 @together((_FIRST, *(_option(name) for name in _OWN), *_LAST))
 @together(tuple(option_of(ClusterOptions, name) for name in _CLUSTER))
 @model_options
+@draft_option
 @sampling_options
 @form_options
 @template_options
@@ -175,7 +177,7 @@ def batch(
     if cluster.is_elsewhere:
         _check_elsewhere(cluster, only_plan, options["shard"], recorded)
     table = _table(output, only_plan, options)
-    own, loading = take(options, _OWN), take(options, LOADING)
+    own, loading = take(options, _OWN), take(options, (*LOADING, "draft_model"))
     several = take(options, _SEVERAL)
     if not is_given("prefill_step") and loading["prefill_step"] == RunnerSettings().prefill_step:
         del loading["prefill_step"]  # several lines at a time have another default

@@ -138,7 +138,7 @@ def chat(
         model = _only_model(named, model if "model" in given else None)
         given.add("model")
     loading, keyboard, shared = take(options, LOADING), Keyboard(is_terminal()), loader()
-    own = {} if shared is None else {"load": shared}
+    own = {} if shared is None else {"load_elsewhere": shared}
     if own:  # nothing is planned or saved for one rank alone
         loading["reserve"], no_cache_file = False, True
     with keyboard:  # first of all, to keep what is typed while the model loads
@@ -152,8 +152,8 @@ def chat(
             if resumed is not None:
                 name = None if switch_model else saving.kept_as
                 model = _put_back(resumed, name, conversation, loading, model, given, keyboard)
-            guessing = loading | {"draft_model": draft_model}
-            conversation.runner = load(model, guessing, banner=is_terminal())
+            loading["draft_model"] = draft_model
+            conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
             opened, table = open_chat(

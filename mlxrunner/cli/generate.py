@@ -139,7 +139,7 @@ def generate(
     """
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
-    _check_count(count, repeat, options, draft_model)
+    _check_count(count, repeat, options)
     text = prompt_of(words, prompt, is_optional=form is not None)
     text, own_system = filled(form, text, variables)
     system = system if own_system is None or is_given("system") else own_system
@@ -159,6 +159,7 @@ def generate(
         typed = typed_options(ctx, options, greedy=greedy)
         options = options_that_hold("generate", model, options, typed)
         if count > 1:
+            loading["draft_model"] = draft_model
             error = _answers(model, request, count, parallel, loading, as_json, options, profile)
             if error is not None:
                 ctx.exit(error.exit_code)
@@ -169,17 +170,12 @@ def generate(
             _answer(runner, request, as_json, options)
 
 
-def _check_count(count: int, repeat: int, options: dict[str, Any], draft_model: str | None) -> None:
+def _check_count(count: int, repeat: int, options: dict[str, Any]) -> None:
     """Raise OptionError for options that do not go together with --n, or with its absence."""
     if count == 1:
         if is_given("parallel"):
             raise OptionError("--parallel is for the answers of --n: use --n K with it")
         return
-    if draft_model is not None:
-        raise OptionError(
-            "--draft-model guesses for one answer at a time, and --n runs several at once: "
-            "use one of them"
-        )
     if options["verify_cache"]:
         raise OptionError(
             "--verify-cache looks at one request at a time, and --n runs several at once: "
@@ -219,10 +215,12 @@ def _answers(
         profile.watch(runner)
 
     output, bar = FilteredStream(), ExitStack()
-    shared = {name: loading[name] for name in ("context", "trust_remote_code", "reserve")}
+    names = ("context", "trust_remote_code", "reserve", "draft_model")
+    shared = {name: loading[name] for name in names}
     if is_given("prefill_step"):  # the default for several sequences is another one
         shared["prefill_step"] = loading["prefill_step"]
-    resolve(model, with_code=loading["trust_remote_code"])
+    for name in filter(None, (model, loading["draft_model"])):
+        resolve(name, with_code=loading["trust_remote_code"])
     with bar:
         bar.enter_context(loading_bar(model))
         results = sample(

@@ -17,6 +17,7 @@ from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
 from mlxrunner.config.option import Option, about, names
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:
@@ -63,12 +64,6 @@ trust_option = click.option(
     "--trust-remote-code",
     is_flag=True,
     help="Run Python code that the model brings. Only if you trust it.",
-)
-draft_option = click.option(
-    "--draft-model",
-    metavar="MODEL",
-    help="A smaller model of the same vocabulary: it guesses tokens where that pays. Answers stay "
-    "the same.",
 )
 events_option = click.option(
     "--events",
@@ -133,6 +128,7 @@ def _options_of(kind: type, chosen: Iterable[str]) -> tuple[Callable[[F], F], ..
     return tuple(option_of(kind, name) for name in chosen)
 
 
+draft_option = option_of(OpenSettings, "draft_model")
 LOADING = (*names(RunnerSettings), "reserve", "trust_remote_code")
 """Names of the options of `Runner.load`."""
 FULL_CONTEXT = ("overflow", "keep")

@@ -12,6 +12,7 @@ import click
 
 from mlxrunner.cli.options import (
     debug_option,
+    draft_option,
     events_option,
     model_argument,
     option_of,
@@ -51,6 +52,7 @@ def _option(name: str) -> Callable[[F], F]:
 @together(tuple(_option(name) for name in names(ServeSettings)))
 @together(tuple(option_of(RunnerSettings, name) for name in RUNNER))
 @option_of(GenerateOptions, "speculate", default=None, show_default="auto")
+@draft_option
 @events_option
 @click.option(
     "--log-text",
@@ -70,6 +72,7 @@ def serve(
     model: str,
     unit_kind: Any,
     speculate: str | None,
+    draft_model: str | None,
     events: str | None,
     log_text: bool,
     trust_remote_code: bool,
@@ -110,6 +113,7 @@ def serve(
             settings=settings,
             runner=runner,
             speculate=speculate,
+            draft_model=draft_model,
             trust_remote_code=trust_remote_code,
         )
         house, opened = _loaded(model, opening, record)
@@ -126,7 +130,8 @@ def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened
     from mlxrunner.serve.answering.names import ModelNames
     from mlxrunner.terminal.progress import loading
 
-    resolve(model, with_code=opening.trust_remote_code)  # a download shows a bar of its own
+    for name in filter(None, (model, opening.draft_model)):
+        resolve(name, with_code=opening.trust_remote_code)  # a download shows a bar of its own
     house = House(ModelNames(model, read_config_file().aliases), opening, record.watch)
     with loading(model) as show:
         return house, house.load_first(show)

@@ -1,8 +1,11 @@
 """Decide which worker answers which line. No processes, no clocks, no wire.
 
 A worker takes lines from its own stretch of the run order, so that what shares a prefix stays
-together. A worker without one takes a part of the costliest that is left. Lines that were on a
-worker when it ended run again, each alone on a worker, so that a line that ends workers is found.
+together. A worker without one takes a part of the one that would take longest, and as much of it as
+both workers' speeds let end at the same time. The speed of a worker is what it has answered while
+all answered so much: no worker has more lines at a time than its share of what is left. Lines that
+were on a worker when it ended run again, each alone on a worker, so that a line that ends workers
+is found.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from mlxrunner.batch.shards.cut import Costs, cut, split
 
 MOST_ENDS = 3
 """The workers that a line may end before it gets an error."""
+STEADY = 32
+"""Each worker is taken to have answered an even share's 32nd part at even speed before it began."""
+PLENTY = 32
+"""A worker gets lines without a look at its share while 32 times what it has is left for each."""
 
 
 @dataclass
@@ -31,9 +38,22 @@ class _Stretch:
 class _Worker:
     """The work of one worker."""
 
+    since: int = 0
+    """The cost of what all workers had answered when it came."""
     stretch: _Stretch | None = None
     lines: dict[int, StoredLine] = field(default_factory=dict)
     """The lines that it has not answered, by index."""
+    costs: dict[int, int] = field(default_factory=dict)
+    """The costs of these lines."""
+    answered: int = 0
+    """The cost of the lines that it has answered."""
+    last: int | None = None
+    """The place of the last line that it got."""
+
+    @property
+    def held(self) -> int:
+        """The cost of the lines that it has not answered."""
+        return sum(self.costs.values())
 
 
 class Dealer:
@@ -49,9 +69,15 @@ class Dealer:
         self._read, self._indexes, self._costs = read, indexes, costs
         places = pairwise(cut(costs, parts))
         self._free = deque(_Stretch(first, end) for first, end in places if first < end)
+        self._steady = max(costs.total, 1) / (STEADY * parts)
+        self._answered = 0
+        """The cost of the lines that were answered."""
+        self._undealt = costs.total
+        """The cost of the lines that no worker has had."""
         self._workers: dict[str, _Worker] = {}
         self._open: dict[int, StoredLine] = {}
-        self._suspects: dict[int, StoredLine] = {}
+        self._suspects: dict[int, tuple[StoredLine, int]] = {}
+        """The lines that run alone, with their costs."""
         self._ends: Counter[int] = Counter()
         self._alone: str | None = None
         """The worker that runs suspects."""
@@ -80,14 +106,18 @@ class Dealer:
             if own.lines:
                 return None
             if self._suspects:
-                return self._given(own, self._suspects.pop(next(iter(self._suspects))))
+                line, cost = self._suspects.pop(next(iter(self._suspects)))
+                return self._given(own, line, cost)
             self._alone = None
-        line = self._next(own)
-        return None if line is None else self._given(own, line)
+        return None if self._has_its_share(own) else self._next(own)
 
     def answered(self, worker: str, index: int) -> StoredLine | None:
         """Take a line from this worker that it has answered; None if it was answered before."""
-        self._worker(worker).lines.pop(index, None)
+        own = self._workers.get(worker)
+        if own is not None and own.lines.pop(index, None) is not None:
+            cost = own.costs.pop(index)
+            own.answered += cost
+            self._answered += cost
         self._suspects.pop(index, None)
         self._ends.pop(index, None)
         return self._open.pop(index, None)
@@ -108,7 +138,7 @@ class Dealer:
                 continue
             self._ends[index] += is_to_blame
             if self._ends[index] < MOST_ENDS:
-                self._suspects[index] = line
+                self._suspects[index] = line, own.costs[index]
                 continue
             del self._open[index], self._ends[index]
             guilty.append(line)
@@ -118,31 +148,69 @@ class Dealer:
         return any(index in one.lines for one in self._workers.values())
 
     def _worker(self, worker: str) -> _Worker:
-        return self._workers.setdefault(worker, _Worker())
+        return self._workers.setdefault(worker, _Worker(self._answered))
 
-    def _given(self, own: _Worker, line: StoredLine) -> StoredLine:
+    def _given(self, own: _Worker, line: StoredLine, cost: int) -> StoredLine:
         own.lines[line.index] = self._open[line.index] = line
+        own.costs[line.index] = cost
         return line
+
+    def _speed(self, own: _Worker) -> float:
+        """Return what a worker answers while all answer as much as they do."""
+        expected = (self._answered - own.since) / len(self._workers)
+        return (own.answered + self._steady) / (expected + self._steady)
+
+    def _has_its_share(self, own: _Worker) -> bool:
+        """Return True if the worker's lines take as long as all that is left takes all workers."""
+        if not own.lines or self._undealt > PLENTY * own.held * len(self._workers):
+            return False
+        busy = [one for one in self._workers.values() if one.lines or one.stretch or one is own]
+        left = self._undealt + sum(one.held for one in busy)
+        return own.held * sum(map(self._speed, busy)) >= left * self._speed(own)
 
     def _next(self, own: _Worker) -> StoredLine | None:
         """Return the next line of a stretch for this worker; None if none is left for it."""
         if own.stretch is None:
-            own.stretch = self._free.popleft() if self._free else self._part()
+            own.stretch = self._free.popleft() if self._free else self._part(own)
         if own.stretch is None:
             return None
-        line = self._read(self._indexes[own.stretch.first])
+        place = own.stretch.first
+        line = self._read(self._indexes[place])
         own.stretch.first += 1
         if own.stretch.first == own.stretch.end:
             own.stretch = None
-        return line
+        cost = self._costs.of(place, place + 1)
+        is_next = own.last is not None and own.last + 1 == place
+        own.last = place
+        alone = int(self._costs.sums[place + 1] - self._costs.sums[place])
+        self._undealt -= alone
+        return self._given(own, line, alone if is_next else cost)
 
-    def _part(self) -> _Stretch | None:
-        """Cut off a part of the costliest stretch for which that pays; None if there is none."""
-        held = [one.stretch for one in self._workers.values() if one.stretch is not None]
-        for stretch in sorted(held, key=lambda one: -self._costs.of(one.first, one.end)):
-            place = split(self._costs, stretch.first, stretch.end)
+    def _part(self, own: _Worker) -> _Stretch | None:
+        """Cut off a part of the stretch that takes longest for which that pays, if there is one."""
+
+        def seconds(one: _Worker) -> float:
+            assert one.stretch is not None
+            return (one.held + self._costs.of(one.stretch.first, one.stretch.end)) / self._speed(
+                one
+            )
+
+        held = [one for one in self._workers.values() if one.stretch is not None]
+        for other in sorted(held, key=seconds, reverse=True):
+            stretch = other.stretch
+            assert stretch is not None
+            place = split(
+                self._costs,
+                stretch.first,
+                stretch.end,
+                held=other.held,
+                speed=self._speed(own) / self._speed(other),
+                last=own.last,
+            )
             if place is not None:
                 part = _Stretch(place, stretch.end)
                 stretch.end = place
+                if place == stretch.first:
+                    other.stretch = None
                 return part
         return None

@@ -39,15 +39,17 @@ class Opening:
     demand: Demand
     offered: int
     """Bytes that the device offers."""
+    beside: int = 0
+    """Bytes of a draft model, which are not among those offered."""
 
     @classmethod
-    def of(cls, loaded: LoadedModel, asked: OpenSettings) -> Opening:
-        """Compute the demand of all slots.
+    def of(cls, loaded: LoadedModel, asked: OpenSettings, beside: int = 0) -> Opening:
+        """Compute the demand of all slots, with a draft model of `beside` bytes.
 
         Of the memory asked for, or of what the device offers, a tenth at most is for checkpoints.
         """
         asked = replace(asked, context=asked.context or loaded.facts.context)
-        offered = device.offered_bytes()
+        offered = max(0, device.offered_bytes() - beside)
         demand = demand_of_slots(
             loaded.model,
             loaded.config,
@@ -57,7 +59,7 @@ class Opening:
             step=asked.step,
             offered=offered if asked.memory is None else min(offered, asked.memory),
         )
-        return cls(asked, demand, offered)
+        return cls(asked, demand, offered, beside)
 
     def plan(self, cells: int | None, limit: int | None = None) -> Plan:
         """Return the plan of `cells` cells; None: of as many as fit, at most `limit`."""
@@ -106,7 +108,7 @@ class Opening:
         batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
         measured = replace(self, demand=replace(self.demand, batch=batch))
         plan = must_fit(measured.plan(cells, cells))
-        device.set_limits(plan.total, batch.fixed)
+        device.set_limits(plan.total + self.beside, batch.fixed)
         return plan
 
 

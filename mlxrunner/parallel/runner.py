@@ -124,6 +124,8 @@ class ParallelRunner(Several):
         """The memory plan, if the model was loaded with `reserve`."""
         self.suggested_options: dict[str, Any] = stepper.suggested_options
         """The sampling that the model suggests: see `Runner.suggested_options`."""
+        self.draft_bytes = stepper.draft_bytes
+        """Bytes of its draft model with all that it may store."""
         self.observers: list[Observer] = stepper.observers
         """Functions that the runner's thread calls with every ended request.
 

@@ -116,6 +116,13 @@ class OpenSettings(EngineSettings):
         metavar="FOLDER",
     )
     reserve: bool = option(True, bool, "Take memory as it is needed, not at start.")
+    draft_model: str | None = option(
+        None,
+        str,
+        "A smaller model of the same vocabulary: it guesses tokens where that pays. Answers stay "
+        "the same.",
+        metavar="MODEL",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,3 +147,4 @@ class OpenKwargs(EngineKwargs, total=False):
     park_bytes: int
     park_folder: str | PathLike[str] | None
     reserve: bool
+    draft_model: str | None

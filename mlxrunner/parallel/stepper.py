@@ -27,6 +27,7 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import SubmitKwargs
+from mlxrunner.parallel.draft_model import seats_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.opening import Opening, parking_of
 from mlxrunner.parallel.reception import Reception
@@ -37,6 +38,7 @@ from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
 from mlxrunner.parallel.several import Answer, Several
 from mlxrunner.results import FinishReason, Result, Usage
+from mlxrunner.speculation.seats import DraftSeats
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
@@ -137,10 +139,13 @@ class Stepper(Several):
         the largest step once. Without `cells` there are as many as fit into `memory` bytes, or with
         `reserve` into what the plan leaves, and at most `max_sequences * context`. Raise
         MemoryPlanError with the plan's table, before anything is allocated, if the plan does not
-        fit, and SessionError if the folder for parking can't be used.
+        fit, SessionError if the folder for parking can't be used, and OptionError if a draft model
+        has another vocabulary.
         """
         given: OpenKwargs = {"step_ms": 0, **settings}
-        opening = Opening.of(loaded, OpenSettings.of(max_sequences=max_sequences, **given))
+        asked = OpenSettings.of(max_sequences=max_sequences, **given)
+        seats = seats_of(loaded, asked)
+        opening = Opening.of(loaded, asked, 0 if seats is None else seats.nbytes)
         chosen = opening.settings()
         parts, parking = (loaded.model, loaded.tokenizer, loaded.facts), parking_of(loaded, chosen)
         try:
@@ -150,6 +155,7 @@ class Stepper(Several):
                 parking.close()
             raise
         runner.suggested_options = dict(loaded.suggested)
+        runner.guess_with(seats)
         try:
             if chosen.reserve:
                 runner.plan = opening.reserve(runner._adapted, runner.cells)
@@ -214,6 +220,19 @@ class Stepper(Several):
         """
         self._adapted.can_split = False
 
+    def guess_with(self, seats: DraftSeats | None) -> None:
+        """Let a draft model guess from now on; None: none does."""
+        sources = self._scheduler.sources
+        if sources is not None:
+            sources.model = seats
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model with all that it may store."""
+        sources = self._scheduler.sources
+        seats = None if sources is None else sources.model
+        return seats.nbytes if isinstance(seats, DraftSeats) else 0
+
     def __repr__(self) -> str:
         if self.owner.is_closed:
             return f"{type(self).__name__}({self.name!r}, closed)"
@@ -236,6 +255,7 @@ class Stepper(Several):
             if self._parking is not None and self._parking.is_kept:
                 self._scheduler.residents.park_all()
         finally:
+            self.guess_with(None)
             self._scheduler.drop()
             self._adapted.close()
             if self._parking is not None:

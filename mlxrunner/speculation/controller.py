@@ -81,7 +81,9 @@ class Budget:
 class Costs:
     """The seconds that passes of one row and of several rows kept the caller waiting."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: Costs | None = None) -> None:
+        """Begin without measurements. `like`: those that hold until there are own ones."""
+        self._like = like
         self._single: deque[float] = deque(maxlen=REMEMBERED)
         # In passes of one row of that time: a longer context makes both slower.
         self._checked = {depth: deque[float](maxlen=REMEMBERED) for depth in DEPTHS}
@@ -100,7 +102,7 @@ class Costs:
     @property
     def is_known(self) -> bool:
         """True if a pass of several rows was measured."""
-        return any(self._checked.values())
+        return any(self._checked.values()) or (self._like is not None and self._like.is_known)
 
     def measure_single(self, seconds: float) -> None:
         """Note the seconds of a pass of one row."""
@@ -116,6 +118,8 @@ class Costs:
         """Return the cost of a pass with a draft of `depth`, in passes of one row."""
         if not depth:
             return 1.0
+        if self._like is not None and not any(self._checked.values()):
+            return self._like.ratio(depth)
         if depth not in self._ratios:
             self._ratios[depth] = self._ratio(depth)
         return self._ratios[depth]
@@ -130,9 +134,12 @@ class Costs:
 class Controller:
     """The choice of a depth, 0 included. It outlives requests: the device stays the same."""
 
-    def __init__(self, budget: Budget | None = None) -> None:
-        """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does."""
-        self.costs, self._budget = Costs(), budget
+    def __init__(self, budget: Budget | None = None, like: Costs | None = None) -> None:
+        """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does.
+
+        `like`: see `Costs`.
+        """
+        self.costs, self._budget = Costs(like), budget
         self._drafts = 0
         self._single_since_probe = 0
 

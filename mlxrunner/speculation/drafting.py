@@ -24,6 +24,11 @@ BEHIND = 4 * DEEPEST
 
 It evaluates them first. So it does with the prompt.
 """
+FOLLOWING = 0.0025
+"""Passes of one row, for each token of an answer, in which a draft model may read new texts.
+
+What its guesses gain may be spent, too.
+"""
 WAITS, RATE = 0.15, 1 / 16
 """Forced tokens per token of the answer that are worth waiting for, and the rate of the average."""
 
@@ -45,13 +50,20 @@ class Experience:
     alike: Trust = field(default_factory=lambda: Trust(ALIKE))
     matches: dict[tuple[str, int], Trust] = field(default_factory=dict)
     """The trust in the lookup, by source and bits of the length of the match."""
-    of_steps: InitVar[Controller | None] = None
-    """The controller of steps with many answers, with this budget."""
+    of_steps: InitVar[tuple[Controller, Controller] | None] = None
+    """The controllers of steps with many answers, with this budget: see those below."""
 
-    def __post_init__(self, of_steps: Controller | None) -> None:
-        self.controller = of_steps or Controller(self.budget)
-        self.modelled = Controller(self.budget)
-        """The controller of drafts by a model, which cost more than those that are looked up."""
+    def __post_init__(self, of_steps: tuple[Controller, Controller] | None) -> None:
+        self.controller, self.modelled = of_steps or (
+            Controller(self.budget),
+            Controller(self.budget),
+        )
+        """The second one is for drafts by a model, which cost more than those that are looked up.
+        """
+        self.following = 0.0
+        """The passes of one row in which the draft model may read a new text. The first one may
+        take more, as may any if there is something left; then they are paid back.
+        """
 
     def of(self, source: str, length: int) -> Trust:
         """Return the trust in a match of `length` tokens."""
@@ -79,7 +91,7 @@ class Drafting:
         prompt: TokenArray,
         earlier: TokenArray,
         forced: Callable[[], list[int]] | None = None,
-        model: Callable[[TokenArray, int], list[int]] | None = None,
+        model: Callable[[TokenArray, int], list[int] | None] | None = None,
         *,
         always: bool = False,
     ) -> None:
@@ -87,9 +99,9 @@ class Drafting:
 
         `earlier`: tokens that the entry held where the prompt leaves it, and some before them, by
         which the lookup finds the place. `forced`: returns the tokens that spell what has to
-        come next. `model`: returns at most so many tokens that a draft model says behind the text.
-        It is asked where the text does not repeat itself. `always`: draft as much as there is,
-        without asking what it costs.
+        come next. `model`: returns at most so many tokens that a draft model says behind the text;
+        None: it will say no more. It is asked where the text does not repeat itself. `always`:
+        draft as much as there is, without asking what it costs.
         """
         experience.fade()
         experience.budget.begin()
@@ -97,10 +109,15 @@ class Drafting:
         self.always = always
         """True if it drafts without asking what that costs."""
         self._lookup = TextLookup(earlier, prompt)
-        self._model, self._model_s, self._unsaid = model, 0.0, BEHIND
+        self._model, self._unsaid, self._follows = model, BEHIND, False
+        self.model_s: float | None = None
+        """The seconds of the last draft by a model; None if it had more to read than usual."""
+        self.close: Callable[[], None] = _do_nothing
+        """Gives up what the draft model keeps for this request."""
         self.clock: Callable[[], float] = time.perf_counter
         """Returns the seconds by which costs are compared."""
-        self._source, self._forced_share = "", 1.0
+        self.source, self._forced_share = "", 1.0
+        """The source of the last draft."""
         self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
         self.passes = 0
         """Forward passes that checked a draft."""
@@ -109,6 +126,7 @@ class Drafting:
         """Note a token of the answer."""
         lookup = self._lookup
         self._unsaid += 1
+        self._experience.following += FOLLOWING if self._model is not None else 0.0
         if lookup.length:
             right = lookup.expected == token
             self._experience.of(self._found_in, lookup.length).learn(right, not right)
@@ -139,11 +157,11 @@ class Drafting:
             found = self._forced()
             self._forced_share += RATE * (min(len(found), DEEPEST) - self._forced_share)
             if found:
-                self._source = "form"
+                self.source = "form"
                 return found[: self._forced_depth(most)]
         depth = self._depth(self._shares(DEEPEST), most) if self._lookup.length else 0
         if depth:
-            self._source = self._found_in
+            self.source = self._found_in
             return self._lookup.ahead(depth)
         return self._said_by_model(most)
 
@@ -151,17 +169,26 @@ class Drafting:
         depth = self._modelled(most)
         if not depth or self._model is None:
             return []
-        self._source, began = "model", self.clock()
+        self.source, self._follows, began = "model", True, self.clock()
         found = self._model(self._lookup.text, depth)
-        self._model_s = self.clock() - began if self._unsaid < BEHIND else 0.0
-        self._unsaid = 0
+        took = self.clock() - began
+        if found is None:
+            self._model = None
+            return []
+        self.model_s = took if self._unsaid < BEHIND else None
+        single = self._experience.modelled.costs.single
+        if self.model_s is None and single:
+            self._experience.following -= took / single
+        if found:
+            self._unsaid = 0
         return found
 
     def _modelled(self, most: int) -> int:
         """Return how many tokens the draft model should be asked for."""
-        if self._model is None:
-            return 0
         experience = self._experience
+        is_near = self._follows or experience.following >= 0
+        if self._model is None or not is_near:
+            return 0
         return experience.modelled.depth([experience.alike.share] * DEEPEST, most)
 
     def judge(self, drafted: int, accepted: int, seconds: float, before: int = 0) -> None:
@@ -169,17 +196,19 @@ class Drafting:
 
         `before`: its rows before the current token, which an earlier pass has evaluated, too.
         """
-        counts = self.by_source[self._source]
+        counts = self.by_source[self.source]
         counts.drafted += drafted
         counts.accepted += accepted
         self.passes += 1
         experience, controller = self._experience, self._experience.controller
-        if self._source == "form":
+        if self.source == "form":
             experience.forced.learn(accepted, int(accepted < drafted))
-        if self._source == "model":
+        if self.source == "model":
             experience.alike.learn(accepted, int(accepted < drafted))
-            controller, seconds = experience.modelled, seconds + self._model_s
+            controller, seconds = experience.modelled, seconds + (self.model_s or 0.0)
         controller.verified(drafted + before, seconds)
+        if self.source == "model":
+            experience.following += accepted + 1 - controller.costs.ratio(drafted + before)
         controller.pay(drafted + before, accepted + 1)
 
     def passed(self, seconds: float | None, before: int = 0, late: float = 0.0) -> None:
@@ -221,3 +250,7 @@ class Drafting:
     @property
     def _found_in(self) -> str:
         return "earlier" if self._lookup.is_earlier else "lookup"
+
+
+def _do_nothing() -> None:
+    """Stand for the end of what no request has."""

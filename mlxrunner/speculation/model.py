@@ -12,7 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_caches
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
@@ -28,14 +30,23 @@ class DraftModel:
     """A model that continues a text, with the layer caches of the text so far."""
 
     def __init__(
-        self, model: Any, vocab: int, options: CacheOptions, budget: int, step: int
+        self,
+        model: Any,
+        vocab: int,
+        options: CacheOptions,
+        budget: int,
+        step: int,
+        *,
+        in_pieces: bool = False,
     ) -> None:
         """Prepare `model`. `vocab`: the number of tokens of the model for which it guesses.
 
         `options`: those of its layer caches. `budget`: bytes for its checkpoints. `step`: most
-        tokens of a pass.
+        tokens of a pass. `in_pieces`: a text of which more is new is evaluated in several calls,
+        one pass each, because others wait meanwhile.
         """
         self._model, self._vocab, self._step = model, vocab, step
+        self._in_pieces = in_pieces
         self._context = options.context
         self._cache = PrefixCache(partial(make_layer_caches, model, options), budget)
         self._lease: EntryLease | None = None
@@ -45,14 +56,16 @@ class DraftModel:
     def draft(self, tokens: TokenArray, most: int, guess: Guess) -> list[int]:
         """Return at most `most` tokens that may follow `tokens`, the whole text so far.
 
-        `guess` samples each. A call may be repeated after an interrupt.
+        `guess` samples each. There are none before the whole text is evaluated, or if it is full. A
+        call may be repeated after an interrupt.
         """
         if self._context is not None:
             most = min(most, self._context - len(tokens))
         if most <= 0:
             return []
         lease = self._lease_for(tokens)
-        self._prefill(lease, tokens)
+        if not self._prefill(lease, tokens):
+            return []
         rows = tokens[lease.recorded :]
         lease.begin_draft(len(rows), *[1] * (most - 1))
         guesses = [guess(self._forward(lease, mx.array(rows)))]
@@ -64,6 +77,33 @@ class DraftModel:
         fed = np.concatenate([rows, np.array(found[:-1], np.int32)])
         self._begun = (lease.recorded, fed)
         return found
+
+    def is_full(self, tokens: TokenArray) -> bool:
+        """Return True if nothing can follow `tokens`."""
+        return self._context is not None and len(tokens) >= self._context
+
+    def gain(self, tokens: TokenArray) -> int:
+        """Return how many of `tokens` the entry has, less those that it would lose for them."""
+        there = self._cache.entry.tokens.array
+        return 2 * common_prefix(there, tokens) - len(there)
+
+    def seat(self) -> DraftModel:
+        """Return the place of an answer, which is the only one at its time."""
+        return self
+
+    @property
+    def entry(self) -> CacheEntry:
+        """The entry between two answers."""
+        return self._cache.current
+
+    def empty_caches(self) -> list[LayerCache]:
+        """Return the layer caches after freeing them, to allocate them."""
+        return self._cache.empty_caches()
+
+    def forget(self) -> None:
+        """Free the entry and its buffers: what they hold may have failed."""
+        self.close()
+        self._cache.free("a draft that failed", with_buffers=True)
 
     def close(self) -> None:
         """Give the entry back, as after a request. A later `draft` takes it again."""
@@ -87,8 +127,11 @@ class DraftModel:
         there = self._cache.entry.tokens.array
         return offset < len(tokens) and common_prefix(there, tokens) >= offset == lease.recorded
 
-    def _prefill(self, lease: EntryLease, tokens: TokenArray) -> None:
-        """Evaluate `tokens` but for the last few, with a checkpoint where one is due."""
+    def _prefill(self, lease: EntryLease, tokens: TokenArray) -> bool:
+        """Evaluate `tokens` but for the last few, with a checkpoint where one is due.
+
+        Return False if that takes another call.
+        """
         while len(tokens) - lease.recorded > self._step:
             rows = tokens[lease.recorded : lease.recorded + self._step]
             lease.begin_forward()
@@ -97,6 +140,9 @@ class DraftModel:
             lease.record(rows)
             if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
                 dispatch(lease.checkpoint())
+            if self._in_pieces:
+                return False
+        return True
 
     def _forward(self, lease: EntryLease, tokens: mx.array) -> mx.array:
         """Return the logits `[1, vocab]` behind `tokens` `[n]`, for the tokens of both models."""

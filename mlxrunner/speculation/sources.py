@@ -10,6 +10,7 @@ from mlxrunner.engine.sampling import NextToken
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.speculation.drafting import Drafting, Experience
 from mlxrunner.speculation.model import DraftModel
+from mlxrunner.speculation.seats import DraftSeats, Seat
 
 
 class Sources:
@@ -18,7 +19,7 @@ class Sources:
     def __init__(self, facts: ModelFacts, experience: Experience | None = None) -> None:
         """Prepare drafts for the model of `facts`."""
         self._facts = facts
-        self.model: DraftModel | None = None
+        self.model: DraftModel | DraftSeats | None = None
         self._experience = experience or Experience()
 
     def drafting(self, next_token: NextToken, lease: EntryLease, how: str) -> Drafting | None:
@@ -29,13 +30,19 @@ class Sources:
         if how == "off" or self._facts.depends_on_chunks or not next_token.may_draft:
             return None
         is_auto = how == "auto"
-        model = partial(_said, self.model, next_token) if is_auto and self.model else None
+        seat = self.model.seat() if is_auto and self.model is not None else None
+        model = None if seat is None else partial(_said, seat, next_token)
         forced = next_token.forced if is_auto else None
         earlier = lease.earlier
-        return Drafting(
+        drafting = Drafting(
             self._experience, lease.prompt, earlier, forced, model, always=how == "lookup"
         )
+        if isinstance(seat, Seat):
+            drafting.close = seat.close
+        return drafting
 
 
-def _said(model: DraftModel, next_token: NextToken, text: TokenArray, most: int) -> list[int]:
-    return model.draft(text, most, next_token.guesses())
+def _said(
+    seat: DraftModel | Seat, next_token: NextToken, text: TokenArray, most: int
+) -> list[int] | None:
+    return seat.draft(text, most, next_token.guesses())

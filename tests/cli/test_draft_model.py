@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.models import write_model
 
 from mlxrunner import GenerateOptions, OptionError, cli
+from mlxrunner.parallel.scheduling.drafts import StepController
+from mlxrunner.speculation.controller import Controller
 
 
 def run(*arguments: str, stdin: str = "") -> Result:
@@ -35,11 +39,54 @@ def test_a_draft_model_that_is_not_there_is_named() -> None:
     assert "/no/such/model: no such model" in result.stderr
 
 
-def test_several_answers_have_no_draft_model() -> None:
-    """They run at the same time, and nothing is guessed there."""
-    result = run("generate", "--n", "2", "--draft-model", "demo", "Hello")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("mlxrunner: --draft-model guesses for one answer at a time")
+def test_several_answers_are_the_same_with_a_draft_model() -> None:
+    """Each of --n has the seed that it has without."""
+    plain, guessing = (
+        run("generate", "--n", "2", "--json", "--max-tokens", "9", "--seed", "1", "Hello", *more)
+        for more in ([], ["--draft-model", "demo"])
+    )
+    assert guessing.exit_code == 0
+    tokens = [
+        [json.loads(line)["tokens"] for line in one.stdout.splitlines()]
+        for one in (plain, guessing)
+    ]
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 2
+
+
+@pytest.mark.parametrize("parallel", ["1", "2"])
+def test_a_batch_answers_the_same_with_a_draft_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
+) -> None:
+    """With one line at a time and with two; the usage says what was guessed."""
+    for kind in (Controller, StepController):
+        monkeypatch.setattr(kind, "depth", lambda self, shares, most, first=1.0: min(most, 3))
+        monkeypatch.setattr(kind, "may_draft", True)
+    lines = "".join(json.dumps({"prompt": f"In the morning {n}"}) + "\n" for n in range(2))
+    (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
+    answers = []
+    for name, more in (("plain", []), ("guessing", ["--draft-model", "demo"])):
+        output = tmp_path / f"{name}.jsonl"
+        given = "--parallel", parallel, "--max-tokens", "24", "-o", str(output), *more
+        result = run("batch", str(tmp_path / "in.jsonl"), *given)
+        assert result.exit_code == 0, result.stderr
+        answers.append(list(map(json.loads, output.read_text("utf-8").splitlines())))
+    plain, guessing = answers
+    assert [one["text"] for one in guessing] == [one["text"] for one in plain]
+    drafts = [use["source"] for one in guessing for use in one["usage"]["drafts"]]
+    assert "model" in drafts
+
+
+def test_the_draft_model_stays_after_another_model_if_it_can(tmp_path: Path) -> None:
+    """A line says why it guesses no more, and it does again for the first model."""
+    write_model(tmp_path / "other", vocab_size=300)
+    typed = f"Hello\n/model {tmp_path / 'other'}\nHello\n/model demo\nHello\n/stats\n"
+    chat = run("chat", "--no-save", "--max-tokens", "9", "--draft-model", "demo", stdin=typed)
+    assert chat.exit_code == 0
+    why = f"demo guesses nothing for {tmp_path / 'other'}: speculate: a draft model has to have"
+    assert chat.stderr.count(why) == 1
+    assert chat.stderr.count("guesses nothing") == 1
+    assert "context of" in chat.stderr.split(why)[1]
 
 
 @pytest.mark.parametrize(

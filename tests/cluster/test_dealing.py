@@ -67,17 +67,32 @@ def test_an_idle_worker_takes_a_part_that_begins_with_another_prefix() -> None:
     with filled(prompts) as store:
         dealer = dealer_of(store)
         assert taken(dealer, "a", 10) == list(range(10))
-        assert taken(dealer, "b", 1) == [30]
-        assert taken(dealer, "c", 1) == [20]
-        assert taken(dealer, "d", 1) == [40]
-        assert taken(dealer, "a", 10) == list(range(10, 20))
+        begun = [taken(dealer, worker, 1) for worker in "bcd"]
+        assert sorted(begun) == [[20], [30], [40]]
+        for index in range(10):
+            answer(dealer, store, "a", index)
+        assert taken(dealer, "a", 10)[:5] == list(range(10, 15))
 
 
 def test_the_last_lines_are_shared_out(store: Store) -> None:
     """Others take what a slow worker has not begun, as long as that pays."""
     dealer = dealer_of(store)
     taken(dealer, "slow", 1)
-    assert len(taken(dealer, "fast")) >= 34
+    answered = 0
+    while found := taken(dealer, "fast", 1):
+        answered += answer(dealer, store, "fast", found[0])
+    assert answered >= 34
+
+
+def test_a_worker_has_no_more_lines_than_its_share_of_what_is_left(store: Store) -> None:
+    """The rest of its stretch is for others, or for later, when it has answered."""
+    dealer = dealer_of(store, 2)
+    first, other = taken(dealer, "a", 1), taken(dealer, "b", 1)
+    for _ in range(15):
+        answer(dealer, store, "b", other[0])
+        other = taken(dealer, "b", 1)
+    assert len(first + taken(dealer, "a")) <= 5, "b is much faster"
+    assert not dealer.is_done
 
 
 def test_lines_of_an_ended_worker_run_again_alone(store: Store) -> None:

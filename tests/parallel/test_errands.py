@@ -268,6 +268,7 @@ def test_a_parking_that_another_one_overtakes_leaves_its_files(talks: Talks) -> 
         assert (talks.parking.folder / piece).exists()
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_any_history_in_pieces_gives_the_answers_of_cold_single_runs(

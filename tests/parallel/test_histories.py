@@ -17,6 +17,7 @@ def history(name: str, seed: int, events: int = 40) -> Counter[str]:
     return one.seen
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_any_history_gives_the_answers_of_cold_single_runs(name: str) -> None:

@@ -19,10 +19,12 @@ from mlxrunner import ParallelRunner
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
+from mlxrunner.parallel.scheduling.row import Composer, Step
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.serve.answering.opened import Opening
-from mlxrunner.speculation.controller import DEEPEST, Budget
+from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Costs
+from mlxrunner.speculation.lookup import TextLookup
 from mlxrunner.testing import interrupt_at
 
 STATES = ["qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"]
@@ -66,6 +68,7 @@ def logprobs(results: list[Result]) -> list[float]:
     return [logprob for one in results for logprob, _ in one.logprobs or []]
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.exhaustive(2, "gemma3_text", "qwen3_next")
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *STATES])
 def test_any_history_with_guesses_gives_the_answers_of_cold_single_runs(name: str) -> None:
@@ -129,7 +132,7 @@ def test_an_answer_that_is_asked_for_again_is_guessed_from_the_other_slot() -> N
         again = runner.complete(QUESTION, speculate="lookup")
     assert again.tokens == plain.tokens
     assert [use.source for use in again.usage.drafts] == ["earlier"]
-    assert again.usage.drafts[0].accepted == len(plain.tokens) - 2
+    assert again.usage.drafts[0].accepted == len(plain.tokens) - 1
 
 
 def test_a_request_of_a_parallel_runner_has_guesses_and_counts_them() -> None:
@@ -261,6 +264,51 @@ def test_the_controller_drafts_where_a_step_has_few_answers() -> None:
     assert depths[0] > 0
     assert depths[-1] == 0
     assert depths == sorted(depths, reverse=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("slope", [0.02, 0.15])
+@pytest.mark.exhaustive(4)
+def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, count: int, slope: float
+) -> None:
+    """All answers of a step share one budget: 1 % of the steps and one step, and no more."""
+    cost: list[float] = []
+
+    def wait(self: Composer, step: Step) -> float:
+        mx.eval(step.awaited)
+        if step.planned.prefill:
+            return 1.0
+        cost.append(1 + slope * step.more)
+        return cost[-1]
+
+    monkeypatch.setattr(Composer, "wait", wait)
+    monkeypatch.setattr(TextLookup, "ahead", lambda self, most: [299] * most)
+    # Deep drafts are tried beside others where one of them was measured before.
+    monkeypatch.setattr(Costs, "is_known", True)
+    monkeypatch.setattr(Costs, "ratio", lambda self, depth: 1 + slope * depth)
+    length = fewer(200, 120)
+    with Stepper(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
+        for _ in range(2):
+            results = runner.run(prompts(count), max_tokens=length, stop_tokens=[])
+    guesses = [use for one in results for use in one.usage.drafts]
+    assert not sum(use.accepted for use in guesses)
+    assert max(cost) > 1 or slope * count > 1
+    assert sum(cost) - len(cost) <= AT_FIRST + LOSS * len(cost)
+
+
+def test_the_guesses_of_one_step_may_not_lose_the_same_passes() -> None:
+    """A draft of one answer takes from what is left for the others, until the step has ended."""
+    budget = Budget()
+    controller, sure = StepController(budget), [0.95] * DEEPEST
+    controller.carry(2)
+    controller.measure(2, 0, 1.0)
+    controller.measure(2, 15, 1.9)
+    first = controller.depth(sure, DEEPEST)
+    controller.hold(first)
+    assert controller.depth(sure, DEEPEST) < first
+    controller.settle(2, first, 2 + first, 0.0)
+    assert controller.depth(sure, DEEPEST) == first
 
 
 def test_steps_without_a_guessed_answer_ask_nothing_about_guesses(

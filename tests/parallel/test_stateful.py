@@ -81,6 +81,7 @@ class Conversations(RuleBasedStateMachine):
             self.history.close()
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.exhaustive(3, "gemma3_text", "qwen3_next")
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_happens_each_answer_is_that_of_a_cold_runner(name: str) -> None:

@@ -68,6 +68,7 @@ class LoggedHistory(History):
         options: dict[str, Any] = {
             "stop_tokens": rng.choice([[], rng.sample(range(290), 30)]),
             "max_tokens": rng.choice([1, 3, 10, 40]),
+            "speculate": "off",  # a replay counts one token for each answer and step
         }
         if rng.random() < 0.3:
             options |= self.shift()
@@ -156,7 +157,7 @@ def logged_batch(
     profile, total = Profile(tokens=file), Counter[str]()
     with Stepper(*given, max_sequences=slots, context=160, prefill_step=64) as runner:
         profile.watch(runner)
-        for result in run_batch(runner, requests, stop_tokens=[], **options):
+        for result in run_batch(runner, requests, stop_tokens=[], speculate="off", **options):
             assert result.result is not None
             total["cached"] += result.result.usage.cached_tokens
             total["hits"] += result.result.usage.outcome == "hit"
@@ -229,11 +230,12 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     trunk, profile = some(rng, 50), Profile(tokens=file)
     with Stepper(*parts("llama"), max_sequences=3, context=64) as runner:
         profile.watch(runner)
-        first = runner.submit(trunk, max_tokens=200, overflow="shift", keep=10, stop_tokens=[])
+        plain: Any = {"stop_tokens": [], "speculate": "off"}
+        first = runner.submit(trunk, max_tokens=200, overflow="shift", keep=10, **plain)
         for _ in range(60):
             runner.step()
         tail = [*trunk[:10], *first._request.slot.tokens[10:40]]
-        runner.submit([*tail, 1], max_tokens=9, stop_tokens=[]).result()
+        runner.submit([*tail, 1], max_tokens=9, **plain).result()
         assert first.result().usage.cache.reevaluated_tokens
     profile.finish()
     logged = list(read_token_log([file]))

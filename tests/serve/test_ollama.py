@@ -226,7 +226,8 @@ def test_models(client: ollama.Client) -> None:
 
 def test_probes(url: str) -> None:
     """A client finds out that it is Ollama's API, and which version."""
-    assert httpx.head(url).status_code == 200
+    for path in ("", "/api/tags", "/api/version"):
+        assert httpx.head(f"{url}{path}").status_code == 200
     assert httpx.get(f"{url}/api/version").json()["version"].count(".") == 2
 
 

@@ -72,6 +72,7 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
         with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=300) as stream:
             lines = stream.iter_lines()
             assert next(lines) == "event: message_start"
+            assert httpx.head(f"{server.url}/health").status_code == 200
             busy = httpx.get(f"{server.url}/health").json()
             assert busy["status"] == "ok"
             server.process.send_signal(signal.SIGTERM)

@@ -329,7 +329,8 @@ def _begin(
         runner.observers.append(seen)
     while (ask := trace.next()) is not None:
         try:
-            handle = runner.submit(ask.prompt, max_tokens=ask.max_tokens, stop_tokens=[])
+            options: Any = {"stop_tokens": [], "speculate": "off"}
+            handle = runner.submit(ask.prompt, max_tokens=ask.max_tokens, **options)
         except (NoFreeSlotError, CacheFullError) as error:
             if running:
                 trace.put_back(ask)

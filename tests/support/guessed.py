@@ -24,6 +24,10 @@ class Guesses:
         self.answer, self.rng, self.seen, self.place = answer, rng, seen, 0
         self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
         self.passes = 0
+        self.source, self.model_s = "lookup", None
+
+    def close(self) -> None:
+        """Keep nothing for a request."""
 
     def add(self, token: int) -> None:
         self.place += 1

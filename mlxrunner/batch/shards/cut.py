@@ -98,20 +98,40 @@ def cut(costs: Costs, parts: int) -> list[int]:
     return min((even, *others), key=product)
 
 
-def split(costs: Costs, first: int, end: int) -> int | None:
+def split(
+    costs: Costs,
+    first: int,
+    end: int,
+    *,
+    held: int = 0,
+    speed: float = 1.0,
+    last: int | None = None,
+) -> int | None:
     """Return the place at which to split the rest of a running part, or None if it is not worth it.
 
-    The rest are the lines from `first` to before `end`, and its machine has what `first` reuses.
-    The lines from the place on are for another machine, which then ends at about the same time. It
-    is not worth it if the second machine would not end before the first one could do it all.
+    The rest are the lines from `first` to before `end`. Its worker has lines of the cost `held` to
+    do first. The lines from the place on are for another worker, which is `speed` times as fast and
+    ran line `last` before. Both then end at about the same time. It is not worth it if the other
+    worker would not end before the first one could do it all.
     """
-    rest = costs.between(first, end)
-    if len(rest) < 2:
+    rest = int(costs.sums[end] - costs.sums[first])
+    earliest = first + (held == 0)
+    if earliest >= end:
         return None
-    place = _cheap(rest, 2, _least(rest, 2))[1]
-    if not 0 < place < len(rest) or rest.of(place, len(rest)) >= rest.total:
-        return None
-    return first + place
+    place, extra = earliest, 0
+    for _ in range(2):
+        own = (rest + extra - speed * held) / (1 + speed)
+        place = _cheapest(costs, earliest, end - 1, int(costs.sums[first]) + int(max(own, 0)))
+        extra = max(costs.extra(place) - _known(costs, last, place), 0)
+    other = (int(costs.sums[end] - costs.sums[place]) + extra) / speed
+    return place if other < held + rest else None
+
+
+def _known(costs: Costs, last: int | None, place: int) -> int:
+    """Return the tokens that line `place` has in common with line `last`."""
+    if last is None or last == place:
+        return 0
+    return int(costs.reused[min(last, place) + 1 : max(last, place) + 1].min())
 
 
 def extra_of(costs: Costs, places: Sequence[int]) -> int:

@@ -21,6 +21,7 @@ from mlxrunner.parallel.scheduling.row import Row, Step
 from mlxrunner.results import Chunk
 from mlxrunner.speculation.controller import DEEPEST, DEPTHS, LEAST_GAIN, Budget, Controller
 from mlxrunner.speculation.drafting import Experience
+from mlxrunner.speculation.seats import MOST_ANSWERS
 from mlxrunner.speculation.sources import Sources
 
 FORGOTTEN = 256
@@ -30,21 +31,24 @@ FORGOTTEN = 256
 class StepController(Controller):
     """The choice of how much one answer of a step drafts. It learns from whole steps."""
 
-    def __init__(self, budget: Budget) -> None:
-        """Begin without measurements. `budget`: bounds what drafts lose."""
+    def __init__(self, budget: Budget, most: int = DEEPEST) -> None:
+        """Begin without measurements. `budget`: bounds what drafts lose.
+
+        `most`: the answers of a step beyond which there are no drafts.
+        """
         super().__init__(budget)
-        self._shared = budget
-        self._of = defaultdict[int, Controller](lambda: Controller(budget))
+        self._shared, self._most = budget, most
+        self._of: dict[int, Controller] = {}
         self._plain: defaultdict[int, int] = defaultdict(int)
         self._answers, self._can_pay = 1, True
-        self.costs = self._of[_size(1)].costs
+        self.costs = self._for(1).costs
 
     def carry(self, answers: int) -> None:
         """Note how many answers the next step carries."""
         self._answers = max(1, answers)
-        self.costs = self._of[_size(self._answers)].costs
-        self._can_pay = answers == 1 or any(
-            depth / answers + 1 - self.costs.ratio(depth) >= LEAST_GAIN
+        self.costs = self._for(_size(self._answers)).costs
+        self._can_pay = self._answers == 1 or any(
+            depth / self._answers + 1 - self.costs.ratio(depth) >= LEAST_GAIN
             for depth in DEPTHS
             if self._affords(depth)
         )
@@ -52,17 +56,17 @@ class StepController(Controller):
     @property
     def may_draft(self) -> bool:
         """True if the budget has room for a draft that would save enough if it were right."""
-        return self._can_pay and super().may_draft
+        return self._answers <= self._most and self._can_pay and super().may_draft
 
     def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
         """Return how many tokens to draft: see `Controller.depth`.
 
         A right guess saves one of the answers a step, so it counts as that part of one.
         """
-        if not shares:
+        if not shares or self._answers > self._most:
             return 0
         part = [shares[0] / self._answers, *shares[1:]]
-        return self._of[_size(self._answers)].depth(part, most, first)
+        return self._for(_size(self._answers)).depth(part, most, first)
 
     def hold(self, depth: int) -> None:
         """Note that an answer of the next step drafts `depth` tokens, which may all be wrong."""
@@ -83,7 +87,7 @@ class StepController(Controller):
 
         An answer that gets one token more saves its share of a step. `late`: see `Drafting.passed`.
         """
-        costs = self._of[_size(answers)].costs
+        costs = self._for(_size(answers)).costs
         lost = min(late / costs.single, 1.0) if late and costs.single else 0.0
         self._shared.pay(costs.ratio(rows) + lost, tokens / answers)
 
@@ -92,12 +96,19 @@ class StepController(Controller):
         size = _size(answers)
         if rows:
             self._plain[size] = 0
-            self._of[size].verified(rows, seconds)
+            self._for(size).verified(rows, seconds)
             return
         self._plain[size] += 1
         if self._plain[size] % FORGOTTEN == 0:
-            del self._of[size]
-        self._of[size].passed(seconds)
+            self._of.pop(size, None)
+        self._for(size).passed(seconds)
+
+    def _for(self, size: int) -> Controller:
+        """Return the controller of steps of a size. It begins with what smaller ones know."""
+        if size not in self._of:
+            like = self._for(size - 1).costs if size > 1 else None
+            self._of[size] = Controller(self._shared, like)
+        return self._of[size]
 
 
 class Drafts:
@@ -110,15 +121,18 @@ class Drafts:
         """
         budget = Budget()
         self._controller = StepController(budget)
-        experience = Experience(budget, of_steps=self._controller)
-        self._sources = None if facts is None else Sources(facts, experience)
+        self._modelled = StepController(budget, MOST_ANSWERS)
+        self._said_s: float | None = None
+        """Seconds in which a model drafted all guesses of the step; None: they tell nothing."""
+        experience = Experience(budget, of_steps=(self._controller, self._modelled))
+        self.sources = None if facts is None else Sources(facts, experience)
         self._most = min(most, DEEPEST)
         self._is_used = self._is_always = self._may = False
 
     def begin(self, request: ActiveRequest) -> None:
         """Prepare the drafts of a request whose first token was read."""
-        if self._sources is not None and request.drafting is None:
-            request.drafting = self._sources.drafting(
+        if self.sources is not None and request.drafting is None:
+            request.drafting = self.sources.drafting(
                 request.next_token, request.lease, request.options.speculate
             )
         if request.drafting is not None:
@@ -144,15 +158,28 @@ class Drafts:
         """
         if not self._may:
             return row
-        self._controller.carry(len(row))
+        self._carry(row)
         left = self._most - sum(count - 1 for _, count in row)
         asked = [one for one, _ in row if one.is_read and one.drafting is not None]
         for place, request in enumerate(asked):
             request.draft = _draft(request, min(left // (len(asked) - place), self._room(request)))
             request.draft = _fitting(request, width)
             left -= len(request.draft)
-            self._controller.hold(len(request.draft))
+            self._of(request).hold(len(request.draft))
+        drafted = [one.drafting for one in asked if one.draft and one.drafting is not None]
+        said = [one.model_s for one in drafted if one.source == "model"]
+        seconds = [one for one in said if one is not None]
+        self._said_s = sum(seconds) if len(seconds) == len(drafted) else None
         return [(request, count + len(request.draft)) for request, count in row]
+
+    def _of(self, request: ActiveRequest) -> StepController:
+        """Return the controller of the draft of `request`."""
+        is_said = request.drafting is not None and request.drafting.source == "model"
+        return self._modelled if is_said else self._controller
+
+    def _carry(self, row: Row) -> None:
+        for controller in (self._controller, self._modelled):
+            controller.carry(len(row))
 
     def _may_draft(self, row: Row) -> bool:
         """Return True if a step carries few rows: only answers, and fewer than a draft may add.
@@ -162,8 +189,10 @@ class Drafts:
         """
         if len(row) > self._most or all(request.drafting is None for request, _ in row):
             return False
-        self._controller.carry(len(row))
+        self._carry(row)
+        has_model = self.sources is not None and self.sources.model is not None
         may = self._is_always or self._controller.may_draft
+        may = may or (has_model and self._modelled.may_draft)
         return may and not any(request.left for request, _ in row)
 
     def _room(self, request: ActiveRequest) -> int:
@@ -186,11 +215,15 @@ class Drafts:
         answers = step.planned.rows
         if not self._is_used or step.planned.prefill or not answers:
             return
+        said_s = self._said_s if step.drafted else None
         if seconds is not None:
             self._controller.measure(answers, step.more, seconds)
+            if said_s is not None or not step.more:
+                self._modelled.measure(answers, step.more, seconds + (said_s or 0.0))
         # A step that waited for a guess and has none was late by the time of its dispatch.
         late = step.seconds if step.waited and not step.drafted else 0.0
-        self._controller.settle(answers, step.more, answers + right, late)
+        controller = self._controller if said_s is None else self._modelled
+        controller.settle(answers, step.more, answers + right, late)
 
 
 def sample(

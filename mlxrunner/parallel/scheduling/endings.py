@@ -68,6 +68,8 @@ class Endings:
         A sampled token that was not read yet is dropped.
         """
         request.stop_errand()
+        if request.drafting is not None:
+            request.drafting.close()
         slot = request.slot
         if request.is_placed:
             slot.tokens.truncate(slot.exact)

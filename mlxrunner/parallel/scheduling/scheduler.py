@@ -37,6 +37,7 @@ from mlxrunner.parallel.scheduling.row import Composer, Row, Step, stops_at, wan
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.results import Chunk
+from mlxrunner.speculation.sources import Sources
 
 
 class Scheduler:
@@ -106,6 +107,11 @@ class Scheduler:
         A replay needs both to find the same tokens in the same slots.
         """
         return self.ticks, self._calls
+
+    @property
+    def sources(self) -> Sources | None:
+        """The sources of guesses; None: nothing is guessed."""
+        return self._drafts.sources
 
     @property
     def is_idle(self) -> bool:

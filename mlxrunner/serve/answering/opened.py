@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,26 @@ from mlxrunner.config.file import read_config_file
 from mlxrunner.config.layering import MODEL, layer, settled, values
 from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.errors import MemoryPlanError
+from mlxrunner.errors import MemoryPlanError, MlxrunnerError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand
 from mlxrunner.memory.reserve import demand_of, weights_of
 from mlxrunner.models.facts import ModelFacts, Shapes, without_weights
 from mlxrunner.models.fingerprint import fingerprint
-from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
+from mlxrunner.models.load import (
+    LoadedModel,
+    LoadProgress,
+    load_model,
+    tell_nobody,
+    tokenizer_of,
+)
 from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.parallel.draft_model import DraftPlan
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.settings import EngineSettings
+from mlxrunner.parallel.settings import EngineSettings, OpenSettings
+from mlxrunner.results import logger
 from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.speculation.model import check_vocabularies
 from mlxrunner.system import device
 from mlxrunner.system.folders import cache_folder
 from mlxrunner.terminal.text import size
@@ -41,6 +51,8 @@ class Opening:
     """The settings of RunnerSettings that the user gave."""
     speculate: str | None = None
     """The way to guess tokens of answers that the user gave; None: as the config file says."""
+    draft_model: str | None = None
+    """The model that guesses for each of them whose vocabulary it has."""
     trust_remote_code: bool = False
 
     def budget(self) -> int:
@@ -56,7 +68,10 @@ class Opening:
         shapes = without_weights(name)
         demand = self._demand(shapes, shapes.weight_bytes)
         context = min(self._context(shapes.facts), USUAL)
-        return demand.total(context, self.budget())
+        beside = 0
+        with suppress(MlxrunnerError):  # then it has no draft model, and a warning says so
+            beside = self._of_draft(shapes.facts)
+        return demand.total(context, self.budget()) + beside
 
     def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
         """Load the model `name`, which with all that it stores takes at most `room` bytes.
@@ -68,21 +83,53 @@ class Opening:
         weights = weights_of(loaded.model)
         demand = self._demand(loaded, weights)
         fixed = weights + demand.batch.nbytes(self._context(loaded.facts))
-        if room - fixed < demand.caches(min(SMALLEST_CONTEXT, loaded.facts.context)):
+        least = demand.caches(min(SMALLEST_CONTEXT, loaded.facts.context))
+        if room - fixed < least:
             raise MemoryPlanError(
                 f"{name} takes {size(fixed)} without any conversation, and {size(max(0, room))} "
                 "are left for it: give more --memory, or a smaller model"
             )
+        draft = self._draft_for(loaded, room - fixed - least)
+        fixed += 0 if draft is None else self._of_draft(loaded.facts)
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.settings.slots,
             memory=room - fixed,
             park_bytes=self.settings.park_bytes if self.settings.parks else 0,
             park_folder=parking_folder() if self.settings.parks else None,
+            draft_model=draft,
             **self.runner,
         )
         given = {} if self.speculate is None else {"speculate": self.speculate}
         return Opened.of(loaded, runner, self.settings.no_rule, given)
+
+    def _draft_for(self, loaded: LoadedModel, room: int) -> str | None:
+        """Return the draft model for a loaded model, which may take `room` bytes.
+
+        Return None, after a warning, if it can't guess for this model.
+        """
+        name = self.draft_model
+        if name is None:
+            return None
+        try:
+            check_vocabularies(name, tokenizer_of(name), loaded.tokenizer)
+            needed = self._of_draft(loaded.facts)
+            if needed > room:
+                raise MemoryPlanError(
+                    f"it takes {size(needed)}, and {size(max(0, room))} are left for it"
+                )
+        except MlxrunnerError as error:
+            why = str(error).partition("\n")[0]
+            logger.warning("%s guesses nothing for %s: %s", name, loaded.name, why)
+            return None
+        return name
+
+    def _of_draft(self, facts: ModelFacts) -> int:
+        """Return the bytes of the draft model beside a model; 0 without one."""
+        if self.draft_model is None:
+            return 0
+        settings = OpenSettings.of(max_sequences=self.settings.slots, **self.runner)
+        return DraftPlan.of(self.draft_model, self._context(facts), settings).nbytes
 
     def _context(self, facts: ModelFacts) -> int:
         """Return the context of a model, in tokens, before memory narrows it."""
@@ -129,6 +176,7 @@ class Opened:
         user gave.
         """
         total = weights_of(loaded.model) if runner.plan is None else runner.plan.total
+        total += runner.draft_bytes
         of_file = read_config_file().options("serve", loaded.name)
         chosen = {name: one for name, one in of_file.items() if name in OF_REQUESTS}
         defaults = values(settled(layer(loaded.suggested, MODEL), chosen)) | dict(given or {})

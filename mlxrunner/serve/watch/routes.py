@@ -37,6 +37,7 @@ def watch_router(house: House, record: Record) -> APIRouter:
         models = [_model(house, one, record) for one in opened_in(house)]
         return status_page(models, record.last(REMEMBERED))
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> dict[str, Any]:
         """Say that the server runs, for how long, and which models it holds."""

@@ -259,7 +259,7 @@ def test_a_model_that_cannot_use_it_says_so_when_it_is_planned_and_when_it_is_lo
 
 
 def test_runners_made_of_parts_refuse_it_before_any_request() -> None:
-    """Of one entry and of many, in one line that names the option and what to do."""
+    """The refusal is one line that names the option and what to do."""
     config = tiny_config("gpt_oss", **GPT_OSS)
     parts = tiny_model(config), ByteTokenizer(), facts_of(tiny_model(config), config)
     refused = pytest.raises(OptionError, match=r"^kv_bits: .* attention sinks; leave kv_bits out$")

@@ -101,6 +101,7 @@ def router(answers: Answers, pull: Pull = pull_model) -> APIRouter:
 def _add_catalog(routes: APIRouter, answers: Answers) -> None:
     """Add the routes that tell of models and of the server."""
 
+    @routes.head("/api/tags", include_in_schema=False)
     @routes.get("/api/tags")
     async def list_models() -> Response:
         """List the models that a request may name."""
@@ -117,6 +118,7 @@ def _add_catalog(routes: APIRouter, answers: Answers) -> None:
         """Describe a model."""
         return JSONResponse(described(_card(answers, body.given)))
 
+    @routes.head("/api/version", include_in_schema=False)
     @routes.get("/api/version")
     async def say_version() -> Response:
         """Say which version this is. Clients compare it with those of Ollama."""
