@@ -35,11 +35,6 @@ from mlxrunner.terminal.text import size
 
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C."""
-SWITCH_S = 0.0005
-"""Seconds after which a thread that computes in Python lets another go on.
-
-Python's own 5 ms would hold back a token that is ready while the next step is being built.
-"""
 WAITING = 128
 """Connections that may wait to be accepted."""
 Say = Callable[[str], None]
@@ -276,7 +271,6 @@ def serve(
             await house.close()
             record.close()
 
-    sys.setswitchinterval(SWITCH_S)
     asyncio.run(run())
     if has_work():  # a model that is being loaded; the interpreter must not end beside it
         for stream in (sys.stdout, sys.stderr):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def test_a_name_is_recalled_on_a_screen(open_screen: Any) -> None:
     third.prompt()
     assert "session zor: 1 turn, 38 tokens restored (350 kB)" in third.shown
     assert third.say("What is my name?") == "Your name is Zorblin."
-    third.child.kill(signal.SIGKILL)
+    third.kill()
     fourth = open_screen(*arguments, "--session", "zor")
     fourth.prompt()
     assert "session zor: 2 turns," in fourth.shown

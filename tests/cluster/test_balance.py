@@ -1,4 +1,4 @@
-"""How far apart workers of different speeds end, counted on a clock that is played."""
+"""Workers of different speeds end close together, counted on a clock that is played."""
 
 from __future__ import annotations
 

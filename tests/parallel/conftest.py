@@ -13,7 +13,7 @@ from mlxrunner.parallel.rows.adapt import Adapted, Manner
 
 @pytest.fixture(scope="session")
 def proofs() -> dict[Any, Any]:
-    """What each proof found, with its model, which keeps its number."""
+    """Return what each proof found, with its model, which keeps its number."""
     return {}
 
 

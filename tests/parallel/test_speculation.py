@@ -106,7 +106,7 @@ def test_what_a_form_leaves_no_other_text_for_is_guessed(name: str) -> None:
     """Both answers of a form, beside each other."""
     form = {"choices": ["yes, please, as soon as you can", "no, thank you very much, not today"]}
     plain, steps = answers(name, 2, speculate="off", **form)
-    guessed, fewer_steps = answers(name, 2, **form)
+    guessed, fewer_steps = answers(name, 2, speculate="auto", **form)
     assert shown(guessed) == shown(plain)
     assert fewer_steps < 0.7 * steps
     assert {use.source for one in guessed for use in one.usage.drafts} == {"form"}
@@ -290,7 +290,9 @@ def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
     length = fewer(200, 120)
     with Stepper(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
         for _ in range(2):
-            results = runner.run(prompts(count), max_tokens=length, stop_tokens=[])
+            results = runner.run(
+                prompts(count), max_tokens=length, stop_tokens=[], speculate="auto"
+            )
     guesses = [use for one in results for use in one.usage.drafts]
     assert not sum(use.accepted for use in guesses)
     assert max(cost) > 1 or slope * count > 1

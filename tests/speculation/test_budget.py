@@ -46,7 +46,8 @@ class Clocked(RepeatingModel):
 
 def taken(runner: Runner, model: Clocked, prompt: list[int], count: int, **options: Any) -> float:
     """Return the time of an answer behind its first token."""
-    chunks = runner.generate(prompt, max_tokens=count, stop_tokens=[], **options)
+    given = {"max_tokens": count, "stop_tokens": [], "speculate": "auto"} | options
+    chunks = runner.generate(prompt, **given)
     next(chunks)
     began = model.now
     for _ in chunks:
@@ -111,7 +112,7 @@ def test_an_answer_whose_guesses_all_fail_takes_as_long_as_a_plain_one(
 def test_an_answer_whose_guesses_are_right_takes_less(
     monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
 ) -> None:
-    """The budget does not stand in the way of what pays. Guesses are the default."""
+    """The budget does not stand in the way of what pays."""
     runner, model = clocked_runner(monkeypatch, kinds, slope)
     assert taken(runner, model, PROMPT, 400, speculate="off") == 399
     runner, model = clocked_runner(monkeypatch, kinds, slope)

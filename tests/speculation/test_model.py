@@ -79,7 +79,7 @@ def test_a_draft_model_that_differs_changes_nothing(
     """Over several turns with edits; the draft model leaves its entry where the text does."""
     rng, plain, guessing = random.Random(4), oracle_runner(kinds), oracle_runner(kinds)
     guessing.sources.model = _SometimesRight(kinds)
-    prompt, right = list(PROMPT), 0
+    prompt, right, all_drafted = list(PROMPT), 0, 0
     for _ in range(fewer(6, 3)):
         expected, _ = answer(plain, prompt, 25, speculate="off", **options)
         got, usage = answer(guessing, prompt, 25, **options)
@@ -87,11 +87,10 @@ def test_a_draft_model_that_differs_changes_nothing(
         assert guessing.entry.is_true
         assert guessing.entry.tokens == plain.entry.tokens
         drafted, accepted = guessed(usage)
-        assert accepted < drafted
-        right += accepted
+        right, all_drafted = right + accepted, all_drafted + drafted
         said = prompt + [int(token) for token, _ in got if token is not None]
         prompt = [*said[: rng.randint(5, len(said))], *(rng.randrange(200) for _ in range(3))]
-    assert right > 0
+    assert 0 < right < all_drafted
 
 
 class _SometimesRight(DraftModel):

@@ -1,7 +1,7 @@
 """A model that plays a part: its answers are written by the test, its caches are real.
 
-The model keeps each token in its key-value cache, and reads the whole conversation from there. So
-a stale, missing or doubled key changes what it says.
+The model keeps each token in its key-value cache, and reads what its mask shows of the
+conversation from there. So a stale, missing or doubled key changes what it says.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.templates.rendering import jinja_renderer
 from mlxrunner.tokenizer.byte_level import EOS, VOCAB, ByteTokenizer
 
+GUESSED = 16
+"""The most tokens of a pass that checks guesses."""
 BEGIN = "<|im_start|>assistant\n"
 """The text before an answer."""
 TEMPLATE = (
@@ -53,14 +55,19 @@ class Actor:
         return [KVCache()]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Return logits `[1, n, VOCAB]`, of which only the last row is of use."""
+        """Return logits `[1, n, VOCAB]`, of which the last GUESSED rows are of use."""
         n = tokens.shape[1]
         self.forwards.append(n)
+        mask = cache[0].make_mask(n, return_array=True, window_size=None)
         row = mx.broadcast_to(tokens[0].astype(mx.float32)[None, None, :, None], (1, 1, n, 2))
         keys, _ = cache[0].update_and_fetch(row, row)
-        seen = np.array(keys[0, 0, :, 0]).astype(np.int64)
+        cells = np.array(keys[0, 0, :, 0]).astype(np.int64)
+        if mask is None:
+            mask = mx.array(True)
+        seen = np.array(mx.broadcast_to(mask, (1, 1, n, len(cells)))[0, 0])
         logits = np.zeros((1, n, VOCAB), np.float32)
-        logits[0, -1, self._next(seen)] = 50.0
+        for back in range(min(n, GUESSED)):
+            logits[0, n - 1 - back, self._next(cells[seen[n - 1 - back]])] = 50.0
         return mx.array(logits)
 
     def parameters(self) -> dict[str, mx.array]:

@@ -132,7 +132,7 @@ class Told:
     place: int = 0
     first: mx.array | None = None
     """Some of the logits behind the prompt."""
-    is_greedy = is_plain = needs_history = False
+    is_greedy = is_plain = needs_history = may_draft = False
 
     def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
         """Choose the script's token, or the answer's end if a logit is not a number."""

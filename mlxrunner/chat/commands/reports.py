@@ -97,8 +97,11 @@ def saved_seconds(usages: Sequence[Usage], step: int) -> float:
 
 def drafted(usage: Usage) -> str:
     """Return how many tokens of an answer were guessed right, or "" if none was guessed."""
+    if not usage.drafts:
+        return ""
     right = sum(use.accepted for use in usage.drafts)
-    return f", {right} of them guessed right in {usage.draft_passes} passes" if usage.drafts else ""
+    passes = "1 pass" if usage.draft_passes == 1 else f"{usage.draft_passes} passes"
+    return f", {right} of them guessed right in {passes}"
 
 
 def explain(chat: ChatContext, argument: str) -> None:
