@@ -25,8 +25,12 @@ START_S = 120
 """Seconds that the guard waits for all ranks to start."""
 LEAVE_S = 5
 """Seconds that a rank has to end by itself."""
+STOPPED_S = 5
+"""Seconds that a rank of this machine may be stopped."""
 SETTLE_S = 0.3
 """Seconds in which the end of the rank that is the cause is seen, too."""
+_ENDED = "has ended"
+_STOPPED = f"has been stopped for {STOPPED_S} s"
 _SILENT = f"has given no sign of life for {PATIENCE_S:.0f} s"
 
 
@@ -206,15 +210,15 @@ class Guard:
             if (code := self._code_of(rank)) is not None and rank not in self._greeted:
                 raise LaunchError(f"rank {rank} has not started: exit code {code}")
             if code is not None or (link.is_closed and rank):
-                self._lose(rank, "has ended")
+                self._lose(rank, _ENDED)
             # Of a rank on this host, the system says whether it is stopped.
             is_far = rank in self._greeted and rank not in self._processes
             if is_far and now - link.seen > link.patience:
                 self._lose(rank, _SILENT)
         for rank, process in self._processes.items():
             process.poll()
-            if process.stopped is not None and now - process.stopped > PATIENCE_S:
-                self._lose(rank, _SILENT)
+            if process.stopped is not None and now - process.stopped > STOPPED_S:
+                self._lose(rank, _STOPPED)
         missing = set(range(1, len(self.hosts.addresses))) - self._greeted
         if missing and now > limit:
             raise LaunchError(f"rank {min(missing)} has not started: not here within {START_S} s")
@@ -223,12 +227,15 @@ class Guard:
         """Raise LaunchError for `rank`, or for another one that is the cause of its loss."""
         time.sleep(SETTLE_S)
         codes = {other: process.poll() or 0 for other, process in self._processes.items()}
-        killed = [other for other, code in codes.items() if code == -signal.SIGKILL]
+        killed = [other for other, code in codes.items() if code < 0]
         stopped = [other for other, one in self._processes.items() if one.stopped is not None]
         if killed:
-            rank, why = killed[0], "has ended"
+            rank, why = killed[0], _ENDED
         elif stopped and why == _SILENT:
-            rank = stopped[0]
+            rank, why = stopped[0], _STOPPED
+        if why == _ENDED and codes.get(rank):
+            code = codes[rank]
+            why += f" by signal {-code}" if code < 0 else f" with exit code {code}"
         raise LaunchError(one_line(f"rank {rank} ({self.hosts.addresses[rank]}): {why}"))
 
     def _code_of(self, rank: int) -> int | None:
@@ -241,7 +248,7 @@ class Guard:
         if self._is_asked:
             return 128 + self._is_asked
         if self._over is None:
-            self._lose(0, "has ended")
+            self._lose(0, _ENDED)
         raise LaunchError(f"rank 0 ({self.hosts.addresses[0]}): has not ended in {LEAVE_S} s")
 
     def _pause(self) -> None:

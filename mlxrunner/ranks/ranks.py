@@ -19,7 +19,7 @@ from mlxrunner.ranks.group import checked_folder, join, load_share
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.leading import LOAD, LeadingModel, undisturbed
 from mlxrunner.ranks.runner import FirstRunner
-from mlxrunner.ranks.wire import END, PATIENCE_S, Wire
+from mlxrunner.ranks.wire import END, GUARD_PATIENCE_S, Wire
 from mlxrunner.results import logger
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.text import size
@@ -80,7 +80,7 @@ class Ranks:
 
     def wait_for_the_guard(self) -> None:
         """Give the guard time to end this process, after an error that a lost rank causes."""
-        time.sleep(PATIENCE_S)
+        time.sleep(GUARD_PATIENCE_S)
 
     def _listen(self) -> None:
         """Take the replies of the other ranks. End this process when the guard has gone."""

@@ -12,8 +12,10 @@ from typing import Any
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
-PATIENCE_S = 5.0
-"""Seconds without a sign of life after which a process counts as frozen."""
+PATIENCE_S = 8.0
+"""Seconds without a sign of life after which a rank on another host counts as frozen."""
+GUARD_PATIENCE_S = 20.0
+"""Seconds without one after which the guard does: on a busy machine it may get no turn for some."""
 JOIN_S = 60
 """Seconds that joining the ring may take, in which MLX holds Python's lock: no sign of life."""
 END, PAUSE = "end", "pause"
@@ -90,7 +92,7 @@ class Wire:
 
     def received(self) -> Iterator[Any]:
         """Yield the messages until the guard is gone, or gives no sign of life."""
-        rest, waits = b"", PATIENCE_S
+        rest, waits = b"", GUARD_PATIENCE_S
         pause = Link.line(PAUSE).strip()
         while True:
             self._connection.settimeout(waits or None)
@@ -101,7 +103,7 @@ class Wire:
             if not data:
                 return
             *lines, rest = (rest + data).split(b"\n")
-            waits = 0 if lines and lines[-1] == pause else PATIENCE_S
+            waits = 0 if lines and lines[-1] == pause else GUARD_PATIENCE_S
             for line in lines:
                 if line and line != pause:
                     yield json.loads(line)

@@ -35,20 +35,34 @@ from tests.support.waiting import until
 ASK = ("generate", "--tensor-parallel", "--raw", "-m")
 
 
-def test_warm_histories_are_equal_after_every_ending(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        pytest.param(2, ("llama", "deepseek_v3"), id="2"),
+        pytest.param(2, ("qwen2", "qwen3_moe"), id="2, more"),
+        pytest.param(4, ("qwen3",), id="4"),
+    ],
+)
+@pytest.mark.exhaustive(1, "2")
+def test_warm_histories_are_equal_after_every_ending(
+    ranks: int, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
     """Answers that were closed, failed or interrupted leave all ranks with what the entry holds.
 
-    One start of the ranks runs all models, one after the other.
+    One start of the ranks runs all models, one after the other. The ring of MLX polls its sockets:
+    4 ranks on few cores are slow, and have one short answer.
     """
-    models = write_models(tmp_path / "models", "llama", "qwen3_moe")
+    models = write_models(tmp_path / "models", *kinds)
+    turns = fewer(8, 4) if ranks == 2 else 1
     history = [sys.executable, "-m", "tests.support.ranks_history", str(models)]
-    line = [*history, str(write_hosts(tmp_path, 2)), str(free_port(2)), str(fewer(8, 4))]
+    line = [*history, str(write_hosts(tmp_path, ranks)), str(free_port(ranks)), str(turns)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(each) for each in done.stdout.splitlines()]
-    assert [one["model"] for one in found] == sorted(path.name for path in models.iterdir())
+    assert [one["model"] for one in found] == sorted(kinds)
     for one in found:
-        assert all(one["ended"].values())
+        assert sum(one["ended"].values()) == turns
+        assert turns == 1 or all(one["ended"].values())
         assert min(one["compared"], one["reused"]) > 0
         assert one["worst"] < NOISE
 
@@ -69,10 +83,10 @@ def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "number", "line"),
     [
-        (1, signal.SIGKILL, b"mlxrunner: rank 1 (127.0.0.1): has ended\n"),
-        (1, signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has given no sign of life for 5 s\n"),
-        (0, signal.SIGKILL, b"mlxrunner: rank 0 (127.0.0.1): has ended\n"),
-        (0, signal.SIGSTOP, b"mlxrunner: rank 0 (127.0.0.1): has given no sign of life for 5 s\n"),
+        (1, signal.SIGKILL, b"mlxrunner: rank 1 (127.0.0.1): has ended by signal 9\n"),
+        (1, signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has been stopped for 5 s\n"),
+        (0, signal.SIGKILL, b"mlxrunner: rank 0 (127.0.0.1): has ended by signal 9\n"),
+        (0, signal.SIGSTOP, b"mlxrunner: rank 0 (127.0.0.1): has been stopped for 5 s\n"),
     ],
 )
 @pytest.mark.exhaustive(1)

@@ -67,17 +67,20 @@ def end(runner: Runner, prompt: list[int], ending: str, chance: random.Random) -
         return logits
 
     processors = [fail] if ending == "error" else []
-    if ending == "interrupted":
-        delay = chance.uniform(0, 0.05)
-        threading.Timer(delay, signal.raise_signal, (signal.SIGINT,)).start()
+    delay = chance.uniform(0, 0.05)
+    interrupt = threading.Timer(delay, signal.raise_signal, (signal.SIGINT,))
     with suppress(BrokenError, KeyboardInterrupt):
+        if ending == "interrupted":
+            interrupt.start()
         chunks = runner.generate(
-            prompt, max_tokens=30 if ending == "whole" else 400, logits_processors=processors
+            prompt, max_tokens=12 if ending == "whole" else 400, logits_processors=processors
         )  # type: ignore[arg-type]
         with closing(chunks):
             for count, _ in enumerate(chunks):
                 if ending == "closed" and count >= most:
                     break
+        if ending == "interrupted":  # the answer has ended before
+            interrupt.join()
 
 
 def history(runner: Runner, whole: Runner, turns: int) -> dict[str, Any]:
