@@ -11,6 +11,7 @@ import click
 
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.generate import generate
+from mlxrunner.cli.verify import verify
 from mlxrunner.errors import LaunchError, OptionError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mlxrunner.ranks.hosts import Hosts
 
 SHARED = "--tensor-parallel"
-COMMANDS: dict[str, click.Command] = {"generate": generate, "chat": chat}
+COMMANDS: dict[str, click.Command] = {"generate": generate, "chat": chat, "verify": verify}
 REFUSED = {
     "count": "--n",
     "draft_model": "--draft-model",
@@ -90,7 +91,8 @@ def _command(ctx: click.Context, words: tuple[str, ...]) -> click.Context:
     """Return the command `words` ready to run. Raise OptionError for what ranks do not do."""
     command = COMMANDS.get(words[0])
     if command is None:
-        able = " and ".join(COMMANDS)
+        *most, last = COMMANDS
+        able = f"{', '.join(most)} and {last}"
         raise OptionError(f"{words[0]} does not run with --hosts: {able} do")
     if SHARED not in words:
         raise OptionError(f"say how the hosts share the model: add {SHARED}")

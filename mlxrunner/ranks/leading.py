@@ -20,6 +20,14 @@ WITH_LOGITS = 64
 """Most tokens of a forward pass whose logits are computed. A longer one only fills the caches."""
 
 
+class Held:
+    """What the caches of the other ranks hold: the first tokens of one entry."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.entry_of: LeadingModel | None = None
+
+
 class LeadingModel:
     """A model on the first rank, which runs every pass together with the other ranks.
 
@@ -33,16 +41,17 @@ class LeadingModel:
         caches: Callable[[], Sequence[LayerCache]],
         group: mx.distributed.Group,
         tell: Callable[[Any], None],
+        held: Held,
     ) -> None:
         """Wrap this rank's part of a model.
 
-        `caches` returns the layers of the entry. `tell` sends a message to all other ranks.
+        `caches` returns the layers of the entry. `tell` sends a message to all other ranks. `held`
+        is common to all entries whose passes the other ranks run.
         """
         self.own_part = model
         """The part of this rank, for passes of which only shapes are asked."""
-        self._caches, self._group, self._tell = caches, group, tell
-        self._held = 0
-        """Tokens in the caches of the other ranks."""
+        self._caches, self._group, self.tell = caches, group, tell
+        self.held = held
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own_part, name)
@@ -56,14 +65,14 @@ class LeadingModel:
         ours = [layer.model_cache for layer in layers]
         if list(map(id, cache)) != list(map(id, ours)):
             raise NotSupportedError("a model on several ranks runs only the passes of its entry")
-        offset = layers[0].offset
-        if offset > self._held:
+        offset, held = layers[0].offset, self.held
+        if offset > (known := held.tokens if held.entry_of is self else 0):
             raise NotSupportedError(
-                f"the other ranks hold {self._held} tokens, and the entry has {offset}"
+                f"the other ranks hold {known} tokens of the entry, which has {offset}"
             )
         with undisturbed():
-            self._tell([offset, count])
-            self._held = offset + count
+            self.tell([offset, count])
+            held.tokens, held.entry_of = offset + count, self
             same = together(tokens.astype(mx.int32), self._group)
             logits: mx.array = self.own_part(same, cache=cache)
             if count <= WITH_LOGITS:

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from socket import socket
@@ -17,7 +18,7 @@ from mlxrunner.errors import ModelError
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.ranks.group import checked_folder, join, load_share
 from mlxrunner.ranks.hosts import Hosts
-from mlxrunner.ranks.leading import LOAD, LeadingModel, undisturbed
+from mlxrunner.ranks.leading import LOAD, Held, LeadingModel, undisturbed
 from mlxrunner.ranks.runner import FirstRunner
 from mlxrunner.ranks.wire import END, GUARD_PATIENCE_S, Wire
 from mlxrunner.results import logger
@@ -63,8 +64,30 @@ class Ranks:
         for rank, found in self._answers().items():
             logger.info("rank %d: weights of %s", rank, size(found["weights"]))
             runner.context = min(runner.context, found["context"])
-        tell = partial(self._tell_of, self._number)
-        runner.model = LeadingModel(runner.model, lambda: runner.entry.caches, self.group, tell)
+        return self._lead(runner, partial(self._tell_of, self._number), Held())
+
+    def beside(self, first: Runner, *, context: int | None = None, **settings: Any) -> Runner:
+        """Return another runner on the parts that `first` has loaded, with an entry of its own.
+
+        The other ranks hold one entry: the first pass after one of another runner begins at the
+        first token. Raise NotSupportedError in a pass that does not.
+        """
+        led: LeadingModel = first.model
+        runner = FirstRunner(
+            led.own_part,
+            first.tokenizer,
+            first.facts,
+            name=first.name,
+            context=min(context or first.context, first.context),
+            **settings,
+        )
+        return self._lead(runner, led.tell, led.held)
+
+    def _lead(self, runner: Runner, tell: Callable[[Any], None], held: Held) -> Runner:
+        """Let the other ranks run the passes of `runner`, too."""
+        assert self.group is not None
+        part, caches = runner.model, lambda: runner.entry.caches
+        runner.model = LeadingModel(part, caches, self.group, tell, held)
         return runner
 
     def tell(self, message: Any) -> None:

@@ -8,17 +8,22 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
 from mlxrunner import cli
-from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.errors import LaunchError, ModelError, NotSupportedError
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.ranks.group import checked_folder
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts, versions
+from mlxrunner.ranks.leading import Held, LeadingModel
+from mlxrunner.runner import Runner
 from tests.support.models import tiny_config, write_model
 from tests.support.ranks import (
     free_port,
@@ -80,16 +85,51 @@ def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
     assert told.decode() == whole.stderr
 
 
+@pytest.mark.exhaustive(0)
+def test_verify_runs_on_all_ranks(tmp_path: Path) -> None:
+    """Each row is tested, but for what several ranks do not do."""
+    model = write_models(tmp_path, "llama") / "llama"
+    ask = ["verify", "--tensor-parallel", str(model), "--context", "96", "--tokens", "2", "--json"]
+    with launched(tmp_path, *ask) as process:
+        said, told = process.communicate()
+    assert process.returncode == 0, told
+    verdicts = {row["name"]: row["verdict"] for row in json.loads(said)["rows"]}
+    left = {"restored from a file", "overflow: moved keys", "two in parallel"}
+    assert {name for name, verdict in verdicts.items() if verdict != "ok"} == left
+
+
+def test_another_entry_begins_at_the_first_token(tmp_path: Path) -> None:
+    """The other ranks hold one entry: they can't go on with another one."""
+    write_model(tmp_path)
+    told: list[Any] = []
+    held, group = Held(), mx.distributed.init()
+    one, other = (Runner.load(tmp_path, reserve=False) for _ in range(2))
+    for each in (one, other):
+        caches = partial(lambda runner: runner.entry.caches, each)
+        each.model = LeadingModel(each.model, caches, group, told.append, held)
+    prompt = [5, 6, 7]
+    list(one.generate(prompt, max_tokens=1))
+    list(one.generate([*prompt, 8], max_tokens=1))
+    assert told[-1] == [3, 1]
+    list(other.generate(prompt, max_tokens=1))
+    with pytest.raises(NotSupportedError, match="hold 0 tokens of the entry, which has 4"):
+        list(one.generate([*prompt, 8, 9], max_tokens=1))
+    one.reset()
+    list(one.generate([*prompt, 8, 9], max_tokens=1))
+    assert told[-1] == [0, 5] or told[-2][0] == 0
+
+
 @pytest.mark.parametrize(
     ("lost", "number", "line"),
     [
-        (1, signal.SIGKILL, b"mlxrunner: rank 1 (127.0.0.1): has ended by signal 9\n"),
-        (1, signal.SIGSTOP, b"mlxrunner: rank 1 (127.0.0.1): has been stopped for 5 s\n"),
-        (0, signal.SIGKILL, b"mlxrunner: rank 0 (127.0.0.1): has ended by signal 9\n"),
-        (0, signal.SIGSTOP, b"mlxrunner: rank 0 (127.0.0.1): has been stopped for 5 s\n"),
+        (1, signal.SIGKILL, b"rank 1 (127.0.0.1): has ended by signal 9\n"),
+        (1, signal.SIGSTOP, b"rank 1 (127.0.0.1): has been stopped for 5 s\n"),
+        (0, signal.SIGKILL, b"rank 0 (127.0.0.1): has ended by signal 9\n"),
+        (0, signal.SIGSTOP, b"rank 0 (127.0.0.1): has been stopped for 5 s\n"),
     ],
+    ids=["1, killed", "1, stopped", "0, killed", "0, stopped"],
 )
-@pytest.mark.exhaustive(1)
+@pytest.mark.exhaustive(1, "1, killed")
 def test_a_lost_rank_is_one_line(lost: int, number: int, line: bytes, tmp_path: Path) -> None:
     """A rank that was killed or is frozen ends the command, and no rank is there afterwards."""
     write_model(tmp_path / "model")
@@ -100,7 +140,7 @@ def test_a_lost_rank_is_one_line(lost: int, number: int, line: bytes, tmp_path: 
         os.kill(ranks[lost], number)
         said = process.communicate()[1]
         assert process.returncode == 1
-        assert line in said  # the ring tells of its sockets before it
+        assert b"mlxrunner: " + line in said  # the ring tells of its sockets before it
         for rank in ranks:
             wait_until_gone(rank)
 
@@ -139,7 +179,10 @@ def test_no_rank_is_left_behind(number: int, code: int, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("generate", "Hi"), "say how the hosts share the model: add --tensor-parallel"),
-        (("bench", "--tensor-parallel"), "bench does not run with --hosts: generate and chat do"),
+        (
+            ("bench", "--tensor-parallel"),
+            "bench does not run with --hosts: generate, chat and verify do",
+        ),
         (
             ("generate", "--tensor-parallel", "--n", "2", "Hi"),
             "--n is for a model on one machine: leave it out with --hosts",
