@@ -145,14 +145,14 @@ class GenerateOptions:
     keep: int | None = option(
         None, int, "Tokens that a shift keeps. [default: the system prompt]", low=0
     )
-    speculate: str | None = option(
-        None,
+    speculate: str = option(
+        "auto",
         str,
         "Check several guessed tokens in one pass: auto where it is measured to pay, lookup "
-        "wherever the text repeats itself, or off. Answers stay the same. [default: off, and auto "
-        "with a draft model]",
+        "wherever the text repeats itself, or off. Answers stay the same.",
         among=SPECULATE,
         refused=NO_SPECULATING,
+        shows_default=True,
     )
     logprobs: int | None = option(
         None,
@@ -262,7 +262,7 @@ class GenerateKwargs(TypedDict, total=False):
     choices: str | Sequence[str] | None
     overflow: Literal["stop", "shift", "error"]
     keep: int | None
-    speculate: Literal["auto", "lookup", "off"] | None
+    speculate: Literal["auto", "lookup", "off"]
     logprobs: int | None
     stop_tokens: Sequence[int] | None
 

@@ -51,7 +51,7 @@ def _option(name: str) -> Callable[[F], F]:
 @model_argument
 @together(tuple(_option(name) for name in names(ServeSettings)))
 @together(tuple(option_of(RunnerSettings, name) for name in RUNNER))
-@option_of(GenerateOptions, "speculate")
+@option_of(GenerateOptions, "speculate", default=None, show_default="auto")
 @draft_option
 @events_option
 @click.option(

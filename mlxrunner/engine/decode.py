@@ -20,7 +20,7 @@ from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.errors import FormError
 from mlxrunner.speculation.controller import DEEPEST
 from mlxrunner.speculation.drafting import Drafting
-from mlxrunner.system.device import is_gpu
+from mlxrunner.system.device import work_clock
 
 CLEAR_EVERY = 256
 """Tokens of an answer after which MLX's unused buffers are freed."""
@@ -62,10 +62,7 @@ class Decoding(ABC):
         The last one is not run through the model, because nothing follows it.
         """
         self._next_token, self._history, self._most = next_token, history, most
-        # A CPU that others use, too, takes longer for the same work.
-        self._clock = time.perf_counter if is_gpu() else time.process_time
-        if self.drafting is not None:
-            self.drafting.clock = self._clock
+        self._clock = work_clock()
         self._current, self._count, self._told = first, 1, 0
         self._together: list[int] = []  # the tokens of the last pass
         self._is_cut_off = True

@@ -124,6 +124,14 @@ class Costs:
             self._ratios[depth] = self._ratio(depth)
         return self._ratios[depth]
 
+    def hoped(self, depth: int) -> float:
+        """Return what such a pass may cost once one of its size has run before.
+
+        The first one may take longer: a device prepares its kernels.
+        """
+        ratio, measured = self.ratio(depth), self._checked[_rounded(depth)]
+        return min(ratio, 1 + depth * SLOPE) if len(measured) == 1 else ratio
+
     def _ratio(self, depth: int) -> float:
         if measured := self._checked[_rounded(depth)]:
             return median_low(measured)
@@ -168,9 +176,9 @@ class Controller:
         depths = [depth for depth in _depths(most) if self._affords(depth)]
         if not depths:
             return 0
-        rates = {depth: (1 + expected[depth]) / self.costs.ratio(depth) for depth in depths}
-        best = max(rates, key=lambda depth: rates[depth])
-        saved = 1 + expected[best] - self.costs.ratio(best)
+        costs = {depth: self.costs.hoped(depth) for depth in depths}
+        best = max(depths, key=lambda depth: (1 + expected[depth]) / costs[depth])
+        saved = 1 + expected[best] - costs[best]
         if first * saved < LEAST_GAIN:
             return self._probe(expected, depths) if first == 1 else 0
         if self._drafts % LATER == LATER - 1:

@@ -22,14 +22,11 @@ class Sources:
         self.model: DraftModel | DraftSeats | None = None
         self._experience = experience or Experience()
 
-    def drafting(
-        self, next_token: NextToken, lease: EntryLease, how: str | None
-    ) -> Drafting | None:
+    def drafting(self, next_token: NextToken, lease: EntryLease, how: str) -> Drafting | None:
         """Return the drafts of a request; None if nothing may be drafted.
 
         `how`: the option `speculate`.
         """
-        how = how or ("off" if self.model is None else "auto")
         if how == "off" or self._facts.depends_on_chunks or not next_token.may_draft:
             return None
         is_auto = how == "auto"

@@ -120,7 +120,7 @@ def test_one_slot_tells_what_the_single_runner_tells(tmp_path: Path) -> None:
             )
             profile.watch(runner)
             for chat in chats:
-                runner.complete(chat, max_tokens=5, stop_tokens=[])
+                runner.complete(chat, max_tokens=5, stop_tokens=[], speculate="off")
         events.append([event.as_dict() for event in read_events([path])])
     assert len(events[0]) == len(chats)
     assert any(event["divergence"] for event in events[0])

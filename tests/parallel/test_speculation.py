@@ -106,7 +106,7 @@ def test_what_a_form_leaves_no_other_text_for_is_guessed(name: str) -> None:
     """Both answers of a form, beside each other."""
     form = {"choices": ["yes, please, as soon as you can", "no, thank you very much, not today"]}
     plain, steps = answers(name, 2, speculate="off", **form)
-    guessed, fewer_steps = answers(name, 2, speculate="auto", **form)
+    guessed, fewer_steps = answers(name, 2, **form)
     assert shown(guessed) == shown(plain)
     assert fewer_steps < 0.7 * steps
     assert {use.source for one in guessed for use in one.usage.drafts} == {"form"}
@@ -286,7 +286,8 @@ def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
     monkeypatch.setattr(TextLookup, "ahead", lambda self, most: [299] * most)
     # Deep drafts are tried beside others where one of them was measured before.
     monkeypatch.setattr(Costs, "is_known", True)
-    monkeypatch.setattr(Costs, "ratio", lambda self, depth: 1 + slope * depth)
+    for cost_of in ("ratio", "hoped"):
+        monkeypatch.setattr(Costs, cost_of, lambda self, depth: 1 + slope * depth)
     length = fewer(200, 120)
     with Stepper(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
         for _ in range(2):

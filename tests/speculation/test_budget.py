@@ -16,6 +16,7 @@ from mlxrunner import Runner
 from mlxrunner.engine import decode
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Controller
 from mlxrunner.speculation.lookup import TextLookup
+from mlxrunner.system import device
 from mlxrunner.testing import VOCAB, oracle_runner
 
 PROMPT = list(range(1, 30))
@@ -59,7 +60,8 @@ def clocked_runner(
     monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
 ) -> tuple[Runner, Clocked]:
     model = Clocked(kinds, slope)
-    monkeypatch.setattr(decode, "time", model)
+    for module in (decode, device):
+        monkeypatch.setattr(module, "time", model)
     return oracle_runner(model=model), model
 
 
@@ -139,3 +141,24 @@ def test_nothing_is_drafted_before_a_pass_was_measured() -> None:
     assert controller.depth([0.99] * DEEPEST, DEEPEST) == 0
     controller.passed(1.0)
     assert controller.depth([0.99] * DEEPEST, DEEPEST) == 1
+
+
+def test_one_slow_pass_of_a_size_is_no_reason_to_guess_no_more() -> None:
+    """A device prepares its kernels in the first pass of a size. The budget counts that, too."""
+    budget = Budget()
+    controller, sure = Controller(budget), [0.99] * DEEPEST
+    controller.passed(1.0)
+    assert controller.depth(sure, DEEPEST) == 1
+    controller.verified(1, 2.7)
+    controller.pay(1, 2)
+    tokens = 0
+    while not controller.depth(sure, DEEPEST):
+        assert controller.costs.ratio(1) > 1 + budget.left
+        controller.passed(1.0)
+        controller.pay(0, 1)
+        tokens += 1
+    assert tokens
+    controller.verified(1, 1.1)
+    controller.pay(1, 2)
+    assert controller.costs.hoped(1) == controller.costs.ratio(1) == 1.1
+    assert controller.depth(sure, DEEPEST) > 1

@@ -48,7 +48,7 @@ class StepController(Controller):
         self._answers = max(1, answers)
         self.costs = self._for(_size(self._answers)).costs
         self._can_pay = self._answers == 1 or any(
-            depth / self._answers + 1 - self.costs.ratio(depth) >= LEAST_GAIN
+            depth / self._answers + 1 - self.costs.hoped(depth) >= LEAST_GAIN
             for depth in DEPTHS
             if self._affords(depth)
         )
@@ -220,10 +220,8 @@ class Drafts:
             self._controller.measure(answers, step.more, seconds)
             if said_s is not None or not step.more:
                 self._modelled.measure(answers, step.more, seconds + (said_s or 0.0))
-        # A step that waited for a guess and has none was late by the time of its dispatch.
-        late = step.seconds if step.waited and not step.drafted else 0.0
         controller = self._controller if said_s is None else self._modelled
-        controller.settle(answers, step.more, answers + right, late)
+        controller.settle(answers, step.more, answers + right, step.late_s)
 
 
 def sample(

@@ -17,6 +17,7 @@ from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.pace import Planned, StepPace
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.turns import Turns, Want
+from mlxrunner.system.device import work_clock
 
 Row = list[tuple[ActiveRequest, int]]
 """The requests of a step, with the number of tokens of each."""
@@ -35,10 +36,12 @@ class Step:
     """Its rows that are guesses."""
     more: int
     """Its rows beside one for each request."""
-    waited: bool
-    """True if it was dispatched after the tokens of the last one were read."""
+    late_s: float
+    """Seconds in which the device had nothing to do, because a guess was waited for in vain."""
     seconds: float
     """Seconds that its dispatch took. A device without a long queue runs it meanwhile."""
+    work_s: float
+    """The same by `Composer.clock`."""
 
     @property
     def begins_answers(self) -> bool:
@@ -56,6 +59,8 @@ class Composer:
         self._engine, self._requests, self._most, self._pace = engine, requests, most, pace
         self._turns = Turns()
         self._was_prefill = False
+        self.clock = work_clock()
+        """Returns the seconds by which guesses are judged."""
         self._is_disturbed = False
         """True if other work took place while the last step was running."""
 
@@ -101,22 +106,22 @@ class Composer:
         return sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
 
     def wait(self, step: Step) -> float | None:
-        """Wait for the end of a step, note how long it took, and return the seconds.
+        """Wait for the end of a step, note how long it took, and return the seconds of `clock`.
 
         None: other work took place meanwhile.
 
         Its dispatch and this wait are its part of the time, whether the device runs a step while it
         is dispatched, or while the next one is.
         """
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), self.clock()
         mx.eval(step.awaited)
-        seconds, was_disturbed = step.seconds + time.perf_counter() - began, self._is_disturbed
-        self._is_disturbed = False
+        seconds, work_s = time.perf_counter() - began, self.clock() - worked
+        was_disturbed, self._is_disturbed = self._is_disturbed, False
         if was_disturbed:
             return None
         if not step.drafted:
-            self._pace.measure(step.planned, seconds)
-        return seconds
+            self._pace.measure(step.planned, step.seconds + seconds)
+        return step.work_s + work_s
 
     def _budget(self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest]) -> int:
         """Return how many tokens of `others` a step carries beside the `kept` answers."""

@@ -248,7 +248,9 @@ class Scheduler:
 
     def _forward(self, row: Row, *, waited: bool = False) -> Step:
         """Dispatch the forward pass of a row, and the sampling from it."""
-        began, planned = time.perf_counter(), self._composer.planned(row)
+        clock = self._composer.clock
+        began, worked, prepared = time.perf_counter(), clock(), time.thread_time()
+        planned = self._composer.planned(row)
         wanted, sampling = wanted_rows(row)
         batch = Batch(
             [
@@ -273,14 +275,15 @@ class Scheduler:
         sampled = self._sample(sampling, logits)
         awaited = [array for _, own in sampled for one in own for array in one.arrays] or [logits]
         dispatch(awaited)
-        took = time.perf_counter() - began
+        took, work_s = time.perf_counter() - began, clock() - worked
+        late = time.thread_time() - prepared if waited and not drafted else 0.0
         for request in stops:
             dispatch(request.lease.checkpoint())
         for request, _ in sampling:
             if not request.said and not request.finished:
                 request.checkpoint_if_due()
         more = len(batch) - len(row)
-        return Step(planned, sampled, awaited, drafted, more, waited, took)
+        return Step(planned, sampled, awaited, drafted, more, late, took, work_s)
 
     def _sample(
         self, requests: list[tuple[ActiveRequest, range]], logits: mx.array
