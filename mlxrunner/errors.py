@@ -34,7 +34,7 @@ MlxrunnerError               exit code 1
 ├── VerifyError              exit code 4: a warm answer differed from a cold one (`--strict`)
 ├── WrongThreadError         exit code 1: another thread than the owner called the runner
 ├── ClosedError              exit code 1: the runner has been closed
-├── LaunchError              exit code 1: a client cannot be started on a server
+├── LaunchError              exit code 1: a client or the ranks of a model cannot be started
 ├── EngineError              exit code 1: the thread of a ParallelRunner has died
 ├── ObserverError            exit code 1: an observer waited for the thread that called it
 └── BusyError                exit code 1: another request uses the entry, or another thread reads
@@ -298,7 +298,7 @@ class ClosedError(MlxrunnerError):
 
 
 class LaunchError(MlxrunnerError):
-    """A client can't be started on a server: there is none, or the client is not installed."""
+    """A client can't be started on a server, or the hosts of a model can't work together."""
 
 
 class EngineError(MlxrunnerError):

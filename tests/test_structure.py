@@ -25,7 +25,7 @@ FLOORS = [
     ["cli", "__main__"],
     ["cluster", "serve", "verify"],
     ["batch", "bench", "chat", "profiling", "testing"],
-    ["sessions"],
+    ["sessions", "ranks"],
     ["runner", "loading", "parallel"],
     ["engine", "memory", "speculation", "stored"],
     ["models"],

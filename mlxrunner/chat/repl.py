@@ -104,6 +104,8 @@ class Chat:
     """Functions called after another runner is loaded."""
     after_command: list[Callable[[Chat], None]] = field(default_factory=list)
     """Functions called after each command."""
+    load_elsewhere: Callable[[str, dict[str, Any]], Runner] | None = None
+    """Loads another model on several ranks, from its name and options; None: on this one alone."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     keyboard: Keyboard = field(default_factory=Keyboard)
 
@@ -373,6 +375,8 @@ class Chat:
 
         If the draft model can't guess for it, say why, and go on without.
         """
+        if self.load_elsewhere is not None:
+            return self.load_elsewhere(model, loading)
         own, why = dict(loading), ""
         draft = own.pop("draft_model", None)
         with loading_bar(model) as show:

@@ -13,6 +13,7 @@ from mlxrunner.cli.options import (
     LOADING,
     draft_option,
     load,
+    loader,
     model_options,
     overflow_options,
     sampling_options,
@@ -136,7 +137,10 @@ def chat(
     if named is not None:
         model = _only_model(named, model if "model" in given else None)
         given.add("model")
-    loading, keyboard = take(options, LOADING), Keyboard(is_terminal())
+    loading, keyboard, shared = take(options, LOADING), Keyboard(is_terminal()), loader()
+    own = {} if shared is None else {"load_elsewhere": shared}
+    if own:  # nothing is planned or saved for one rank alone
+        loading["reserve"], no_cache_file = False, True
     with keyboard:  # first of all, to keep what is typed while the model loads
         from mlxrunner.chat.start import open_chat
 
@@ -161,6 +165,7 @@ def chat(
                 loading=loading,
                 type_ahead=not no_type_ahead,
                 keyboard=keyboard,
+                **own,
                 after_load=[lambda chat: profile.watch(chat.runner), _take_usual_options],
             )
             _run(opened, table, saving, is_resumed=resumed is not None)

@@ -331,12 +331,25 @@ def take(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: options.pop(name) for name in names}
 
 
+def loader() -> Callable[[str, dict[str, Any]], Runner] | None:
+    """Return what loads a model on several ranks, or None if this process has the whole model."""
+    ranks = click.get_current_context().meta.get("ranks")
+    if ranks is None:
+        return None
+    settings = names(RunnerSettings)
+    return lambda model, loading: ranks.load(
+        model, {name: loading[name] for name in settings if name in loading}
+    )
+
+
 def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
     """Load `model` with a bar in a terminal, after the banner of the demo model if `banner`."""
     from mlxrunner.models.resolve import resolve
     from mlxrunner.runner import Runner
     from mlxrunner.terminal.progress import loading as loading_bar
 
+    if (shared := loader()) is not None:
+        return shared(model, loading)
     if banner and model == "demo":
         click.echo(_for_the_terminal(DEMO_BANNER), err=True)
     # A download shows a bar of its own.

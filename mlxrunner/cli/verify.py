@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +13,10 @@ from mlxrunner.cli.options import debug_option, json_option, model_argument, tru
 from mlxrunner.cli.program import visible_text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mlxrunner.verify.findings import Findings
+    from mlxrunner.verify.run import Verification
 
 DIFFERENT, UNTESTED = 4, 5
 """Exit codes if an answer differs, and if nothing could be proved."""
@@ -51,18 +55,30 @@ def verify(model: str, as_json: bool, **options: Any) -> None:
     proved: where cold runs differ from each other as much as one wrong token makes.
     """
     from mlxrunner.terminal.progress import Steps
-    from mlxrunner.verify.run import NUM_PARTS, verification
+    from mlxrunner.verify.run import NUM_PARTS
 
     steps = Steps("verify", NUM_PARTS)
     made = None
     try:
-        made = verification(model, begin=steps, **options)
+        made = _prepare(model, steps, options)
         report = made.run()
     finally:
         steps.close()
         if made is not None and made.findings.checks:
             _print(made.findings, as_json)
     sys.exit(0 if report.passed else DIFFERENT if report.is_different else UNTESTED)
+
+
+def _prepare(model: str, begin: Callable[[str], None], options: dict[str, Any]) -> Verification:
+    """Load `model`, on all ranks if several share it, and prepare its verification."""
+    from mlxrunner.verify.run import prepared, verification
+
+    ranks = click.get_current_context().meta.get("ranks")
+    if ranks is None:
+        return verification(model, begin=begin, **options)
+    begin(f"loading {model}")
+    first, own = ranks.load(model, {}), {name: options[name] for name in ("context", "tokens")}
+    return prepared(partial(ranks.beside, first), begin=begin, **own)
 
 
 def _print(report: Findings, as_json: bool) -> None:

@@ -27,6 +27,7 @@ from mlxrunner.models.resolve import (
     rope_settings,
 )
 from mlxrunner.models.settings import check_layers
+from mlxrunner.models.sharding import share
 from mlxrunner.models.suggested import suggestion_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
@@ -74,6 +75,7 @@ def load_model(
         folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
     )
     model, config = _load_weights(folder, trust_remote_code)
+    share(folder, model, config)
     read_weights(folder, model, progress)
     facts = tried(name, model, usable_facts(folder, model, config))
     if HUB_ID.fullmatch(name) and not Path(name).is_dir():

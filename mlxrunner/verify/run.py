@@ -14,7 +14,6 @@ from mlxrunner.errors import OptionError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.models.chunks import DEPENDS
-from mlxrunner.models.load import LoadedModel
 from mlxrunner.options import GenerateOptions
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
@@ -144,29 +143,31 @@ def verification(
     if not model.startswith("random:"):
         must_fit(plan_model(model, context, kv_bits=kv_bits))
     loaded = load_or_make(model, trust_remote_code=trust_remote_code)
-    limit = context or min(MOST, loaded.facts.context)
+    make = partial(
+        Runner, loaded.model, loaded.tokenizer, loaded.facts, name=model, kv_bits=kv_bits
+    )
+    return prepared(make, context=context, tokens=tokens, begin=begin)
+
+
+def prepared(
+    make: Callable[..., Runner], *, context: int | None, tokens: int, begin: Begin
+) -> Verification:
+    """Prepare to verify the model of the runners that `make` makes; see `verification`."""
     begin("measuring the model's speed")
-    token_s, step_s = _speed(loaded, min(limit, loaded.facts.context))
+    first = make()
+    limit = context or min(MOST, first.context)
+    token_s, step_s = _speed(make, min(limit, first.context))
     if context is None:
         context = _affordable(limit, token_s, step_s, THINKING * tokens + 2 * MORE)
-    make = partial(
-        Runner,
-        loaded.model,
-        loaded.tokenizer,
-        loaded.facts,
-        name=model,
-        context=context,
-        kv_bits=kv_bits,
-    )
     about = (
-        f"{model} on {device.backend()}: context {context}, answers of {tokens} tokens, "
+        f"{first.name} on {device.backend()}: context {context}, answers of {tokens} tokens, "
         f"prefill {1 / token_s:.0f} tokens/s"
     )
-    if loaded.facts.depends_on_chunks:
+    if first.facts.depends_on_chunks:
         about += f"; {DEPENDS}, and nothing is reused"
-    return Verification(
-        make(whole=True), make(checkpoint_budget=0), tokens, about=about, begin=begin
-    )
+    runner = make(context=context, whole=True)
+    other = make(context=context, checkpoint_budget=0)
+    return Verification(runner, other, tokens, about=about, begin=begin)
 
 
 def _affordable(limit: int, token_s: float, step_s: float, beside: int) -> int:
@@ -178,7 +179,7 @@ def _affordable(limit: int, token_s: float, step_s: float, beside: int) -> int:
     return min(limit, max(int(prompt), 2 * SMALLEST) + beside)
 
 
-def _speed(loaded: LoadedModel, most: int) -> tuple[float, float]:
+def _speed(make: Callable[..., Runner], most: int) -> tuple[float, float]:
     """Return the seconds of a prompt token among many, and of a single one.
 
     `most`: tokens of the context. Raise OptionError if they are too few.
@@ -187,7 +188,7 @@ def _speed(loaded: LoadedModel, most: int) -> tuple[float, float]:
         raise OptionError(
             f"context: {most} tokens are too few to verify anything: at least {SMALLEST} are needed"
         )
-    runner = Runner(loaded.model, loaded.tokenizer, loaded.facts, context=most)
+    runner = make(context=most)
     count = min(256, most - 8)
     for _ in range(2):  # the first time, kernels are compiled
         runner.reset()

@@ -200,7 +200,7 @@ def test_another_model_of_a_session_is_asked_for(open_screen: Any, tmp_path: Pat
     switched = chat("/show\n", *other, "--switch-model", data=data)
     assert switched.returncode == 0
     assert f"model     {tmp_path}/model" in switched.stderr
-    screen = open_screen(*CHAT, *other)
+    screen = open_screen(*CHAT, *other, imports=True)  # the keys come first
     screen.child.send("yes\r")
     screen.until("[y/N]")
     assert screen.child.isalive()

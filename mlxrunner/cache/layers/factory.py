@@ -102,8 +102,10 @@ def make_layer_caches(model: Any, options: CacheOptions | None = None) -> list[L
 def run_lazily(model: Any, caches: Sequence[LayerCache], tokens: int) -> mx.array:
     """Return the unevaluated logits `[1, tokens, vocab]` of `tokens` zeros.
 
-    The shapes are known. Nothing is computed until the result or a cache is evaluated.
+    The shapes are known. Nothing is computed until the result or a cache is evaluated. Of a model
+    that several ranks share, only this rank's part is run.
     """
+    model = getattr(model, "own_part", model)
     for cache in caches:
         cache.begin_forward()
     logits: mx.array = model(

@@ -1,0 +1,57 @@
+"""Share the weights of a model among the ranks of a group. Without a group, nothing happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.cache.layers.factory import make_layer_caches
+from mlxrunner.cache.layers.full import FullAttentionCache
+from mlxrunner.errors import ModelError
+
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""The settings of config.json that each rank has an equal part of."""
+
+_groups: list[mx.distributed.Group] = []
+
+
+def share_among(group: mx.distributed.Group | None) -> None:
+    """Share every model that this process loads from now on; None: no longer."""
+    _groups[:] = [] if group is None else [group]
+
+
+def check_shares(folder: Path, config: dict[str, Any], ranks: int) -> None:
+    """Raise ModelError, with the name of the architecture, unless it can be shared by `ranks`."""
+    from mlx_lm.utils import _get_classes
+
+    kind = config["model_type"]
+    try:
+        known = hasattr(_get_classes(config)[0], "shard")
+    except Exception:  # an architecture that loading refuses with a better explanation
+        known = False
+    if not known:
+        raise ModelError(f"{folder}: mlx-lm can't share the architecture {kind!r:.80} among ranks")
+    for name in DIVIDED:
+        count = config.get(name)
+        if isinstance(count, int) and count % ranks:
+            raise ModelError(
+                f"{folder}: {name} is {count}, which {ranks} ranks can't share equally: use a "
+                "number of hosts that divides it"
+            )
+
+
+def share(folder: Path, model: Any, config: dict[str, Any]) -> None:
+    """Keep only this rank's part of `model`, whose weights are not read yet.
+
+    Raise ModelError if it can't be shared, or if a layer can't be rewound by itself.
+    """
+    for group in _groups:
+        check_shares(folder, config, group.size())
+        if not all(type(cache) is FullAttentionCache for cache in make_layer_caches(model)):
+            raise ModelError(
+                f"{folder}: the architecture {config['model_type']!r:.80} has layers other than "
+                "full attention, which several ranks can't keep equal"
+            )
+        model.shard(group)

@@ -1,0 +1,1 @@
+"""A model over several ranks: the first has the entry and decides, the others follow."""

@@ -1,0 +1,115 @@
+"""Another rank than the first: it runs the passes that it is told of, on caches of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.errors import LaunchError, MlxrunnerError
+from mlxrunner.memory.reserve import weights_of
+from mlxrunner.ranks.group import checked_folder, join, load_share
+from mlxrunner.ranks.hosts import Hosts, versions
+from mlxrunner.ranks.leading import LOAD, WITH_LOGITS, together
+from mlxrunner.ranks.processes import inherited
+from mlxrunner.ranks.wire import JOINED, JOINS, Wire
+from mlxrunner.runner import Runner
+
+WAIT_S = 120
+"""Seconds that a rank waits for the first one to start."""
+LEAVE_S = 3
+"""Seconds within which a pass ends after the first rank has gone."""
+
+
+def follow(hosts: Hosts, rank: int) -> None:
+    """Follow the first rank until it ends. Raise LaunchError if it can't be reached."""
+    wire, told = Wire(inherited() or _connected(hosts)), queue.SimpleQueue[Any]()
+    threading.Thread(target=wire.beat, daemon=True).start()
+    threading.Thread(target=_listen, args=(wire, told), daemon=True).start()
+    wire.send({"rank": rank, "versions": versions()})
+    try:
+        _follow(hosts, rank, wire, told)
+    except MlxrunnerError as error:
+        wire.send({"error": str(error)})
+        told.get()  # the guard says it, and ends
+    except RuntimeError as error:
+        if "[ring]" not in str(error):
+            raise
+
+
+def _connected(hosts: Hosts) -> socket.socket:
+    end = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return socket.create_connection((hosts.addresses[0], hosts.port), timeout=5)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"rank 0 at {hosts.addresses[0]}:{hosts.port} can't be reached: {error}"
+                ) from error
+            time.sleep(0.1)
+
+
+def _listen(wire: Wire, told: queue.SimpleQueue[Any]) -> None:
+    """Pass on what the first rank says. End this process when the guard has gone."""
+    for message in wire.received():
+        told.put(message)
+    told.put(None)
+    time.sleep(LEAVE_S)
+    os._exit(0)  # a pass waits for a rank that will never come
+
+
+def _follow(hosts: Hosts, rank: int, wire: Wire, told: queue.SimpleQueue[Any]) -> None:
+    """Do what the first rank says: compare a model, load it, run a pass."""
+    order, group = told.get(), None
+    while order is not None:
+        checked_folder(order["model"], len(hosts.addresses), order["fingerprint"])
+        wire.send({"number": order["number"]})
+        if (message := told.get()) != LOAD:
+            order = message  # None at the end, or another model
+            continue
+        if group is None:
+            wire.send(JOINS)
+            group = join(hosts, rank)
+            wire.send(JOINED)
+        order = _run_model(order, group, wire, told)
+
+
+def _run_model(
+    order: Any, group: mx.distributed.Group, wire: Wire, told: queue.SimpleQueue[Any]
+) -> Any:
+    """Load a model and run its passes. Return the message that is not one."""
+    runner = load_share(Runner, order["model"], order["settings"], group)
+    number, weights = order["number"], weights_of(runner.model)
+    wire.send({"number": number, "context": runner.context, "weights": weights})
+    caches = make_layer_caches(runner.model, CacheOptions(runner.context))
+    while isinstance(message := told.get(), list):
+        run_pass(runner.model, caches, group, *message)
+    return message
+
+
+def run_pass(
+    model: Any,
+    caches: Sequence[LayerCache],
+    group: mx.distributed.Group,
+    offset: int,
+    count: int,
+) -> None:
+    """Go back to `offset`, and run `count` tokens that the first rank gives."""
+    for cache in caches:
+        if cache.offset != offset:
+            cache.rewind(offset)
+        cache.begin_forward()
+    tokens = together(mx.zeros((1, count), mx.int32), group)
+    logits = model(tokens, cache=[cache.model_cache for cache in caches])
+    for cache in caches:
+        cache.end_forward(count)
+    mx.eval(logits if count <= WITH_LOGITS else [cache.state for cache in caches])

@@ -1,0 +1,69 @@
+"""Compare models, join the ring, and load a part of a model: every rank does."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.models.fingerprint import differences, fingerprint
+from mlxrunner.models.resolve import folder_if_here, read_config
+from mlxrunner.models.sharding import check_shares, share_among
+from mlxrunner.ranks.hosts import Hosts
+from mlxrunner.ranks.wire import JOIN_S
+from mlxrunner.runner import Runner
+from mlxrunner.system.writing import open_temporary
+
+
+def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = None) -> Path:
+    """Return the folder of `model`, which has to be on this machine; nothing is downloaded.
+
+    Raise ModelError if it is not, or can't be shared by `ranks`, and LaunchError if its fingerprint
+    is not the `expected` one.
+    """
+    folder = folder_if_here(model)
+    if folder is None:
+        raise ModelError(f"{model}: not on this machine: every rank needs it before it starts")
+    check_shares(folder, read_config(folder), ranks)
+    other = [] if expected is None else differences(expected, fingerprint(folder))
+    if other:
+        raise LaunchError(f"{model}: not the model of rank 0: {', '.join(other)}")
+    return folder
+
+
+def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
+    """Join the ring as `rank`."""
+    with open_temporary() as file:
+        file.write(hosts.ring.encode())
+        file.seek(0)
+        os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
+        with _bounded():
+            return mx.distributed.init(strict=True, backend="ring")
+
+
+def load_share(
+    kind: type[Runner], model: str, settings: dict[str, Any], group: mx.distributed.Group
+) -> Runner:
+    """Load this rank's part of `model` into a runner of class `kind`."""
+    share_among(group)
+    try:
+        return kind.load(model, reserve=False, **settings)
+    finally:
+        share_among(None)
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """End this process if the block lasts too long: MLX joins a ring with Python's lock held."""
+    with open_temporary() as nowhere:
+        faulthandler.dump_traceback_later(JOIN_S, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()

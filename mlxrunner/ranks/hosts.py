@@ -1,0 +1,70 @@
+"""The hosts of a model over several ranks: the file that names them, and their addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mlxrunner.errors import LaunchError
+from mlxrunner.system.reading import read_text
+
+MOST_BYTES = 2**16
+"""Most bytes of a file of hosts."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The address of each rank, in order. `port` is the first of their ports."""
+
+    addresses: tuple[str, ...]
+    port: int
+
+    @property
+    def ring(self) -> str:
+        """The hosts as the ring backend of MLX reads them: one port for each rank."""
+        return json.dumps(
+            [[f"{one}:{self.port + 1 + rank}"] for rank, one in enumerate(self.addresses)]
+        )
+
+    def is_local(self, rank: int) -> bool:
+        """Return True if `rank` has a loopback address."""
+        return ipaddress.ip_address(self.addresses[rank]).is_loopback
+
+
+def read_hosts(file: str, port: int) -> Hosts:
+    """Read the hosts of `mlx.launch`'s format: a list of objects, each with `ips`.
+
+    Raise LaunchError if the file is another one.
+    """
+    wanted = 'it has to be a list such as [{"ips": ["192.168.2.1"]}, {"ips": ["192.168.2.2"]}]'
+    try:
+        found: Any = json.loads(read_text(file, MOST_BYTES, given=True))
+        addresses = tuple(str(ipaddress.ip_address(one["ips"][0])) for one in found)
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise LaunchError(f"{file}: {wanted}") from error
+    if len(addresses) < 2:
+        raise LaunchError(f"{file}: it names {len(addresses)} hosts, and a ring has 2 or more")
+    if port + len(addresses) > 65535:
+        raise LaunchError(
+            f"--port {port}: {len(addresses)} hosts need the {1 + len(addresses)} "
+            "ports from there on, and the last port is 65535"
+        )
+    return Hosts(addresses, port)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all ranks."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("mlxrunner", "mlx", "mlx-lm")}
+
+
+def differing(found: Any) -> str:
+    """Return which versions `found` are not those of rank 0, or nothing."""
+    return ", ".join(
+        f"{name} {found.get(name)} (rank 0: {ours})"
+        for name, ours in versions().items()
+        if found.get(name) != ours
+    )

@@ -1,0 +1,105 @@
+"""The first rank: it tells the others of each forward pass, and ends when one of them is lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.engine.sampling import dispatch
+from mlxrunner.errors import NotSupportedError
+
+LOAD = "load"
+"""The message that lets all ranks load the model that they have compared."""
+WITH_LOGITS = 64
+"""Most tokens of a forward pass whose logits are computed. A longer one only fills the caches."""
+
+
+class Held:
+    """What the caches of the other ranks hold: the first tokens of one entry."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.entry_of: LeadingModel | None = None
+
+
+class LeadingModel:
+    """A model on the first rank, which runs every pass together with the other ranks.
+
+    Each pass names the offset where it begins. The others go back to it first, so that their caches
+    hold what the entry holds, however the request before has ended.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        caches: Callable[[], Sequence[LayerCache]],
+        group: mx.distributed.Group,
+        tell: Callable[[Any], None],
+        held: Held,
+    ) -> None:
+        """Wrap this rank's part of a model.
+
+        `caches` returns the layers of the entry. `tell` sends a message to all other ranks. `held`
+        is common to all entries whose passes the other ranks run.
+        """
+        self.own_part = model
+        """The part of this rank, for passes of which only shapes are asked."""
+        self._caches, self._group, self.tell = caches, group, tell
+        self.held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own_part, name)
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        """Return the logits of `tokens [1, n]`; of more than WITH_LOGITS tokens, only zeros.
+
+        Raise NotSupportedError if `cache` is not the entry's, which the other ranks lack.
+        """
+        layers, count = self._caches(), tokens.shape[1]
+        ours = [layer.model_cache for layer in layers]
+        if list(map(id, cache)) != list(map(id, ours)):
+            raise NotSupportedError("a model on several ranks runs only the passes of its entry")
+        offset, held = layers[0].offset, self.held
+        if offset > (known := held.tokens if held.entry_of is self else 0):
+            raise NotSupportedError(
+                f"the other ranks hold {known} tokens of the entry, which has {offset}"
+            )
+        with undisturbed():
+            self.tell([offset, count])
+            held.tokens, held.entry_of = offset + count, self
+            same = together(tokens.astype(mx.int32), self._group)
+            logits: mx.array = self.own_part(same, cache=cache)
+            if count <= WITH_LOGITS:
+                dispatch([logits])
+                return logits
+            dispatch([layer.state for layer in layers])
+            return mx.zeros(logits.shape, logits.dtype)
+
+
+def together(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
+    """Return the tokens of the first rank; the others give zeros."""
+    return mx.distributed.all_sum(tokens, group=group)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold Ctrl-C and `kill` back until the block ends: a pass is begun by all ranks or by none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)

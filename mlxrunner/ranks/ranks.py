@@ -1,0 +1,125 @@
+"""The other ranks as the first one sees them, through the guard that has started it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from socket import socket
+from typing import Any
+
+import mlx.core as mx
+
+from mlxrunner.errors import ModelError
+from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.ranks.group import checked_folder, join, load_share
+from mlxrunner.ranks.hosts import Hosts
+from mlxrunner.ranks.leading import LOAD, Held, LeadingModel, undisturbed
+from mlxrunner.ranks.runner import FirstRunner
+from mlxrunner.ranks.wire import END, GUARD_PATIENCE_S, Wire
+from mlxrunner.results import logger
+from mlxrunner.runner import Runner
+from mlxrunner.terminal.text import size
+
+
+class Ranks:
+    """All ranks but the first. Use it as a context manager: it lets the others end."""
+
+    def __init__(self, hosts: Hosts, connection: socket) -> None:
+        """`connection` is the one to the guard."""
+        self.hosts, self.wire = hosts, Wire(connection)
+        self._replies: dict[int, queue.SimpleQueue[Any]] = {
+            rank: queue.SimpleQueue() for rank in range(1, len(hosts.addresses))
+        }
+        self._all_here, self._number = threading.Event(), 0
+        self.group: mx.distributed.Group | None = None
+        """The ring, once a model is loaded."""
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tell(END)
+
+    def load(self, model: str, settings: dict[str, Any]) -> Runner:
+        """Load `model` on all ranks, and return the runner of the first one.
+
+        A model that was loaded before is dropped by the other ranks.
+        """
+        folder = checked_folder(model, len(self.hosts.addresses))
+        self._all_here.wait()
+        self._number += 1
+        order = {"model": model, "settings": settings, "fingerprint": fingerprint(folder)}
+        self.tell({"number": self._number, **order})
+        self._answers()
+        with undisturbed():
+            self.tell(LOAD)
+            self.group = self.group or join(self.hosts, 0)
+        runner = load_share(FirstRunner, model, settings, self.group)
+        for rank, found in self._answers().items():
+            logger.info("rank %d: weights of %s", rank, size(found["weights"]))
+            runner.context = min(runner.context, found["context"])
+        return self._lead(runner, partial(self._tell_of, self._number), Held())
+
+    def beside(self, first: Runner, *, context: int | None = None, **settings: Any) -> Runner:
+        """Return another runner on the parts that `first` has loaded, with an entry of its own.
+
+        The other ranks hold one entry: the first pass after one of another runner begins at the
+        first token. Raise NotSupportedError in a pass that does not.
+        """
+        led: LeadingModel = first.model
+        runner = FirstRunner(
+            led.own_part,
+            first.tokenizer,
+            first.facts,
+            name=first.name,
+            context=min(context or first.context, first.context),
+            **settings,
+        )
+        return self._lead(runner, led.tell, led.held)
+
+    def _lead(self, runner: Runner, tell: Callable[[Any], None], held: Held) -> Runner:
+        """Let the other ranks run the passes of `runner`, too."""
+        assert self.group is not None
+        part, caches = runner.model, lambda: runner.entry.caches
+        runner.model = LeadingModel(part, caches, self.group, tell, held)
+        return runner
+
+    def tell(self, message: Any) -> None:
+        """Send `message` to all other ranks."""
+        with suppress(OSError):
+            self.wire.send(message)
+
+    def _tell_of(self, number: int, message: Any) -> None:
+        """Send a message about the model of order `number`. Raise ModelError if it is dropped."""
+        if number != self._number:
+            raise ModelError("another model has been loaded on the ranks since")
+        self.tell(message)
+
+    def wait_for_the_guard(self) -> None:
+        """Give the guard time to end this process, after an error that a lost rank causes."""
+        time.sleep(GUARD_PATIENCE_S)
+
+    def _listen(self) -> None:
+        """Take the replies of the other ranks. End this process when the guard has gone."""
+        for message in self.wire.received():
+            if isinstance(message, list):
+                rank, reply = message
+                self._replies[rank].put(reply)
+            else:
+                self._all_here.set()
+        os._exit(1)
+
+    def _answers(self) -> dict[int, Any]:
+        """Wait for a reply of each rank to the last order. The guard ends this if one is lost."""
+        return {rank: self._answer(replies) for rank, replies in self._replies.items()}
+
+    def _answer(self, replies: queue.SimpleQueue[Any]) -> Any:
+        while (reply := replies.get())["number"] != self._number:
+            pass  # to an order that was interrupted
+        return reply

@@ -1,0 +1,251 @@
+"""A model over several ranks: equal to one process after every ending, and no rank left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+
+from mlxrunner import cli
+from mlxrunner.errors import LaunchError, ModelError, NotSupportedError
+from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.ranks.group import checked_folder
+from mlxrunner.ranks.guard import guard
+from mlxrunner.ranks.hosts import read_hosts, versions
+from mlxrunner.ranks.leading import Held, LeadingModel
+from mlxrunner.runner import Runner
+from tests.support.models import tiny_config, write_model
+from tests.support.ranks import (
+    free_port,
+    launched,
+    ranks_of,
+    wait_until_gone,
+    write_hosts,
+    write_models,
+)
+from tests.support.ranks_history import NOISE
+from tests.support.sample import fewer
+from tests.support.waiting import until
+
+ASK = ("generate", "--tensor-parallel", "--raw", "-m")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        pytest.param(2, ("llama", "deepseek_v3"), id="2"),
+        pytest.param(2, ("qwen2", "qwen3_moe"), id="2, more"),
+        pytest.param(4, ("qwen3",), id="4"),
+    ],
+)
+@pytest.mark.exhaustive(1, "2")
+def test_warm_histories_are_equal_after_every_ending(
+    ranks: int, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Answers that were closed, failed or interrupted leave all ranks with what the entry holds.
+
+    One start of the ranks runs all models, one after the other. The ring of MLX polls its sockets:
+    4 ranks on few cores are slow, and have one short answer.
+    """
+    models = write_models(tmp_path / "models", *kinds)
+    turns = fewer(8, 4) if ranks == 2 else 1
+    history = [sys.executable, "-m", "tests.support.ranks_history", str(models)]
+    line = [*history, str(write_hosts(tmp_path, ranks)), str(free_port(ranks)), str(turns)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(each) for each in done.stdout.splitlines()]
+    assert [one["model"] for one in found] == sorted(kinds)
+    for one in found:
+        assert sum(one["ended"].values()) == turns
+        assert turns == 1 or all(one["ended"].values())
+        assert min(one["compared"], one["reused"]) > 0
+        assert one["worst"] < NOISE
+
+
+def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
+    """Its turns, another model in the middle, and what its entry reuses."""
+    models = write_models(tmp_path, "llama", "qwen3")
+    typed = f"Hello\nand more\n/model {models / 'qwen3'}\nagain\n/model none\nonce more\n"
+    ask = ["chat", "--max-tokens", "4", "-m", str(models / "llama")]
+    with launched(tmp_path, *ask, "--tensor-parallel", typed=typed) as process:
+        said, told = process.communicate()
+    whole = CliRunner().invoke(cli.main, ask, input=typed)
+    assert process.returncode == whole.exit_code
+    assert said.decode() == whole.stdout
+    assert told.decode() == whole.stderr
+
+
+@pytest.mark.exhaustive(0)
+def test_verify_runs_on_all_ranks(tmp_path: Path) -> None:
+    """Each row is tested, but for what several ranks do not do."""
+    model = write_models(tmp_path, "llama") / "llama"
+    ask = ["verify", "--tensor-parallel", str(model), "--context", "96", "--tokens", "2", "--json"]
+    with launched(tmp_path, *ask) as process:
+        said, told = process.communicate()
+    assert process.returncode == 0, told
+    verdicts = {row["name"]: row["verdict"] for row in json.loads(said)["rows"]}
+    left = {"restored from a file", "overflow: moved keys", "two in parallel"}
+    assert {name for name, verdict in verdicts.items() if verdict != "ok"} == left
+
+
+def test_another_entry_begins_at_the_first_token(tmp_path: Path) -> None:
+    """The other ranks hold one entry: they can't go on with another one."""
+    write_model(tmp_path)
+    told: list[Any] = []
+    held, group = Held(), mx.distributed.init()
+    one, other = (Runner.load(tmp_path, reserve=False) for _ in range(2))
+    for each in (one, other):
+        caches = partial(lambda runner: runner.entry.caches, each)
+        each.model = LeadingModel(each.model, caches, group, told.append, held)
+    prompt = [5, 6, 7]
+    list(one.generate(prompt, max_tokens=1))
+    list(one.generate([*prompt, 8], max_tokens=1))
+    assert told[-1] == [3, 1]
+    list(other.generate(prompt, max_tokens=1))
+    with pytest.raises(NotSupportedError, match="hold 0 tokens of the entry, which has 4"):
+        list(one.generate([*prompt, 8, 9], max_tokens=1))
+    one.reset()
+    list(one.generate([*prompt, 8, 9], max_tokens=1))
+    assert told[-1] == [0, 5] or told[-2][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "number", "line"),
+    [
+        (1, signal.SIGKILL, b"rank 1 (127.0.0.1): has ended by signal 9\n"),
+        (1, signal.SIGSTOP, b"rank 1 (127.0.0.1): has been stopped for 5 s\n"),
+        (0, signal.SIGKILL, b"rank 0 (127.0.0.1): has ended by signal 9\n"),
+        (0, signal.SIGSTOP, b"rank 0 (127.0.0.1): has been stopped for 5 s\n"),
+    ],
+    ids=["1, killed", "1, stopped", "0, killed", "0, stopped"],
+)
+@pytest.mark.exhaustive(1, "1, killed")
+def test_a_lost_rank_is_one_line(lost: int, number: int, line: bytes, tmp_path: Path) -> None:
+    """A rank that was killed or is frozen ends the command, and no rank is there afterwards."""
+    write_model(tmp_path / "model")
+    with launched(tmp_path, *ASK, str(tmp_path / "model"), "--repeat", "9999", "Hello") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        ranks = ranks_of(process)
+        os.kill(ranks[lost], number)
+        said = process.communicate()[1]
+        assert process.returncode == 1
+        assert b"mlxrunner: " + line in said  # the ring tells of its sockets before it
+        for rank in ranks:
+            wait_until_gone(rank)
+
+
+@pytest.mark.exhaustive(0)
+def test_a_rank_that_is_frozen_while_it_joins_the_ring_ends_the_command(tmp_path: Path) -> None:
+    """Rank 0 waits within MLX for it then, with Python's lock held, and nobody reads its output."""
+    write_model(tmp_path / "model")
+    with launched(tmp_path, *ASK, str(tmp_path / "model"), "Hello") as process:
+        until(lambda: len(ranks_of(process)) == 2, "for both ranks")
+        ranks = ranks_of(process)
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert process.wait() == 1
+        for rank in ranks:
+            wait_until_gone(rank)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.exhaustive(1)
+def test_no_rank_is_left_behind(number: int, code: int, tmp_path: Path) -> None:
+    """Ctrl-C, or the end of the guard, ends all ranks."""
+    write_model(tmp_path / "model")
+    with launched(tmp_path, *ASK, str(tmp_path / "model"), "--repeat", "9999", "Hello") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        ranks = ranks_of(process)
+        process.send_signal(number)
+        said = process.communicate()[1]
+        assert process.returncode == code
+        assert b"mlxrunner:" not in said
+        for rank in ranks:
+            wait_until_gone(rank)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("generate", "Hi"), "say how the hosts share the model: add --tensor-parallel"),
+        (
+            ("bench", "--tensor-parallel"),
+            "bench does not run with --hosts: generate, chat and verify do",
+        ),
+        (
+            ("generate", "--tensor-parallel", "--n", "2", "Hi"),
+            "--n is for a model on one machine: leave it out with --hosts",
+        ),
+    ],
+)
+def test_what_ranks_do_not_do_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    """It is refused before a rank starts."""
+    hosts = str(write_hosts(tmp_path, 2))
+    done = CliRunner().invoke(cli.main, ["launch", "--hosts", hosts, "--", *words])
+    assert (done.exit_code, done.stderr) == (2, f"mlxrunner: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("gemma3_text", {}, "mlx-lm can't share the architecture 'gemma3_text' among ranks"),
+        ("llama", {"num_key_value_heads": 1}, "num_key_value_heads is 1, which 2 ranks can't"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_is_refused(
+    kind: str, config: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    """Its config.json says so, before weights are read."""
+    settings = tiny_config(kind, **config)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=re.escape(said)):
+        checked_folder(str(tmp_path), 2)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """A rank compares the fingerprint of its files with that of the first rank."""
+    write_model(tmp_path / "one")
+    write_model(tmp_path / "other", seed=1)
+    first = fingerprint(tmp_path / "one")
+    assert checked_folder(str(tmp_path / "one"), 2, first) == tmp_path / "one"
+    with pytest.raises(LaunchError, match="not the model of rank 0: weights"):
+        checked_folder(str(tmp_path / "other"), 2, first)
+
+
+def test_a_model_elsewhere_is_not_downloaded() -> None:
+    with pytest.raises(ModelError, match="not on this machine"):
+        checked_folder("nobody/no-such-model", 2)
+
+
+def test_a_rank_of_another_version_is_refused(tmp_path: Path) -> None:
+    """The line names both versions."""
+    hello = {"rank": 1, "versions": {**versions(), "mlx": "0.1"}}
+    code = (
+        "import os, socket; number = int(os.environ['MLXRUNNER_RANK'].split(':')[1]); "
+        "s = socket.socket(fileno=number); "
+        f"s.sendall({json.dumps(hello).encode()!r} + bytes([10])); s.recv(1)"
+    )
+    hosts = read_hosts(str(write_hosts(tmp_path, 2)), 41000)
+    said = re.escape(f"rank 1 has other versions: mlx 0.1 (rank 0: {versions()['mlx']})")
+    idle = "import time; time.sleep(999)"
+    with pytest.raises(LaunchError, match=said):
+        guard(hosts, lambda rank: [sys.executable, "-c", code if rank else idle])
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '[{"ips": ["host"]}]', '[{"ips": []}]', "3"])
+def test_a_broken_file_of_hosts_is_one_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts.json"
+    file.write_text(text)
+    with pytest.raises(LaunchError, match="it has to be a list such as"):
+        read_hosts(str(file), 41000)
