@@ -19,6 +19,7 @@ from mlxrunner.models.load import (
 )
 from mlxrunner.models.resolve import check_files, eos_tokens, read_config, read_headers, resolve
 from mlxrunner.models.settings import check_layers
+from mlxrunner.models.sharding import is_sharing
 from mlxrunner.pictures.model import SeeingModel
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
@@ -59,6 +60,8 @@ def load_seeing(
     """
     if not internals.is_installed():
         raise OptionError(HOW)
+    if is_sharing():
+        raise ModelError(f"{name}: a model that sees pictures can't be shared among ranks")
     folder = resolve(name)
     config = read_config(folder)
     check_files(folder)

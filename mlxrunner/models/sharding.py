@@ -22,6 +22,11 @@ def share_among(group: mx.distributed.Group | None) -> None:
     _groups[:] = [] if group is None else [group]
 
 
+def is_sharing() -> bool:
+    """Return True if a model that is loaded now would be shared."""
+    return bool(_groups)
+
+
 def check_shares(folder: Path, config: dict[str, Any], ranks: int) -> None:
     """Raise ModelError, with the name of the architecture, unless it can be shared by `ranks`."""
     from mlx_lm.utils import _get_classes

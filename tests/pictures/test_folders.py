@@ -21,6 +21,7 @@ from support.seeing import own_answer
 from support.seeing_folders import write_seeing
 
 from mlxrunner import ModelError, OptionError, PromptError, Runner, cli
+from mlxrunner.models.sharding import share_among
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.system import mlx_vlm_internals as internals
 
@@ -205,6 +206,17 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path, name: str) -> 
     (tmp_path / name).write_text(json.dumps(found | {"auto_map": {"AutoProcessor": "code.Mine"}}))
     with pytest.raises(ModelError, match="auto_map names Python code"):
         Runner.load(tmp_path, pictures=True, reserve=False)
+
+
+def test_several_ranks_see_no_pictures(folder: Path) -> None:
+    """None of them loads a part that would answer wrongly."""
+    group: Any = object()
+    share_among(group)
+    try:
+        with pytest.raises(ModelError, match="can't be shared among ranks"):
+            Runner.load(folder, pictures=True, reserve=False)
+    finally:
+        share_among(None)
 
 
 def test_the_plan_counts_pictures(folder: Path) -> None:
