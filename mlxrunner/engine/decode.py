@@ -63,6 +63,8 @@ class Decoding(ABC):
         """
         self._next_token, self._history, self._most = next_token, history, most
         self._clock = work_clock()
+        if self.drafting is not None:
+            self.drafting.clock = self._clock
         self._current, self._count, self._told = first, 1, 0
         self._together: list[int] = []  # the tokens of the last pass
         self._is_cut_off = True

@@ -21,7 +21,7 @@ WITH_LOGITS = 64
 
 
 class Held:
-    """What the caches of the other ranks hold: the first tokens of one entry."""
+    """The tokens in the caches of the other ranks: the first ones of one entry."""
 
     def __init__(self) -> None:
         self.tokens = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -9,7 +10,6 @@ from dataclasses import InitVar, dataclass, field
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.speculation.controller import DEEPEST, Budget, Controller, Trust
 from mlxrunner.speculation.lookup import TextLookup
-from mlxrunner.system.device import work_clock
 
 ASSUMED = {2: 0.3, 3: 0.55, 4: 0.75, 5: 0.9}
 """Assumed probability of a guess, by the bits of the length of its match."""
@@ -114,7 +114,7 @@ class Drafting:
         """The seconds of the last draft by a model; None if it had more to read than usual."""
         self.close: Callable[[], None] = _do_nothing
         """Gives up what the draft model keeps for this request."""
-        self.clock: Callable[[], float] = work_clock()
+        self.clock: Callable[[], float] = time.perf_counter
         """Returns the seconds by which costs are compared."""
         self.source, self._forced_share = "", 1.0
         """The source of the last draft."""

@@ -23,6 +23,7 @@ from mlxrunner.speculation.controller import DEEPEST, DEPTHS, LEAST_GAIN, Budget
 from mlxrunner.speculation.drafting import Experience
 from mlxrunner.speculation.seats import MOST_ANSWERS
 from mlxrunner.speculation.sources import Sources
+from mlxrunner.system.device import work_clock
 
 FORGOTTEN = 256
 """Steps without guesses after which the cost of those with guesses is measured again."""
@@ -126,7 +127,7 @@ class Drafts:
         """Seconds in which a model drafted all guesses of the step; None: they tell nothing."""
         experience = Experience(budget, of_steps=(self._controller, self._modelled))
         self.sources = None if facts is None else Sources(facts, experience)
-        self._most = min(most, DEEPEST)
+        self._most, self._clock = min(most, DEEPEST), work_clock()
         self._is_used = self._is_always = self._may = False
 
     def begin(self, request: ActiveRequest) -> None:
@@ -136,6 +137,7 @@ class Drafts:
                 request.next_token, request.lease, request.options.speculate
             )
         if request.drafting is not None:
+            request.drafting.clock = self._clock
             self._is_used = True
             self._is_always |= request.drafting.always
 
