@@ -123,8 +123,12 @@ class Killer:
         self._note("stopped a worker")
         time.sleep(self._pause)
         self._pause = 0
-        os.kill(worker, signal.SIGCONT)
-        self._note("let it go on")
+        try:
+            os.kill(worker, signal.SIGCONT)
+        except ProcessLookupError:
+            self._note("the batch had ended without it")
+        else:
+            self._note("let it go on")
 
     def _note(self, what: str) -> None:
         with open("kills.log", "a") as log:
