@@ -131,9 +131,11 @@ def _seeing(
     from mlxrunner.pictures.sight import KEPT_BYTES
 
     refused = {"trust_remote_code": trust_remote_code, "draft_model": draft_model}
-    for name, given in {**refused, "kv_bits": settings.kv_bits}.items():
+    for name, given in refused.items():
         if given:
             raise OptionError(f"{name}: a model that sees pictures runs without it: leave it out")
+    if settings.kv_bits is not None:
+        raise OptionError("kv_bits: a model that sees pictures runs without it: leave it out")
 
     def check(unread: LoadedModel) -> None:
         demand = _demand(unread, settings, weights_of(unread.model.inner))

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 SHARED = "--tensor-parallel"
 COMMANDS: dict[str, click.Command] = {"generate": generate, "chat": chat, "verify": verify}
-REFUSED = {
-    "count": "--n",
-    "draft_model": "--draft-model",
-    "verify_cache": "--verify-cache",
-    "trust_remote_code": "--trust-remote-code",
-    "kv_bits": "--kv-bits",
-}
+REFUSED = ("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--kv-bits")
 """Options of a command that only a model of one rank takes."""
 
 
@@ -98,7 +92,10 @@ def _command(ctx: click.Context, words: tuple[str, ...]) -> click.Context:
         raise OptionError(f"say how the hosts share the model: add {SHARED}")
     own = [word for word in words[1:] if word != SHARED]
     inner = command.make_context(words[0], own, parent=ctx)
-    for name, flag in REFUSED.items():
-        if inner.params.get(name) not in (None, False, 1):
+    flags = {option.name: flag for option in command.params for flag in option.opts}
+    params = inner.params.items()
+    given = {flags[name] for name, value in params if value not in (None, False, 1)}
+    for flag in REFUSED:
+        if flag in given:
             raise OptionError(f"{flag} is for a model on one machine: leave it out with --hosts")
     return inner

@@ -14,7 +14,7 @@ from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.verify.answer import ask, same_tokens
 from mlxrunner.verify.findings import FACTOR, Check, Difference
-from mlxrunner.verify.scenarios import Case, Talk, overflow
+from mlxrunner.verify.scenarios import PLAIN, Case, Talk, overflow
 
 MOVED_KEYS, PARALLEL = "overflow: moved keys", "two in parallel"
 LIKELIEST = 20
@@ -136,7 +136,7 @@ def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) ->
         if at_once:
             together.attend_at_once()
         handles = [
-            together.submit(prompt, max_tokens=talk.answer, stop_tokens=[], logprobs=LIKELIEST)
+            together.submit(prompt, max_tokens=talk.answer, logprobs=LIKELIEST, **PLAIN)
             for prompt in prompts
         ]
         answers = [list(handle) for handle in handles]

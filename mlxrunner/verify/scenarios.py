@@ -32,6 +32,8 @@ MORE = 16
 """Tokens of a next turn."""
 THINKING = 3
 """Length of an answer with thinking, as a multiple of other answers."""
+PLAIN: dict[str, Any] = {"stop_tokens": [], "speculate": "off"}
+"""Options of the answers that lead to an entry. What is guessed depends on measured times."""
 SMALLEST = 48
 """Fewest tokens of a prompt. Shorter ones have no early token to edit."""
 
@@ -97,8 +99,7 @@ class Talk:
         The entry then holds the prompt and all of them but the last.
         """
         return [
-            chunk.token or 0
-            for chunk in self.runner.generate(prompt, max_tokens=count, stop_tokens=[])
+            chunk.token or 0 for chunk in self.runner.generate(prompt, max_tokens=count, **PLAIN)
         ]
 
     def _text(self, count: int) -> list[int]:
@@ -160,7 +161,7 @@ def cancel_prefill(talk: Talk) -> Case:
         if 2 * done > total:
             raise _Stopped
 
-    chunks = talk.runner.generate(talk.base, max_tokens=talk.answer, stop_tokens=[], progress=stop)
+    chunks = talk.runner.generate(talk.base, max_tokens=talk.answer, progress=stop, **PLAIN)
     with suppress(_Stopped):
         next(chunks)
     return Case(talk.base)
@@ -168,7 +169,7 @@ def cancel_prefill(talk: Talk) -> Case:
 
 def cancel_decode(talk: Talk) -> Case:
     """Close the answer after some tokens, then append a next turn."""
-    chunks: Any = talk.runner.generate(talk.base, max_tokens=THINKING * talk.answer, stop_tokens=[])
+    chunks: Any = talk.runner.generate(talk.base, max_tokens=THINKING * talk.answer, **PLAIN)
     said = [chunk.token for chunk in islice(chunks, talk.answer)]
     chunks.close()
     return Case([*talk.base, *said, *talk.more()])
