@@ -23,7 +23,7 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import F, visible_text
 from mlxrunner.cli.settling import Configured
-from mlxrunner.config.option import names
+from mlxrunner.config.option import about, names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 """The packages of the extra `serve`."""
 RUNNER = names(RunnerSettings)
+GUESSES = about(GenerateOptions.__dataclass_fields__["speculate"]).help + " [default: auto]"
+"""Help of an option that says nothing by itself, so that the config file may."""
 """The settings of each model's runner."""
 
 
@@ -51,7 +53,7 @@ def _option(name: str) -> Callable[[F], F]:
 @model_argument
 @together(tuple(_option(name) for name in names(ServeSettings)))
 @together(tuple(option_of(RunnerSettings, name) for name in RUNNER))
-@option_of(GenerateOptions, "speculate", default=None, show_default="auto")
+@option_of(GenerateOptions, "speculate", default=None, help=GUESSES)
 @draft_option
 @events_option
 @click.option(
