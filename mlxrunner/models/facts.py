@@ -79,9 +79,12 @@ def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
         None,
     )
     kinds = Counter(cache.kind for cache in make_layer_caches(model))
-    vocab = size_of(config, "vocab_size") or _width_of_logits(model)
     return ModelFacts(
-        config["model_type"], context or DEFAULT_CONTEXT, context is not None, dict(kinds), vocab
+        config["model_type"],
+        context or DEFAULT_CONTEXT,
+        context is not None,
+        dict(kinds),
+        _vocabulary(model, config),
     )
 
 
@@ -234,8 +237,16 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 10**9
 
 
-def _width_of_logits(model: Any) -> int:
-    tables: Any = tree_flatten(model.parameters())
-    return max(
-        (table.shape[0] for name, table in tables if "embed" in name and table.ndim == 2), default=0
-    )
+def _vocabulary(model: Any, config: dict[str, Any]) -> int:
+    """Return the number of tokens, 0 if it is not known.
+
+    MLX checks no index. A token beyond the model's table of tokens would be read and written
+    outside of arrays, so the table counts where the configuration names more.
+    """
+    weights: Any = tree_flatten(model.parameters())
+    tables = {
+        name: table.shape[0] for name, table in weights if "embed" in name and table.ndim == 2
+    }
+    most = max((rows for name, rows in tables.items() if "embed_tokens.weight" in name), default=0)
+    named = size_of(config, "vocab_size")
+    return min(named, most) if named and most else named or max(tables.values(), default=0)

@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from support.models import save_model, tiny_config, tiny_model, write_model
 
-from mlxrunner import ModelError, Runner
+from mlxrunner import ModelError, PromptError, Runner
 from mlxrunner.models.facts import (
     DEFAULT_CONTEXT,
     CacheCost,
@@ -21,6 +21,7 @@ from mlxrunner.models.facts import (
     facts_of,
     weight_bytes,
 )
+from mlxrunner.testing import ByteTokenizer
 
 FLOAT = 4
 HEAD = 2 * 16 * FLOAT
@@ -134,6 +135,15 @@ def test_the_vocabulary_is_found_where_the_top_of_the_configuration_has_none(
 ) -> None:
     """In text_config, or as the rows of the embedding."""
     assert facts_of(tiny_model(tiny_config()), tiny_config(**settings)).vocab == 288
+
+
+def test_a_vocabulary_is_no_larger_than_the_table_of_tokens() -> None:
+    """A repetition penalty on a token beyond it wrote outside of the logits."""
+    model = tiny_model(tiny_config())
+    assert facts_of(model, tiny_config(vocab_size=300)).vocab == 288
+    runner = Runner(model, ByteTokenizer(), facts_of(model, tiny_config(vocab_size=300)))
+    with pytest.raises(PromptError, match="token id 288 is beyond the model's vocabulary of 288"):
+        runner.complete([7, 288], max_tokens=1, repetition_penalty=1.3)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
