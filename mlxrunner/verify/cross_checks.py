@@ -1,4 +1,7 @@
-"""Two checks beside the scenarios: keys that a shift has moved, and two sequences in one row."""
+"""Three checks beside the scenarios.
+
+Keys that a shift has moved, guessed tokens, and two sequences in one row.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import NotSupportedError
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.results import Usage
+from mlxrunner.results import Chunk, Usage
+from mlxrunner.runner import Runner
 from mlxrunner.verify.answer import ask, same_tokens
 from mlxrunner.verify.findings import FACTOR, Check, Difference
 from mlxrunner.verify.scenarios import PLAIN, Case, Talk, overflow
 
-MOVED_KEYS, PARALLEL = "overflow: moved keys", "two in parallel"
+MOVED_KEYS, GUESSED, PARALLEL = "overflow: moved keys", "guessed tokens", "two in parallel"
 LIKELIEST = 20
 """Number of tokens whose log-probabilities are compared if there are no logits."""
 
@@ -68,6 +72,31 @@ def _keys(cache: LayerCache) -> mx.array | None:
     keys = mx.contiguous(cache.export().arrays["keys"])
     mx.eval(keys)
     return keys
+
+
+def guessed(talk: Talk) -> Check:
+    """Compare answers whose tokens are guessed with answers without guesses.
+
+    The earlier answer is what is guessed. The first answer repeats it, so the guesses are right.
+    The second one, to another last token, has to undo them. The third one comes to what is left.
+    """
+    runner = talk.runner
+    changed = talk.changed(len(talk.base) - 1)
+    prompts = [talk.base, changed, [*changed, *talk.more()]]
+    expected = [_alone(talk, prompt) for prompt in prompts]
+    runner.reset()
+    talk.say(talk.base, talk.answer)
+    found = [_guessing(runner, prompt, talk.answer) for prompt in prompts]
+    usages = _usages(found)
+    if not any(use.drafted for usage in usages for use in usage.drafts):
+        return Check(GUESSED, untested="nothing was guessed")
+    return Check(
+        GUESSED,
+        found=_worst(found, expected),
+        reused=sum(usage.cached_tokens for usage in usages),
+        prompt=sum(usage.prompt_tokens for usage in usages),
+        fault=None if runner.entry.is_true else "the layers do not hold the tokens of the entry",
+    )
 
 
 def parallel(talk: Talk) -> Check:
@@ -124,6 +153,11 @@ def _alone(talk: Talk, prompt: list[int]) -> _Said:
     return _Said(answer.tokens, [dict(enumerate(row.tolist())) for row in logprobs], answer.usage)
 
 
+def _guessing(runner: Runner, prompt: list[int], count: int) -> _Said:
+    options = {**PLAIN, "speculate": "lookup"}
+    return _said(list(runner.generate(prompt, max_tokens=count, logprobs=LIKELIEST, **options)))
+
+
 def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) -> list[_Said]:
     runner = talk.runner
     with Stepper(
@@ -140,14 +174,15 @@ def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) ->
             for prompt in prompts
         ]
         answers = [list(handle) for handle in handles]
-    return [
-        _Said(
-            [chunk.token or 0 for chunk in chunks],
-            [dict(chunk.top_logprobs or {}) for chunk in chunks],
-            chunks[-1].usage,
-        )
-        for chunks in answers
-    ]
+    return [_said(chunks) for chunks in answers]
+
+
+def _said(chunks: list[Chunk]) -> _Said:
+    return _Said(
+        [chunk.token or 0 for chunk in chunks],
+        [dict(chunk.top_logprobs or {}) for chunk in chunks],
+        chunks[-1].usage,
+    )
 
 
 def _usages(answers: list[_Said]) -> list[Usage]:

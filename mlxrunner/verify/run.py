@@ -18,20 +18,27 @@ from mlxrunner.options import GenerateOptions
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
 from mlxrunner.verify.answer import AnswerLogits, ask, difference
-from mlxrunner.verify.cross_checks import MOVED_KEYS, PARALLEL, moved_keys, parallel
+from mlxrunner.verify.cross_checks import (
+    GUESSED,
+    MOVED_KEYS,
+    PARALLEL,
+    guessed,
+    moved_keys,
+    parallel,
+)
 from mlxrunner.verify.findings import Check, Findings
 from mlxrunner.verify.scenarios import MORE, SCENARIOS, SMALLEST, THINKING, Case, Talk
 
 Begin = Callable[[str], None]
 """A function that is called with the name of each part before the part runs."""
 REPEATED = "the same cold run twice"
-NUM_PARTS = len(SCENARIOS) + 5
+NUM_PARTS = len(SCENARIOS) + 6
 """Number of calls of `begin` in a whole verification, loading included."""
 SECONDS = 120
 """Longest time that a verification should take, roughly."""
 MOST = 2048
 """Tokens of context beyond which a longer one proves nothing new."""
-RUNS = 3 * len(SCENARIOS) + 10
+RUNS = 3 * len(SCENARIOS) + 14
 """Approximate number of prompts that are evaluated whole."""
 NEAR_END = 3
 """Place of the wrong token, in tokens from the end. A state forgets distant tokens."""
@@ -72,7 +79,7 @@ class Verification:
                 (self._step // 2, self._step // 3, SMALL_STEP)[number % 3], 1
             )
             self.findings.checks.append(self._row(name))
-        for name, row in ((MOVED_KEYS, moved_keys), (PARALLEL, parallel)):
+        for name, row in ((MOVED_KEYS, moved_keys), (GUESSED, guessed), (PARALLEL, parallel)):
             self._begin(name)
             self.findings.checks.append(row(self._talk))
         self.findings.is_complete = True

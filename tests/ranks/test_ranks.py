@@ -89,7 +89,7 @@ def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
 def test_verify_runs_on_all_ranks(tmp_path: Path) -> None:
     """Each row is tested, but for what several ranks do not do."""
     model = write_models(tmp_path, "llama") / "llama"
-    ask = ["verify", "--tensor-parallel", str(model), "--context", "96", "--tokens", "2", "--json"]
+    ask = ["verify", "--tensor-parallel", str(model), "--context", "96", "--tokens", "4", "--json"]
     with launched(tmp_path, *ask) as process:
         said, told = process.communicate()
     assert process.returncode == 0, told

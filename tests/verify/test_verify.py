@@ -17,6 +17,7 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
+from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.parallel.rows.adapt import Adapted
@@ -27,7 +28,7 @@ from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
 from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk
 
 CONTEXT = 200
-TESTED = [*SCENARIOS, "overflow: moved keys", "two in parallel"]
+TESTED = [*SCENARIOS, "overflow: moved keys", "guessed tokens", "two in parallel"]
 ARCHITECTURES: dict[str, set[str]] = {
     "llama": set(),
     "gemma3_text": set(),
@@ -231,6 +232,20 @@ def rotate_by_a_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullAttentionCache, "model_cache", property(Wrong))
 
 
+def keep_a_wrong_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of the first wrong guess stay where those of the right token should be."""
+    accept = EntryLease.accept
+
+    def keep(self: EntryLease, tokens: Any) -> None:
+        accept(self, tokens)
+        draft = self._draft
+        if draft is not None and len(tokens) < draft.tokens:
+            for cache in self._cache.current.caches:
+                cache.keys = mx.roll(cache.keys, 1, axis=2)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(EntryLease, "accept", keep)
+
+
 def shift_by_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are moved to a position beside theirs."""
     from mlxrunner.cache.layers.rotate import rotators
@@ -339,6 +354,7 @@ def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
             {"edit an early token", "regenerate", "thinking left out"},
         ),
         (shift_by_one_less, "llama", {"overflow: moved keys"}),
+        (keep_a_wrong_guess, "llama", {"guessed tokens"}),
         (
             restore_nothing,
             "lfm2",
@@ -428,7 +444,7 @@ def test_what_is_done_is_said_on_stderr() -> None:
     assert [line.removeprefix("verify: ") for line in lines[3:]] == TESTED
     assert len(lines) == NUM_PARTS
     assert result.stdout.startswith("demo on ")
-    assert "14 of 14 rows tested, and reuse changes nothing in them." in result.stdout
+    assert "15 of 15 rows tested, and reuse changes nothing in them." in result.stdout
 
 
 def test_the_context_is_chosen_by_the_speed() -> None:
