@@ -30,6 +30,8 @@ AT_FIRST, LOSS, MOST_LEFT = 1.0, 0.01, 4.0
 At most `AT_FIRST` in a whole answer, and `LOSS` for each of its tokens. Those that were gained may
 be lost again, up to `MOST_LEFT`: the text may have changed.
 """
+KEPT = 0.25
+"""Passes of `AT_FIRST` that a draft model may not lose: other sources begin with so few."""
 
 
 class Trust:
@@ -135,19 +137,25 @@ class Costs:
     def _ratio(self, depth: int) -> float:
         if measured := self._checked[_rounded(depth)]:
             return median_low(measured)
-        slopes = [(median_low(seen) - 1) / size for size, seen in self._checked.items() if seen]
-        return 1 + depth * max(slopes[-1] if slopes else SLOPE, 0)
+        known = [(size, median_low(seen) - 1) for size, seen in self._checked.items() if seen]
+        size, more = known[-1] if known else (0, 0.0)
+        slope = max(more / size, 0) if size else SLOPE
+        # A short pass tells little of a long one: less the shorter it is.
+        beyond = max(depth - size, 0)
+        return 1 + (depth - beyond) * slope + beyond * max(slope, SLOPE / max(size, 1))
 
 
 class Controller:
     """The choice of a depth, 0 included. It outlives requests: the device stays the same."""
 
-    def __init__(self, budget: Budget | None = None, like: Costs | None = None) -> None:
+    def __init__(
+        self, budget: Budget | None = None, like: Costs | None = None, kept: float = 0.0
+    ) -> None:
         """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does.
 
-        `like`: see `Costs`.
+        `like`: see `Costs`. `kept`: passes of the budget that are left to other drafts.
         """
-        self.costs, self._budget = Costs(like), budget
+        self.costs, self._budget, self._kept = Costs(like), budget, kept
         self._drafts = 0
         self._single_since_probe = 0
 
@@ -197,9 +205,8 @@ class Controller:
         if not self.costs.can_tell:
             return False
         most = DEEPEST if self.costs.is_known else 1
-        return (
-            depth <= most and self.costs.ratio(depth) - 1 <= self._budget.left - self._budget.held
-        )
+        left = self._budget.left - self._budget.held - self._kept
+        return depth <= most and self.costs.ratio(depth) - 1 <= left
 
     def _probe(self, expected: Sequence[float], depths: Sequence[int]) -> int:
         """Return a depth to measure once more, if its loss is small beside plain decoding."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.speculation.controller import DEEPEST, Budget, Controller, Trust
+from mlxrunner.speculation.controller import DEEPEST, KEPT, Budget, Controller, Trust
 from mlxrunner.speculation.lookup import TextLookup
 
 ASSUMED = {2: 0.3, 3: 0.55, 4: 0.75, 5: 0.9}
@@ -56,7 +56,7 @@ class Experience:
     def __post_init__(self, of_steps: tuple[Controller, Controller] | None) -> None:
         self.controller, self.modelled = of_steps or (
             Controller(self.budget),
-            Controller(self.budget),
+            Controller(self.budget, kept=KEPT),
         )
         """The second one is for drafts by a model, which cost more than those that are looked up.
         """
@@ -206,7 +206,8 @@ class Drafting:
         if self.source == "model":
             experience.alike.learn(accepted, int(accepted < drafted))
             controller, seconds = experience.modelled, seconds + (self.model_s or 0.0)
-        controller.verified(drafted + before, seconds)
+        if self.source != "model" or self.model_s is not None:
+            controller.verified(drafted + before, seconds)
         if self.source == "model":
             experience.following += accepted + 1 - controller.costs.ratio(drafted + before)
         controller.pay(drafted + before, accepted + 1)

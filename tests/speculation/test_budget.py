@@ -13,11 +13,13 @@ from support.repeating import RepeatingModel
 from support.sample import fewer
 
 from mlxrunner import Runner
+from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.engine import decode
-from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Controller
+from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, SLOPE, Budget, Controller
 from mlxrunner.speculation.lookup import TextLookup
+from mlxrunner.speculation.model import DraftModel
 from mlxrunner.system import device
-from mlxrunner.testing import VOCAB, oracle_runner
+from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
 
 PROMPT = list(range(1, 30))
 SLOPES = [0.0, 0.05, 0.15, 0.4, 1.0]
@@ -162,3 +164,47 @@ def test_one_slow_pass_of_a_size_is_no_reason_to_guess_no_more() -> None:
     controller.pay(1, 2)
     assert controller.costs.hoped(1) == controller.costs.ratio(1) == 1.1
     assert controller.depth(sure, DEEPEST) > 1
+
+
+def test_a_pass_that_was_measured_too_cheap_makes_no_long_one_cheap() -> None:
+    """Other work may have disturbed the pass of one row that it is compared with."""
+    controller = Controller(Budget())
+    controller.passed(1.0)
+    controller.verified(1, 0.9)
+    for depth in (3, 7, 15):
+        assert controller.costs.ratio(depth) == pytest.approx(1 + (depth - 1) * SLOPE)
+    controller.verified(3, 1.1)
+    assert controller.costs.ratio(15) == pytest.approx(1.1 + 12 * SLOPE / 3)
+
+
+@pytest.mark.parametrize("cost", [0.1, 0.4, 0.9])
+def test_a_draft_model_that_is_wrong_leaves_the_earlier_answer_its_guesses(
+    monkeypatch: pytest.MonkeyPatch, cost: float
+) -> None:
+    """It may lose a part of the budget, and its first guess tells nothing of what it costs."""
+    runner, model = clocked_runner(monkeypatch, ["full"], 0.05)
+    runner.sources.model = _Wrong(model, cost)
+    answers = []
+    for turn in range(2):
+        chunks = list(runner.generate(PROMPT, max_tokens=60, stop_tokens=[]))
+        answers.append([chunk.token for chunk in chunks])
+        usage = chunks[-1].usage
+        assert usage is not None
+        drafts = {use.source: use for use in usage.drafts}
+        assert turn or drafts["model"].drafted < 8
+        assert turn or not drafts["model"].accepted
+    assert answers[0] == answers[1]
+    assert drafts["earlier"].accepted > 50
+    assert usage.draft_passes < 10
+
+
+class _Wrong(DraftModel):
+    """A draft model whose guesses are wrong. Each takes `cost` passes of the model."""
+
+    def __init__(self, model: Clocked, cost: float) -> None:
+        super().__init__(OracleModel(["full"]), VOCAB, CacheOptions(), 10**6, 64)
+        self._clocked, self._cost = model, cost
+
+    def draft(self, tokens: Any, most: int, guess: Any) -> list[int]:
+        self._clocked.now += self._cost * most
+        return [VOCAB - 1] * most

@@ -19,7 +19,14 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.row import Row, Step
 from mlxrunner.results import Chunk
-from mlxrunner.speculation.controller import DEEPEST, DEPTHS, LEAST_GAIN, Budget, Controller
+from mlxrunner.speculation.controller import (
+    DEEPEST,
+    DEPTHS,
+    KEPT,
+    LEAST_GAIN,
+    Budget,
+    Controller,
+)
 from mlxrunner.speculation.drafting import Experience
 from mlxrunner.speculation.seats import MOST_ANSWERS
 from mlxrunner.speculation.sources import Sources
@@ -32,12 +39,12 @@ FORGOTTEN = 256
 class StepController(Controller):
     """The choice of how much one answer of a step drafts. It learns from whole steps."""
 
-    def __init__(self, budget: Budget, most: int = DEEPEST) -> None:
-        """Begin without measurements. `budget`: bounds what drafts lose.
+    def __init__(self, budget: Budget, most: int = DEEPEST, kept: float = 0.0) -> None:
+        """Begin without measurements. `budget`: bounds what drafts lose. `kept`: see `Controller`.
 
         `most`: the answers of a step beyond which there are no drafts.
         """
-        super().__init__(budget)
+        super().__init__(budget, kept=kept)
         self._shared, self._most = budget, most
         self._of: dict[int, Controller] = {}
         self._plain: defaultdict[int, int] = defaultdict(int)
@@ -108,7 +115,7 @@ class StepController(Controller):
         """Return the controller of steps of a size. It begins with what smaller ones know."""
         if size not in self._of:
             like = self._for(size - 1).costs if size > 1 else None
-            self._of[size] = Controller(self._shared, like)
+            self._of[size] = Controller(self._shared, like, self._kept)
         return self._of[size]
 
 
@@ -122,7 +129,7 @@ class Drafts:
         """
         budget = Budget()
         self._controller = StepController(budget)
-        self._modelled = StepController(budget, MOST_ANSWERS)
+        self._modelled = StepController(budget, MOST_ANSWERS, KEPT)
         self._said_s: float | None = None
         """Seconds in which a model drafted all guesses of the step; None: they tell nothing."""
         experience = Experience(budget, of_steps=(self._controller, self._modelled))
