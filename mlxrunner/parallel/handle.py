@@ -40,8 +40,9 @@ class Handle:
         self._result: Result | None = None
 
     def __del__(self) -> None:
-        if not self._feed.is_ended:
-            self._thread.drop(self._feed)
+        feed = getattr(self, "_feed", None)  # None: Ctrl-C came before it was there
+        if feed is not None and not feed.is_ended:
+            self._thread.drop(feed)
 
     def __enter__(self) -> Self:
         return self

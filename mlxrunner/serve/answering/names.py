@@ -13,7 +13,8 @@ from pathlib import Path
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import ModelError
 from mlxrunner.models.catalog import cached_models
-from mlxrunner.models.resolve import DEMO, HUB_ID, folder_if_here, lasting
+from mlxrunner.models.resolve import HUB_ID, folder_if_here, lasting
+from mlxrunner.options import EMBEDDED
 from mlxrunner.serve.events import RefusedError
 
 LATEST = ":latest"
@@ -42,7 +43,7 @@ class ModelNames:
                 return self.first
             if name in self.aliases:
                 return self.aliases[name]
-            if name == DEMO or (HUB_ID.fullmatch(name) and _is_here(name)):
+            if name in EMBEDDED or (HUB_ID.fullmatch(name) and _is_here(name)):
                 return name
         known = list(self)
         raise RefusedError(
