@@ -179,7 +179,7 @@ class House:
             raise
         begun = await making
         made, handle = begun.made, begun.handle
-        reader, chunks, is_kept = Reader(handle), list[Chunk](), False
+        reader, chunks, is_kept = Reader(handle, is_whole=asked.is_whole), list[Chunk](), False
         splitter = opened.maker.splitter(made, asked)
         try:
             while not chunks or chunks[-1].finish_reason is None:
