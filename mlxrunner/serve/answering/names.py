@@ -55,6 +55,12 @@ class ModelNames:
             param="model",
         )
 
+    def known_as(self, asked: str) -> str:
+        """Return `asked`, a name that `find` finds, as the lists of models have it."""
+        if asked in self.aliases:
+            return asked
+        return asked.removesuffix(LATEST) or self.shown
+
     def show(self, name: str) -> str:
         """Return the name that clients see of the model `name`."""
         return self.shown if name == self.first else name
