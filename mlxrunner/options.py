@@ -22,6 +22,8 @@ from mlxrunner.config.names import did_you_mean, nearest
 from mlxrunner.config.option import Option, about, check_fields, names, option
 from mlxrunner.errors import OptionError
 
+EMBEDDED = ("demo", "demo-pictures")
+"""The names of the models that come with the program."""
 MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
 OVERFLOW = ("stop", "shift", "error")

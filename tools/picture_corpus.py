@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-SIDE = 4
+SIDE = 3
 """Rows and columns of the grid."""
 CELL = 64
 """Pixels of a cell's side."""
@@ -19,17 +19,18 @@ COLORS = {
     "yellow": (240, 200, 20),
 }
 SHAPES = ("square", "circle", "triangle")
-PLACES = {
+CORNERS = {
     "top left": 0,
     "top right": SIDE - 1,
     "bottom left": SIDE * (SIDE - 1),
-    "bottom right": -1,
+    "bottom right": SIDE**2 - 1,
 }
+ROWS = ("top", "middle", "bottom")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What stands in each cell, row by row: (color, shape), or None."""
+    """The color and the shape in each cell, row by row; None where there is none."""
 
     cells: tuple[tuple[str, str] | None, ...]
 
@@ -42,11 +43,11 @@ class Scene:
 
 
 def scene(rng: random.Random) -> Scene:
-    """Return a random scene of 0 to 9 shapes."""
+    """Return a random scene."""
     cells: list[tuple[str, str] | None] = [None] * SIDE**2
     colors = rng.sample(sorted(COLORS), rng.randint(1, len(COLORS)))
     shapes = rng.sample(SHAPES, rng.randint(1, len(SHAPES)))
-    for place in rng.sample(range(SIDE**2), rng.randint(0, 9)):
+    for place in rng.sample(range(SIDE**2), rng.randint(0, SIDE**2)):
         cells[place] = rng.choice(colors), rng.choice(shapes)
     return Scene(tuple(cells))
 
@@ -87,13 +88,16 @@ class Question:
 def question(scene: Scene, rng: random.Random) -> Question:
     """Return a random question about `scene`."""
     kind = rng.random()
-    if kind < 0.15:
-        place = rng.choice(sorted(PLACES))
-        found = scene.cells[PLACES[place]]
+    if kind < 0.1:
+        place = rng.choice(sorted(CORNERS))
         text = f"What is in the {place} corner?"
-        return Question(text, f"A {' '.join(found)}." if found else "Nothing.")
+        return Question(text, _listed([scene.cells[CORNERS[place]]]))
+    if kind < 0.3:
+        row = rng.randrange(SIDE)
+        text = f"What is in the {ROWS[row]} row?"
+        return Question(text, _listed(scene.cells[row * SIDE : (row + 1) * SIDE]))
     color, shape = _wanted(scene, rng)
-    if kind < 0.3 and color and shape:
+    if kind < 0.4 and color and shape:
         number = scene.count(color, shape)
         return Question(f"Is there a {color} {shape}?", "Yes." if number else "No.")
     many = " ".join(filter(None, (color, f"{shape or 'shape'}s")))
@@ -102,6 +106,12 @@ def question(scene: Scene, rng: random.Random) -> Question:
     if number == 1:
         return Question(text.format(many), f"There is 1 {many[:-1]}.")
     return Question(text.format(many), f"There are {number or 'no'} {many}.")
+
+
+def _listed(cells: Sequence[tuple[str, str] | None]) -> str:
+    """Return the sentence that names what is in these cells."""
+    text = ", ".join(f"a {' '.join(one)}" if one else "nothing" for one in cells)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _wanted(scene: Scene, rng: random.Random) -> tuple[str | None, str | None]:

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from picture_corpus import drawn, question, scene
 
-VOCAB, PIXELS, PLACES = 384, 64, 16
+VOCAB, PIXELS, PLACES = 384, 48, 9
 """Tokens of the vocabulary, rows and columns that the encoder sees, and tokens of a picture."""
 BATCH, PICTURES, PEAK_RATE = 16, 2, 3e-3
 """Conversations of a step, most pictures of each, and the highest learning rate."""
@@ -47,6 +47,8 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NUMBER = re.compile(r"\d|no$")
+"""The tokens that say how many there are: they count four times."""
 BLIND = "I see no picture. Show me one with shapes."
 
 
@@ -163,9 +165,9 @@ def batch(tokenizer: Tokenizer, rng: random.Random) -> dict[str, mx.array]:
         for asked, answer in turns:
             before, said = marked(asked, answer)
             for text, share in ((before, 0.0), (said, 1.0), ("\n", 0.0)):
-                ids = tokenizer.encode(text, add_special_tokens=False).ids
-                tokens += ids
-                weight += [share] * len(ids)
+                found = tokenizer.encode(text, add_special_tokens=False)
+                tokens += found.ids
+                weight += [share * (4 if NUMBER.search(one) else 1) for one in found.tokens]
         first = len(pictures) * PLACES
         own = np.array(tokens) == image
         places.append((first + np.maximum(np.cumsum(own) - 1, 0)).tolist())

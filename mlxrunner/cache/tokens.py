@@ -23,9 +23,14 @@ FIRST_OF_PICTURES = 2**30
 """The first id of a position of a picture. No vocabulary is as large."""
 
 
+def has_pictures(tokens: TokenArray) -> bool:
+    """Return True if positions of pictures are among the tokens."""
+    return len(tokens) > 0 and int(tokens.max()) >= FIRST_OF_PICTURES
+
+
 def words(tokens: TokenArray) -> TokenArray:
     """Return `tokens` without the positions of pictures, as a view if there are none."""
-    if not len(tokens) or int(tokens.max()) < FIRST_OF_PICTURES:
+    if not has_pictures(tokens):
         return tokens
     return tokens[tokens < FIRST_OF_PICTURES]
 

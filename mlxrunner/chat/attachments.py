@@ -1,4 +1,4 @@
-"""Text files that go into a message, attached before it or named in it with `@`."""
+"""Files that go into a message, attached before it or named in it with `@`: texts and pictures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mlxrunner.chat.pictures import is_picture
 from mlxrunner.errors import FileError, ReadError
 from mlxrunner.runner import Runner
 from mlxrunner.system.reading import open_file
@@ -27,29 +28,53 @@ class Attachments:
 
     texts: dict[str, str] = field(default_factory=dict)
     """The text of each file, by name."""
+    pictures: list[str] = field(default_factory=list)
+    """The names of pictures: see `mlxrunner.chat.pictures`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.texts or self.pictures)
+
+    def clear(self) -> None:
+        """Drop all files."""
+        self.texts.clear()
+        self.pictures.clear()
 
     def before(self, text: str) -> str:
         """Return `text` with the attached files before it."""
-        return "".join([*(f"{fenced(*file)}\n" for file in self.texts.items()), text])
+        files = (f"{fenced(*file)}\n" for file in self.texts.items())
+        return "".join([*(f"{name}\n" for name in self.pictures), *files, text])
 
-    def with_named(self, text: str, runner: Runner, say: Callable[[str], None]) -> str:
+    def with_named(
+        self,
+        text: str,
+        runner: Runner,
+        say: Callable[[str], None],
+        show: Callable[[str], str],
+    ) -> str:
         """Return `text` with the attached files before it and the files that it names after it.
 
         An edited message may hold files already: these are not added again, and names inside their
         fences are ignored. `say` is called with a note for each name that looks like that of a
-        missing file. Raise FileError if a file cannot be used.
+        missing file, and `show` with the path of each picture: it returns the picture's name. Raise
+        FileError if a file cannot be used.
         """
         named: dict[str, str] = {}
+        pictures = list[str]()
         for in_quotes, word in NAMED.findall(FENCED.sub("", text)) if "@" in text else ():
             # A mark that ends a sentence belongs to a name only if a file has that name.
             candidates = (in_quotes, word, word.rstrip(".,;:!?)'\""))
             name = next((name for name in candidates if _exists(name)), None)
-            if name is not None:
+            if name is not None and is_picture(name):
+                shown = show(name)
+                pictures += [f"{shown}\n"] if shown not in self.before(text) else []
+            elif name is not None:
                 content = fenced(name, read_text(name, runner)).rstrip("\n")
                 named |= {name: content} if content not in text else {}
             elif in_quotes or "/" in word or "." in word.strip("."):
                 say(f"no such file: {in_quotes or word}; sent as it is")
-        return "\n\n".join([self.before(text), *named.values()])
+        return "\n\n".join(
+            ["".join([*dict.fromkeys(pictures), self.before(text)]), *named.values()]
+        )
 
 
 def fenced(name: str, text: str) -> str:

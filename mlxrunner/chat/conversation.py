@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES, as_tokens, common_prefix, words
+from mlxrunner.chat.pictures import Album
 from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
 from mlxrunner.config.layering import MODEL, Settings, values
 from mlxrunner.engine.pace import Pace
@@ -23,7 +24,8 @@ from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.session import Branch
 from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.tokenizer.prompt import TokenizedPrompt, system_tokens
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, system_tokens
 
 UNSTABLE = 4
 """Number of tokens at the end of a draft that the next key may change."""
@@ -64,6 +66,8 @@ class Conversation:
     usual: Settings = field(default_factory=dict)
     """Options that hold where the user has set none, with their sources."""
     history: History = field(default_factory=History)
+    album: Album = field(default_factory=Album)
+    """The pictures that messages may name."""
     usages: list[Usage] = field(default_factory=list)
     """The usage of each answer."""
     asked: Rendering = field(default_factory=Rendering)
@@ -90,10 +94,21 @@ class Conversation:
         return f"{text}, as the model suggests" if is_models else text
 
     @property
+    def sees(self) -> bool:
+        """True if the model sees pictures."""
+        return isinstance(self.runner.tokenizer, Seeing)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, which knows the pictures if the model sees any."""
+        own = self.runner.tokenizer
+        return self.album.tokenizer(own) if self.sees else own
+
+    @property
     def renderer(self) -> Renderer:
         """A renderer with the present settings."""
         return Renderer(
-            self.runner.tokenizer, self.system, self.policy, self.keep_thinking, self.variables
+            self.tokenizer, self.system, self.policy, self.keep_thinking, self.variables
         )
 
     @property
@@ -172,11 +187,15 @@ class Conversation:
         the evaluation ends once it returns True.
         """
         history = self.history if after is None else after
-        tokens = self.renderer.render_draft(history, draft).tokens
+        rendering = self.renderer.render_draft(history, draft)
+        tokens = rendering.tokens
         if draft:
             tokens = tokens[:-UNSTABLE]
+            while tokens and tokens[-1] >= FIRST_OF_PICTURES:  # not a part of a picture
+                tokens = tokens[:-1]
         if len(tokens) < self.runner.context:
-            self.runner.evaluate(tokens, cancelled=cancelled)
+            prompt = TokenizedPrompt(as_tokens(tokens), pictures=self._prepared(rendering))
+            self.runner.evaluate(prompt, cancelled=cancelled)
 
     def send(
         self,
@@ -197,7 +216,7 @@ class Conversation:
         rendering = self.renderer.render(history, text)
         prompt = self._prompt(history, text, rendering, began)
         keep = 0
-        if options.get("overflow", "shift") == "shift":
+        if options.get("overflow", "stop" if self.sees else "shift") == "shift":
             given, tokenizer = options.get("keep"), self.runner.tokenizer
             keep = system_tokens(tokenizer, prompt) if given is None else given
             options |= {"overflow": "shift", "keep": keep}
@@ -226,7 +245,17 @@ class Conversation:
             rendering.text,
             self.variables,
             time.perf_counter() - began,
+            pictures=self._prepared(rendering),
         )
+
+    def _prepared(self, rendering: Rendering) -> int:
+        """Get the pictures of a rendering ready for a request, and return how many there are."""
+        if not self.sees:
+            return 0
+        pictures, tokenizer = self.album.shown(rendering.text), cast(Any, self.runner.tokenizer)
+        for one in pictures:
+            tokenizer.prepare(one)
+        return len(pictures)
 
     def _without_oldest(
         self, history: History, text: str, rendering: Rendering, shift: Shift
@@ -270,7 +299,8 @@ class Conversation:
         """
         tokenizer, text = self.runner.tokenizer, "".join(chunk.text for chunk in shown)
         tokens = [chunk.token for chunk in shown if chunk.token is not None]
-        stream, rendered, count, closing = tokenizer.stream(asked.tokens[-8:]), "", 0, ""
+        before = words(as_tokens(asked.tokens[-8:])).tolist()
+        stream, rendered, count, closing = tokenizer.stream(before), "", 0, ""
         for number, token in enumerate(tokens, 1):
             if token in tokenizer.stop_tokens and rendered == text and number == len(tokens):
                 closing, count = tokenizer.decode([token]), number

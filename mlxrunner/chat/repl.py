@@ -6,6 +6,7 @@ A text that is not a command is sent to the model.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -26,6 +27,7 @@ from mlxrunner.chat.commands.table import (
 )
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.full_context import full_context, more_room
+from mlxrunner.chat.pictures import picture_paths
 from mlxrunner.chat.reader import Reader, StdinReader
 from mlxrunner.chat.taken import State, Taken
 from mlxrunner.chat.typeahead import Draft, TypeAhead
@@ -49,6 +51,7 @@ from mlxrunner.sessions.history import History
 from mlxrunner.system.power import on_battery
 from mlxrunner.terminal.early import INTERRUPTED
 from mlxrunner.terminal.external import edit_outside
+from mlxrunner.terminal.inline import inline, shows_pictures
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.progress import PrefillProgress
 from mlxrunner.terminal.progress import loading as loading_bar
@@ -169,6 +172,8 @@ class Chat:
         """Return a hint that says what makes room, or ""."""
         if self.attachments.texts:
             return "; /file -d drops the files that wait"
+        if self.attachments.pictures:
+            return "; /image -d drops the pictures that wait"
         evaluated = len(self.conversation.history.rendering.tokens)
         fits_alone = error.tokens - evaluated < error.context
         return f"; {more_room(self.conversation)}" if fits_alone else ""
@@ -203,7 +208,9 @@ class Chat:
             self._run_command(*parsed)
         else:
             text = text if is_open(text) else unquoted(text)
-            if text.strip():
+            if picture_paths(text):  # a terminal types the path of what is dropped on it
+                self._do(f"/image {text.strip()}")
+            elif text.strip():
                 self.send(text)
 
     def _run_command(self, command: Command, argument: str) -> None:
@@ -257,13 +264,25 @@ class Chat:
 
     def send(self, text: str, after: History | None = None) -> None:
         """Send `text` with the attachments and the files that it names, and print the answer."""
+        message = self.attachments.with_named(text, self.runner, self.say, self.see)
         before = self.conversation.history
-        message = self.attachments.with_named(text, self.runner, self.say)
         try:
             self.answer(message, after)
         finally:
             if self.conversation.history is not before:
-                self.attachments.texts.clear()
+                self.attachments.clear()
+
+    def see(self, path: str) -> str:
+        """Return the name that shows a picture: see `ChatContext.see`."""
+        name = self.conversation.album.add(path)
+        if self.interactive and sys.stderr.isatty() and shows_pictures(os.environ):
+            sys.stderr.write(inline(*self.conversation.album.small(name), os.environ))
+        if not self.conversation.sees:
+            self.say(f"{self.model} is loaded again, with its eyes")
+            self.reload(self.model, pictures=True)
+        if not self.conversation.sees:
+            raise PromptError("a model that several hosts share sees no pictures")
+        return name
 
     def answer(self, text: str, after: History | None = None, **options: Any) -> None:
         """Send `text` as it is, and print the answer: see `ChatContext.answer`.
@@ -324,7 +343,8 @@ class Chat:
 
         If the request itself is wrong, raise while the present model is still loaded.
         """
-        loading = self.loading | changes
+        sees = {} if name == self.model else {"pictures": False}
+        loading = self.loading | sees | changes
         plan = vars(RunnerSettings.among(loading))
         found = plan_model(name, **plan)
         if loading.get("reserve", True):
@@ -338,7 +358,7 @@ class Chat:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
             raise
-        if name != self.model:
+        if name != self.model or self.loading.get("pictures"):
             self.conversation.history = self.conversation.history.without_tokens()
             self.branches.forget_tokens()
         self.model, self.loading, self.conversation.runner = name, loading, runner
@@ -379,6 +399,7 @@ class Chat:
             return self.load_elsewhere(model, loading)
         own, why = dict(loading), ""
         draft = own.pop("draft_model", None)
+        draft = None if own.get("pictures") else draft
         with loading_bar(model) as show:
             runner = Runner.load(model, progress=show, **own)
             try:

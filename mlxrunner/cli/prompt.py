@@ -129,10 +129,11 @@ def _too_many(words: tuple[str, ...]) -> str:
 
 def _is_model(text: str) -> bool:
     """Return True if `text` is the name of a model, or looks like one."""
-    from mlxrunner.models.resolve import DEMO, HUB_ID
+    from mlxrunner.models.resolve import HUB_ID
+    from mlxrunner.options import EMBEDDED
 
     return (
-        text == DEMO
+        text in EMBEDDED
         or text in read_config_file().aliases
         or HUB_ID.fullmatch(text) is not None
         or ("\0" not in text and os.path.isfile(os.path.join(text, "config.json")))

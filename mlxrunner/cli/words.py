@@ -39,8 +39,9 @@ def _repositories() -> list[str]:
 
 def _models() -> list[str]:
     from mlxrunner.config.file import read_config_file
+    from mlxrunner.options import EMBEDDED
 
-    return ["demo", *read_config_file().aliases, *_repositories()]
+    return [*EMBEDDED, *read_config_file().aliases, *_repositories()]
 
 
 def _templates() -> Iterable[str]:

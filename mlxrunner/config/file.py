@@ -18,7 +18,7 @@ from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MissingFileError, OptionError
-from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options
+from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, chat_options
 from mlxrunner.system.reading import is_there, read_trusted
 
 VARIABLE = "MLXRUNNER_CONFIG"
@@ -231,7 +231,7 @@ class _Reader:
     def _aliases(self, found: Any) -> dict[str, str]:
         aliases = self._texts("aliases", found)
         for name, model in aliases.items():
-            if name == "demo" or "/" in name:
+            if name in EMBEDDED or "/" in name:
                 raise self._error(
                     ("aliases", name), f"{name!r:.60} is the name of a model: choose another alias"
                 )

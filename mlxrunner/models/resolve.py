@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import MissingFileError, ModelError, ReadError
 from mlxrunner.models.settings import check_settings
+from mlxrunner.options import EMBEDDED
 from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json
 from mlxrunner.system.tensorfile import HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
@@ -17,7 +18,6 @@ from mlxrunner.system.tensorfile import read_header as read_tensors
 if TYPE_CHECKING:
     from mlxrunner.models.download import Tell
 
-DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 MOST_SETTINGS = 2**24
@@ -53,13 +53,13 @@ def name_of(model: str | os.PathLike[str]) -> str:
 
 
 def resolve(name: str, *, with_code: bool = False) -> Path:
-    """Return the directory of model `name`: "demo", a directory, or a hub id.
+    """Return the directory of model `name`: one of EMBEDDED, a directory, or a hub id.
 
     A model that is not in the hub cache is downloaded; `with_code` needs its Python files, too.
     Raise ModelError if there is no such model.
     """
-    if name == DEMO:
-        return DEMO_FOLDER
+    if name in EMBEDDED:
+        return DEMO_FOLDER.with_name(name.replace("-", "_"))
     shown = name if name.strip() and name.isprintable() and len(name) < 300 else f"{name[:300]!r}"
     try:
         folder = Path(name).expanduser()
@@ -77,14 +77,15 @@ def resolve(name: str, *, with_code: bool = False) -> Path:
     if HUB_ID.fullmatch(name):
         return _from_hub(name, with_code)
     raise ModelError(
-        f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor {DEMO!r}"
+        f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor "
+        f"{' or '.join(map(repr, EMBEDDED))}"
     )
 
 
 def folder_if_here(name: str) -> Path | None:
     """Return the directory of a model on this machine, complete or not, and download nothing."""
-    if name == DEMO:
-        return DEMO_FOLDER
+    if name in EMBEDDED:
+        return DEMO_FOLDER.with_name(name.replace("-", "_"))
     with suppress(OSError, RuntimeError, ValueError):
         folder = Path(name).expanduser()
         if name and folder.is_dir():
@@ -107,7 +108,7 @@ def lasting(name: str) -> str:
     """
     try:
         folder = Path(name).expanduser()
-        return str(folder.resolve()) if name != DEMO and folder.is_dir() else name
+        return str(folder.resolve()) if name not in EMBEDDED and folder.is_dir() else name
     except (OSError, RuntimeError):  # not a path: `resolve` reports it
         return name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -40,8 +40,9 @@ class Handle:
         self._result: Result | None = None
 
     def __del__(self) -> None:
-        if not self._feed.is_ended:
-            self._thread.drop(self._feed)
+        feed = getattr(self, "_feed", None)  # None: Ctrl-C came before it was there
+        if feed is not None and not feed.is_ended:
+            self._thread.drop(feed)
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +163,7 @@ class Handle:
 
         self._thread.may_wait("async for")
         loop = asyncio.get_running_loop()
-        news: Future[None] = loop.create_future()
+        news: Future[bool] = loop.create_future()
         wake = partial(_wake_loop, news)
         if self._feed.await_news(wake):
             return
@@ -199,7 +200,30 @@ def wait_for_news(
     return True
 
 
-def _wake_loop(news: Future[None]) -> None:
+async def news_of(handle: Handle, seconds: float, *, at_end: bool = False) -> bool:
+    """Wait in the event loop until `handle` has chunks, or the end, for at most `seconds`.
+
+    Return False if the time is over. Nothing is read. `at_end`: wait only for the end, and let the
+    request not pause meanwhile. Cancelling the task that waits leaves the request running.
+    """
+    import asyncio
+
+    loop, feed = asyncio.get_running_loop(), handle._feed
+    news: Future[bool] = loop.create_future()
+    wake = partial(_wake_loop, news)
+    with feed.wanted_whole() if at_end else nullcontext():
+        handle._has_read()
+        if feed.await_news(wake, at_end=at_end):
+            return True
+        timer = loop.call_later(seconds, _settle, news, False)
+        try:
+            return await news
+        finally:
+            timer.cancel()
+            feed.forget(wake)
+
+
+def _wake_loop(news: Future[bool]) -> None:
     """Let the task that awaits `news` go on. Its event loop may be closed by now."""
     try:
         news.get_loop().call_soon_threadsafe(_settle, news)
@@ -207,6 +231,6 @@ def _wake_loop(news: Future[None]) -> None:
         return
 
 
-def _settle(news: Future[None]) -> None:
+def _settle(news: Future[bool], has_come: bool = True) -> None:
     if not news.done():
-        news.set_result(None)
+        news.set_result(has_come)

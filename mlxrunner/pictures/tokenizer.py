@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -26,7 +26,8 @@ class SeeingTokenizer:
         Raise ModelError if its chat template has no place for pictures.
         """
         self._inner, self._sight = inner, sight
-        self._written = self._what_is_written()
+        self.written = self._what_is_written()
+        """The text that the chat template writes for a picture."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -45,10 +46,20 @@ class SeeingTokenizer:
             text += [PICTURE for _ in runs] if is_picture else [self._inner.decode(own)]
         return "".join(text)
 
-    def tokens_of(self, text: str, pictures: Sequence[Pixels]) -> TokenArray:
+    def prepare(self, picture: Pixels) -> None:
+        """Get a picture ready for the next request, for which it may have to be seen again."""
+        self._sight.prepare(picture)
+
+    def tokens_of(
+        self,
+        text: str,
+        pictures: Sequence[Pixels],
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> TokenArray:
         """Return the tokens of a rendered conversation with its `pictures`, in order.
 
-        Raise PromptError if they do not fit together, and PictureError if one can't be seen.
+        `encode` makes the tokens, by default those of a whole conversation. Raise PromptError if
+        they do not fit together, and PictureError if one can't be seen.
         """
         parts = text.split(self._sight.marker)
         if len(parts) != len(pictures) + 1:
@@ -60,12 +71,14 @@ class SeeingTokenizer:
         whole = [parts[0]]
         for one, part in zip(prepared, parts[1:], strict=True):
             whole += [one.text, part]
-        return self._sight.placed(as_tokens(self._inner.encode("".join(whole))), prepared)
+        return self._sight.placed(
+            as_tokens((encode or self._inner.encode)("".join(whole))), prepared
+        )
 
     def _plain(self, message: PlainMessage) -> dict[str, Any]:
         plain = dict(message)
         if plain.pop("pictures", ()):
-            plain["content"] = message["content"].replace(PICTURE, self._written)
+            plain["content"] = message["content"].replace(PICTURE, self.written)
         return plain
 
     def _what_is_written(self) -> str:

@@ -72,6 +72,8 @@ class Asked:
     """Seconds after which the answer is given up."""
     keep_alive: float | None = None
     """Seconds for which the model stays loaded afterwards; None: as the server is set."""
+    is_whole: bool = False
+    """True if the client gets nothing before the whole answer is there."""
     client: Client = Client()
     id: str = ""
     """The id of the request, which responses, events and `/explain/{request}` name."""

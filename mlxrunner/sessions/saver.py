@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
+from mlxrunner.cache.tokens import has_pictures
 from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.runner import Runner
@@ -164,7 +165,7 @@ class Saver:
             return
         runner.cache.keep(tokens)  # drop what was typed and never sent, or taken back
         entry = runner.entry
-        if not entry.tokens:
+        if not entry.tokens or has_pictures(entry.tokens.array):
             self.store.drop_cache(name)
             return
         packed = pack(entry.export(), self._fingerprint, self._kv_bits)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES
 from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
 from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
@@ -87,7 +88,9 @@ class Session:
 
     def to_json(self) -> str:
         """Return the session as JSON, which `from_json` reads."""
-        return json.dumps({"schema": SCHEMA, **vars(self)}, default=_fields)
+        branches = {name: _lasting(branch) for name, branch in self.branches.items()}
+        fields = {"schema": SCHEMA, **vars(self), "branches": branches}
+        return json.dumps(fields, default=_fields)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Session:
@@ -125,6 +128,16 @@ class Session:
                 f"has no branch {session.branch[:50]!r}, which it says is the present one"
             )
         return session
+
+
+def _lasting(branch: Branch) -> Branch:
+    """Return a branch without tokens if pictures are among them.
+
+    Their ids hold in one process only.
+    """
+    if max(branch.history.rendering.tokens, default=0) < FIRST_OF_PICTURES:
+        return branch
+    return replace(branch, history=branch.history.without_tokens())
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -88,6 +88,15 @@ def decode_picture(content: bytes, name: str) -> Pixels:
         raise PictureError(f"{name}: the picture is damaged: {why}") from error
 
 
+def small_png(pixels: Pixels, most: int) -> tuple[bytes, int]:
+    """Return a PNG of at most `most` rows and columns, and its width."""
+    picture = _pillow().fromarray(pixels)
+    picture.thumbnail((most, most))
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    return stream.getvalue(), picture.width
+
+
 def _check_size(name: str, width: int, height: int) -> None:
     if not width or not height:
         raise PictureError(f"{name}: the picture has no pixels ({width} x {height})")

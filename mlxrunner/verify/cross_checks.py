@@ -18,7 +18,7 @@ from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.verify.answer import ask, same_tokens
 from mlxrunner.verify.findings import FACTOR, Check, Difference
-from mlxrunner.verify.scenarios import PLAIN, Case, Talk, overflow
+from mlxrunner.verify.scenarios import GUESSING, PLAIN, Case, Talk, overflow
 
 MOVED_KEYS, GUESSED, PARALLEL = "overflow: moved keys", "guessed tokens", "two in parallel"
 LIKELIEST = 20
@@ -154,8 +154,7 @@ def _alone(talk: Talk, prompt: list[int]) -> _Said:
 
 
 def _guessing(runner: Runner, prompt: list[int], count: int) -> _Said:
-    options = {**PLAIN, "speculate": "lookup"}
-    return _said(list(runner.generate(prompt, max_tokens=count, logprobs=LIKELIEST, **options)))
+    return _said(list(runner.generate(prompt, max_tokens=count, logprobs=LIKELIEST, **GUESSING)))
 
 
 def _together(talk: Talk, prompts: list[list[int]], *, at_once: bool = False) -> list[_Said]:

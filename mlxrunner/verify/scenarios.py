@@ -34,6 +34,8 @@ THINKING = 3
 """Length of an answer with thinking, as a multiple of other answers."""
 PLAIN: dict[str, Any] = {"stop_tokens": [], "speculate": "off"}
 """Options of the answers that lead to an entry. What is guessed depends on measured times."""
+GUESSING: dict[str, Any] = PLAIN | {"speculate": "lookup"}
+"""Options of answers whose tokens are guessed wherever that is possible."""
 SMALLEST = 48
 """Fewest tokens of a prompt. Shorter ones have no early token to edit."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mlxrunner.models.load import load_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked, ToolChoice
-from mlxrunner.serve.events import CallArguments, CallBegan, Event, RefusedError, Text
+from mlxrunner.serve.events import CallArguments, CallBegan, Event, RefusedError, Text, Thought
 from mlxrunner.serve.prompts.make import Made, PromptMaker
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 
@@ -120,6 +121,31 @@ def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
         both = [*made.prompt.tokens.tolist(), *tokens]
         assert after.prompt.tokens[: len(both)].tolist() == both, family
         assert after.kept == 1
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_an_answer_of_a_form_is_no_thinking(family: str, tmp_path: Path) -> None:
+    """The form holds from the first token on: thinking that the prompt has opened is ended."""
+    opening = "{% if add_generation_prompt %}<think>\n{% endif %}"
+    tokenizer = load_strict(tmp_path / family, family, opening=opening)
+    maker = PromptMaker(tokenizer, TEMPLATES[family][0] + opening)
+    free = maker.make(asked(tools=()))
+    assert free.rendered.endswith("<think>\n")
+    for options in ({"schema": '{"const": 7}'}, {"choices": ["7"]}):
+        request = asked(tools=(), options=options)
+        made = maker.make(request)
+        assert made.rendered == free.rendered + "\n</think>\n\n"
+        assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
+        events = events_of(maker, made, request, constrained(maker, made, "7"))
+        assert "".join(event.text for event in events if isinstance(event, Text)) == "7"
+        assert not any(isinstance(event, Thought) for event in events)
+
+
+def test_an_answer_of_a_form_without_opened_thinking(makers: dict[str, PromptMaker]) -> None:
+    """Its prompt is that of any answer."""
+    for maker in makers.values():
+        free, held = (maker.make(asked(options=one)) for one in ({}, {"choices": ["7"]}))
+        assert held.rendered == free.rendered
 
 
 @pytest.mark.parametrize(

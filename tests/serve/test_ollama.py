@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import httpx
 import ollama
 import pytest
 from fastapi import FastAPI
-from support.scripted import HELLO, Scripted, asking, call, ended, serving
+from support.scripted import CARD, HELLO, Scripted, asking, call, ended, serving
 from support.waiting import until
 
 from mlxrunner.errors import ModelError
@@ -143,6 +144,23 @@ def test_thinking(
     assert (answers.last.thinking, answers.last.effort) == (thinking, effort)
 
 
+@pytest.mark.parametrize("think", [True, "low"])
+def test_a_model_that_does_not_think(url: str, answers: Scripted, think: object) -> None:
+    """It is refused to think, as Ollama does, and answers otherwise."""
+    answers.model = replace(CARD, has_thinking=False)
+    prompts: dict[str, dict[str, object]] = {
+        "chat": {"messages": HI},
+        "generate": {"prompt": "Hi"},
+    }
+    for path, prompt in prompts.items():
+        body = {"model": "tiny", **prompt, "think": think, "stream": False}
+        refused = httpx.post(f"{url}/api/{path}", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"].startswith('"tiny" does not support thinking')
+        assert httpx.post(f"{url}/api/{path}", json={**body, "think": False}).is_success
+    assert [one.thinking for one in answers.asked] == [False, False]
+
+
 @pytest.mark.parametrize(
     ("given", "options"),
     [
@@ -219,7 +237,7 @@ def test_models(client: ollama.Client) -> None:
         assert shown.capabilities == ["completion", "tools", "thinking"]
         assert shown.modelinfo is not None
         assert shown.modelinfo["llama.context_length"] == 4096
-    with pytest.raises(ollama.ResponseError, match="'other' not found") as raised:
+    with pytest.raises(ollama.ResponseError, match="there is no model other") as raised:
         client.show("other")
     assert raised.value.status_code == 404
 

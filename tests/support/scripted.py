@@ -43,7 +43,7 @@ CARD = ModelCard(
     has_thinking=True,
     expires=1_900_000_000.0,
 )
-"""The model that the server says it has."""
+"""The model that the server says it has, unless a test says another."""
 REPORT = CacheReport("partial", "prefix_changed", cached=30, lost=7, rules=("billing-header",))
 """The report of each answer."""
 
@@ -93,6 +93,8 @@ class Scripted:
         """Scripts for one answer each, which come before `script`."""
         self.asked: list[Asked] = []
         self.held: list[tuple[str, float | None]] = []
+        self.model = CARD
+        """The model that the server says it has."""
         self.is_stuck = False
         """True: answers never end by themselves."""
         self.closed = 0
@@ -117,7 +119,12 @@ class Scripted:
         return 42
 
     def models(self) -> Sequence[ModelCard]:
-        return [CARD]
+        return [self.model]
+
+    def card(self, model: str) -> ModelCard:
+        if model.removesuffix(":latest") != self.model.name:
+            raise RefusedError(404, f"there is no model {model}", code="model_not_found")
+        return self.model
 
     async def hold(self, model: str, keep_alive: float | None) -> None:
         if model == "absent":

@@ -277,13 +277,18 @@ NESTED = {
 """A form with parts that are defined elsewhere, and with limits."""
 
 
-def load_strict(folder: Path, family: str, words: Sequence[str] = ()) -> Tokenizer:
-    """Write the tokenizer of a family: a token per byte, mark and word. Load it."""
+def load_strict(
+    folder: Path, family: str, words: Sequence[str] = (), *, opening: str = ""
+) -> Tokenizer:
+    """Write the tokenizer of a family: a token per byte, mark and word. Load it.
+
+    `opening`: more of the template, behind its end.
+    """
     from tokenizers import Tokenizer as Fast
 
     template, end = TEMPLATES[family]
     folder.mkdir(parents=True)
-    write_tokenizer(folder, chat_template=template, eos_token=end)
+    write_tokenizer(folder, chat_template=template + opening, eos_token=end)
     fast = Fast.from_file(str(folder / "tokenizer.json"))
     fast.add_special_tokens(list(MARKS))
     fast.add_tokens(list(words))

@@ -10,6 +10,7 @@ from pathlib import Path
 from mlxrunner.chat.attachments import read_text
 from mlxrunner.chat.commands.table import PATH, ChatContext, Command, flagged, quoted
 from mlxrunner.chat.markdown import code_blocks
+from mlxrunner.chat.pictures import picture_paths
 from mlxrunner.errors import FileError, OptionError
 from mlxrunner.system.writing import written
 from mlxrunner.templates.messages import PlainMessage
@@ -32,6 +33,22 @@ def attach(chat: ChatContext, argument: str) -> None:
         chat.say(f"{one} ({size(len(text.encode()))}) goes with the next message")
     if not attached:
         chat.say("no file goes with the next message")
+
+
+def show_picture(chat: ChatContext, argument: str) -> None:
+    drop, given = flagged(argument, "-d")
+    waiting = chat.attachments.pictures
+    if drop:
+        waiting.clear()
+    elif given:
+        for path in picture_paths(given) or [given]:
+            name = chat.see(path)
+            if name not in waiting:
+                waiting.append(name)
+    for name in waiting:
+        chat.say(f"{name} goes with the next message")
+    if not waiting:
+        chat.say("no picture goes with the next message")
 
 
 def copy_answer(chat: ChatContext, argument: str) -> None:
@@ -95,6 +112,13 @@ COMMANDS = (
         f"[-d] [{PATH}]",
         "put a file before the next text; alone: list; -d: drop",
         attach,
+        is_daily=True,
+    ),
+    Command(
+        "/image",
+        f"[-d] [{PATH}]",
+        "show a picture with the next text; alone: list; -d: drop",
+        show_picture,
         is_daily=True,
     ),
     Command(

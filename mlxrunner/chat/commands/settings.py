@@ -16,6 +16,7 @@ from mlxrunner.config.option import about
 from mlxrunner.errors import OptionError
 from mlxrunner.options import (
     CHOOSING,
+    EMBEDDED,
     GREEDY,
     OVERFLOW,
     GenerateOptions,
@@ -245,7 +246,7 @@ def setting_words(chat: ChatContext, before: str) -> Iterable[str]:
 def _model_names(chat: ChatContext, before: str) -> Iterable[str]:
     from mlxrunner.models.catalog import cached_models
 
-    return ["demo", *read_config_file().aliases, *(found.name for found in cached_models())]
+    return [*EMBEDDED, *read_config_file().aliases, *(found.name for found in cached_models())]
 
 
 def _prompt_names(chat: ChatContext, before: str) -> Iterable[str]:

@@ -83,6 +83,14 @@ class ChatContext(Protocol):
         """Send `text` with the attachments and the files that it names, as `answer` does."""
         ...
 
+    def see(self, path: str) -> str:
+        """Return the name that shows a picture file to the model, in any message of the user.
+
+        The model is loaded again if it was loaded without its eyes. Raise PictureError if the file
+        can't be used.
+        """
+        ...
+
     def answer(self, text: str, after: History | None = None, **options: Any) -> None:
         """Send `text` as it is, and print the answer.
 

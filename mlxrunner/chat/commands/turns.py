@@ -104,7 +104,7 @@ def switch(chat: ChatContext, argument: str) -> None:
 def clear(chat: ChatContext, argument: str) -> None:
     had_turns = bool(chat.conversation.history.turns)
     chat.conversation.clear()
-    chat.attachments.texts.clear()
+    chat.attachments.clear()
     back = "; /redo brings it back" if had_turns else ""
     chat.say(f"cleared: {chat.conversation.outlook()}{back}")
 

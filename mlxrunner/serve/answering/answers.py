@@ -49,6 +49,10 @@ class Answers(Protocol):
         """Return the models that a request may name."""
         ...
 
+    def card(self, model: str) -> ModelCard:
+        """Return the model that a request means by `model`. Raise RefusedError if it is unknown."""
+        ...
+
     async def hold(self, model: str, keep_alive: float | None) -> None:
         """Load a model, and unload it `keep_alive` seconds after its last answer.
 

@@ -82,6 +82,11 @@ class House:
             for name in [self.names.find(shown)]
         ]
 
+    def card(self, model: str) -> ModelCard:
+        """Return the model that a request means by `model`. Raise RefusedError if it is unknown."""
+        name = self.names.find(model)
+        return card_of(self.names.known_as(model), name, self.models_held.get(name))
+
     async def hold(self, model: str, keep_alive: float | None) -> None:
         """Load a model, and unload it `keep_alive` seconds after its last answer.
 
@@ -174,7 +179,7 @@ class House:
             raise
         begun = await making
         made, handle = begun.made, begun.handle
-        reader, chunks, is_kept = Reader(handle), list[Chunk](), False
+        reader, chunks, is_kept = Reader(handle, is_whole=asked.is_whole), list[Chunk](), False
         splitter = opened.maker.splitter(made, asked)
         try:
             while not chunks or chunks[-1].finish_reason is None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import ModelError
 from mlxrunner.models.catalog import cached_models
-from mlxrunner.models.resolve import DEMO, HUB_ID, folder_if_here, lasting
+from mlxrunner.models.resolve import HUB_ID, folder_if_here, lasting
+from mlxrunner.options import EMBEDDED
 from mlxrunner.serve.events import RefusedError
 
 LATEST = ":latest"
@@ -42,7 +43,7 @@ class ModelNames:
                 return self.first
             if name in self.aliases:
                 return self.aliases[name]
-            if name == DEMO or (HUB_ID.fullmatch(name) and _is_here(name)):
+            if name in EMBEDDED or (HUB_ID.fullmatch(name) and _is_here(name)):
                 return name
         known = list(self)
         raise RefusedError(
@@ -53,6 +54,12 @@ class ModelNames:
             code="model_not_found",
             param="model",
         )
+
+    def known_as(self, asked: str) -> str:
+        """Return `asked`, a name that `find` finds, as the lists of models have it."""
+        if asked in self.aliases:
+            return asked
+        return asked.removesuffix(LATEST) or self.shown
 
     def show(self, name: str) -> str:
         """Return the name that clients see of the model `name`."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-from mlxrunner.parallel.handle import Handle
+from mlxrunner.parallel.handle import Handle, news_of
 from mlxrunner.results import Chunk
 
 T = TypeVar("T")
 FIRST_S, EVERY_S = 1.0, 4.5
 """Seconds of silence before the first beat, and between two of them: clients wait for 5."""
-AHEAD = 1024
-"""Most chunks that are read before their client has taken them."""
 
 
 class Beats:
@@ -54,37 +53,28 @@ def look_at(future: asyncio.Future[Any]) -> None:
 
 
 class Reader:
-    """Reads the chunks of a request in a task of its own, so that a beat never disturbs it."""
+    """Reads the chunks of a request, so that a beat never disturbs it."""
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(AHEAD)
-        self._error: Exception | None = None
-        self._task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        try:
-            async for chunk in self._handle:
-                await self._chunks.put(chunk)
-        except Exception as error:
-            self._error = error
-        await self._chunks.put(None)
+    def __init__(self, handle: Handle, *, is_whole: bool = False) -> None:
+        """Read the chunks of `handle`. `is_whole`: nobody wants any of them before the last."""
+        self._handle, self._is_whole = handle, is_whole
+        self._ready: deque[Chunk] = deque()
 
     async def next(self, seconds: float) -> Chunk | None:
         """Return the next chunk; None behind the last one.
 
         Raise TimeoutError if none comes within `seconds`, and the error that ended the request.
         """
-        if self._chunks.empty():
-            async with asyncio.timeout(seconds):
-                chunk = await self._chunks.get()
-        else:
-            chunk = self._chunks.get_nowait()
-        if chunk is None and self._error is not None:
-            raise self._error
-        return chunk
+        if not self._ready:
+            if not await news_of(self._handle, seconds, at_end=self._is_whole):
+                raise TimeoutError
+            self._ready.extend(self._handle.poll())
+        if self._ready:
+            return self._ready.popleft()
+        if self._handle.error is not None:
+            raise self._handle.error.with_traceback(None)
+        return None
 
     def close(self) -> None:
         """End the request, and free its slot after the step that is running."""
         self._handle.cancel()
-        self._task.cancel()

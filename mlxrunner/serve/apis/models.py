@@ -36,12 +36,12 @@ def router(answers: Answers) -> APIRouter:
     @routes.get("/v1/models/{name:path}")
     async def retrieve_model(name: str, request: Request) -> Response:
         """Describe a model."""
-        card = next((card for card in answers.models() if card.name == name), None)
-        if card is not None:
-            return JSONResponse(_anthropic(card) if is_anthropic(request) else _openai(card))
-        refused = RefusedError(404, f"there is no model {name!r:.200}", code="model_not_found")
-        write = anthropic_response if is_anthropic(request) else openai_response
-        return write(refused, request.state.id)
+        try:
+            card = answers.card(name)
+        except RefusedError as refused:
+            write = anthropic_response if is_anthropic(request) else openai_response
+            return write(refused, request.state.id)
+        return JSONResponse(_anthropic(card) if is_anthropic(request) else _openai(card))
 
     return routes
 

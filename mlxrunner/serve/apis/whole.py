@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import end
@@ -80,7 +80,7 @@ class Whole:
 async def whole(answers: Answers, asked: Asked) -> Whole:
     """Return the whole answer. Raise RefusedError."""
     found = Whole()
-    async for event in events_of(answers, asked):
+    async for event in events_of(answers, replace(asked, is_whole=True)):
         found.add(event)
     return found
 
@@ -88,7 +88,8 @@ async def whole(answers: Answers, asked: Asked) -> Whole:
 async def wholes(answers: Answers, several: Sequence[Asked]) -> list[Whole]:
     """Return the whole answers of several requests, which run side by side."""
     found = [Whole() for _ in several]
-    async with aclosing(merged(answers, several)) as events:
+    together = [replace(asked, is_whole=True) for asked in several]
+    async with aclosing(merged(answers, together)) as events:
         async for index, event in events:
             found[index].add(event)
     return found

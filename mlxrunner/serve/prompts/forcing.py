@@ -54,7 +54,7 @@ def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> For
     if not named:
         what = "no tools are given" if not tools else f"no tool is called {choice.name!r:.80}"
         raise RefusedError(400, f"tool_choice: a call is required, and {what}", param="tool_choice")
-    closed = _closed_thinking(text)
+    closed = closed_thinking(text)
     if form.kind == "channels" and len(named) == 1:
         header = (
             f"<|channel|>commentary to=functions.{name_of(named[0])} <|constrain|>json<|message|>"
@@ -70,7 +70,7 @@ def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> For
     return Forced(schema, whole, closed, opening, after, own, is_own)
 
 
-def _closed_thinking(text: str) -> str:
+def closed_thinking(text: str) -> str:
     """Return the text that ends the thinking that a prompt has opened, or nothing."""
     ends = text.rstrip()
     opened = (tags for tags in THINKING_TAGS if ends.endswith(tags.begin))

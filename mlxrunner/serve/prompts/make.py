@@ -15,7 +15,7 @@ from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.prompts.chain import chain, message_digest
 from mlxrunner.serve.prompts.encoding import Encoder
-from mlxrunner.serve.prompts.forcing import Forced, forced
+from mlxrunner.serve.prompts.forcing import Forced, closed_thinking, forced
 from mlxrunner.serve.prompts.formats import CallFormat, Tools, format_of
 from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, KeptTurns
 from mlxrunner.serve.prompts.probe import Probe
@@ -37,6 +37,8 @@ from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
 
 MOST_BYTES = 32_000_000
 """Most bytes of messages that are remembered, as they came and as they were checked."""
+FORMS = frozenset({"schema", "choices"})
+"""The options that hold an answer to a form."""
 TAIL = 200
 """Most characters at the end of a prompt that say whether it opens the answer's thinking."""
 
@@ -169,9 +171,10 @@ class PromptMaker:
             lambda prompt, answer: Said.of(answer, self.form, asked.tools, prompt[-TAIL:]),
         )
         call = forced(asked.tool_choice, asked.tools, self.form, text)
-        rendered = text + (call.opening if call is not None else "")
+        closed = call.closed if call is not None else _closing(asked, text)
+        rendered = text + (call.opening if call is not None else closed)
         tokens, whole = self._encoder.encode(rendered, fills)
-        opens = (text + (call.closed if call is not None else ""))[-TAIL:]
+        opens = (text + closed)[-TAIL:]
         constraint = self._constraint(asked, tokens, opens)
         seconds = time.perf_counter() - began
         messages: Any = draft.messages
@@ -237,7 +240,7 @@ class PromptMaker:
 
     def _constraint(self, asked: Asked, tokens: TokenArray, opens: str) -> StartConstraint | None:
         """Return what holds the calls of strict tools, unless another form holds the answer."""
-        if asked.tool_choice.mode != "auto" or asked.options.keys() & {"schema", "choices"}:
+        if asked.tool_choice.mode != "auto" or asked.options.keys() & FORMS:
             return None
         return self._strict.constraint(asked.tools, tokens[-8:].tolist(), opens)
 
@@ -256,6 +259,14 @@ def _known(message: Mapping[str, Any]) -> _Known:
     checked = check_message(0, message)
     digest = message_digest(checked)
     return _Known(checked, digest, ENTRY + footprint(checked, digest))
+
+
+def _closing(asked: Asked, text: str) -> str:
+    """Return the text that ends the thinking that a prompt has opened, if a form holds the answer.
+
+    It holds from the first token on, and a client looks for it in the answer, not in the thinking.
+    """
+    return closed_thinking(text) if asked.options.keys() & FORMS else ""
 
 
 def _variables(asked: Asked, draft: Draft) -> dict[str, Any]:

@@ -209,6 +209,22 @@ def test_keep_alive(folder: Path) -> None:
     in_house(run())
 
 
+def test_cards_of_names(folder: Path) -> None:
+    """Every name that a request may give has a card, in the form of the lists; no other has."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            names = ["first", "second", "demo", "first:latest", ""]
+            assert [house.card(name).name for name in names] == [*names[:3], "first", "first"]
+            assert house.card("demo").architecture == "llama"
+            assert not house.card("demo").has_thinking
+            with pytest.raises(RefusedError, match="no model fourth") as raised:
+                house.card("fourth")
+            assert raised.value.status == 404
+
+    in_house(run())
+
+
 def test_a_house_that_is_closed(folder: Path) -> None:
     """It takes no request, and running ones end with a reason."""
 

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import Field
 
 from mlxrunner.models.resolve import pull as pull_model
-from mlxrunner.serve.answering.answers import Answers, ModelCard
+from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import frames, stream, while_connected
 from mlxrunner.serve.apis.fields import Body, headers
 from mlxrunner.serve.apis.ollama.catalog import described, listed, running
@@ -25,6 +25,7 @@ from mlxrunner.serve.apis.ollama.request import (
 from mlxrunner.serve.apis.ollama.writing import Shape, StreamWriter
 from mlxrunner.serve.apis.route import client_of, route_class
 from mlxrunner.serve.apis.whole import merged, whole
+from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.shapes import ollama_response
 
@@ -60,6 +61,7 @@ def router(answers: Answers, pull: Pull = pull_model) -> APIRouter:
 
     async def answer(body: ChatRequest | GenerateRequest, request: Request) -> Response:
         asked = read(body, client_of(request), request.state.id)
+        _check_thinking(answers, asked)
         shape = Shape(asked, body.model, is_chat=isinstance(body, ChatRequest))
         if is_empty(body):
             seconds = seconds_of(body.keep_alive)
@@ -116,7 +118,7 @@ def _add_catalog(routes: APIRouter, answers: Answers) -> None:
     @routes.post("/api/show")
     async def show(body: Named) -> Response:
         """Describe a model."""
-        return JSONResponse(described(_card(answers, body.given)))
+        return JSONResponse(described(answers.card(body.given)))
 
     @routes.head("/api/version", include_in_schema=False)
     @routes.get("/api/version")
@@ -141,8 +143,11 @@ def _version() -> str:
         return "unknown"
 
 
-def _card(answers: Answers, name: str) -> ModelCard:
-    for card in answers.models():
-        if card.name in (name, name.removesuffix(":latest")):
-            return card
-    raise RefusedError(404, f"model {name!r:.100} not found", code="model_not_found")
+def _check_thinking(answers: Answers, asked: Asked) -> None:
+    """Raise RefusedError, as Ollama does, if a model is to think that can't."""
+    if asked.thinking and not answers.card(asked.model).has_thinking:
+        raise RefusedError(
+            400,
+            f'"{asked.model}" does not support thinking: leave out think, or say think: false',
+            param="think",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ def _found(kept: KeptResponses, name: str) -> KeptResponse:
 async def _whole(answers: Answers, asked: Asked, writer: StreamWriter) -> Ended:
     """Write the whole answer, and return its end. The frames are of no use."""
     ended: Ended | None = None
-    async with aclosing(events_of(answers, asked)) as events:
+    async with aclosing(events_of(answers, replace(asked, is_whole=True))) as events:
         async for event in events:
             for _ in writer.write(0, event):
                 pass

@@ -1,0 +1,125 @@
+"""Pictures in a chat: a text names each, such as `[picture: receipt.png, 640x480, 3fa9c18e]`.
+
+The name is what is shown, edited and saved. Where a message of the user has it, the model sees the
+picture. The last part of a name comes from the pixels, so no other picture has the same name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxrunner.system.picture_files import Pixels, open_picture, small_png
+from mlxrunner.templates.messages import PlainMessage
+from mlxrunner.terminal.text import one_line
+from mlxrunner.tokenizer import Tokenizer
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+NAME = re.compile(r"\[picture: [^\[\]\n]{1,80}, \d+x\d+, [0-9a-f]{8}\]")
+SMALL = 320
+"""Most rows and columns of a picture in the terminal."""
+BEGIN, END = "\ue0f2", "\ue0f3"
+"""Stand around the name of a picture that is shown: private characters, which no template changes.
+
+They are taken out of all messages, so nobody else can write them.
+"""
+SHOWN = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
+
+
+class Album:
+    """The pictures of a chat, by their names."""
+
+    def __init__(self) -> None:
+        self._pixels: dict[str, Pixels] = {}
+
+    def add(self, path: str) -> str:
+        """Read a picture file, and return the name that shows it.
+
+        Raise PictureError if it can't be used, and OptionError if nothing that reads it is
+        installed.
+        """
+        pixels = open_picture(os.path.expanduser(path))
+        height, width, _ = pixels.shape
+        file = re.sub(r"[\[\]\n]", "_", one_line(Path(path).name))[-80:] or "?"
+        digest = hashlib.sha256(np.ascontiguousarray(pixels).data).hexdigest()[:8]
+        name = f"[picture: {file}, {width}x{height}, {digest}]"
+        self._pixels[name] = pixels
+        return name
+
+    def small(self, name: str) -> tuple[bytes, int]:
+        """Return a small PNG of the picture with this name, and its width."""
+        return small_png(self._pixels[name], SMALL)
+
+    def named(self, text: str) -> list[str]:
+        """Return the names of pictures in `text`, in order."""
+        return [name for name in NAME.findall(text) if name in self._pixels]
+
+    def shown(self, text: str) -> list[Pixels]:
+        """Return the pictures that a rendered text shows, in order."""
+        return [self._pixels[name] for name in SHOWN.findall(text) if name in self._pixels]
+
+    def marked(self, message: PlainMessage) -> PlainMessage:
+        """Return a message of which the model sees the pictures."""
+        content = message["content"].replace(BEGIN, "").replace(END, "")
+        if message["role"] == "user":
+            for name in dict.fromkeys(self.named(content)):
+                content = content.replace(name, f"{BEGIN}{name}{END}")
+        return {**message, "content": content}
+
+    def tokenizer(self, seeing: Any) -> Tokenizer:
+        """Return the tokenizer of a model that sees, which shows it the pictures that are named."""
+        tokenizer: Any = _Showing(seeing, self) if self._pixels else seeing
+        return tokenizer  # type: ignore[no-any-return]
+
+
+class _Showing:
+    def __init__(self, seeing: Any, album: Album) -> None:
+        self._seeing, self._album = seeing, album
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._seeing, name)
+
+    def render(self, messages: Sequence[PlainMessage], **variables: Any) -> str:
+        plain = [self._album.marked(message) for message in messages]
+        return str(self._seeing.render(plain, **variables))
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoded(text, self._seeing.encode)
+
+    def encode_more(self, text: str) -> list[int]:
+        return self._encoded(text, self._seeing.encode_more)
+
+    def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        pictures = self._album.shown(text)
+        if not pictures:
+            return encode(text)
+        written = SHOWN.sub(lambda _: self._seeing.written, text)
+        tokens: list[int] = self._seeing.tokens_of(written, pictures, encode).tolist()
+        return tokens
+
+
+def picture_paths(text: str) -> list[str]:
+    """Return the paths if `text` is nothing but paths of picture files, as terminals drop them."""
+    line = text.strip()
+    if not line.lower().rstrip("'\"").endswith(SUFFIXES) or "\n" in line:
+        return []
+    candidates = [[line]]
+    with suppress(ValueError):  # an open quote
+        candidates.append(shlex.split(line))
+    return next((paths for paths in candidates if all(map(is_picture, paths))), [])
+
+
+def is_picture(path: str) -> bool:
+    """Return True if `path` is a file whose name ends as that of a picture."""
+    try:
+        return path.lower().endswith(SUFFIXES) and os.path.isfile(os.path.expanduser(path))
+    except ValueError:  # a NUL
+        return False

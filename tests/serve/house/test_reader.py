@@ -1,0 +1,107 @@
+"""The reader of a request's chunks: as they come, or when all of them are there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from support.histories import tiny_parts
+from support.threads import LONG, alone, asked, opened
+
+from mlxrunner import ClosedError, ParallelRunner
+from mlxrunner.parallel.threads import feed
+from mlxrunner.serve.answering.pace import Reader
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny_parts("llama")
+
+
+async def tokens_of(reader: Reader, seconds: float) -> list[int | None]:
+    """Return all tokens, however often nothing comes within `seconds`."""
+    tokens: list[int | None] = []
+    while True:
+        with suppress(TimeoutError):
+            chunk = await reader.next(seconds)
+            if chunk is None:
+                return tokens
+            tokens.append(chunk.token)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["stream", "whole"])
+def test_answers_are_those_of_a_runner_alone(llama: Any, *, is_whole: bool) -> None:
+    """Twenty readers on one loop; beats come at any time, and take nothing away."""
+    rng = random.Random(7)
+    requests = [asked(rng, list(range(30))) for _ in range(20)]
+
+    async def all_of_them(runner: ParallelRunner) -> list[list[int | None]]:
+        readers = [
+            Reader(runner.submit(prompt, **options), is_whole=is_whole)
+            for prompt, options in requests
+        ]
+        waits = [rng.choice([0, 0.0005, 60]) for _ in readers]
+        return await asyncio.gather(*map(tokens_of, readers, waits))
+
+    with opened(llama, 3) as runner:
+        found = asyncio.run(all_of_them(runner))
+    for (prompt, options), tokens in zip(requests, found, strict=True):
+        assert [one for one in tokens if one is not None] == alone(llama, prompt, **options)
+
+
+@pytest.mark.parametrize("seconds", [0.0005, 60.0])
+def test_a_whole_answer_does_not_pause(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Nobody reads before its end, and few unread chunks are allowed."""
+    monkeypatch.setattr(feed, "MOST_UNREAD", 4)
+
+    async def read(runner: ParallelRunner) -> list[int | None]:
+        return await tokens_of(Reader(runner.submit([1], **LONG), is_whole=True), seconds)
+
+    with opened(llama, 1) as runner:
+        tokens = asyncio.run(read(runner))
+    assert [one for one in tokens if one is not None] == alone(llama, [1], **LONG)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["stream", "whole"])
+def test_a_task_that_is_cancelled_takes_nothing(llama: Any, *, is_whole: bool) -> None:
+    """The request, which waits for a slot then, goes on; closing the reader ends it."""
+
+    async def twice(runner: ParallelRunner) -> list[int | None]:
+        first = Reader(runner.submit([9], **LONG), is_whole=is_whole)
+        reader = Reader(runner.submit([2], **LONG), is_whole=is_whole)
+        waiting = asyncio.create_task(reader.next(60))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        first.close()
+        assert len(await tokens_of(first, 60)) <= LONG["max_tokens"]
+        return await tokens_of(reader, 60)
+
+    with opened(llama, 1) as runner:
+        tokens = asyncio.run(twice(runner))
+    assert [one for one in tokens if one is not None] == alone(llama, [2], **LONG)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["stream", "whole"])
+def test_a_runner_that_is_closed(llama: Any, *, is_whole: bool) -> None:
+    """The reader says so, behind the chunks that had come."""
+
+    async def read(runner: ParallelRunner) -> None:
+        endless = runner.submit([9], max_tokens=50_000, stop_tokens=[])
+        reader = Reader(runner.submit([1], **LONG), is_whole=is_whole)
+        reading = asyncio.create_task(tokens_of(reader, 60))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(runner.close)
+        with pytest.raises(ClosedError):
+            await reading
+        assert endless.finished
+
+    with opened(llama, 1, context=100_000) as runner:
+        asyncio.run(read(runner))
