@@ -31,7 +31,7 @@ PATIENCE_S = 600
 
 
 def command(*arguments: str) -> list[str]:
-    options = ["--no-usage", "--no-reserve", "--seed", "7"]
+    options = ["--no-usage", "--no-reserve", "--seed", "11"]
     return [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", *options, *arguments]
 
 

@@ -64,12 +64,13 @@ _COLUMNS = "line, number, id, options, error, tokens, prompt, format, sum"
 LINE = f"SELECT {_COLUMNS} FROM lines WHERE line = ?"
 _PENDING = f"""
 SELECT {{place}}, {_COLUMNS} FROM {{table}}
-WHERE {{place}} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {{place}} LIMIT 1
+WHERE {{place}} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {{place}}
 """
-NEXT = {
+ALL = {
     "prefix": _PENDING.format(place="place", table="places CROSS JOIN lines USING (line)"),
     "input": _PENDING.format(place="line", table="lines"),
 }
+NEXT = {order: f"{query} LIMIT 1" for order, query in ALL.items()}
 
 
 def tables() -> list[Any]:
@@ -83,17 +84,17 @@ def checksum(*columns: str | bytes | int | None) -> int:
     """Return a checksum of a row, which tells if a bit on the disk has flipped."""
     parts = list[bytes]()
     for column in columns:
-        parts.append(_KINDS.get(type(column)) or type(column).__name__.encode())
         if column is None:
-            parts.append(b"None")
+            parts.append(b"NoneTypeNone")
+        elif type(column) is int:
+            parts.append(b"int%d" % column)
         elif isinstance(column, bytes):
-            parts.append(column)
+            parts += (b"bytes", column)
         else:
-            parts.append(str(column).encode("utf-8", "surrogatepass"))
+            parts.append(f"{type(column).__name__}{column}".encode("utf-8", "surrogatepass"))
     return zlib.crc32(b"".join(parts))
 
 
-_KINDS = {kind: kind.__name__.encode() for kind in (str, bytes, int, type(None))}
 _DAMAGE = (
     sqlite3.SQLITE_NOTADB,
     sqlite3.SQLITE_CORRUPT,

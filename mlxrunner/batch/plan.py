@@ -105,7 +105,7 @@ def limit_of(line: StoredLine, defaults: Mapping[str, Any]) -> int | None:
 
     `defaults` are the options of the batch.
     """
-    limit: int | None = {**defaults, **line.options}.get("max_tokens")
+    limit: int | None = line.options.get("max_tokens", defaults.get("max_tokens"))
     return limit
 
 

@@ -195,7 +195,7 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
 
 def _cut(job: Job, store: Store, found: Survey, progress: Progress, speed: Speed | None) -> CutPlan:
     """Cut the lines that have no answer yet for the job's workers, and show the progress."""
-    _, costs = costs_of(_counted(store.pending(), "cutting", progress), job.defaults)
+    _, costs = costs_of(_counted(store.left(), "cutting", progress), job.defaults)
     progress.close()
     return CutPlan.of(costs, job.workers or 1, found.answer_tokens, speed)
 
@@ -224,7 +224,7 @@ def _read(
     parts = {**parts, INPUT: inputs.digest}
     if job.shard is not None:
         store.arrange(by_tokens=is_shifted)
-        arranged = _counted(store.pending(), "cutting", progress)
+        arranged = _counted(store.left(), "cutting", progress)
         parts[CUT] = keep_shard(store, arranged, Shard.of(job.shard), job.defaults)
     if retried is not None:
         check_same(retried.made_from, parts, job.output)
@@ -243,7 +243,7 @@ def _survey(
     speed: Speed | None = None,
 ) -> Survey:
     """Survey the lines that have no answer yet, and show the progress."""
-    lines = _counted(store.pending(order), "planning", progress)
+    lines = _counted(store.left(order), "planning", progress)
     found = survey(lines, job.defaults, context, speed)
     progress.close()
     return found

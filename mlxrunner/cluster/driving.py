@@ -70,7 +70,7 @@ def over_workers(
 
     Events of all requests go to `profile`. If no line can be run, no worker is opened.
     """
-    found = survey(store.pending(job.order), job.defaults, context)
+    found = survey(store.left(job.order), job.defaults, context)
     if not found.lines:
         yield lambda is_stopping, tick: Execution(None, job, Begun()).run(store.pending(job.order))
         return
@@ -119,7 +119,7 @@ class Driver:
     ) -> Outcomes:
         """Yield the outcomes of the lines as they end, until all have or the run is stopped."""
         self._look()
-        indexes, costs = costs_of(store.pending(order), self._batch.job["defaults"])
+        indexes, costs = costs_of(store.left(order), self._batch.job["defaults"])
         self._dealer = Dealer(store.line, indexes, costs, max(1, len(self._workers)))
         before = time.monotonic()
         try:

@@ -34,6 +34,7 @@ CONNECT_S = 10
 """Seconds in which a scheduler has to answer."""
 LOST_S = 30
 """Seconds without an answer of the scheduler after which the cluster is given up."""
+CONNECTION_LOST = "the connection to the scheduler of the cluster is lost"
 
 
 class DaskMachines:
@@ -101,6 +102,9 @@ class DaskMachines:
             reply = Reply(number, error=error)
         finally:
             future.release()
+        if reply.error is not None and self._client.status != "running":
+            self._lost = CONNECTION_LOST
+            return
         self._calls.pop(number, None)
         self._replies.put(reply)
 
@@ -122,6 +126,9 @@ class DaskMachines:
                 silent = 0.0
             except (OSError, TimeoutError):
                 silent += LOOK_EVERY_S
+            except RuntimeError:  # the client has closed its connections
+                self._lost = CONNECTION_LOST
+                return
             if self._local and (why := self._keep()) is not None:
                 self._lost = why
                 return

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import entry, filled, indices
 
+from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import run_order
 from mlxrunner.batch.records import Counts, StoredLine, sort_key
 from mlxrunner.batch.store import Store
@@ -180,3 +181,15 @@ def test_an_empty_input_is_complete() -> None:
     with filled([]) as store:
         assert store.is_complete
         assert list(store.pending()) == list(store.answers()) == []
+
+
+@pytest.mark.parametrize("order", ["prefix", "input"])
+def test_the_lines_that_are_left_are_those_that_are_pending(order: Order) -> None:
+    prompts = [[3, 1], [1], [], [3], [1, 2], [3, 1, 4]]
+    with filled(prompts) as store:
+        assert sorted(indices(store.left(order))) == list(range(6))
+        for index in (0, 4):
+            store.record(index, b"{}")
+        store.commit()
+        assert indices(store.left(order)) == indices(store.pending(order))
+        assert sorted(indices(store.left(order))) == [1, 2, 3, 5]
