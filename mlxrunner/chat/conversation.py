@@ -194,7 +194,8 @@ class Conversation:
             while tokens and tokens[-1] >= FIRST_OF_PICTURES:  # not a part of a picture
                 tokens = tokens[:-1]
         if len(tokens) < self.runner.context:
-            prompt = TokenizedPrompt(as_tokens(tokens), pictures=self._prepared(rendering))
+            views = self._views(rendering)
+            prompt = TokenizedPrompt(as_tokens(tokens), pictures=len(views), views=views)
             self.runner.evaluate(prompt, cancelled=cancelled)
 
     def send(
@@ -238,6 +239,7 @@ class Conversation:
         self, history: History, text: str, rendering: Rendering, began: float
     ) -> TokenizedPrompt:
         asked: PlainMessage = {"role": "user", "content": text}
+        views = self._views(rendering)
         return TokenizedPrompt(
             as_tokens(rendering.tokens),
             "messages",
@@ -245,17 +247,16 @@ class Conversation:
             rendering.text,
             self.variables,
             time.perf_counter() - began,
-            pictures=self._prepared(rendering),
+            pictures=len(views),
+            views=views,
         )
 
-    def _prepared(self, rendering: Rendering) -> int:
-        """Get the pictures of a rendering ready for a request, and return how many there are."""
+    def _views(self, rendering: Rendering) -> list[Any]:
+        """Return what a request has to hold of the pictures of a rendering."""
         if not self.sees:
-            return 0
-        pictures, tokenizer = self.album.shown(rendering.text), cast(Any, self.runner.tokenizer)
-        for one in pictures:
-            tokenizer.prepare(one)
-        return len(pictures)
+            return []
+        tokenizer = cast(Any, self.runner.tokenizer)
+        return [tokenizer.prepare(one) for one in self.album.shown(rendering.text)]
 
     def _without_oldest(
         self, history: History, text: str, rendering: Rendering, shift: Shift

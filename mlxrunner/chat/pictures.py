@@ -39,9 +39,11 @@ class Album:
 
     def __init__(self) -> None:
         self._pixels: dict[str, Pixels] = {}
+        self.held: Any = None
+        """The pictures that were tokenized last, as the encoder needs them."""
 
-    def add(self, path: str) -> str:
-        """Read a picture file, and return the name that shows it.
+    def add(self, path: str) -> tuple[str, bool]:
+        """Read a picture file, and return the name that shows it, and True if it is new here.
 
         Raise PictureError if it can't be used, and OptionError if nothing that reads it is
         installed.
@@ -51,8 +53,9 @@ class Album:
         file = re.sub(r"[\[\]\n]", "_", one_line(Path(path).name))[-80:] or "?"
         digest = hashlib.sha256(np.ascontiguousarray(pixels).data).hexdigest()[:8]
         name = f"[picture: {file}, {width}x{height}, {digest}]"
-        self._pixels[name] = pixels
-        return name
+        is_new = name not in self._pixels
+        self._pixels.setdefault(name, pixels)
+        return name, is_new
 
     def small(self, name: str) -> tuple[bytes, int]:
         """Return a small PNG of the picture with this name, and its width."""
@@ -102,8 +105,9 @@ class _Showing:
         if not pictures:
             return encode(text)
         written = SHOWN.sub(lambda _: self._seeing.written, text)
-        tokens: list[int] = self._seeing.tokens_of(written, pictures, encode).tolist()
-        return tokens
+        tokens, self._album.held = self._seeing.tokens_of(written, pictures, encode)
+        found: list[int] = tokens.tolist()
+        return found
 
 
 def picture_paths(text: str) -> list[str]:

@@ -274,14 +274,18 @@ class Chat:
 
     def see(self, path: str) -> str:
         """Return the name that shows a picture: see `ChatContext.see`."""
-        name = self.conversation.album.add(path)
+        album, before = self.conversation.album, self.conversation.history
+        name, is_new = album.add(path)
         if self.interactive and sys.stderr.isatty() and shows_pictures(os.environ):
-            sys.stderr.write(inline(*self.conversation.album.small(name), os.environ))
+            sys.stderr.write(inline(*album.small(name), os.environ))
         if not self.conversation.sees:
             self.say(f"{self.model} is loaded again, with its eyes")
             self.reload(self.model, pictures=True)
         if not self.conversation.sees:
             raise PromptError("a model that several hosts share sees no pictures")
+        if is_new and any(name in turn.user for turn in before.turns):  # as a text until now
+            self.conversation.history = self.conversation.history.without_tokens()
+            self.branches.forget_tokens()
         return name
 
     def answer(self, text: str, after: History | None = None, **options: Any) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.engine.sampling import NextToken, dispatch
+from mlxrunner.errors import OptionError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Batch as WorstBatch
 from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import choose as choose_plan
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.memory.slots import cells_within, demand_of_slots, must_have_cells
-from mlxrunner.models.load import LoadedModel
+from mlxrunner.models.load import LoadedModel, tell_nobody
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.rows.adapt import Adapted
 from mlxrunner.parallel.rows.alone import OneAtATime
@@ -48,6 +49,7 @@ class Opening:
 
         Of the memory asked for, or of what the device offers, a tenth at most is for checkpoints.
         """
+        sight = getattr(loaded.model, "sight", None)
         asked = replace(asked, context=asked.context or loaded.facts.context)
         offered = max(0, device.offered_bytes() - beside)
         demand = demand_of_slots(
@@ -59,6 +61,8 @@ class Opening:
             step=asked.step,
             offered=offered if asked.memory is None else min(offered, asked.memory),
         )
+        if sight is not None:
+            demand = replace(demand, pictures=sight.work_bytes(tries=asked.reserve))
         return cls(asked, demand, offered, beside)
 
     def plan(self, cells: int | None, limit: int | None = None) -> Plan:
@@ -130,6 +134,33 @@ def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[
     ]
     dispatch(arrays)
     return arrays
+
+
+def seeing(name: str, asked: OpenSettings, *, trust_remote_code: bool) -> LoadedModel:
+    """Load the model `name` with its encoder of pictures.
+
+    Raise ModelError if it can't be used, and OptionError for settings that it can't have.
+    """
+    from mlxrunner.models.seeing import load_seeing
+
+    _refuse({"trust_remote_code": trust_remote_code, **_unseen(asked)})
+    return load_seeing(name, progress=tell_nobody, check=lambda _: None)
+
+
+def check_seeing(model: Any, asked: OpenSettings) -> None:
+    """Raise OptionError for settings that a model that sees pictures can't have."""
+    if hasattr(model, "look"):
+        _refuse(_unseen(asked))
+
+
+def _unseen(asked: OpenSettings) -> dict[str, Any]:
+    return {name: getattr(asked, name) for name in ("draft_model", "park_bytes", "kv_bits")}
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value:
+            raise OptionError(f"{name}: a model that sees pictures runs without it: leave it out")
 
 
 def parking_of(loaded: LoadedModel, settings: OpenSettings) -> Parking | None:

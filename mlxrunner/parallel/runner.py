@@ -6,7 +6,7 @@ A thread of its own owns the model. Requests are tokenized in the thread that su
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -74,11 +74,13 @@ class ParallelRunner(Several):
         *,
         max_sequences: int,
         trust_remote_code: bool = False,
+        pictures: bool = False,
         **settings: Unpack[OpenKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
-        Raise ModelError, which names the missing or broken file, and the errors of `of`.
+        `pictures`: see `Runner.load`. Raise ModelError, which names the missing or broken file, and
+        the errors of `of`.
         """
         check_flag("trust_remote_code", trust_remote_code)
         chosen: OpenKwargs = {"step_ms": None, **settings}
@@ -87,6 +89,7 @@ class ParallelRunner(Several):
                 name_of(model),
                 max_sequences=max_sequences,
                 trust_remote_code=trust_remote_code,
+                pictures=pictures,
                 **chosen,
             )
         )
@@ -207,11 +210,20 @@ class ParallelRunner(Several):
 def _evaluate(model: Any) -> None:
     """Evaluate all arrays of a model in the thread that made it: no other thread could."""
     if hasattr(model, "modules"):
+        modules = model.modules()
+        # Encoders of pictures keep tables in objects that are no modules.
+        plain = [
+            vars(value) for module in modules for value in vars(module).values() if _is_plain(value)
+        ]
         mx.eval(
             [
                 value
-                for module in model.modules()
-                for value in module.values()
+                for held in (*modules, *plain)
+                for value in held.values()
                 if isinstance(value, mx.array)
             ]
         )
+
+
+def _is_plain(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, type | Mapping)

@@ -9,6 +9,7 @@ iterating a handle drives the steps of all requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -29,7 +30,7 @@ from mlxrunner.models.resolve import name_of
 from mlxrunner.options import SubmitKwargs
 from mlxrunner.parallel.draft_model import seats_of
 from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.opening import Opening, parking_of
+from mlxrunner.parallel.opening import Opening, check_seeing, parking_of, seeing
 from mlxrunner.parallel.reception import Reception
 from mlxrunner.parallel.rows.proof import engine_for
 from mlxrunner.parallel.scheduling.request import ActiveRequest
@@ -81,6 +82,7 @@ class Stepper(Several):
         self.step_ms, self.prefill_step = chosen.step_ms, chosen.step
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self._parking, self._settings = parking, chosen
+        self._sight = getattr(model, "sight", None)
         self._reception = Reception(tokenizer, facts, self.context)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
@@ -107,7 +109,7 @@ class Stepper(Several):
                 message_ends=np.array(sorted(tokenizer.message_ends), np.int32),
                 parking=parking,
                 is_reusable=not facts.depends_on_chunks,
-                facts=facts,
+                facts=None if self._sight is not None else facts,
             )
         except BaseException:
             self._adapted.close()
@@ -120,15 +122,21 @@ class Stepper(Several):
         *,
         max_sequences: int,
         trust_remote_code: bool = False,
+        pictures: bool = False,
         **settings: Unpack[OpenKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
-        Raise ModelError, which names the missing or broken file, and the errors of `of`.
+        `pictures`: see `Runner.load`. Raise ModelError, which names the missing or broken file, and
+        the errors of `of`.
         """
         check_flag("trust_remote_code", trust_remote_code)
-        OpenSettings.of(max_sequences=max_sequences, **settings)  # before anything is loaded
-        loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)
+        check_flag("pictures", pictures)
+        asked = OpenSettings.of(max_sequences=max_sequences, **settings)
+        if pictures:
+            loaded = seeing(name_of(model), asked, trust_remote_code=trust_remote_code)
+        else:
+            loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)
         return cls.of(loaded, max_sequences=max_sequences, **settings)
 
     @classmethod
@@ -144,6 +152,7 @@ class Stepper(Several):
         """
         given: OpenKwargs = {"step_ms": 0, **settings}
         asked = OpenSettings.of(max_sequences=max_sequences, **given)
+        check_seeing(loaded.model, asked)
         seats = seats_of(loaded, asked)
         opening = Opening.of(loaded, asked, 0 if seats is None else seats.nbytes)
         chosen = opening.settings()
@@ -338,6 +347,9 @@ class Stepper(Several):
                 self.shown_as() or self,
                 lambda: request.observation(usage, reason, error),
             )
+        if self._sight is not None:
+            request.prompt = replace(request.prompt, views=None)
+            self._sight.settle()
         return usage
 
     def _usage(self, request: ActiveRequest) -> Usage:

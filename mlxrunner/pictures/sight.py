@@ -7,9 +7,11 @@ a pass evaluates a position of it, unless what the model saw of it is still kept
 from __future__ import annotations
 
 import hashlib
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +30,19 @@ LARGEST = 2048
 """Rows and columns of the picture with which the encoder is tried at start."""
 
 
+@dataclass(eq=False)
+class View:
+    """The input that the encoder gets of a picture, or what the model saw of it.
+
+    Each prompt with the picture holds it, so that it is there until the last of them has ended.
+    """
+
+    block: list[int]
+    inputs: Mapping[str, mx.array] | None
+    """The encoder's inputs; None once it ran."""
+    seen: Seen | None = None
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A picture as the processor prepared it."""
@@ -37,10 +52,12 @@ class Prepared:
     """The text that stands for it in that of a prompt."""
     run: TokenArray
     """The tokens of the model's own vocabulary at its positions."""
+    view: View | None = None
+    """The view that a prompt with this picture has to hold."""
 
 
 class Sight:
-    """The eyes of one model. Not thread-safe."""
+    """The eyes of one model. Any thread may prepare pictures; one runs the encoder."""
 
     def __init__(
         self, model: Any, processor: Any, marker: str, settings: bytes, kept_bytes: int = KEPT_BYTES
@@ -55,8 +72,9 @@ class Sight:
         self._settings, self._kept_bytes = settings, kept_bytes
         self._token = internals.image_token(model)
         self._prepared: dict[bytes, Prepared] = {}
-        self._waiting: dict[bytes, tuple[list[int], Mapping[str, mx.array]]] = {}
-        self._seen: OrderedDict[bytes, Seen] = OrderedDict()
+        self._views: weakref.WeakValueDictionary[bytes, View] = weakref.WeakValueDictionary()
+        self._seen: OrderedDict[bytes, View] = OrderedDict()
+        self._lock = threading.Lock()
         self._most = 0
         self.encoded = 0
         """The number of times that the encoder ran."""
@@ -85,53 +103,60 @@ class Sight:
     def prepare(self, pixels: Pixels) -> Prepared:
         """Return a picture as it goes into a prompt. Raise PictureError if it can't be seen."""
         digest = self._digest(pixels)
-        known = self._prepared.get(digest)
-        if known is not None and (digest in self._seen or digest in self._waiting):
-            return known
+        with self._lock:
+            known, view = self._prepared.get(digest), self._views.get(digest)
+            if known is None or view is None:
+                view = self._viewed(pixels)
+                known = known or self._described(digest, view)
+                self._prepared[digest], self._views[digest] = known, view
+        return replace(known, view=view)
+
+    def _viewed(self, pixels: Pixels) -> View:
         block, inputs = internals.process(self._processor, self.marker, pixels)
         if self._most and _nbytes(inputs) > self._most:
             raise PictureError(
                 f"a picture of {pixels.shape[1]} x {pixels.shape[0]} needs more memory than was "
                 f"planned for one of {LARGEST} x {LARGEST}: make it smaller"
             )
-        self._waiting[digest] = block, inputs
-        if known is not None:
-            return known
-        begin, end = internals.span(self._model, block)
-        grid = internals.grid_of(self._model, inputs)
-        prepared = Prepared(
+        return View(block, inputs)
+
+    def _described(self, digest: bytes, view: View) -> Prepared:
+        assert view.inputs is not None
+        begin, end = internals.span(self._model, view.block)
+        grid = internals.grid_of(self._model, view.inputs)
+        return Prepared(
             self.table.add(digest, end - begin, grid),
-            internals.text_of(self._processor, block),
-            np.array(block[begin:end], np.int32),
+            internals.text_of(self._processor, view.block),
+            np.array(view.block[begin:end], np.int32),
         )
-        self._prepared[digest] = prepared
-        return prepared
 
     def seen(self, picture: Picture) -> Seen:
         """Return what the model sees of a picture. Encode it if that is not kept.
 
         Raise PromptError if the picture itself is gone.
         """
-        found = self._seen.get(picture.digest)
-        if found is None:
-            if picture.digest not in self._waiting:
-                raise PromptError(
-                    "a picture of this conversation has to be evaluated again, and is no longer "
-                    "there: send it again"
-                )
-            found = internals.see(self._model, *self._waiting[picture.digest])
+        view = self._views.get(picture.digest)
+        if view is None:
+            raise PromptError(
+                "a picture of this conversation has to be evaluated again, and is no longer "
+                "there: send it again"
+            )
+        if view.seen is None:
+            assert view.inputs is not None
+            view.seen = internals.see(self._model, view.block, view.inputs)
+            view.inputs = None
             self.encoded += 1
-            self._seen[picture.digest] = found
+        self._seen[picture.digest] = view
         self._seen.move_to_end(picture.digest)
-        return found
+        return view.seen
 
     def settle(self) -> None:
-        """Drop what no request needs any more, at the end of each."""
-        self._waiting.clear()
-        nbytes = sum(one.nbytes for one in self._seen.values())
+        """Keep within the budget, at the end of each request. What a prompt holds stays there."""
+        sizes = {digest: view.seen.nbytes for digest, view in self._seen.items() if view.seen}
+        nbytes = sum(sizes.values())
         while nbytes > self._kept_bytes:
-            _, dropped = self._seen.popitem(last=False)
-            nbytes -= dropped.nbytes
+            digest, _ = self._seen.popitem(last=False)
+            nbytes -= sizes[digest]
 
     def placed(self, tokens: TokenArray, pictures: Sequence[Prepared]) -> TokenArray:
         """Return `tokens` with the ids of the `pictures`, in order, in place of their runs.

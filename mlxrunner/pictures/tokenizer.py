@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
 from mlxrunner.errors import ModelError, PromptError
-from mlxrunner.pictures.sight import Sight
+from mlxrunner.pictures.sight import Prepared, Sight
 from mlxrunner.system.picture_files import Pixels
 from mlxrunner.templates.messages import PICTURE, PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
@@ -46,19 +46,20 @@ class SeeingTokenizer:
             text += [PICTURE for _ in runs] if is_picture else [self._inner.decode(own)]
         return "".join(text)
 
-    def prepare(self, picture: Pixels) -> None:
-        """Get a picture ready for the next request, for which it may have to be seen again."""
-        self._sight.prepare(picture)
+    def prepare(self, picture: Pixels) -> Prepared:
+        """Return what a prompt with this picture has to hold until it has run."""
+        return self._sight.prepare(picture)
 
     def tokens_of(
         self,
         text: str,
         pictures: Sequence[Pixels],
         encode: Callable[[str], list[int]] | None = None,
-    ) -> TokenArray:
+    ) -> tuple[TokenArray, list[Prepared]]:
         """Return the tokens of a rendered conversation with its `pictures`, in order.
 
-        `encode` makes the tokens, by default those of a whole conversation. Raise PromptError if
+        The prompt has to hold what is returned beside them until it has run. `encode` makes the
+        tokens, by default those of a whole conversation. Raise PromptError if
         they do not fit together, and PictureError if one can't be seen.
         """
         parts = text.split(self._sight.marker)
@@ -71,9 +72,8 @@ class SeeingTokenizer:
         whole = [parts[0]]
         for one, part in zip(prepared, parts[1:], strict=True):
             whole += [one.text, part]
-        return self._sight.placed(
-            as_tokens((encode or self._inner.encode)("".join(whole))), prepared
-        )
+        tokens = as_tokens((encode or self._inner.encode)("".join(whole)))
+        return self._sight.placed(tokens, prepared), prepared
 
     def _plain(self, message: PlainMessage) -> dict[str, Any]:
         plain = dict(message)

@@ -166,7 +166,9 @@ def process(
         raise PictureError(f"the model's processor refuses the picture: {why}") from error
     block = np.array(found.pop("input_ids"))[0].tolist()
     found.pop("attention_mask", None)
-    return block, {name: mx.array(value) for name, value in found.items()}
+    inputs = {name: mx.array(value) for name, value in found.items()}
+    mx.eval(list(inputs.values()))  # another thread may use them
+    return block, inputs
 
 
 def marker_of(processor: Any) -> str:

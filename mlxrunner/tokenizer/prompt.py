@@ -25,8 +25,8 @@ from mlxrunner.tokenizer.base import Tokenizer
 class Seeing(Protocol):
     """A tokenizer that puts pictures where a conversation has them."""
 
-    def tokens_of(self, text: str, pictures: Sequence[Any]) -> TokenArray:
-        """Return the tokens of a rendered conversation with its `pictures`, in order."""
+    def tokens_of(self, text: str, pictures: Sequence[Any]) -> tuple[TokenArray, Any]:
+        """Return the tokens of a rendered conversation, and what it holds of its `pictures`."""
         ...
 
 
@@ -95,6 +95,8 @@ class TokenizedPrompt:
     """The client of a server that sent this prompt."""
     pictures: int = 0
     """The number of pictures. Their positions have ids beyond the vocabulary."""
+    views: Any = None
+    """The pictures as the encoder needs them, or as it saw them, while this prompt lives."""
     constraint: Callable[[frozenset[int]], Any] | None = None
     """A function from the tokens that end the answer to its constraint, if no option holds it."""
 
@@ -126,7 +128,7 @@ def tokenize_prompt(
         if not sees and any(_has_picture(message) for message in messages):
             raise PromptError(
                 "the model was loaded without its eyes: pictures need Runner.load(MODEL, "
-                "pictures=True), and no runner of several sequences sees any"
+                "pictures=True), or ParallelRunner.load(MODEL, pictures=True, ...)"
             )
         return _tokenize_messages(tokenizer, check_messages(messages, sees=sees), variables)
     if variables:
@@ -159,11 +161,15 @@ def _tokenize_messages(
                 "has some: write them into its content"
             )
     pictures = [picture for message in messages for picture in message.get("pictures", ())]
+    views = None
     if isinstance(tokenizer, Seeing) and pictures:
-        tokens = tokenizer.tokens_of(text, pictures)
+        tokens, views = tokenizer.tokens_of(text, pictures)
     else:
         tokens = as_tokens(tokenizer.encode(text))
-    return TokenizedPrompt(tokens, "messages", messages, text, variables, pictures=len(pictures))
+    count = len(pictures)
+    return TokenizedPrompt(
+        tokens, "messages", messages, text, variables, pictures=count, views=views
+    )
 
 
 def _has_picture(message: Any) -> bool:

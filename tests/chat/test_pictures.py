@@ -203,7 +203,7 @@ def test_what_is_no_picture_is_one_line(
 
 def test_only_a_user_shows_pictures(chat: Chat, pictures: list[Path]) -> None:
     """A name in an answer is a text, and nobody can write what stands around a picture."""
-    name = chat.conversation.album.add(str(pictures[0]))
+    name, _ = chat.conversation.album.add(str(pictures[0]))
     tokenizer = chat.conversation.tokenizer
     for message in (
         {"role": "assistant", "content": name},

@@ -12,6 +12,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.pictures.sight import Prepared, Sight
+from mlxrunner.tokenizer.prompt import TokenizedPrompt
+
+Part = tuple[str, Any]
+"""A text of tokens ("text", ids), or the number of a picture ("picture", number)."""
 VOCABULARY = 300
 TOKEN = 290
 """The token that stands for each position of a picture."""
@@ -178,6 +184,19 @@ class MadeUpProcessor:
         return {"input_ids": np.array([block]), "attention_mask": None, **inputs}
 
 
+def prompt_of(kind: str, sight: Sight, history: list[Part]) -> TokenizedPrompt:
+    """Return a prompt of texts and pictures, which holds what `sight` needs of these."""
+    tokens, views = list[int](), list[Prepared]()
+    for what, part in history:
+        if what == "text":
+            tokens += part
+            continue
+        views.append(sight.prepare(np.full((2, 2, 3), part, np.uint8)))
+        block = as_tokens(block_of(kind, part)[0])
+        tokens += sight.placed(block, views[-1:]).tolist()
+    return TokenizedPrompt(as_tokens(tokens), pictures=len(views), views=views)
+
+
 def joined(kind: str, pictures: list[dict[str, Any]]) -> dict[str, mx.array]:
     """Return what the encoder gets of several pictures at once."""
     axis = 1 if kind in ("idefics3", "smolvlm") else 0
@@ -211,10 +230,6 @@ def own_answer(model: Any, tokens: list[int], inputs: dict[str, mx.array], count
         if len(answer) == count:
             return answer
         logits = language(mx.array([[answer[-1]]]), cache=cache, **later).logits
-
-
-Part = tuple[str, Any]
-"""A text of tokens ("text", ids), or the number of a picture ("picture", number)."""
 
 
 def histories(turns: int, seed: int, pictures: int = 4) -> list[list[Part]]:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.engine.pipeline import SEED_TOKENS
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.engine.pipeline import SEED_TOKENS, Look
 from mlxrunner.parallel.rows.engine import Engine, marker
 
 
@@ -27,6 +29,8 @@ class OneAtATime(Engine):
         self.model, self._options, self._why = model, options, why
         self._caches: dict[int, list[LayerCache]] = {}
         self._num_layers = len(make_layer_caches(model, options))
+        self._sees: Look | None = getattr(model, "look", None)
+        self._before = self._coming = as_tokens([])
 
     @property
     def most_sequences(self) -> int:
@@ -57,12 +61,23 @@ class OneAtATime(Engine):
         caches = make_layer_caches(self.model, self._options) if reserve else self.caches(found[0])
         *ahead, last = passes(batch, rows)
         for count in ahead:
+            self._look(0, count)
             self._pass(tokens[:count], caches)
+        self._look(len(batch) - last, len(batch))
         logits = self._pass(tokens[-last:], caches)
         if not rows:
             return marker([cache.state for cache in caches])
         before = len(batch) - last
         return logits[0, mx.array([row - before for row in rows], mx.int32)]
+
+    def look(self, before: TokenArray, tokens: TokenArray) -> None:
+        self._before, self._coming = before, tokens
+
+    def _look(self, begin: int, end: int) -> None:
+        """Tell a model that sees pictures of some of the tokens of the step."""
+        if self._sees is not None:
+            before = np.concatenate([self._before, self._coming[:begin]])
+            self._sees(before, self._coming[begin:end])
 
     def _pass(self, tokens: mx.array, caches: Sequence[LayerCache]) -> mx.array:
         """Run some tokens, and return their logits, which are computed only if they are used."""

@@ -14,6 +14,7 @@ from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.layer import CellsLayer
 from mlxrunner.cache.shared.sequences import Batch, Cache
 from mlxrunner.cache.shared.wrapper import WrapperCache
+from mlxrunner.cache.tokens import TokenArray
 
 WINDOWS_KEEP = 64
 """Tokens that a window keeps beyond itself.
@@ -56,6 +57,12 @@ class Engine(ABC):
         and ends a pass in the latter.
         """
         return [CellsLayer(group, sequence) for group in self.groups]
+
+    def look(self, before: TokenArray, tokens: TokenArray) -> None:  # noqa: B027  # most see none
+        """Prepare for a pass of `tokens`, which are known, behind those `before` of a sequence.
+
+        Only a model that sees pictures needs it. `tokens` are empty for those that it samples.
+        """
 
     @property
     def most_sequences(self) -> int | None:

@@ -38,6 +38,7 @@ STEPS: list[dict[int, list[int]]] = [
     {0: [8], 2: [7]},
 ]
 """The tokens of each sequence in each step of the proof."""
+SEES = "a model that sees pictures has one request in a step"
 SEQUENCES, TOKENS = 3, 16
 """Sequences of the proof, and more tokens than any of them or any step has."""
 
@@ -58,6 +59,8 @@ def engine_for(
     `depends_on_chunks`: the fact of that name about the model.
     """
     context = options.context or capacity
+    if hasattr(model, "look"):
+        return OneAtATime(model, options, SEES)
     if depends_on_chunks:
         return OneAtATime(model, options, DEPENDS)
     proof, why = Proof(model, options, far=(context - 1, context // 2)), None

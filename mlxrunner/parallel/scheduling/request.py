@@ -14,7 +14,7 @@ import numpy as np
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Evicted, Lookup
 from mlxrunner.cache.shared.sequences import END
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.tokens import TokenArray, as_tokens, words
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
 from mlxrunner.engine.requests import Request
@@ -116,7 +116,7 @@ class ActiveRequest(Request):
             answer=answer,
             lookup=Lookup(len(tokens), 0, 0, 0),
             shifted=request.discarded,
-            history=mx.array(tokens) if request.next_token.needs_history else None,
+            history=mx.array(words(tokens)) if request.next_token.needs_history else None,
         )
 
     def __post_init__(self) -> None:
@@ -233,7 +233,7 @@ class ActiveRequest(Request):
             self.sampled = len(self.said)
             self.next_token.rewind(self.sampled)
             if self.history is not None:
-                self.history = mx.array([*self.tokens.tolist(), *self.said], mx.int32)
+                self.history = mx.array([*words(self.tokens).tolist(), *self.said], mx.int32)
 
     def restart(self) -> None:
         """Keep what the slot has of `todo`; the rest is evaluated again."""

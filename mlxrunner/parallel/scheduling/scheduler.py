@@ -266,6 +266,9 @@ class Scheduler:
             if request.draft:
                 request.lease.hold(count)
                 drafted += len(request.draft)
+        if len(row) == 1:
+            request, count = row[0]
+            self._engine.look(request.lease.array, request.todo[request.place :][:count])
         logits = self.residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
         if wanted:
             self._width = logits.shape[-1]

@@ -1,0 +1,187 @@
+"""A runner of many requests answers about pictures as one of a single request does, cold."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="needs the extra vision")
+
+from support.seeing import (
+    VOCABULARY,
+    MadeUpProcessor,
+    Part,
+    block_of,
+    built,
+    histories,
+    joined,
+    own_answer,
+    prompt_of,
+)
+from support.seeing_folders import write_seeing
+
+from mlxrunner import OptionError, ParallelRunner, Runner, StepFailedError
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.seeing import ARCHITECTURES
+from mlxrunner.pictures.model import SeeingModel
+from mlxrunner.pictures.sight import Sight
+from mlxrunner.testing import ByteTokenizer
+from mlxrunner.tokenizer.prompt import TokenizedPrompt
+
+
+class Many:
+    """A runner of several requests of one architecture, and mlx-vlm beside it."""
+
+    def __init__(self, kind: str, runner: ParallelRunner, model: Any, sight: Sight) -> None:
+        self.kind, self.runner, self.model, self.sight = kind, runner, model, sight
+
+    def prompt(self, history: list[Part]) -> TokenizedPrompt:
+        return prompt_of(self.kind, self.sight, history)
+
+    def cold(self, history: list[Part], count: int = 6) -> list[int]:
+        tokens, pictures = list[int](), list[dict[str, Any]]()
+        for kind, part in history:
+            block, inputs = (part, {}) if kind == "text" else block_of(self.kind, part)
+            tokens += block
+            pictures += [inputs] if kind == "picture" else []
+        return own_answer(self.model, tokens, joined(self.kind, pictures), count)
+
+
+@contextmanager
+def many(kind: str, slots: int = 3, step: int = 16) -> Iterator[Many]:
+    model, other = built(kind), built(kind)
+    sight = Sight(model, MadeUpProcessor(kind), "*", b"")
+    facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
+    seeing = SeeingModel(model, sight)
+    with ParallelRunner(
+        seeing, ByteTokenizer(), facts, max_sequences=slots, context=1024, prefill_step=step
+    ) as runner:
+        yield Many(kind, runner, other, sight)
+
+
+@pytest.mark.exhaustive(8)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_histories_with_pictures_are_answered_as_by_mlx_vlm(kind: str) -> None:
+    """Conversations take turns in the same steps; some of them have no picture, some end early."""
+    drawn = random.Random(len(kind))
+    with many(kind) as eyes:
+        asked = [histories(6, seed) for seed in range(3)]
+        asked[2] = [[part for part in one if part[0] == "text"] for one in asked[2]]
+        cached = 0
+        for turn in zip(*asked, strict=True):
+            dropped = drawn.choice([*turn])
+            handle = eyes.runner.submit(eyes.prompt(dropped), max_tokens=50, stop_tokens=[])
+            handles = [
+                eyes.runner.submit(eyes.prompt(one), max_tokens=6, stop_tokens=[]) for one in turn
+            ]
+            next(handle)
+            handle.cancel()
+            for one, running in zip(turn, handles, strict=True):
+                result = running.result()
+                assert result.tokens == eyes.cold(one)
+                assert result.usage is not None
+                cached += result.usage.cached_tokens
+        assert cached > 100
+        assert 0 < eyes.sight.encoded <= 4
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_a_failing_pass_ends_only_its_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others, and what comes later, are answered rightly."""
+    good: list[Part] = [("text", [1, 2, 3]), ("picture", 1), ("text", [4] * 30)]
+    bad: list[Part] = [("text", [1, 2, 3]), ("picture", 2), ("text", [4])]
+    with many(kind) as eyes:
+        seen = eyes.sight.seen
+        broken = eyes.prompt(bad).views[0].picture
+
+        def fail(picture: Any) -> Any:
+            if picture is broken:
+                raise RuntimeError("broken eyes")
+            return seen(picture)
+
+        monkeypatch.setattr(eyes.sight, "seen", fail)
+        handles = [
+            eyes.runner.submit(eyes.prompt(one), max_tokens=6, stop_tokens=[])
+            for one in (good, bad, good)
+        ]
+        with pytest.raises(StepFailedError, match="broken eyes"):
+            handles[1].result()
+        assert [handles[i].result().tokens for i in (0, 2)] == [eyes.cold(good)] * 2
+        monkeypatch.undo()
+        again = eyes.runner.submit(eyes.prompt(bad), max_tokens=6, stop_tokens=[])
+        assert again.result().tokens == eyes.cold(bad)
+
+
+def test_each_picture_is_there_until_its_last_request_has_ended() -> None:
+    """Nothing is kept for later, and many threads ask about the same pictures."""
+    with many("qwen2_5_vl", slots=2) as eyes:
+        eyes.sight._kept_bytes = 0
+        asked: list[list[Part]] = [
+            [("text", [thread]), ("picture", thread % 3), ("text", [5, 6])]
+            for thread in range(1, 9)
+        ]
+        found: dict[int, list[int]] = {}
+
+        def ask(number: int) -> None:
+            handle = eyes.runner.submit(eyes.prompt(asked[number]), max_tokens=6, stop_tokens=[])
+            found[number] = handle.result().tokens
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[number] for number in range(8)] == [eyes.cold(one) for one in asked]
+        assert not eyes.sight._seen
+
+
+def test_penalties_know_words_only() -> None:
+    """The ids of pictures are beyond the vocabulary."""
+    history: list[Part] = [("text", [1, 2]), ("picture", 1), ("text", [7])]
+    with many("gemma3") as eyes:
+        handle = eyes.runner.submit(eyes.prompt(history), max_tokens=6, repetition_penalty=1.3)
+        assert len(handle.result().tokens) == 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_seeing(tmp_path_factory.mktemp("sees"), "gemma3")
+
+
+def test_a_directory_is_loaded_with_its_eyes(folder: Path) -> None:
+    """The plan counts pictures, and messages are those of `Runner`."""
+    pixels = np.random.default_rng(1).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+    content = [{"type": "image", "image": pixels}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}]
+    with ParallelRunner.load(folder, max_sequences=2, context=512, pictures=True) as runner:
+        assert runner.why_alone == "a model that sees pictures has one request in a step"
+        assert runner.plan is not None
+        assert [line.total for line in runner.plan.lines if line.what == "pictures"] != []
+        found = [one.tokens for one in runner.run([messages, messages], max_tokens=5)]
+    with Runner.load(folder, context=512, pictures=True, reserve=False) as single:
+        expected = single.complete(messages, max_tokens=5).tokens
+    assert found == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"kv_bits": 8}, "kv_bits"),
+        ({"draft_model": "demo"}, "draft_model"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"park_bytes": 1000}, "park_bytes"),
+    ],
+)
+def test_settings_that_know_no_pictures_are_refused(
+    folder: Path, settings: Any, match: str
+) -> None:
+    """Each by its name, before the model is loaded."""
+    with pytest.raises(OptionError, match=f"^{match}: a model that sees pictures"):
+        ParallelRunner.load(folder, max_sequences=2, pictures=True, reserve=False, **settings)
