@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlxrunner.cache.layers.factory import check_quantized
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import OptionError
@@ -151,10 +152,11 @@ def check_seeing(model: Any, asked: OpenSettings) -> None:
     """Raise OptionError for settings that a model that sees pictures can't have."""
     if hasattr(model, "look"):
         _refuse(_unseen(asked))
+        check_quantized(model, cache_options(asked, whole=False))
 
 
 def _unseen(asked: OpenSettings) -> dict[str, Any]:
-    return {name: getattr(asked, name) for name in ("draft_model", "park_bytes", "kv_bits")}
+    return {name: getattr(asked, name) for name in ("draft_model", "park_bytes")}
 
 
 def _refuse(given: dict[str, Any]) -> None:

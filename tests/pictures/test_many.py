@@ -182,6 +182,6 @@ def test_a_directory_is_loaded_with_its_eyes(folder: Path) -> None:
 def test_settings_that_know_no_pictures_are_refused(
     folder: Path, settings: Any, match: str
 ) -> None:
-    """Each by its name, before the model is loaded."""
+    """Each by its name."""
     with pytest.raises(OptionError, match=f"^{match}: a model that sees pictures"):
         ParallelRunner.load(folder, max_sequences=2, pictures=True, reserve=False, **settings)
