@@ -70,11 +70,15 @@ class Album:
         return [self._pixels[name] for name in SHOWN.findall(text) if name in self._pixels]
 
     def marked(self, message: PlainMessage) -> PlainMessage:
-        """Return a message of which the model sees the pictures."""
+        """Return a message of which the model sees the pictures.
+
+        A line break behind a name belongs to it.
+        """
         content = message["content"].replace(BEGIN, "").replace(END, "")
         if message["role"] == "user":
             for name in dict.fromkeys(self.named(content)):
-                content = content.replace(name, f"{BEGIN}{name}{END}")
+                parts = re.split(f"{re.escape(name)}\n?", content)
+                content = f"{BEGIN}{name}{END}".join(parts)
         return {**message, "content": content}
 
     def tokenizer(self, seeing: Any) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def cold_answer(runner: Runner, album: Album, messages: list[Any]) -> str:
     """Return the answer of an empty runner to messages whose pictures are named in their texts."""
     asked = []
     for message in messages:
-        parts = NAME.split(message["content"])
+        parts = re.split(f"{NAME.pattern}\n?", message["content"])
         shown = [*album.named(message["content"]), None]
         content = list[dict[str, Any]]()
         for text, name in zip(parts, shown, strict=True):
