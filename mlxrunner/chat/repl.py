@@ -347,8 +347,9 @@ class Chat:
 
         If the request itself is wrong, raise while the present model is still loaded.
         """
-        sees = {} if name == self.model else {"pictures": False}
-        loading = self.loading | sees | changes
+        loading = self.loading | changes
+        if name != self.model:
+            loading.pop("pictures", None)  # until one is shown
         plan = vars(RunnerSettings.among(loading))
         found = plan_model(name, **plan)
         if loading.get("reserve", True):

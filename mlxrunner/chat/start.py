@@ -52,7 +52,7 @@ def open_chat(
 HELP = (
     "Alt-Enter, Ctrl-J or a backslash at the end: the text goes on in a new line.",
     '""" around a text sends it as it is, whatever it begins with.',
-    "@PATH in a text: the file goes with it.  Ctrl-X Ctrl-E: edit it in $EDITOR.",
+    "@PATH in a text: the file, or picture, goes with it.  Ctrl-X Ctrl-E: $EDITOR.",
     "Ctrl-C stops an answer and keeps what was shown; it clears the line.",
     "Ctrl-Z suspends the chat.  Ctrl-D, exit or quit leave it.",
 )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES
 from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
 from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
@@ -135,6 +134,8 @@ def _lasting(branch: Branch) -> Branch:
 
     Their ids hold in one process only.
     """
+    from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
+
     if max(branch.history.rendering.tokens, default=0) < FIRST_OF_PICTURES:
         return branch
     return replace(branch, history=branch.history.without_tokens())

@@ -238,7 +238,7 @@ def test_the_eyes_are_loaded_when_they_are_needed(
     type_to(chat, "Hello", f"What is in @{pictures[0]}", "/model demo", "Hello again")
     assert f"{DEMO} is loaded again, with its eyes" in capsys.readouterr().err
     assert len(chat.conversation.history.turns) == 3
-    assert chat.loading["pictures"] is False
+    assert "pictures" not in chat.loading
     assert not chat.conversation.sees
 
 

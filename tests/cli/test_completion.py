@@ -89,7 +89,7 @@ def offered(shell: str, line: str) -> set[str]:
         ("mlxrunner models ", {"pull", "rm"}),
         ("mlxrunner generate --kv", {"--kv-bits"}),
         ("mlxrunner generate -m org/", {"org/first", "org/second"}),
-        ("mlxrunner show d", {"demo"}),
+        ("mlxrunner show d", {"demo", "demo-pictures"}),
         ("mlxrunner models rm org/first org/", {"org/second"}),
         ("mlxrunner chat --session t", {"trip"}),
         ("mlxrunner sessions rm ", {"trip"}),

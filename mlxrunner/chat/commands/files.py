@@ -119,7 +119,6 @@ COMMANDS = (
         f"[-d] [{PATH}]",
         "show a picture with the next text; alone: list; -d: drop",
         show_picture,
-        is_daily=True,
     ),
     Command(
         "/editor",

@@ -88,6 +88,7 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
         f"/export {tmp_path}/talk.md": f"1 turn written to {tmp_path}/talk.md",
         f"/file {tmp_path}/note.txt": r"note.txt \(14 B\) goes with the next message",
         "/file -d": "no file goes with the next message",
+        "/image": "no picture goes with the next message",
         "/save trip": r"saved as trip: 1 turn, \d+ tokens",
         "/branch other": f"on branch other: {tokens}",
         "/undo": f"1 turn taken back, 0 turns left: {tokens}",
