@@ -110,11 +110,17 @@ class DaskMachines:
 
     async def look(self) -> None:
         """Look at the workers once."""
-        found = await asyncio.wait_for(self._client.scheduler.identity(n_workers=-1), CONNECT_S)
+        found = await asyncio.wait_for(self._identity(), CONNECT_S)
         self.signs = {
             name: (one["last_seen"], one["metrics"].get(SIGN))
             for name, one in found["workers"].items()
         }
+
+    async def _identity(self) -> Any:
+        """Return what the scheduler says of itself and of its workers."""
+        while (scheduler := self._client.scheduler) is None:  # it is being connected, or again
+            await asyncio.sleep(0.05)
+        return await scheduler.identity(n_workers=-1)
 
     async def keep_looking(self) -> None:
         """Look at the workers until cancelled, or until the scheduler is silent for too long."""

@@ -1,8 +1,14 @@
-"""When local workers that end while they start are given up."""
+"""When local workers that end while they start are given up, and a client without a scheduler."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
 from mlxrunner.cluster.keeping import GONE_S, MOST_STARTS, Keeper
+from mlxrunner.cluster.over_dask import SIGN, DaskMachines
 
 
 def test_processes_that_end_in_turn_are_counted_for_each_worker() -> None:
@@ -23,3 +29,23 @@ def test_a_process_that_is_slow_to_start_is_waited_for_up_to_an_end() -> None:
     keeper = Keeper(1)
     assert keeper.look([1], 0, GONE_S - 1) is None
     assert "none has come for 300 s" in str(keeper.look([1], 0, 1))
+
+
+def test_a_client_that_connects_again_is_waited_for() -> None:
+    """Dask has no scheduler meanwhile."""
+
+    class Scheduler:
+        async def identity(self, n_workers: int) -> dict[str, Any]:
+            return {"workers": {"tcp://one": {"last_seen": 7.0, "metrics": {SIGN: "well"}}}}
+
+    async def look() -> Mapping[str, Any]:
+        client = SimpleNamespace(scheduler=None)
+        machines = DaskMachines(client, None)
+        looking = asyncio.create_task(machines.look())
+        await asyncio.sleep(0.1)
+        assert not looking.done()
+        client.scheduler = Scheduler()
+        await looking
+        return machines.signs
+
+    assert asyncio.run(look()) == {"tcp://one": (7.0, "well")}
