@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -174,25 +176,42 @@ def reserve(
     before the next layer starts. Therefore the other layers would only cost time. `scratch` holds
     caches like `caches`, for the layers that are not computed.
     """
-    before = mx.get_active_memory()
-    _compute(model, caches, 1)  # allocates every buffer
-    taken = mx.get_active_memory()
-    mx.reset_peak_memory()
     step, seed = min(prefill_step, context - 1), min(_longest_seed(caches), context - 1)
     first = _layers_of_each_kind(model, caches)
-    run_lazily(model, scratch, 1)
-    batch = [*caches[:first], *scratch[first:]]
-    _pretend(batch, context - step)
-    run_lazily(model, batch, step)
-    evaluate(batch[:first])
-    del batch
-    _pretend(caches, context - seed)
-    _compute(model, caches, seed)
-    peak = mx.get_peak_memory()
+    with _no_garbage_collected():
+        before = mx.get_active_memory()
+        _compute(model, caches, 1)  # allocates every buffer
+        taken = mx.get_active_memory()
+        mx.reset_peak_memory()
+        run_lazily(model, scratch, 1)
+        batch = [*caches[:first], *scratch[first:]]
+        _pretend(batch, context - step)
+        run_lazily(model, batch, step)
+        evaluate(batch[:first])
+        del batch
+        _pretend(caches, context - seed)
+        _compute(model, caches, seed)
+        peak = mx.get_peak_memory()
     for cache in (*caches, *scratch):
         cache.free()
     mx.clear_cache()
     return Reserved(taken - before, max(0, peak - taken))
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Stop the garbage collector for a while.
+
+    It could free an earlier model's arrays between two readings of the memory. The second one would
+    then be too low, or even below the first.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _compute(model: Any, caches: Sequence[LayerCache], tokens: int) -> None:

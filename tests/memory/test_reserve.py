@@ -310,15 +310,13 @@ def test_the_batch_of_a_model_with_sinks_is_not_underestimated(
         layer_types=layers,
         **sizes,
     )
-    options = {"context": context, "prefill_step": step}
-    estimated, measured = (
-        plan_model(str(folder), **options),
-        plan_of(Runner.load(str(folder), **options)),
-    )  # type: ignore[arg-type]
-    assert measured.batch_is_measured
-    assert (
-        0.95 * measured.lines[-1].total < estimated.lines[-1].total < 2 * measured.lines[-1].total
-    )
+    options: dict[str, Any] = {"context": context, "prefill_step": step}
+    estimated = plan_model(str(folder), **options).lines[-1].total
+    # a busy machine frees later, and the models before are garbage
+    plans = [plan_of(Runner.load(str(folder), **options)) for _ in range(3)]
+    assert all(plan.batch_is_measured for plan in plans)
+    measured = min(plan.lines[-1].total for plan in plans)
+    assert 0.95 * measured < estimated < 2 * measured
 
 
 def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(
