@@ -209,12 +209,20 @@ def main() -> None:
         return
     spoken = load_model("demo").tokenizer
     loaded = random_llama("random", given.size * 1e6)
-    runners = {
-        how: Runner(Reciting(loaded.model), spoken, loaded.facts, context=8192) for how in SIDES
-    }
+    runners, drafted = (
+        {how: Runner(Reciting(loaded.model), spoken, loaded.facts, context=8192) for how in SIDES}
+        for _ in range(2)
+    )
+    draft = random_llama("draft", given.size * 1e5).model  # knows nothing of what is said
+    options = CacheOptions(8192)
+    drafted["auto"].sources.model = DraftModel(draft, loaded.facts.vocab, options, 10**8, 512)
+    spoken_texts = texts(spoken)
+    kinds = [(name, text, runners) for name, text in spoken_texts.items()]
+    wrong = "prose, other words"
+    kinds.append((f"{wrong}, and a wrong draft model", spoken_texts[wrong], drafted))
     rows = []
-    for name, text in texts(spoken).items():
-        runs = [measure(runners, text, turn) for turn in range(given.rounds)]
+    for name, text, sides in kinds:
+        runs = [measure(sides, text, turn) for turn in range(given.rounds)]
         first, ratios = (
             runs[0]["off"],
             [

@@ -22,10 +22,10 @@ ALIKE = 0.7
 BEHIND = 4 * DEEPEST
 """Tokens behind the last draft of the draft model from which on the next one tells no cost.
 
-It evaluates them first. So it does with the prompt.
+It evaluates them first, as it does with the prompt.
 """
 FOLLOWING = 0.0025
-"""Passes of one row, for each token of an answer, in which a draft model may read new texts.
+"""Passes of one row, for each token of an answer, in which a draft model may read what it lacks.
 
 What its guesses gain may be spent, too.
 """
@@ -61,8 +61,9 @@ class Experience:
         """The second one is for drafts by a model, which cost more than those that are looked up.
         """
         self.following = 0.0
-        """The passes of one row in which the draft model may read a new text. The first one may
-        take more, as may any if there is something left; then they are paid back.
+        """The passes of one row in which the draft model may read a prompt, or an answer in which
+        it said nothing for long. The first time may take more, as may any if there is something
+        left; then they are paid back.
         """
 
     def of(self, source: str, length: int) -> Trust:
@@ -186,7 +187,7 @@ class Drafting:
     def _modelled(self, most: int) -> int:
         """Return how many tokens the draft model should be asked for."""
         experience = self._experience
-        is_near = self._follows or experience.following >= 0
+        is_near = (self._follows and self._unsaid < BEHIND) or experience.following >= 0
         if self._model is None or not is_near:
             return 0
         return experience.modelled.depth([experience.alike.share] * DEEPEST, most)

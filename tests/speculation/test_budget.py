@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from support.repeating import RepeatingModel
 from support.sample import fewer
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.engine import decode
+from mlxrunner.speculation import lookup
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, SLOPE, Budget, Controller
 from mlxrunner.speculation.lookup import TextLookup
 from mlxrunner.speculation.model import DraftModel
@@ -198,13 +201,33 @@ def test_a_draft_model_that_is_wrong_leaves_the_earlier_answer_its_guesses(
     assert usage.draft_passes < 10
 
 
+@pytest.mark.parametrize("cost", [0.3, 0.6])
+def test_a_draft_model_that_is_wrong_does_not_read_the_answer_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, cost: float
+) -> None:
+    """Where it was silent for long it has much to read, which costs more than its guess."""
+    monkeypatch.setattr(lookup, "FEWEST", lookup.MOST + 1)  # only the draft model guesses
+    runner, model = clocked_runner(monkeypatch, ["full"], 0.05)
+    runner.sources.model = draft = _Wrong(model, cost, reading=0.04)
+    prompt, whole, lost = PROMPT * 7, 0, 0.0
+    for turn in range(4):
+        lost += taken(runner, model, [turn + 1, *prompt], 600) - 599
+        whole += 600
+        assert lost <= AT_FIRST + LOSS * whole + 0.04 * (len(prompt) + 1)
+    assert len(draft.read)
+
+
 class _Wrong(DraftModel):
-    """A draft model whose guesses are wrong. Each takes `cost` passes of the model."""
+    """A draft model whose guesses are wrong."""
 
-    def __init__(self, model: Clocked, cost: float) -> None:
+    def __init__(self, model: Clocked, cost: float, reading: float = 0.0) -> None:
+        """Each guess takes `cost` passes of `model`, each token that is read `reading`."""
         super().__init__(OracleModel(["full"]), VOCAB, CacheOptions(), 10**6, 64)
-        self._clocked, self._cost = model, cost
+        self._clocked, self._cost, self._reading = model, cost, reading
+        self.read: TokenArray = np.array([], np.int32)
 
-    def draft(self, tokens: Any, most: int, guess: Any) -> list[int]:
-        self._clocked.now += self._cost * most
+    def draft(self, tokens: TokenArray, most: int, guess: Any) -> list[int]:
+        new = len(tokens) - common_prefix(self.read, tokens)
+        self.read = tokens
+        self._clocked.now += self._cost * most + self._reading * new
         return [VOCAB - 1] * most
