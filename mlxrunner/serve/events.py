@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,6 +143,22 @@ class Ended:
 
 
 Event = Waiting | Reading | Thought | Text | CallBegan | CallArguments | CallEnded | Ended
+
+
+def joined(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield `events`, neighbouring texts as one, and neighbouring thoughts as one."""
+    last: Event | None = None
+    for event in events:
+        if isinstance(event, Text) and isinstance(last, Text):
+            last = Text(last.text + event.text, last.tokens + event.tokens)
+        elif isinstance(event, Thought) and isinstance(last, Thought):
+            last = Thought(last.text + event.text)
+        else:
+            if last is not None:
+                yield last
+            last = event
+    if last is not None:
+        yield last
 
 
 class RefusedError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import plistlib
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, get_args
 
 UnitKind = Literal["launchd", "systemd"]
@@ -40,7 +41,7 @@ def unit(kind: UnitKind, program: str, arguments: Sequence[str], *, drain: float
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ExitTimeOut": stop,
-            "StandardErrorPath": f"/tmp/{LABEL}.log",
+            "StandardErrorPath": str(Path.home() / "Library" / "Logs" / f"{LABEL}.log"),
         },
         sort_keys=False,
     ).decode()

@@ -31,6 +31,7 @@ from mlxrunner.serve.events import (
     Reading,
     RefusedError,
     Waiting,
+    joined,
 )
 from mlxrunner.serve.prompts.causes import Cause, Causes, Seen
 from mlxrunner.serve.prompts.make import Made
@@ -184,15 +185,15 @@ class House:
         try:
             while not chunks or chunks[-1].finish_reason is None:
                 try:
-                    chunk = await reader.next(beats.left)
+                    come = await reader.next(beats.left)
                 except TimeoutError:
                     beats.begin_again()
                     yield _progress(handle, len(made.prompt.tokens))
                     continue
-                if chunk is None:
+                if not come:
                     raise RefusedError(503, "the request was ended", code="stopping")
-                chunks.append(chunk)
-                for event in splitter.add(chunk):
+                chunks += come
+                for event in joined(event for chunk in come for event in splitter.add(chunk)):
                     yield event
                     beats.begin_again()
             for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):

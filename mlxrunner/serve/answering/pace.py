@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -13,6 +12,11 @@ from mlxrunner.results import Chunk
 T = TypeVar("T")
 FIRST_S, EVERY_S = 1.0, 4.5
 """Seconds of silence before the first beat, and between two of them: clients wait for 5."""
+GATHERED_S = 0.008
+"""Seconds after which a stream goes on: half of a picture on a screen.
+
+Each delivery wakes the event loop and the client, so tokens that are faster share one.
+"""
 
 
 class Beats:
@@ -58,22 +62,30 @@ class Reader:
     def __init__(self, handle: Handle, *, is_whole: bool = False) -> None:
         """Read the chunks of `handle`. `is_whole`: nobody wants any of them before the last."""
         self._handle, self._is_whole = handle, is_whole
-        self._ready: deque[Chunk] = deque()
+        self._not_before, self._is_fast = 0.0, False
 
-    async def next(self, seconds: float) -> Chunk | None:
-        """Return the next chunk; None behind the last one.
+    async def next(self, seconds: float) -> list[Chunk]:
+        """Return the chunks that have come, at least one; none behind the last one.
 
-        Raise TimeoutError if none comes within `seconds`, and the error that ended the request.
+        Those that come sooner than `GATHERED_S` after the ones before are gathered. Raise
+        TimeoutError if none comes within `seconds`, and the error that ended the request.
         """
-        if not self._ready:
-            if not await news_of(self._handle, seconds, at_end=self._is_whole):
-                raise TimeoutError
-            self._ready.extend(self._handle.poll())
-        if self._ready:
-            return self._ready.popleft()
-        if self._handle.error is not None:
+        if self._is_fast:
+            await self._gather()
+        if not await news_of(self._handle, seconds, at_end=self._is_whole):
+            raise TimeoutError
+        await self._gather()
+        self._not_before = asyncio.get_running_loop().time() + GATHERED_S
+        chunks = self._handle.poll()
+        self._is_fast = len(chunks) > 1
+        if not chunks and self._handle.error is not None:
             raise self._handle.error.with_traceback(None)
-        return None
+        return chunks
+
+    async def _gather(self) -> None:
+        """Wait until it is time for a delivery, or for the end."""
+        if (early := self._not_before - asyncio.get_running_loop().time()) > 0:
+            await news_of(self._handle, early, at_end=True)
 
     def close(self) -> None:
         """End the request, and free its slot after the step that is running."""

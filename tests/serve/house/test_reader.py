@@ -26,10 +26,10 @@ async def tokens_of(reader: Reader, seconds: float) -> list[int | None]:
     tokens: list[int | None] = []
     while True:
         with suppress(TimeoutError):
-            chunk = await reader.next(seconds)
-            if chunk is None:
+            chunks = await reader.next(seconds)
+            if not chunks:
                 return tokens
-            tokens.append(chunk.token)
+            tokens += [chunk.token for chunk in chunks]
         await asyncio.sleep(0)
 
 
