@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 ENTRY = 256
 """Bytes that a mapping takes for an entry, beside its key and its value."""
+_SIMPLE = {str, bytes, int, float, bool, type(None)}
+"""Types of objects without others in them."""
 
 
 def sign(value: Any) -> bytes:
@@ -32,6 +34,8 @@ def footprint(*values: Any) -> int:
             continue
         seen.add(id(one))
         size += getsizeof(one)
+        if type(one) in _SIMPLE:
+            continue
         if isinstance(one, dict):
             left += (*one, *one.values())
         elif isinstance(one, list | tuple):
