@@ -77,6 +77,12 @@ def retry(chat: ChatContext, argument: str) -> None:
             "the temperature is 0, so the answer will be the same: "
             "/retry temperature=0.8 gives another"
         )
+    elif merged.get("seed") is not None and not options:
+        seed = merged["seed"]
+        chat.say(
+            f"the seed is {seed}, so the answer will be the same: "
+            f"/retry seed={seed + 1} gives another"
+        )
     *earlier, last = history.turns
     chat.answer(last.user, history.cut(len(earlier)), **options)
 

@@ -156,8 +156,8 @@ class House:
         wait = self._usual_duration() * (waiting + 1) / settings.slots
         raise RefusedError(
             429,
-            f"{waiting} requests wait for one of {settings.slots} slots, and {settings.max_queue} "
-            "may (--max-queue): ask again later",
+            f"requests that wait for one of {settings.slots} slots: {waiting}, and at most "
+            f"{settings.max_queue} may (--max-queue): ask again later",
             code="rate_limit_exceeded",
             retry_after=max(1, min(LONGEST_WAIT, math.ceil(wait))),
         )

@@ -64,6 +64,10 @@ def test_going_back_says_what_is_reused(open_screen: Any) -> None:
         .splitlines()[0]
         .startswith("the temperature is 0, so the answer will be the same")
     )
+    assert screen.say("/set seed 3").endswith("seed = 3")
+    screen.say("/set temperature 1.5")
+    again = "the seed is 3, so the answer will be the same: /retry seed=4 gives another"
+    assert screen.say("/retry").splitlines()[0] == again
     assert screen.say("/retry temperature=hot") == "error: temperature: 'hot' is not a number"
     assert screen.say("/clear").startswith("cleared: ")
     assert screen.say("What is my name?") != "Your name is Ana."
