@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future as Waiting
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -85,6 +87,7 @@ class DaskMachines:
     async def _follow(self, number: int, worker: str, function: Any, arguments: Any) -> None:
         """Run a call, and put its end to the replies. Its task ends with it."""
         future = self._client.submit(
+            _caught,
             function,
             *arguments,
             workers=[worker],
@@ -93,7 +96,9 @@ class DaskMachines:
             retries=0,
         )
         try:
-            reply = Reply(number, await future)
+            value = await future
+            is_error = isinstance(value, _Caught)
+            reply = Reply(number, error=value.error) if is_error else Reply(number, value)
         except asyncio.CancelledError as error:
             if self._calls.get(number) is not asyncio.current_task():
                 return
@@ -156,6 +161,28 @@ class DaskMachines:
         """Expect no end of any call any more."""
         for number in list(self._calls):
             self._cancel(number)
+
+
+@dataclass(frozen=True)
+class _Caught:
+    """The error that a call raised."""
+
+    error: Exception
+
+
+def _caught(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returns, or its error as a value.
+
+    Dask's client waits for ever for a call that failed if it can't read the traceback.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return _Caught(RuntimeError(f"{type(error).__name__}: {error}"))
+        return _Caught(error.with_traceback(None))
 
 
 @contextmanager

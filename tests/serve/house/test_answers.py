@@ -75,7 +75,10 @@ def test_a_queue_that_is_full(folder: Path) -> None:
                 await events_of(house, asked())
             assert refused.value.status == 429
             assert refused.value.retry_after
-            assert "requests that wait for one of 2 slots: 1, and at most 1 may" in refused.value.message
+            assert (
+                "requests that wait for one of 2 slots: 1, and at most 1 may"
+                in refused.value.message
+            )
             for events in await asyncio.gather(*running):
                 assert isinstance(events[-1], Ended)
             assert house.refused == 1

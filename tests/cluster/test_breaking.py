@@ -1,0 +1,135 @@
+"""A batch over workers that is broken: by its lines, by Ctrl-C, by a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from support.batches import lines, run, unbroken
+from support.waiting import until
+
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
+from mlxrunner.cluster.dealing import MOST_ENDS
+from mlxrunner.cluster.driving import Driver
+
+MANY, BAD = 60, 7
+KILLS = f"""
+import os, signal
+from mlxrunner.cluster.answering import Desk
+answer = getattr(Desk.answer, "undisturbed", Desk.answer)
+def answers(self, line):
+    if line.index == {BAD}:
+        with open("killed", "a") as file:
+            file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(self, line)
+answers.undisturbed = answer  # Dask runs this file more than once
+Desk.answer = answers
+"""
+
+
+@pytest.fixture(autouse=True)
+def many(folder: Path) -> None:
+    Path("in.jsonl").write_text(lines(MANY, broken=(5,)))
+
+
+def batch(cluster: Any, *arguments: object) -> Result:
+    until(lambda: len(cluster.scheduler.workers) == 2)
+    where = ("--dask", cluster.scheduler_address)
+    return run("in.jsonl", "-o", "out.jsonl", "--no-usage", *where, *arguments)
+
+
+@pytest.mark.exhaustive(0)
+def test_a_line_that_kills_three_processes_gets_an_error_and_no_fourth(folder: Path) -> None:
+    """Dask runs a file in each worker that it starts, which makes the line deadly."""
+    import dask
+    import distributed  # noqa: F401  # its settings have to be there before one is changed
+
+    Path("in.jsonl").write_text(lines(12, broken=(5,)))
+    deadly = folder / "deadly.py"
+    deadly.write_text(KILLS.replace('"killed"', repr(str(folder / "killed"))))
+    with dask.config.set({"distributed.worker.preload": [str(deadly)]}):
+        result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
+    assert result.exit_code == 3, result.stderr
+    assert Path("killed").read_text() == "x" * MOST_ENDS
+    found, expected = Path("out.jsonl").read_text().splitlines(), unbroken().decode().splitlines()
+    assert [one for one in found if one not in expected] == [found[BAD]]
+    assert f"{MOST_ENDS} workers ended while they ran this line" in json.loads(found[BAD])["error"]
+
+
+@pytest.mark.exhaustive(0)
+def test_ctrl_c_at_random_moments_loses_and_doubles_nothing(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment is a line that is sent, or an answer. Every third time Ctrl-C is pressed twice."""
+    chosen, left, presses = random.Random(5), list[int](), list[int]()
+    send, landed = Driver._send, Driver._landed
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] in presses:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def sends(driver: Driver, worker: Any, line: StoredLine) -> None:
+        count()
+        send(driver, worker, line)
+
+    def lands(driver: Driver, reply: Any) -> Any:
+        count()
+        yield from landed(driver, reply)
+
+    monkeypatch.setattr(Driver, "_send", sends)
+    monkeypatch.setattr(Driver, "_landed", lands)
+    broken = 0
+    for time in range(12):
+        left[:] = [chosen.randrange(4, 24)]
+        presses[:] = [0, -chosen.randrange(1, 4)] if time % 3 == 2 else [0]
+        result = batch(cluster, "--resume")
+        assert result.exit_code in (1, 3, 130), result.stderr
+        assert unbroken().startswith(Path("out.jsonl").read_bytes())
+        if result.exit_code == 3:
+            break
+        broken += 1
+    assert broken >= 3
+    presses.clear()
+    result = batch(cluster, "--resume")
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
+
+
+@pytest.mark.exhaustive(0)
+def test_a_full_disk_ends_the_run_and_resume_goes_on(cluster: Any) -> None:
+    """From its third group of answers on, no file of the driver may grow any more."""
+    code = (
+        "import os, resource\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
+        "output.SHORTEST_S = output.SHARE = 0\n"
+        "flush, flushes = output.Writer.flush, []\n"
+        "def fills(self):\n"
+        "    flushes.append(1)\n"
+        "    if len(flushes) == 3:\n"
+        "        size = os.path.getsize('out.jsonl')\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
+        "    flush(self)\n"
+        "output.Writer.flush = fills\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, "batch", "in.jsonl", "-o", "out.jsonl", "-q"]
+    options = ["--no-usage", "--no-reserve", "--dask", cluster.scheduler_address]
+    driver = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert driver.returncode == 1, driver.stderr
+    assert "Traceback" not in driver.stderr
+    assert "--resume" in driver.stderr
+    with Store.open(Path("out.jsonl.run")) as store:
+        assert store.counts.done < MANY
+    result = batch(cluster, "--resume")
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
