@@ -161,7 +161,7 @@ def generate(
         )
     loading = take(options, LOADING)
     if images:
-        check_pictures(raw=raw, count=count, options=options)
+        check_pictures(raw=raw, options=options)
         loading["pictures"] = True
     banner = sys.stderr.isatty() and not as_json
     request: Any = text if raw else [{"role": "user", "content": content_of(text, images)}]
@@ -228,8 +228,8 @@ def _answers(
         profile.watch(runner)
 
     output, bar = FilteredStream(), ExitStack()
-    names = ("context", "trust_remote_code", "reserve", "draft_model")
-    shared = {name: loading[name] for name in names}
+    names = ("context", "trust_remote_code", "reserve", "draft_model", "pictures")
+    shared = {name: loading[name] for name in names if name in loading}
     if is_given("prefill_step"):  # the default for several sequences is another one
         shared["prefill_step"] = loading["prefill_step"]
     for name in filter(None, (model, loading["draft_model"])):

@@ -14,12 +14,10 @@ ONLY_TEXT = {
 """Options that know no pictures, and why."""
 
 
-def check_pictures(*, raw: bool, count: int, options: dict[str, Any]) -> None:
+def check_pictures(*, raw: bool, options: dict[str, Any]) -> None:
     """Raise OptionError for options that do not go together with --image."""
     if raw:
         raise OptionError("--raw is plain text only: leave it out, or leave --image out")
-    if count > 1:
-        raise OptionError("--n runs several answers at once, which see no pictures: use --repeat")
     for name, why in ONLY_TEXT.items():
         if options[name]:
             raise OptionError(f"{why}: leave it out, or leave --image out")

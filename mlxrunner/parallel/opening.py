@@ -45,10 +45,18 @@ class Opening:
     """Bytes of a draft model, which are not among those offered."""
 
     @classmethod
-    def of(cls, loaded: LoadedModel, asked: OpenSettings, beside: int = 0) -> Opening:
+    def of(
+        cls,
+        loaded: LoadedModel,
+        asked: OpenSettings,
+        beside: int = 0,
+        *,
+        is_read: bool = True,
+    ) -> Opening:
         """Compute the demand of all slots, with a draft model of `beside` bytes.
 
         Of the memory asked for, or of what the device offers, a tenth at most is for checkpoints.
+        `is_read`: the weights are there, so that the work on a picture can be measured.
         """
         sight = getattr(loaded.model, "sight", None)
         asked = replace(asked, context=asked.context or loaded.facts.context)
@@ -63,7 +71,8 @@ class Opening:
             offered=offered if asked.memory is None else min(offered, asked.memory),
         )
         if sight is not None:
-            demand = replace(demand, pictures=sight.work_bytes(tries=asked.reserve))
+            work = sight.work_bytes(tries=asked.reserve and is_read)
+            demand = replace(demand, pictures=work)
         return cls(asked, demand, offered, beside)
 
     def plan(self, cells: int | None, limit: int | None = None) -> Plan:
@@ -140,12 +149,17 @@ def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[
 def seeing(name: str, asked: OpenSettings, *, trust_remote_code: bool) -> LoadedModel:
     """Load the model `name` with its encoder of pictures.
 
-    Raise ModelError if it can't be used, and OptionError for settings that it can't have.
+    Raise ModelError if it can't be used, OptionError for settings that it can't have, and
+    MemoryPlanError, before a weight is read, if it does not fit.
     """
     from mlxrunner.models.seeing import load_seeing
 
+    def check(loaded: LoadedModel) -> None:
+        check_seeing(loaded.model, asked)
+        Opening.of(loaded, asked, is_read=False).settings()
+
     _refuse({"trust_remote_code": trust_remote_code, **_unseen(asked)})
-    return load_seeing(name, progress=tell_nobody, check=lambda _: None)
+    return load_seeing(name, progress=tell_nobody, check=check)
 
 
 def check_seeing(model: Any, asked: OpenSettings) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import GenerateOptions
+from mlxrunner.parallel.opening import seeing
 from mlxrunner.parallel.scheduling.slots import WORTH_WAITING
+from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, Result
 from mlxrunner.tokenizer.prompt import Prompt, check_length, shift_of, tokenize_prompt
@@ -46,15 +48,20 @@ def sample(
     called with the runner before its first request. Raise ContextLengthError if the prompt fills
     the context, unless it is shifted.
     """
-    settings = dict(loading)
-    loaded = load_model(model, trust_remote_code=settings.pop("trust_remote_code", False))
+    settings, several = dict(loading), min(parallel, count)
+    brings_code = settings.pop("trust_remote_code", False)
+    if settings.pop("pictures", False):
+        asked = OpenSettings.of(max_sequences=several, **settings)
+        loaded = seeing(model, asked, trust_remote_code=brings_code)
+    else:
+        loaded = load_model(model, trust_remote_code=brings_code)
     seed = options.pop("seed", None)
     each = [options | {"seed": None if seed is None else seed + i} for i in range(count)]
     yield from _together(
         loaded,
         prompt,
         each,
-        min(parallel, count),
+        several,
         settings.pop("context", None) or loaded.facts.context,
         watch,
         settings,

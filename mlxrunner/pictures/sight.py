@@ -23,9 +23,12 @@ from mlxrunner.pictures.table import Picture, PictureTable
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.mlx_vlm_internals import Seen
 from mlxrunner.system.picture_files import DECODED_BYTES, Pixels
+from mlxrunner.terminal.text import size
 
 KEPT_BYTES = 2**28
 """Most bytes of what the model saw of earlier pictures."""
+HELD_BYTES = 2**29
+"""Most bytes of pictures of requests that run or wait, beside those that are kept."""
 LARGEST = 2048
 """Rows and columns of the picture with which the encoder is tried at start."""
 
@@ -41,6 +44,12 @@ class View:
     inputs: Mapping[str, mx.array] | None
     """The encoder's inputs; None once it ran."""
     seen: Seen | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the one or of the other."""
+        seen, inputs = self.seen, self.inputs
+        return seen.nbytes if seen is not None else _nbytes(inputs or {})
 
 
 @dataclass(frozen=True)
@@ -80,12 +89,14 @@ class Sight:
         """The number of times that the encoder ran."""
 
     def work_bytes(self, *, tries: bool) -> int:
-        """Return the bytes that pictures need in addition to the model: kept, decoded and encoded.
+        """Return the bytes that pictures need in addition to the model.
+
+        These are pictures that are kept, held by requests, decoded and encoded.
 
         `tries`: encode a picture of LARGEST x LARGEST pixels, and measure it. A later picture for
         which the encoder would need more is refused. Otherwise the encoder's own need is unknown.
         """
-        fixed = self._kept_bytes + DECODED_BYTES
+        fixed = self._kept_bytes + HELD_BYTES + DECODED_BYTES
         if not tries:
             return fixed
         block, inputs = internals.process(
@@ -101,15 +112,28 @@ class Sight:
         return fixed + max(peak, 0) + self._most
 
     def prepare(self, pixels: Pixels) -> Prepared:
-        """Return a picture as it goes into a prompt. Raise PictureError if it can't be seen."""
+        """Return a picture as it goes into a prompt.
+
+        Raise PictureError if it can't be seen, or if requests hold too many already.
+        """
         digest = self._digest(pixels)
         with self._lock:
             known, view = self._prepared.get(digest), self._views.get(digest)
             if known is None or view is None:
                 view = self._viewed(pixels)
+                self._check_room(view)
                 known = known or self._described(digest, view)
                 self._prepared[digest], self._views[digest] = known, view
         return replace(known, view=view)
+
+    def _check_room(self, view: View) -> None:
+        """Raise PictureError if there is no room for `view` beside all others that are held."""
+        held, most = sum(one.nbytes for one in self._views.values()), self._kept_bytes + HELD_BYTES
+        if held + view.nbytes > most:
+            raise PictureError(
+                f"the pictures of requests take {size(held)}, this one {size(view.nbytes)} more, "
+                f"and {size(most)} are the most: send fewer or smaller ones, or later"
+            )
 
     def _viewed(self, pixels: Pixels) -> View:
         block, inputs = internals.process(self._processor, self.marker, pixels)

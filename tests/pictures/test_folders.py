@@ -20,9 +20,19 @@ from PIL import Image
 from support.seeing import own_answer
 from support.seeing_folders import write_seeing
 
-from mlxrunner import ModelError, OptionError, PromptError, Runner, cli
+from mlxrunner import (
+    MemoryPlanError,
+    ModelError,
+    OptionError,
+    ParallelRunner,
+    PromptError,
+    Runner,
+    cli,
+)
+from mlxrunner.models import seeing
 from mlxrunner.models.sharding import share_among
 from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 
 KINDS = ("qwen2_5_vl", "gemma3", "idefics3")
@@ -249,11 +259,38 @@ def test_generate_shows_files_to_the_model(folder: Path, tmp_path: Path) -> None
     assert [json.loads(one.stdout)["tokens"] for one in said] == [expected.tokens, other.tokens]
 
 
+def test_several_answers_about_a_picture_are_those_of_single_requests(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Each has a seed of its own, and they share what was seen."""
+    file = tmp_path / "a.png"
+    file.write_bytes(png(noise(1)))
+    asked_of = ("-m", folder, "--image", file, "--json", "--max-tokens", "6", "what?")
+    options = ("--temperature", "50", "--seed")
+    several = generated(*asked_of, *options, "5", "--n", "3", "--parallel", "2")
+    assert several.exit_code == 0, several.stderr
+    answers = [json.loads(line) for line in several.stdout.splitlines()]
+    single = [json.loads(generated(*asked_of, *options, seed).stdout) for seed in (5, 6, 7)]
+    assert [one["tokens"] for one in answers] == [one["tokens"] for one in single]
+    assert len({tuple(one["tokens"]) for one in answers}) > 1
+    assert [one["usage"]["cached_tokens"] > 0 for one in answers] == [False, True, True]
+
+
+def test_a_runner_of_many_requests_compares_its_plan_before_it_reads_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows then what pictures need beside the encoder's own work."""
+    monkeypatch.setattr(seeing, "read_weights", pytest.fail)
+    monkeypatch.setattr(device, "offered_bytes", lambda: 1000)
+    with pytest.raises(MemoryPlanError, match="does not fit into memory") as error:
+        ParallelRunner.load(folder, max_sequences=2, context=256, pictures=True)
+    assert "pictures" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         (["--raw"], "--raw is plain text"),
-        (["--n", "2"], "--n runs several"),
         (["--verify-cache", "1"], "--verify-cache runs"),
         (["--log-tokens", os.devnull], "--log-tokens writes"),
         (["--draft-model", "demo"], "draft_model"),

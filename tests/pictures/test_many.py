@@ -27,9 +27,10 @@ from support.seeing import (
 )
 from support.seeing_folders import write_seeing
 
-from mlxrunner import OptionError, ParallelRunner, Runner, StepFailedError
+from mlxrunner import OptionError, ParallelRunner, PictureError, Runner, StepFailedError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.seeing import ARCHITECTURES
+from mlxrunner.pictures import sight
 from mlxrunner.pictures.model import SeeingModel
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.testing import ByteTokenizer
@@ -140,6 +141,28 @@ def test_each_picture_is_there_until_its_last_request_has_ended() -> None:
             thread.join()
         assert [found[number] for number in range(8)] == [eyes.cold(one) for one in asked]
         assert not eyes.sight._seen
+
+
+def test_pictures_of_requests_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One beyond it is refused with the numbers, and finds room when the others have ended."""
+    asked: list[list[Part]] = [[("picture", number), ("text", [5, 6])] for number in range(3)]
+    with many("gemma3", slots=1) as eyes:
+        prompts = [eyes.prompt(one) for one in asked[:2]]
+        held = [one.view for prompt in prompts for one in prompt.views]
+        most = sum(view.nbytes for view in held if view is not None)
+        eyes.sight._kept_bytes = 0
+        monkeypatch.setattr(sight, "HELD_BYTES", most)
+        handles = [eyes.runner.submit(prompt, max_tokens=6, stop_tokens=[]) for prompt in prompts]
+        del prompts, held
+        monkeypatch.setattr(sight, "HELD_BYTES", 1)  # what was seen of one may be smaller than it
+        with pytest.raises(PictureError, match=r"^the pictures of requests take .* are the most:"):
+            eyes.prompt(asked[2])
+        found = [handle.result().tokens for handle in handles[:2]]
+        assert found == [eyes.cold(one) for one in asked[:2]]
+        monkeypatch.setattr(sight, "HELD_BYTES", most)
+        handles.clear()
+        later = eyes.runner.submit(eyes.prompt(asked[2]), max_tokens=6, stop_tokens=[])
+        assert later.result().tokens == eyes.cold(asked[2])
 
 
 def test_penalties_know_words_only() -> None:
