@@ -243,10 +243,13 @@ def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
     layers = getattr(model, "layers", ())
     if len(layers) != len(caches):
         return len(caches)
-    kinds = [(cache.layouts(), _shapes(layer)) for cache, layer in zip(caches, layers, strict=True)]
+    kinds = [
+        (cache.layouts(), shapes_of(layer)) for cache, layer in zip(caches, layers, strict=True)
+    ]
     return min(max(map(kinds.index, kinds)) + 2, len(caches))
 
 
-def _shapes(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
+def shapes_of(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of a layer's weights, which tell its kind."""
     parameters: Any = tree_flatten(layer.parameters())
     return [(name, array.shape) for name, array in parameters]

@@ -129,21 +129,29 @@ class Opening:
 def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[mx.array]:
     """Dispatch a row of `tokens` tokens that sees every cell, and sample tokens for the slots.
 
-    The sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
+    Where all layers lie in shared cells, the row runs through one of each kind: the memory of a
+    layer's work is free again before the next one starts. All layers get a row of the slots. The
+    sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
     """
-    batch = Batch(list(range(tokens)), [0] * tokens)
-    rows = range(tokens - min(slots, engine.most_sequences or slots), tokens)
-    logits = engine.forward(mx.zeros((tokens,), mx.int32), batch, rows, reserve=True)
+    wanted = min(slots, engine.most_sequences or slots)
+    first = engine.first_layers(*_row(tokens)) if isinstance(engine, Adapted) else ()
+    tokens = wanted if first else tokens
+    logits = engine.forward(*_row(tokens), range(tokens - wanted, tokens), reserve=True)
     costliest = NextToken(
         GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]
     )
     arrays = [
         array
-        for row in range(min(len(rows), SAMPLED))
+        for row in range(min(wanted, SAMPLED))
         for array in costliest(logits[row : row + 1]).arrays
     ]
+    arrays += first
     dispatch(arrays)
     return arrays
+
+
+def _row(tokens: int) -> tuple[mx.array, Batch]:
+    return mx.zeros((tokens,), mx.int32), Batch(list(range(tokens)), [0] * tokens)
 
 
 def seeing(name: str, asked: OpenSettings, *, trust_remote_code: bool) -> LoadedModel:

@@ -537,7 +537,8 @@ def test_many_slots_are_reserved_by_sampling_for_a_few(llama: Any) -> None:
     with Stepper(*llama, max_sequences=40, context=8) as runner:
         few = largest_step(runner._adapted, 80, 3)
         many = largest_step(runner._adapted, 80, 40)
-    assert len(few) / 3 == len(many) / SAMPLED
+    kept = 2  # keys and values behind one layer of each kind
+    assert (len(few) - kept) / 3 == (len(many) - kept) / SAMPLED
 
 
 def test_buffers_are_allocated_once() -> None:

@@ -27,10 +27,17 @@ from mlxrunner.cache.shared.causal import CausalCache
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import NotSupportedError
+from mlxrunner.memory.reserve import shapes_of
 from mlxrunner.parallel.rows.apart import Apart, Plan, Step, class_apart, mixers, view_of
 from mlxrunner.parallel.rows.attention import Parts
 from mlxrunner.parallel.rows.engine import Engine, joined, marker
-from mlxrunner.parallel.rows.views import LayerView, PerTokenRope, SomeRows, attention_in_parts
+from mlxrunner.parallel.rows.views import (
+    Enough,
+    LayerView,
+    PerTokenRope,
+    SomeRows,
+    attention_in_parts,
+)
 from mlxrunner.system.mlx_lm_internals import (
     calls_attention,
     class_with,
@@ -92,6 +99,8 @@ class Adapted(Engine):
         self._rotations: dict[int, list[Rotate] | None] = {}
         self.layer = -1
         """The layer that wrote last, for error messages; -1 before the first."""
+        self.stops_at = -1
+        """The layer at which a pass ends; -1: none."""
         modules = _modules(model)
         self._roped = [module for module in modules if has_rope(module)]
         self._attentions = [module for module in modules if calls_attention(module)]
@@ -166,6 +175,25 @@ class Adapted(Engine):
             return []
         wanted = set(rows)
         return [index for index in range(len(batch)) if index not in wanted]
+
+    def first_layers(self, tokens: mx.array, batch: Batch) -> tuple[mx.array, ...]:
+        """Begin a reserve pass. Return unevaluated arrays that need a layer of each kind.
+
+        There are none if layers are apart: the whole pass tells what it needs then.
+        """
+        layers = getattr(self.model, "layers", ())
+        if [row.layer for row in self._rows] != list(range(len(layers))):
+            return ()
+        rows = zip(self._rows, layers, strict=True)
+        kinds = [(row.group, shapes_of(layer)) for row, layer in rows]
+        self.stops_at = max(map(kinds.index, kinds), default=-1) + 1
+        try:
+            self._pass(tokens, batch, [0], reserve=True)
+        except Enough as enough:
+            return enough.arrays
+        finally:
+            self.stops_at = -1
+        return ()
 
     def _pass(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False

@@ -55,12 +55,19 @@ class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
         return normed
 
 
+class Enough(BaseException):
+    """Ends a pass that is to compute its first layers only, with what the next one would store."""
+
+    def __init__(self, keys: mx.array, values: mx.array) -> None:
+        self.arrays = keys, values
+
+
 class LayerView:
     """One layer's part of the shared cells, in place of the layer's cache."""
 
     def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
         """View layer `layer`, whose rows are the buffers `number` of its group."""
-        self._step, self._number, self.layer, self._group = step, number, layer, group
+        self._step, self._number, self.layer, self.group = step, number, layer, group
         self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -71,21 +78,23 @@ class LayerView:
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        return self._step.groups[self._group].attention_mask(
-            is_split=self._step.masks_parts[self._group], as_array=return_array
+        return self._step.groups[self.group].attention_mask(
+            is_split=self._step.masks_parts[self.group], as_array=return_array
         )
 
     @property
     def parts(self) -> Parts | None:
         """The parts in which this step computes its attention; None: one product."""
-        return self._step.parts[self._group]
+        return self._step.parts[self.group]
 
     def buffers(self) -> tuple[mx.array, mx.array]:
         """Return keys and values of all cells of the layer. Call it after the layer has written."""
-        return self._step.groups[self._group].buffers()
+        return self._step.groups[self.group].buffers()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        cache = self._step.groups[self._group]
+        if self.layer == self._step.stops_at:
+            raise Enough(keys, values)
+        cache = self._step.groups[self.group]
         self._step.layer = self.layer
         cache.set_layer(self._number)
         cache.put(keys, values)
@@ -115,7 +124,7 @@ class LayerView:
     @property
     def whole_mask(self) -> mx.array:
         """The mask of all queries and all cells, for attention that can't be split."""
-        return self._step.groups[self._group].mask
+        return self._step.groups[self.group].mask
 
 
 def attention_in_parts(whole: Attention) -> Attention:

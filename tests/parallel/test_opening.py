@@ -1,0 +1,39 @@
+"""A runner of many requests measures at start what a step needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import write_model
+
+from mlxrunner.parallel.rows.adapt import Adapted
+from mlxrunner.parallel.stepper import Stepper
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "mixtral"])
+def test_a_layer_of_each_kind_tells_what_a_step_of_all_layers_needs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would only cost time, which is minutes for many cells."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8}
+    if kind == "gpt_oss":
+        sizes["layer_types"] = ["sliding_attention", "full_attention"] * 4
+    folder = tmp_path / kind
+    write_model(folder, kind, max_position_embeddings=1024, **sizes)
+
+    def measured() -> int:
+        totals = []
+        for _ in range(3):  # a busy machine frees later
+            with Stepper.load(
+                str(folder), max_sequences=4, context=512, prefill_step=256
+            ) as runner:
+                assert runner.plan is not None
+                (batch,) = (one.total for one in runner.plan.lines if "(measured)" in one.what)
+                totals.append(batch)
+        return min(totals)
+
+    few = measured()
+    monkeypatch.setattr(Adapted, "first_layers", lambda *_: ())
+    assert 0.9 * measured() < few < 1.1 * measured()
