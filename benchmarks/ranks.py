@@ -4,8 +4,9 @@ PYTHONPATH=tests python benchmarks/ranks.py [--rounds N] [--quick]
 
 Both sides decode in turn, in one run, on the same shared weights. The bare loop is `generate_step`
 of mlx_lm on every rank, each of which samples by itself: no rank tells another one anything. The
-ratio is that of each round. On Linux the bytes and packets are those that the kernel counts for the
-sockets of the ring on rank 0, both directions together. On Linux first put a fast BLAS in front.
+rate of a round is that of its median token, and the ratio is that of each round. On Linux the bytes
+and packets are those that the kernel counts for the sockets of the ring on rank 0, both directions
+together. On Linux first put a fast BLAS in front.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from stat import S_ISSOCK
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from arguments import parser_of
@@ -111,11 +114,13 @@ def measure(ranks: Ranks, model: Path, rounds: int) -> tuple[Comparison, str]:
     for turn in range(rounds + 1):
         for side in sorted(sides, reverse=bool(turn % 2)):
             answer = sides[side]()
-            tokens, began, before = [next(answer)], time.perf_counter(), traffic(ranks)
-            tokens += answer
+            tokens, before, read = [next(answer)], traffic(ranks), [time.perf_counter()]
+            for token in answer:
+                tokens.append(token)
+                read.append(time.perf_counter())
             if side == "ours":
                 sent = traffic(ranks).since(before, ANSWER - 1)
-            rates[side].append((ANSWER - 1) / (time.perf_counter() - began))
+            rates[side].append(1 / median(then - now for now, then in pairwise(read)))
             answers.add(tuple(tokens))
     assert len(answers) == 1, "the sides gave different answers"
     gains = [a / b for a, b in zip(rates["ours"][1:], rates["bare"][1:], strict=True)]

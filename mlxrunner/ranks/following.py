@@ -17,9 +17,8 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.engine.decode import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError
-from mlxrunner.memory.reserve import weights_of
 from mlxrunner.ranks.bare import BARE, BareLoop
-from mlxrunner.ranks.group import checked_folder, join, load_share
+from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts, versions
 from mlxrunner.ranks.leading import LOAD, WITH_LOGITS, receive
 from mlxrunner.ranks.processes import inherited
@@ -91,8 +90,7 @@ def _run_model(
 ) -> Any:
     """Load a model and run its passes. Return the message that is not one."""
     runner = load_share(Runner, order["model"], order["settings"], group)
-    number, weights = order["number"], weights_of(runner.model)
-    wire.send({"number": number, "context": runner.context, "weights": weights})
+    wire.send({"number": order["number"], **share_of(runner)})
     caches = make_layer_caches(runner.model, CacheOptions(runner.context))
     bare = BareLoop(runner.model)
     while isinstance(message := told.get(), list):

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.memory.reserve import weights_of
 from mlxrunner.models.fingerprint import differences, fingerprint
 from mlxrunner.models.resolve import folder_if_here, read_config
 from mlxrunner.models.sharding import check_shares, share_among
@@ -56,6 +57,16 @@ def load_share(
         return kind.load(model, reserve=False, **settings)
     finally:
         share_among(None)
+
+
+def share_of(runner: Runner) -> dict[str, int]:
+    """Describe this rank's part of a model: bytes of weights, bytes of a token, and room."""
+    assert runner.growing is not None
+    return {
+        "weights": weights_of(runner.model),
+        "token": runner.growing.caches(1),
+        "context": runner.context,
+    }
 
 
 @contextmanager

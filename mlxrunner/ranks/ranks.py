@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlxrunner.errors import ModelError
 from mlxrunner.models.fingerprint import fingerprint
-from mlxrunner.ranks.group import checked_folder, join, load_share
+from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.leading import LOAD, Held, LeadingModel, undisturbed
 from mlxrunner.ranks.runner import FirstRunner
@@ -38,6 +38,8 @@ class Ranks:
         self._all_here, self._number = threading.Event(), 0
         self.group: mx.distributed.Group | None = None
         """The ring, once a model is loaded."""
+        self.shares: dict[int, dict[str, int]] = {}
+        """What each rank has of the last model: `group.share_of`."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> Ranks:
@@ -61,9 +63,13 @@ class Ranks:
             self.tell(LOAD)
             self.group = self.group or join(self.hosts, 0)
         runner = load_share(FirstRunner, model, settings, self.group)
-        for rank, found in self._answers().items():
-            logger.info("rank %d: weights of %s", rank, size(found["weights"]))
-            runner.context = min(runner.context, found["context"])
+        self.shares = {0: share_of(runner), **self._answers()}
+        for rank, share in self.shares.items():
+            logger.info(
+                "rank %d: weights of %s, caches of %s for each token, room for %d tokens",
+                *(rank, size(share["weights"]), size(share["token"]), share["context"]),
+            )
+        runner.context = min(share["context"] for share in self.shares.values())
         return self._lead(runner, partial(self._tell_of, self._number), Held())
 
     def beside(self, first: Runner, *, context: int | None = None, **settings: Any) -> Runner:
