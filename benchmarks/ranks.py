@@ -49,7 +49,7 @@ BYTES_ACKED, SEGMENTS_OUT = 120, 136
 
 @dataclass
 class Traffic:
-    """What rank 0 has sent and received."""
+    """The traffic of rank 0."""
 
     messages: int
     message_bytes: int

@@ -30,6 +30,7 @@ class BareLoop:
 
         The loop runs to its end, also where its reader leaves: the other ranks do so, too.
         """
+        mx.synchronize()  # the loop has a stream of its own: sums of two streams must not mix
         if not kept:
             self._cache = make_prompt_cache(self._model)
         trim_prompt_cache(self._cache, (self._cache[0].offset if kept else 0) - kept)
@@ -42,9 +43,7 @@ class BareLoop:
         finally:
             for _ in loop:
                 pass
-            # A pass is still under way on another stream than ours. Its sums must not mix with
-            # those of the next pass.
-            mx.synchronize(generation_stream)
+            mx.synchronize(generation_stream)  # a pass whose token nobody reads is still under way
 
 
 def lead(
@@ -54,7 +53,6 @@ def lead(
     bare = BareLoop(model)
 
     def steps(kept: int, rest: list[int], count: int) -> Generator[int, None, None]:
-        mx.synchronize()
         tell([BARE, kept, rest, count])
         yield from bare.steps(kept, rest, count)
 

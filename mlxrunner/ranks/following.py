@@ -73,7 +73,8 @@ def _follow(hosts: Hosts, rank: int, wire: Wire, told: queue.SimpleQueue[Any]) -
     """Do what the first rank says: compare a model, load it, run a pass."""
     order, group = told.get(), None
     while order is not None:
-        checked_folder(order["model"], len(hosts.addresses), order["fingerprint"])
+        count = len(hosts.addresses)
+        checked_folder(order["model"], count, order["fingerprint"], order["way"])
         wire.send({"number": order["number"]})
         if (message := told.get()) != LOAD:
             order = message  # None at the end, or another model
@@ -89,7 +90,7 @@ def _run_model(
     order: Any, group: mx.distributed.Group, wire: Wire, told: queue.SimpleQueue[Any]
 ) -> Any:
     """Load a model and run its passes. Return the message that is not one."""
-    runner = load_share(Runner, order["model"], order["settings"], group)
+    runner = load_share(Runner, order["model"], order["settings"], group, order["way"])
     wire.send({"number": order["number"], **share_of(runner)})
     caches = make_layer_caches(runner.model, CacheOptions(runner.context))
     bare = BareLoop(runner.model)

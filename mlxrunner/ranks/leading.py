@@ -88,7 +88,11 @@ def hand_on(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
     A sum over all ranks would do the same, but every rank waits for the others in it.
     """
     behind = group.rank() + 1
-    return mx.distributed.send(tokens, behind, group=group) if behind < group.size() else tokens
+    if behind == group.size():
+        return tokens
+    given = mx.distributed.send(tokens, behind, group=group)
+    dispatch([given])  # a rank that has the last layers computes nothing from tokens
+    return given
 
 
 def receive(count: int, group: mx.distributed.Group) -> mx.array:
