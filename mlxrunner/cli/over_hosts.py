@@ -17,9 +17,11 @@ from mlxrunner.errors import LaunchError, OptionError
 if TYPE_CHECKING:
     from socket import socket
 
+    from mlxrunner.models.sharding import Way
     from mlxrunner.ranks.hosts import Hosts
 
-SHARED = "--tensor-parallel"
+WAYS: dict[str, Way] = {"--tensor-parallel": "tensor-parallel", "--pipeline": "pipeline"}
+"""The options that say how the hosts share a model."""
 COMMANDS: dict[str, click.Command] = {"generate": generate, "chat": chat, "verify": verify}
 REFUSED = ("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--kv-bits")
 """Options of a command that only a model of one rank takes."""
@@ -27,13 +29,13 @@ REFUSED = ("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--k
 
 def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> None:
     """Run the command line `words` on `hosts`: as their guard, or as rank 0, which it starts."""
-    inner = _command(ctx, words)
+    inner, way = _command(ctx, words)
     from mlxrunner.ranks.hosts import read_hosts
     from mlxrunner.ranks.processes import inherited
 
     found, connection = read_hosts(hosts, port), inherited()
     if connection is not None:
-        _lead(ctx, inner, found, connection)
+        _lead(ctx, inner, way, found, connection)
         return
     from mlxrunner.ranks.guard import guard
 
@@ -55,11 +57,13 @@ def _end(line: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _lead(ctx: click.Context, inner: click.Context, hosts: Hosts, connection: socket) -> None:
+def _lead(
+    ctx: click.Context, inner: click.Context, way: Way, hosts: Hosts, connection: socket
+) -> None:
     """Run the command `inner` as rank 0."""
     from mlxrunner.ranks.ranks import Ranks
 
-    with Ranks(hosts, connection) as ranks:
+    with Ranks(hosts, connection, way) as ranks:
         ctx.meta["ranks"] = ranks
         try:
             with inner:
@@ -81,16 +85,22 @@ def follow(hosts: str, port: int, rank: int) -> None:
     follow_it(found, rank)
 
 
-def _command(ctx: click.Context, words: tuple[str, ...]) -> click.Context:
-    """Return the command `words` ready to run. Raise OptionError for what ranks do not do."""
+def _command(ctx: click.Context, words: tuple[str, ...]) -> tuple[click.Context, Way]:
+    """Return the command `words` ready to run, and how the hosts share its model.
+
+    Raise OptionError for what ranks do not do.
+    """
     command = COMMANDS.get(words[0])
     if command is None:
         *most, last = COMMANDS
         able = f"{', '.join(most)} and {last}"
         raise OptionError(f"{words[0]} does not run with --hosts: {able} do")
-    if SHARED not in words:
-        raise OptionError(f"say how the hosts share the model: add {SHARED}")
-    own = [word for word in words[1:] if word != SHARED]
+    given_ways = [flag for flag in WAYS if flag in words]
+    if len(given_ways) > 1:
+        raise OptionError(f"{' and '.join(WAYS)} contradict each other: use one of them")
+    if not given_ways:
+        raise OptionError(f"say how the hosts share the model: add {' or '.join(WAYS)}")
+    own = [word for word in words[1:] if word not in WAYS]
     inner = command.make_context(words[0], own, parent=ctx)
     flags = {option.name: flag for option in command.params for flag in option.opts}
     params = inner.params.items()
@@ -98,4 +108,4 @@ def _command(ctx: click.Context, words: tuple[str, ...]) -> click.Context:
     for flag in REFUSED:
         if flag in given:
             raise OptionError(f"{flag} is for a model on one machine: leave it out with --hosts")
-    return inner
+    return inner, WAYS[given_ways[0]]

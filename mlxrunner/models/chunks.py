@@ -73,5 +73,6 @@ def _logits(model: Any, prompt: list[int], chunks: Sequence[int]) -> mx.array:
         logits = model(mx.array([tokens]), cache=[cache.model_cache for cache in caches])
         for cache in caches:
             cache.end_forward(count)
+        mx.eval(logits)  # in this order on all ranks that share the layers
     last: mx.array = logits[0, -1].astype(mx.float32)
     return last

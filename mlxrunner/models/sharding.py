@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
+from mlx_lm.models.pipeline import PipelineMixin
 
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.full import FullAttentionCache
@@ -14,12 +16,15 @@ from mlxrunner.errors import ModelError
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """The settings of config.json that each rank has an equal part of."""
 
-_groups: list[mx.distributed.Group] = []
+Way = Literal["tensor-parallel", "pipeline"]
+"""Each rank has a part of every layer, or some of the layers."""
+
+_groups: list[tuple[mx.distributed.Group, Way]] = []
 
 
-def share_among(group: mx.distributed.Group | None) -> None:
+def share_among(group: mx.distributed.Group | None, way: Way = "tensor-parallel") -> None:
     """Share every model that this process loads from now on; None: no longer."""
-    _groups[:] = [] if group is None else [group]
+    _groups[:] = [] if group is None else [(group, way)]
 
 
 def is_sharing() -> bool:
@@ -27,17 +32,27 @@ def is_sharing() -> bool:
     return bool(_groups)
 
 
-def check_shares(folder: Path, config: dict[str, Any], ranks: int) -> None:
+def check_shares(
+    folder: Path, config: dict[str, Any], ranks: int, way: Way = "tensor-parallel"
+) -> None:
     """Raise ModelError, with the name of the architecture, unless it can be shared by `ranks`."""
     from mlx_lm.utils import _get_classes
 
     kind = config["model_type"]
     try:
-        known = hasattr(_get_classes(config)[0], "shard")
+        model = _get_classes(config)[0]
+        known = hasattr(model, "shard") if way == "tensor-parallel" else _has_pipeline(model)
     except Exception:  # an architecture that loading refuses with a better explanation
         known = False
     if not known:
-        raise ModelError(f"{folder}: mlx-lm can't share the architecture {kind!r:.80} among ranks")
+        raise ModelError(
+            f"{folder}: mlx-lm can't share the architecture {kind!r:.80} among ranks by --{way}"
+        )
+    if way == "pipeline":
+        count = config.get("num_hidden_layers")
+        if isinstance(count, int) and count < ranks:
+            raise ModelError(f"{folder}: {count} layers are too few for {ranks} ranks")
+        return
     for name in DIVIDED:
         count = config.get(name)
         if isinstance(count, int) and count % ranks:
@@ -47,16 +62,28 @@ def check_shares(folder: Path, config: dict[str, Any], ranks: int) -> None:
             )
 
 
+def _has_pipeline(model: type) -> bool:
+    """Return True if the layers of `model` are in a class that can share them."""
+    classes = vars(sys.modules[model.__module__]).values()
+    return any(
+        isinstance(one, type) and one is not PipelineMixin and hasattr(one, "pipeline")
+        for one in classes
+    )
+
+
 def share(folder: Path, model: Any, config: dict[str, Any]) -> None:
     """Keep only this rank's part of `model`, whose weights are not read yet.
 
     Raise ModelError if it can't be shared, or if a layer can't be rewound by itself.
     """
-    for group in _groups:
-        check_shares(folder, config, group.size())
+    for group, way in _groups:
+        check_shares(folder, config, group.size(), way)
         if not all(type(cache) is FullAttentionCache for cache in make_layer_caches(model)):
             raise ModelError(
                 f"{folder}: the architecture {config['model_type']!r:.80} has layers other than "
                 "full attention, which several ranks can't keep equal"
             )
-        model.shard(group)
+        if way == "tensor-parallel":
+            model.shard(group)
+        else:
+            model.model.pipeline(group)

@@ -14,11 +14,13 @@ import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.engine.decode import CLEAR_EVERY
+from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError
-from mlxrunner.memory.reserve import weights_of
-from mlxrunner.ranks.group import checked_folder, join, load_share
+from mlxrunner.ranks.bare import BARE, BareLoop
+from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts, versions
-from mlxrunner.ranks.leading import LOAD, WITH_LOGITS, together
+from mlxrunner.ranks.leading import LOAD, WITH_LOGITS, receive
 from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.wire import JOINED, JOINS, Wire
 from mlxrunner.runner import Runner
@@ -71,7 +73,8 @@ def _follow(hosts: Hosts, rank: int, wire: Wire, told: queue.SimpleQueue[Any]) -
     """Do what the first rank says: compare a model, load it, run a pass."""
     order, group = told.get(), None
     while order is not None:
-        checked_folder(order["model"], len(hosts.addresses), order["fingerprint"])
+        count = len(hosts.addresses)
+        checked_folder(order["model"], count, order["fingerprint"], order["way"])
         wire.send({"number": order["number"]})
         if (message := told.get()) != LOAD:
             order = message  # None at the end, or another model
@@ -87,12 +90,15 @@ def _run_model(
     order: Any, group: mx.distributed.Group, wire: Wire, told: queue.SimpleQueue[Any]
 ) -> Any:
     """Load a model and run its passes. Return the message that is not one."""
-    runner = load_share(Runner, order["model"], order["settings"], group)
-    number, weights = order["number"], weights_of(runner.model)
-    wire.send({"number": number, "context": runner.context, "weights": weights})
+    runner = load_share(Runner, order["model"], order["settings"], group, order["way"])
+    wire.send({"number": order["number"], **share_of(runner)})
     caches = make_layer_caches(runner.model, CacheOptions(runner.context))
+    bare = BareLoop(runner.model)
     while isinstance(message := told.get(), list):
-        run_pass(runner.model, caches, group, *message)
+        if message[0] == BARE:
+            bare.run(*message[1:])
+        else:
+            run_pass(runner.model, caches, group, *message)
     return message
 
 
@@ -103,13 +109,20 @@ def run_pass(
     offset: int,
     count: int,
 ) -> None:
-    """Go back to `offset`, and run `count` tokens that the first rank gives."""
+    """Go back to `offset`, and run `count` tokens that the first rank gives.
+
+    A short pass is not waited for: the next one is prepared while it runs, as on the first rank.
+    """
     for cache in caches:
         if cache.offset != offset:
             cache.rewind(offset)
         cache.begin_forward()
-    tokens = together(mx.zeros((1, count), mx.int32), group)
-    logits = model(tokens, cache=[cache.model_cache for cache in caches])
+    logits = model(receive(count, group), cache=[cache.model_cache for cache in caches])
     for cache in caches:
         cache.end_forward(count)
-    mx.eval(logits if count <= WITH_LOGITS else [cache.state for cache in caches])
+    if count <= WITH_LOGITS:
+        dispatch([logits])
+    else:
+        mx.eval([cache.state for cache in caches])
+    if count > WITH_LOGITS or offset % CLEAR_EVERY == 0:
+        mx.clear_cache()

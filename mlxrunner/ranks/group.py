@@ -12,16 +12,22 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.memory.reserve import weights_of
 from mlxrunner.models.fingerprint import differences, fingerprint
 from mlxrunner.models.resolve import folder_if_here, read_config
-from mlxrunner.models.sharding import check_shares, share_among
+from mlxrunner.models.sharding import Way, check_shares, share_among
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.wire import JOIN_S
 from mlxrunner.runner import Runner
 from mlxrunner.system.writing import open_temporary
 
 
-def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = None) -> Path:
+def checked_folder(
+    model: str,
+    ranks: int,
+    expected: dict[str, str] | None = None,
+    way: Way = "tensor-parallel",
+) -> Path:
     """Return the folder of `model`, which has to be on this machine; nothing is downloaded.
 
     Raise ModelError if it is not, or can't be shared by `ranks`, and LaunchError if its fingerprint
@@ -30,7 +36,7 @@ def checked_folder(model: str, ranks: int, expected: dict[str, str] | None = Non
     folder = folder_if_here(model)
     if folder is None:
         raise ModelError(f"{model}: not on this machine: every rank needs it before it starts")
-    check_shares(folder, read_config(folder), ranks)
+    check_shares(folder, read_config(folder), ranks, way)
     other = [] if expected is None else differences(expected, fingerprint(folder))
     if other:
         raise LaunchError(f"{model}: not the model of rank 0: {', '.join(other)}")
@@ -48,14 +54,24 @@ def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
 
 
 def load_share(
-    kind: type[Runner], model: str, settings: dict[str, Any], group: mx.distributed.Group
+    kind: type[Runner], model: str, settings: dict[str, Any], group: mx.distributed.Group, way: Way
 ) -> Runner:
     """Load this rank's part of `model` into a runner of class `kind`."""
-    share_among(group)
+    share_among(group, way)
     try:
         return kind.load(model, reserve=False, **settings)
     finally:
         share_among(None)
+
+
+def share_of(runner: Runner) -> dict[str, int]:
+    """Describe this rank's part of a model: bytes of weights, bytes of a token, and room."""
+    assert runner.growing is not None
+    return {
+        "weights": weights_of(runner.model),
+        "token": runner.growing.caches(1),
+        "context": runner.context,
+    }
 
 
 @contextmanager

@@ -73,8 +73,8 @@ class LeadingModel:
         with undisturbed():
             self.tell([offset, count])
             held.tokens, held.entry_of = offset + count, self
-            same = together(tokens.astype(mx.int32), self._group)
-            logits: mx.array = self.own_part(same, cache=cache)
+            passed = hand_on(tokens.astype(mx.int32), self._group)
+            logits: mx.array = self.own_part(passed, cache=cache)
             if count <= WITH_LOGITS:
                 dispatch([logits])
                 return logits
@@ -82,9 +82,23 @@ class LeadingModel:
             return mx.zeros(logits.shape, logits.dtype)
 
 
-def together(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
-    """Return the tokens of the first rank; the others give zeros."""
-    return mx.distributed.all_sum(tokens, group=group)
+def hand_on(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
+    """Return `tokens`, and give them to the rank behind this one in the ring, if there is one.
+
+    A sum over all ranks would do the same, but every rank waits for the others in it.
+    """
+    behind = group.rank() + 1
+    if behind == group.size():
+        return tokens
+    given = mx.distributed.send(tokens, behind, group=group)
+    dispatch([given])  # a rank that has the last layers computes nothing from tokens
+    return given
+
+
+def receive(count: int, group: mx.distributed.Group) -> mx.array:
+    """Return the `count` tokens that come from the first rank, `[1, count]`."""
+    tokens = mx.distributed.recv((1, count), mx.int32, group.rank() - 1, group=group)
+    return hand_on(tokens, group)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from mlxrunner.errors import ModelError
 from mlxrunner.models.fingerprint import fingerprint
-from mlxrunner.ranks.group import checked_folder, join, load_share
+from mlxrunner.models.sharding import Way
+from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.leading import LOAD, Held, LeadingModel, undisturbed
 from mlxrunner.ranks.runner import FirstRunner
@@ -29,15 +30,17 @@ from mlxrunner.terminal.text import size
 class Ranks:
     """All ranks but the first. Use it as a context manager: it lets the others end."""
 
-    def __init__(self, hosts: Hosts, connection: socket) -> None:
-        """`connection` is the one to the guard."""
-        self.hosts, self.wire = hosts, Wire(connection)
+    def __init__(self, hosts: Hosts, connection: socket, way: Way = "tensor-parallel") -> None:
+        """`connection` is the one to the guard. `way`: how the ranks share each model."""
+        self.hosts, self.wire, self.way = hosts, Wire(connection), way
         self._replies: dict[int, queue.SimpleQueue[Any]] = {
             rank: queue.SimpleQueue() for rank in range(1, len(hosts.addresses))
         }
         self._all_here, self._number = threading.Event(), 0
         self.group: mx.distributed.Group | None = None
         """The ring, once a model is loaded."""
+        self.shares: dict[int, dict[str, int]] = {}
+        """The part of the last model that each rank has: `group.share_of`."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> Ranks:
@@ -51,19 +54,23 @@ class Ranks:
 
         A model that was loaded before is dropped by the other ranks.
         """
-        folder = checked_folder(model, len(self.hosts.addresses))
+        folder = checked_folder(model, len(self.hosts.addresses), way=self.way)
         self._all_here.wait()
         self._number += 1
         order = {"model": model, "settings": settings, "fingerprint": fingerprint(folder)}
-        self.tell({"number": self._number, **order})
+        self.tell({"number": self._number, "way": self.way, **order})
         self._answers()
         with undisturbed():
             self.tell(LOAD)
             self.group = self.group or join(self.hosts, 0)
-        runner = load_share(FirstRunner, model, settings, self.group)
-        for rank, found in self._answers().items():
-            logger.info("rank %d: weights of %s", rank, size(found["weights"]))
-            runner.context = min(runner.context, found["context"])
+        runner = load_share(FirstRunner, model, settings, self.group, self.way)
+        self.shares = {0: share_of(runner), **self._answers()}
+        for rank, share in self.shares.items():
+            logger.info(
+                "rank %d: weights of %s, caches of %s for each token, room for %d tokens",
+                *(rank, size(share["weights"]), size(share["token"]), share["context"]),
+            )
+        runner.context = min(share["context"] for share in self.shares.values())
         return self._lead(runner, partial(self._tell_of, self._number), Held())
 
     def beside(self, first: Runner, *, context: int | None = None, **settings: Any) -> Runner:

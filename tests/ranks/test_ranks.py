@@ -24,7 +24,8 @@ from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts, versions
 from mlxrunner.ranks.leading import Held, LeadingModel
 from mlxrunner.runner import Runner
-from tests.support.models import tiny_config, write_model
+from tests.support.architectures import build, settings_of
+from tests.support.models import save_model, tiny_config, write_model, write_tokenizer
 from tests.support.ranks import (
     free_port,
     launched,
@@ -37,20 +38,23 @@ from tests.support.ranks_history import NOISE
 from tests.support.sample import fewer
 from tests.support.waiting import until
 
+TENSOR, PIPELINE = "tensor-parallel", "pipeline"
 ASK = ("generate", "--tensor-parallel", "--raw", "-m")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds"),
+    ("ranks", "way", "kinds"),
     [
-        pytest.param(2, ("llama", "deepseek_v3"), id="2"),
-        pytest.param(2, ("qwen2", "qwen3_moe"), id="2, more"),
-        pytest.param(4, ("qwen3",), id="4"),
+        pytest.param(2, TENSOR, ("llama", "deepseek_v3"), id="2"),
+        pytest.param(2, TENSOR, ("qwen2", "qwen3_moe"), id="2, more"),
+        pytest.param(4, TENSOR, ("qwen3",), id="4"),
+        pytest.param(2, PIPELINE, ("qwen2", "deepseek_v3", "qwen3_moe"), id="2, pipeline"),
+        pytest.param(4, PIPELINE, ("qwen2",), id="4, pipeline"),
     ],
 )
-@pytest.mark.exhaustive(1, "2")
+@pytest.mark.exhaustive(2, "2", "2, pipeline")
 def test_warm_histories_are_equal_after_every_ending(
-    ranks: int, kinds: tuple[str, ...], tmp_path: Path
+    ranks: int, way: str, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Answers that were closed, failed or interrupted leave all ranks with what the entry holds.
 
@@ -60,7 +64,7 @@ def test_warm_histories_are_equal_after_every_ending(
     models = write_models(tmp_path / "models", *kinds)
     turns = fewer(8, 4) if ranks == 2 else 1
     history = [sys.executable, "-m", "tests.support.ranks_history", str(models)]
-    line = [*history, str(write_hosts(tmp_path, ranks)), str(free_port(ranks)), str(turns)]
+    line = [*history, str(write_hosts(tmp_path, ranks)), str(free_port(ranks)), str(turns), way]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(each) for each in done.stdout.splitlines()]
@@ -178,7 +182,14 @@ def test_no_rank_is_left_behind(number: int, code: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("generate", "Hi"), "say how the hosts share the model: add --tensor-parallel"),
+        (
+            ("generate", "Hi"),
+            "say how the hosts share the model: add --tensor-parallel or --pipeline",
+        ),
+        (
+            ("generate", "--pipeline", "--tensor-parallel", "Hi"),
+            "--tensor-parallel and --pipeline contradict each other: use one of them",
+        ),
         (
             ("bench", "--tensor-parallel"),
             "bench does not run with --hosts: generate, chat and verify do",
@@ -197,20 +208,40 @@ def test_what_ranks_do_not_do_is_refused(words: tuple[str, ...], said: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "said"),
+    ("kind", "config", "way", "said"),
     [
-        ("gemma3_text", {}, "mlx-lm can't share the architecture 'gemma3_text' among ranks"),
-        ("llama", {"num_key_value_heads": 1}, "num_key_value_heads is 1, which 2 ranks can't"),
+        ("gemma3_text", {}, TENSOR, "can't share the architecture 'gemma3_text' among ranks by"),
+        ("llama", {}, PIPELINE, "can't share the architecture 'llama' among ranks by --pipeline"),
+        ("llama", {"num_key_value_heads": 1}, TENSOR, "num_key_value_heads is 1, which 2 ranks"),
+        ("qwen2", {"num_hidden_layers": 1}, PIPELINE, "1 layers are too few for 2 ranks"),
     ],
 )
 def test_a_model_that_cannot_be_shared_is_refused(
-    kind: str, config: dict[str, int], said: str, tmp_path: Path
+    kind: str, config: dict[str, int], way: Any, said: str, tmp_path: Path
 ) -> None:
     """Its config.json says so, before weights are read."""
     settings = tiny_config(kind, **config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=re.escape(said)):
-        checked_folder(str(tmp_path), 2)
+        checked_folder(str(tmp_path), 2, way=way)
+
+
+def test_each_rank_says_what_it_has(tmp_path: Path) -> None:
+    """With three layers, one rank has two; the answer is that of one process."""
+    settings = {**settings_of("qwen2"), "num_hidden_layers": 3, "vocab_size": 300}
+    save_model(tmp_path / "model", build("qwen2", **settings), settings)
+    write_tokenizer(tmp_path / "model")
+    ask = ["generate", "-v", "--raw", "--greedy", "--max-tokens", "5", "-m"]
+    with launched(tmp_path, *ask, str(tmp_path / "model"), "--pipeline", "Hello") as process:
+        said, told = process.communicate()
+    whole = CliRunner().invoke(cli.main, [*ask, str(tmp_path / "model"), "Hello"])
+    assert said == whole.stdout_bytes
+    line = r"rank (\d): weights of (\d+) kB, caches of (\d+) B for each token, room for (\d+)"
+    found = [tuple(map(int, one)) for one in re.findall(line, told.decode())]
+    row = 2 * settings["num_key_value_heads"] * settings["head_dim"] * 4
+    assert [(rank, token) for rank, _, token, _ in found] == [(0, 2 * row), (1, row)]
+    assert found[0][1] > found[1][1]
+    assert {room for *_, room in found} == {settings["max_position_embeddings"]}
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

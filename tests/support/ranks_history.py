@@ -17,6 +17,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.models.sharding import Way
+from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts
 from mlxrunner.ranks.processes import inherited
@@ -104,21 +106,34 @@ def history(runner: Runner, whole: Runner, turns: int) -> dict[str, Any]:
     return {"ended": ended, "compared": compared, "reused": reused, "worst": worst}
 
 
-def main(folder: str, hosts: str, port: str, turns: str) -> None:
-    """Run a history of `turns` turns with each model in `folder`."""
+def bare(ranks: Ranks, runner: Runner) -> None:
+    """Check that mlx-lm's own loop on all ranks gives the runner's tokens, also if left early."""
+    steps, prompt = lead(runner.model.own_part, ranks.tell), list(range(1, 90))
+    asked = runner.generate(prompt, max_tokens=6, stop_tokens=[])
+    ours = [chunk.token for chunk in asked]
+    whole = list(steps(0, prompt, 6))
+    assert whole == ours, (whole, ours)
+    with closing(steps(0, prompt, 6)) as left:
+        assert next(left) == ours[0]
+    assert list(steps(80, prompt[80:], 6)) == ours
+
+
+def main(folder: str, hosts: str, port: str, turns: str, way: Way) -> None:
+    """Run a history of `turns` turns with each model in `folder`, shared in this way."""
     found = read_hosts(hosts, int(port))
     connection = inherited()
     if connection is None:
         launch = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", hosts, "--port", port]
         ours = [sys.executable, "-m", "tests.support.ranks_history", *sys.argv[1:]]
         sys.exit(guard(found, lambda rank: [*launch, "--rank", str(rank)] if rank else ours))
-    with Ranks(found, connection) as ranks:
+    with Ranks(found, connection, way) as ranks:
         for model in sorted(Path(folder).iterdir()):
             with ranks.load(str(model), {}) as runner:
                 whole = Runner.load(model, reserve=False)
+                bare(ranks, runner)
                 done = history(runner, whole, int(turns))
             print(json.dumps({"model": model.name, **done}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]  # the last one is a way
