@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,7 +176,7 @@ def reserve(
     """
     step, seed = min(prefill_step, context - 1), min(_longest_seed(caches), context - 1)
     first = _layers_of_each_kind(model, caches)
-    with _no_garbage_collected():
+    with device.no_garbage_collected():
         before = mx.get_active_memory()
         _compute(model, caches, 1)  # allocates every buffer
         taken = mx.get_active_memory()
@@ -196,22 +194,6 @@ def reserve(
         cache.free()
     mx.clear_cache()
     return Reserved(taken - before, max(0, peak - taken))
-
-
-@contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """Stop the garbage collector for a while.
-
-    It could free an earlier model's arrays between two readings of the memory. The second one would
-    then be too low, or even below the first.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _compute(model: Any, caches: Sequence[LayerCache], tokens: int) -> None:

@@ -109,13 +109,14 @@ class Opening:
         The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
         """
         asked = replace(self.asked, cells=cells).complete(cells)
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        # As in a run, the second step is dispatched before the first is read.
-        in_flight = [largest_step(engine, asked.step, asked.max_sequences) for _ in range(2)]
-        mx.eval(in_flight, engine.state())
-        peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in engine.groups)
-        del in_flight
+        with device.no_garbage_collected():
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            # As in a run, the second step is dispatched before the first is read.
+            in_flight = [largest_step(engine, asked.step, asked.max_sequences) for _ in range(2)]
+            mx.eval(in_flight, engine.state())
+            peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in engine.groups)
+            del in_flight
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
         shifted = stored * (asked.context or 0) // cells

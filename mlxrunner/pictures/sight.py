@@ -20,6 +20,7 @@ import numpy as np
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import PictureError, PromptError
 from mlxrunner.pictures.table import Picture, PictureTable
+from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.mlx_vlm_internals import Seen
 from mlxrunner.system.picture_files import DECODED_BYTES, Pixels
@@ -103,10 +104,11 @@ class Sight:
             self._processor, self.marker, np.zeros((LARGEST, LARGEST, 3), np.uint8)
         )
         self._most = _nbytes(inputs)
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        internals.see(self._model, block, inputs)
-        peak = mx.get_peak_memory() - before
+        with device.no_garbage_collected():
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            internals.see(self._model, block, inputs)
+            peak = mx.get_peak_memory() - before
         del inputs
         mx.clear_cache()
         return fixed + max(peak, 0) + self._most

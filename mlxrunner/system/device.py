@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,22 @@ def preferred_dtype() -> mx.Dtype | None:
     None keeps them as they are stored.
     """
     return None if is_gpu() else mx.float32
+
+
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """Stop the garbage collector for a while.
+
+    It could free an earlier model's arrays between two readings of the memory. The second one would
+    then be too low, or even below the first.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def describe() -> dict[str, Any]:
