@@ -88,6 +88,11 @@ class Dealer:
         return len(self._open)
 
     @property
+    def held(self) -> int:
+        """The number of lines that a worker has."""
+        return sum(len(one.lines) for one in self._workers.values())
+
+    @property
     def is_done(self) -> bool:
         """True if every line was answered, or is running."""
         is_held = any(one.stretch is not None for one in self._workers.values())

@@ -130,12 +130,21 @@ class Driver:
                 before = now
                 if not is_stopping():
                     yield from self._deal()
-                if not self._dealer.running and (is_stopping() or self._dealer.is_done):
+                if self._is_over(is_stopping()):
                     return
                 for reply in self._machines.replies(WAIT_S):
                     yield from self._landed(reply)
         finally:
             self._close()
+
+    def _is_over(self, is_stopping: bool) -> bool:
+        """Return True if all lines have ended, or the run stops and no worker has a line.
+
+        A run that stops deals nothing, so the lines of a worker that ended wait for `--resume`.
+        """
+        if is_stopping:
+            return not self._dealer.held
+        return self._dealer.is_done and not self._dealer.running
 
     def _look(self) -> None:
         """Note the workers that have come."""

@@ -49,7 +49,7 @@ class View:
     @property
     def nbytes(self) -> int:
         """The bytes of the one or of the other."""
-        seen, inputs = self.seen, self.inputs
+        inputs, seen = self.inputs, self.seen  # the thread that encodes sets `seen` first
         return seen.nbytes if seen is not None else _nbytes(inputs or {})
 
 

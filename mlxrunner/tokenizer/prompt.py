@@ -80,7 +80,7 @@ class TokenizedPrompt:
     tokens: TokenArray
     kind: Literal["messages", "text", "tokens"] = "tokens"
     messages: Sequence[PlainMessage] = ()
-    """The conversation; empty unless `kind` is "messages"."""
+    """The conversation, without pixels; empty unless `kind` is "messages"."""
     text: str = ""
     """The tokenized text: the raw prompt, or the messages as the chat template wrote them."""
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -164,12 +164,24 @@ def _tokenize_messages(
     views = None
     if isinstance(tokenizer, Seeing) and pictures:
         tokens, views = tokenizer.tokens_of(text, pictures)
+        messages = _without_pixels(messages)
     else:
         tokens = as_tokens(tokenizer.encode(text))
     count = len(pictures)
     return TokenizedPrompt(
         tokens, "messages", messages, text, variables, pictures=count, views=views
     )
+
+
+def _without_pixels(messages: Sequence[PlainMessage]) -> list[PlainMessage]:
+    """Return `messages` with None for each picture, so that a waiting request holds no pixels."""
+    light = list[PlainMessage]()
+    for message in messages:
+        copy = message.copy()
+        if pictures := copy.get("pictures"):
+            copy["pictures"] = [None] * len(pictures)
+        light.append(copy)
+    return light
 
 
 def _has_picture(message: Any) -> bool:

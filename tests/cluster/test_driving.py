@@ -303,6 +303,26 @@ def test_a_stopped_run_ends_the_lines_that_run_and_begins_no_other(store: Store)
     assert len(found) == len(machines.sent) == 8
 
 
+@pytest.mark.parametrize("left", [[], ["b"]], ids=["all", "one of two"])
+def test_a_stopped_run_does_not_wait_for_workers_that_ended(store: Store, left: list[str]) -> None:
+    """A signal to a group of processes ends the workers, too. Their lines wait for --resume."""
+    machines, looks = Played("a", "b"), list[int]()
+    run = Run(machines, store)
+    machines.holds = {"a", "b"}
+
+    def each() -> None:
+        looks.append(1)
+        assert len(looks) < 100, "it waits"
+        if len(machines.held) == 8:
+            run.is_stopping, machines.workers = True, left
+            machines.held = [one for one in machines.held if one[0] in left]
+            machines.release()
+
+    machines.each = each
+    assert len(run.outcomes()) == 4 * len(left)
+    assert len(machines.sent) == 8
+
+
 def test_a_line_keeps_all_it_has_on_the_wire(store: Store) -> None:
     from mlxrunner.batch.records import StoredLine
     from mlxrunner.cache.tokens import as_tokens

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +36,7 @@ from mlxrunner.pictures import sight
 from mlxrunner.pictures.model import SeeingModel
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.tokenizer.prompt import TokenizedPrompt
+from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
 
 
 class Many:
@@ -163,6 +165,20 @@ def test_pictures_of_requests_that_wait_have_a_bound(monkeypatch: pytest.MonkeyP
         handles.clear()
         later = eyes.runner.submit(eyes.prompt(asked[2]), max_tokens=6, stop_tokens=[])
         assert later.result().tokens == eyes.cold(asked[2])
+
+
+def test_a_request_that_waits_holds_no_pixels(folder: Path) -> None:
+    """The prompt keeps the input of the encoder, and its messages render as before."""
+    pixels = np.random.default_rng(2).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+    gone = weakref.ref(pixels)
+    content = [{"type": "image", "image": pixels}, {"type": "text", "text": "What?"}]
+    with ParallelRunner.load(folder, max_sequences=1, reserve=False, pictures=True) as runner:
+        prompt = tokenize_prompt(runner.tokenizer, [{"role": "user", "content": content}])
+        del pixels, content
+        gc.collect()
+        assert gone() is None
+        assert runner.tokenizer.render(prompt.messages) == prompt.text
+        assert runner.complete(prompt, max_tokens=3).usage.completion_tokens == 3
 
 
 def test_penalties_know_words_only() -> None:
