@@ -1,8 +1,7 @@
 """OpenAI's Responses API: its requests as ours, our answers as its own.
 
 In the lines of a batch, conversations are in the line itself. What needs a server that keeps them
-(`previous_response_id`, `conversation`, stored prompts) is refused by name, as are its own tools
-and images.
+(`previous_response_id`, `conversation`, stored prompts) is refused by name, as are its own tools.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions
+from mlxrunner.templates.parts import Content, Shown, content_of, picture_of
 
 LOGPROBS = "message.output_text.logprobs"
 """The member of `include` that asks for log-probabilities."""
@@ -93,7 +93,7 @@ class _ItemReader:
                     "role and content, a function_call or a function_call_output"
                 )
 
-    def _add_message(self, role: Any, content: str) -> None:
+    def _add_message(self, role: Any, content: Content) -> None:
         message = {"role": role, "content": content}
         if role == "assistant" and self._thought:
             message["reasoning_content"] = self._thought
@@ -149,21 +149,25 @@ def thinking_of(item: Mapping[str, Any]) -> str:
         return ""
 
 
-def _content(number: int, content: Any) -> str:
-    """Return the text of an item. Raise PromptError if it is anything but text."""
+def _content(number: int, content: Any) -> Content:
+    """Return the texts and pictures of an item. Raise PromptError if it is anything else."""
     if isinstance(content, str):
         return content
-    texts = []
+    found = list[str | Shown]()
     for part in content if isinstance(content, list) else [content]:
+        picture = picture_of(part) if isinstance(part, dict) else None
         match part:
             case {"type": kind, "text": str(text)} if kind in _TEXTS:
-                texts.append(text)
+                found.append(text)
+            case _ if picture is not None:
+                found.append(picture)
             case _:
                 shown = part.get("type", part) if isinstance(part, dict) else part
                 raise PromptError(
-                    f"input {number}: content of type {shown!r:.80} is not supported, only text"
+                    f"input {number}: content of type {shown!r:.80} is not supported, only text "
+                    "and pictures with an image_url"
                 )
-    return "".join(texts)
+    return content_of(found)
 
 
 def _translate_text(fields: dict[str, Any]) -> None:

@@ -79,6 +79,18 @@ class ServeSettings:
         low=0,
         metavar="SECONDS",
     )
+    pictures: bool = option(
+        False,
+        bool,
+        "Load models that see pictures with their encoders. Such a model answers one request in a "
+        "step, parks nothing and guesses nothing.",
+    )
+    picture_folder: str | None = option(
+        None,
+        str,
+        "Read pictures that requests name by file: URLs, from this folder only.",
+        metavar="FOLDER",
+    )
     no_rule: tuple[str, ...] = option(
         (),
         str,

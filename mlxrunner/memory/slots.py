@@ -69,7 +69,8 @@ def demand_of_slots(
 def cells_within(demand: Demand, memory: int, most: int) -> int:
     """Return the largest number of cells, at most `most`, whose caches fit into `memory` bytes.
 
-    `memory` is for cells, states and checkpoints, not for weights. Return 0 if none fits.
+    `memory` is for cells, states and checkpoints, not for weights or pictures. Return 0 if none
+    fits.
     """
     caches = replace(
         demand,
@@ -77,6 +78,7 @@ def cells_within(demand: Demand, memory: int, most: int) -> int:
         batch=replace(demand.batch, fixed=0, per_token=0),
         host_fixed=0,
         host_per_token=0,
+        pictures=0,
     )
     return caches.largest_context(memory, most)
 
@@ -84,7 +86,7 @@ def cells_within(demand: Demand, memory: int, most: int) -> int:
 def must_have_cells(cells: int, memory: int, demand: Demand) -> None:
     """Raise MemoryPlanError if `cells`, all that fit into `memory` bytes, are too few to run."""
     if cells < 2:
-        caches = replace(demand, weights=0)
+        caches = replace(demand, weights=0, pictures=0)
         needed = caches.caches(2) + caches.checkpoints(2, memory)
         raise MemoryPlanError(
             f"memory: {size(memory)} is not enough for the states and checkpoints of all, "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError
+from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.facts import usable_facts
 from mlxrunner.models.load import (
     LoadedModel,
@@ -17,7 +18,14 @@ from mlxrunner.models.load import (
     suggested,
     tried,
 )
-from mlxrunner.models.resolve import check_files, eos_tokens, read_config, read_headers, resolve
+from mlxrunner.models.resolve import (
+    HUB_ID,
+    check_files,
+    eos_tokens,
+    read_config,
+    read_headers,
+    resolve,
+)
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.sharding import is_sharing
 from mlxrunner.pictures.model import SeeingModel
@@ -50,14 +58,20 @@ MAY_HAVE_CODE = ("config.json", "tokenizer_config.json", *SETTINGS)
 HOW = "pictures need mlx-vlm: pip install 'mlxrunner[vision]'"
 
 
-def load_seeing(
-    name: str, *, progress: LoadProgress, check: Callable[[LoadedModel], None]
-) -> LoadedModel:
-    """Load `name` (a directory or a hub id), which mlx-vlm runs, and evaluate its weights.
+def why_blind(name: str) -> str | None:
+    """Return why the model `name` can't be loaded with an encoder of pictures; None if it can."""
+    if not internals.is_installed():
+        return HOW
+    try:
+        folder = resolve(name)
+        _check(folder, read_config(folder))
+    except ModelError as error:
+        return str(error)
+    return None
 
-    `check` is called before a weight is read. Raise ModelError, which names what is missing, broken
-    or not supported, and OptionError if mlx-vlm is not installed.
-    """
+
+def unread_seeing(name: str) -> LoadedModel:
+    """Return `name` as `load_seeing` does, without its weights: shapes and settings are there."""
     if not internals.is_installed():
         raise OptionError(HOW)
     if is_sharing():
@@ -69,10 +83,23 @@ def load_seeing(
     tokenizer = load_tokenizer(folder, eos_tokens(folder, config))
     model, seeing_tokenizer = with_eyes(folder, _unread(folder, config), tokenizer)
     facts = usable_facts(folder, model, config)
-    loaded = LoadedModel(name, folder, model, seeing_tokenizer, facts, config, suggested(folder))
+    return LoadedModel(name, folder, model, seeing_tokenizer, facts, config, suggested(folder))
+
+
+def load_seeing(
+    name: str, *, progress: LoadProgress, check: Callable[[LoadedModel], None]
+) -> LoadedModel:
+    """Load `name` (a directory or a hub id), which mlx-vlm runs, and evaluate its weights.
+
+    `check` is called before a weight is read. Raise ModelError, which names what is missing, broken
+    or not supported, and OptionError if mlx-vlm is not installed.
+    """
+    loaded = unread_seeing(name)
     check(loaded)
-    read_weights(folder, model.inner, progress)
-    return replace(loaded, facts=tried(name, model, facts))
+    read_weights(loaded.folder, loaded.model.inner, progress)
+    if HUB_ID.fullmatch(name) and not Path(name).is_dir():
+        remember_use(name)
+    return replace(loaded, facts=tried(name, loaded.model, loaded.facts))
 
 
 def with_eyes(

@@ -45,6 +45,8 @@ class View:
     inputs: Mapping[str, mx.array] | None
     """The encoder's inputs; None once it ran."""
     seen: Seen | None = None
+    described: Prepared | None = None
+    """The picture as it goes into prompts, without this view."""
 
     @property
     def nbytes(self) -> int:
@@ -81,11 +83,11 @@ class Sight:
         self._model, self._processor, self.marker = model, processor, marker
         self._settings, self._kept_bytes = settings, kept_bytes
         self._token = internals.image_token(model)
-        self._prepared: dict[bytes, Prepared] = {}
         self._views: weakref.WeakValueDictionary[bytes, View] = weakref.WeakValueDictionary()
         self._seen: OrderedDict[bytes, View] = OrderedDict()
         self._lock = threading.Lock()
         self._most = 0
+        self._tried: int | None = None
         self.encoded = 0
         """The number of times that the encoder ran."""
 
@@ -100,6 +102,8 @@ class Sight:
         fixed = self._kept_bytes + HELD_BYTES + DECODED_BYTES
         if not tries:
             return fixed
+        if self._tried is not None:
+            return fixed + self._tried
         block, inputs = internals.process(
             self._processor, self.marker, np.zeros((LARGEST, LARGEST, 3), np.uint8)
         )
@@ -111,7 +115,8 @@ class Sight:
             peak = mx.get_peak_memory() - before
         del inputs
         mx.clear_cache()
-        return fixed + max(peak, 0) + self._most
+        self._tried = max(peak, 0) + self._most
+        return fixed + self._tried
 
     def prepare(self, pixels: Pixels) -> Prepared:
         """Return a picture as it goes into a prompt.
@@ -120,13 +125,19 @@ class Sight:
         """
         digest = self._digest(pixels)
         with self._lock:
-            known, view = self._prepared.get(digest), self._views.get(digest)
-            if known is None or view is None:
+            view = self._views.get(digest)
+            if view is None:
                 view = self._viewed(pixels)
                 self._check_room(view)
-                known = known or self._described(digest, view)
-                self._prepared[digest], self._views[digest] = known, view
-        return replace(known, view=view)
+                view.described = self._described(digest, view)
+                self._views[digest] = view
+        return _held(view)
+
+    def held(self, digest: bytes) -> Prepared | None:
+        """Return the picture with this digest, if a request or what was seen holds it."""
+        with self._lock:
+            view = self._views.get(digest)
+        return None if view is None else _held(view)
 
     def _check_room(self, view: View) -> None:
         """Raise PictureError if there is no room for `view` beside all others that are held."""
@@ -213,6 +224,12 @@ class Sight:
         digest.update(self._settings)
         digest.update(np.ascontiguousarray(pixels).data)
         return digest.digest()
+
+
+def _held(view: View) -> Prepared:
+    """Return a picture as it goes into a prompt that holds its view."""
+    assert view.described is not None
+    return replace(view.described, view=view)
 
 
 def _nbytes(inputs: Mapping[str, mx.array]) -> int:

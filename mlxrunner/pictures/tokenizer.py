@@ -50,6 +50,10 @@ class SeeingTokenizer:
         """Return what a prompt with this picture has to hold until it has run."""
         return self._sight.prepare(picture)
 
+    def held(self, digest: bytes) -> Prepared | None:
+        """Return a picture that is still held, by its digest; None if it has to be prepared."""
+        return self._sight.held(digest)
+
     def tokens_of(
         self,
         text: str,
@@ -62,18 +66,32 @@ class SeeingTokenizer:
         tokens, by default those of a whole conversation. Raise PromptError if
         they do not fit together, and PictureError if one can't be seen.
         """
+        prepared = [self._sight.prepare(one) for one in pictures]
+        tokens = (encode or self._inner.encode)(self.filled(text, prepared))
+        return self.placed(as_tokens(tokens), prepared), prepared
+
+    def filled(self, text: str, pictures: Sequence[Prepared]) -> str:
+        """Return a rendered conversation with the text of each of its `pictures` in its place.
+
+        Raise PromptError if they do not fit together.
+        """
         parts = text.split(self._sight.marker)
         if len(parts) != len(pictures) + 1:
             raise PromptError(
                 f"the conversation has {len(pictures)} pictures, and {self._sight.marker!r}, which "
                 f"stands for one, is {len(parts) - 1} times in its text"
             )
-        prepared = [self._sight.prepare(one) for one in pictures]
         whole = [parts[0]]
-        for one, part in zip(prepared, parts[1:], strict=True):
+        for one, part in zip(pictures, parts[1:], strict=True):
             whole += [one.text, part]
-        tokens = as_tokens((encode or self._inner.encode)("".join(whole)))
-        return self._sight.placed(tokens, prepared), prepared
+        return "".join(whole)
+
+    def placed(self, tokens: TokenArray, pictures: Sequence[Prepared]) -> TokenArray:
+        """Return the tokens of a filled text with the positions of its `pictures`, in order.
+
+        Raise PromptError if they do not fit together.
+        """
+        return self._sight.placed(tokens, pictures)
 
     def _plain(self, message: PlainMessage) -> dict[str, Any]:
         plain = dict(message)

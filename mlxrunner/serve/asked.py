@@ -47,8 +47,9 @@ class Asked:
     """The conversation in OpenAI's form, in the order in which the client sent it.
 
     Roles are "system", "developer", "user", "assistant" and "tool", wherever they stand. `content`
-    is a text. An assistant's message may have `tool_calls` and `reasoning_content`, a tool's has
-    `tool_call_id`. Nothing has been moved or left out.
+    is a text, or a list of texts and pictures, of which `image` is base64 or a URL. An assistant's
+    message may have `tool_calls` and `reasoning_content`, a tool's has `tool_call_id`. Nothing has
+    been moved or left out.
     """
     prompt: str | Sequence[int] | None = None
     """Raw text or tokens, for requests without a conversation."""

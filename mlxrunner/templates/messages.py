@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from mlxrunner.config.arguments import shown
@@ -72,7 +72,10 @@ class PlainMessage(TypedDict):
     content: str
     """The text of the message, with PICTURE in place of each; empty if it has tool calls only."""
     pictures: NotRequired[Sequence[Any]]
-    """The pixels of each picture, `[height, width, 3]`; None once they are tokens."""
+    """The pixels of each picture, `[height, width, 3]`, or what else `see` returned for it.
+
+    None once they are tokens.
+    """
     tool_calls: NotRequired[Sequence[ToolCall]]
     """Calls whose arguments are objects."""
     reasoning_content: NotRequired[str]
@@ -86,6 +89,8 @@ class CheckedMessages(list[PlainMessage]):
     """Messages that have been checked, and are not checked again."""
 
 
+See = Callable[[Any, str], Any]
+"""A function from the picture of a part, and its name for errors, to what is kept of it."""
 PICTURE = "\ufffc"
 """Unicode's own character in place of an object, here of a picture."""
 SHAPE = '{"role": text, "content": text}'
@@ -96,25 +101,31 @@ FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content", "
 """Further texts of a message that templates read, by role."""
 
 
+def has_picture(message: Any) -> bool:
+    """Return True if a part of a message's content is a picture."""
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list | tuple) else ()
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+
+
 def check_messages(
-    messages: Sequence[Mapping[str, Any]], *, sees: bool = False
+    messages: Sequence[Mapping[str, Any]], see: See | None = None
 ) -> list[PlainMessage]:
     """Return plain copies, each with a text as its content and objects as arguments of calls.
 
-    Fields that no chat template reads are left out. `sees`: pictures are read, too; never set it
-    for what strangers send, because a picture may be the path of any file. Raise PromptError, which
-    says which message is wrong and why.
+    Fields that no chat template reads are left out. `see` reads pictures; None: they are refused.
+    Raise PromptError, which says which message is wrong and why, and what `see` raises.
     """
     if not messages:
         raise PromptError("the conversation is empty: at least one message is needed")
     if isinstance(messages, CheckedMessages):
         return messages
     return CheckedMessages(
-        check_message(index, message, sees=sees) for index, message in enumerate(messages)
+        check_message(index, message, see) for index, message in enumerate(messages)
     )
 
 
-def check_message(index: int, message: Any, *, sees: bool = False) -> PlainMessage:
+def check_message(index: int, message: Any, see: See | None = None) -> PlainMessage:
     """Return a plain copy of message number `index`: see `check_messages`.
 
     Raise PromptError if the message is wrong.
@@ -127,7 +138,7 @@ def check_message(index: int, message: Any, *, sees: bool = False) -> PlainMessa
     content, pictures = message.get("content"), list[Any]()
     checked: PlainMessage = {
         "role": role,
-        "content": "" if content is None and calls else _text(index, content, pictures, sees),
+        "content": "" if content is None and calls else _text(index, content, pictures, see),
     }
     if pictures:
         checked["pictures"] = pictures
@@ -142,7 +153,7 @@ def check_message(index: int, message: Any, *, sees: bool = False) -> PlainMessa
     return checked
 
 
-def _text(index: int, content: Any, pictures: list[Any], sees: bool) -> str:
+def _text(index: int, content: Any, pictures: list[Any], see: See | None) -> str:
     """Return the text of a message's content, and append its pictures to `pictures`."""
     if isinstance(content, str):
         return content
@@ -151,7 +162,7 @@ def _text(index: int, content: Any, pictures: list[Any], sees: bool) -> str:
             f"message {index}: content has to be a text or a list of text parts, "
             f"not {shown(content)}"
         )
-    texts = [_part(index, part, pictures, sees) for part in content]
+    texts = [_part(index, part, pictures, see) for part in content]
     if pictures and sum(text.count(PICTURE) for text in texts) > len(pictures):
         raise PromptError(
             f"message {index}: its text has the character U+FFFC, which stands for a picture"
@@ -159,14 +170,12 @@ def _text(index: int, content: Any, pictures: list[Any], sees: bool) -> str:
     return "".join(texts)
 
 
-def _part(index: int, part: Any, pictures: list[Any], sees: bool) -> str:
+def _part(index: int, part: Any, pictures: list[Any], see: See | None) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-        case {"type": "image", "image": image} if sees:
-            from mlxrunner.system.picture_files import pixels_of
-
-            pictures.append(pixels_of(image, f"message {index}, picture {len(pictures) + 1}"))
+        case {"type": "image", "image": image} if see is not None:
+            pictures.append(see(image, f"message {index}, picture {len(pictures) + 1}"))
             return PICTURE
         case {"type": kind}:
             unknown = kind

@@ -17,7 +17,8 @@ from mlxrunner.config.arguments import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Usage
-from mlxrunner.templates.messages import PlainMessage, check_messages
+from mlxrunner.system.picture_files import pixels_of
+from mlxrunner.templates.messages import PlainMessage, check_messages, has_picture
 from mlxrunner.tokenizer.base import Tokenizer
 
 
@@ -125,12 +126,13 @@ def tokenize_prompt(
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
         messages: Any = prompt
         sees = isinstance(tokenizer, Seeing)
-        if not sees and any(_has_picture(message) for message in messages):
+        if not sees and any(has_picture(message) for message in messages):
             raise PromptError(
                 "the model was loaded without its eyes: pictures need Runner.load(MODEL, "
                 "pictures=True), or ParallelRunner.load(MODEL, pictures=True, ...)"
             )
-        return _tokenize_messages(tokenizer, check_messages(messages, sees=sees), variables)
+        checked = check_messages(messages, pixels_of if sees else None)
+        return _tokenize_messages(tokenizer, checked, variables)
     if variables:
         raise OptionError(
             "template, tools: only messages go through the chat template, "
@@ -182,12 +184,6 @@ def _without_pixels(messages: Sequence[PlainMessage]) -> list[PlainMessage]:
             copy["pictures"] = [None] * len(pictures)
         light.append(copy)
     return light
-
-
-def _has_picture(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, dict) else None
-    parts = content if isinstance(content, list | tuple) else ()
-    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 def _rendered(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from mlxrunner.models.load import (
     tell_nobody,
     tokenizer_of,
 )
+from mlxrunner.models.seeing import load_seeing, unread_seeing, why_blind
 from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.parallel.draft_model import DraftPlan
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.settings import EngineSettings, OpenSettings
+from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import logger
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.speculation.model import check_vocabularies
@@ -65,6 +67,10 @@ class Opening:
 
         Raise ModelError if it is missing or broken.
         """
+        if self._sees(name):
+            unread = unread_seeing(name)
+            demand = self._demand(unread, weights_of(unread.model), is_read=False)
+            return demand.total(min(self._context(unread.facts), USUAL), self.budget())
         shapes = without_weights(name)
         demand = self._demand(shapes, shapes.weight_bytes)
         context = min(self._context(shapes.facts), USUAL)
@@ -79,29 +85,57 @@ class Opening:
         Raise ModelError if it is missing or broken, MemoryPlanError if it does not fit, and
         SessionError if the folder for parked conversations can't be used.
         """
-        loaded = load_model(name, trust_remote_code=self.trust_remote_code, progress=progress)
-        weights = weights_of(loaded.model)
-        demand = self._demand(loaded, weights)
-        fixed = weights + demand.batch.nbytes(self._context(loaded.facts))
-        least = demand.caches(min(SMALLEST_CONTEXT, loaded.facts.context))
-        if room - fixed < least:
-            raise MemoryPlanError(
-                f"{name} takes {size(fixed)} without any conversation, and {size(max(0, room))} "
-                "are left for it: give more --memory, or a smaller model"
-            )
-        draft = self._draft_for(loaded, room - fixed - least)
+        loaded = self._read(name, room, progress)
+        sees = isinstance(loaded.tokenizer, SeeingTokenizer)
+        fixed, least = self._fixed(loaded, room)
+        draft = None if sees else self._draft_for(loaded, room - fixed - least)
         fixed += 0 if draft is None else self._of_draft(loaded.facts)
+        parks = self.settings.parks and not sees
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.settings.slots,
             memory=room - fixed,
-            park_bytes=self.settings.park_bytes if self.settings.parks else 0,
-            park_folder=parking_folder() if self.settings.parks else None,
+            park_bytes=self.settings.park_bytes if parks else 0,
+            park_folder=parking_folder() if parks else None,
             draft_model=draft,
             **self.runner,
         )
         given = {} if self.speculate is None else {"speculate": self.speculate}
-        return Opened.of(loaded, runner, self.settings.no_rule, given)
+        return Opened.of(loaded, runner, self.settings, given)
+
+    def _sees(self, name: str) -> bool:
+        """Return True if the model `name` is to be loaded with its encoder of pictures."""
+        if not self.settings.pictures:
+            return False
+        why = why_blind(name)
+        if why is not None:
+            logger.warning("%s sees no pictures: %s", name, why)
+        return why is None
+
+    def _read(self, name: str, room: int, progress: LoadProgress) -> LoadedModel:
+        """Load a model, with its encoder of pictures if it is to see."""
+        if not self._sees(name):
+            return load_model(name, trust_remote_code=self.trust_remote_code, progress=progress)
+
+        def check(unread: LoadedModel) -> None:
+            self._fixed(unread, room, is_read=False)
+
+        return load_seeing(name, progress=progress, check=check)
+
+    def _fixed(self, loaded: LoadedModel, room: int, *, is_read: bool = True) -> tuple[int, int]:
+        """Return the bytes that a model takes without any conversation, and with the least one.
+
+        `is_read`: the weights are there. Raise MemoryPlanError if `room` bytes are not enough.
+        """
+        demand = self._demand(loaded, weights_of(loaded.model), is_read=is_read)
+        fixed = demand.weights + demand.batch.nbytes(self._context(loaded.facts)) + demand.pictures
+        least = demand.caches(min(SMALLEST_CONTEXT, loaded.facts.context))
+        if room - fixed < least:
+            raise MemoryPlanError(
+                f"{loaded.name} takes {size(fixed)} without any conversation, and "
+                f"{size(max(0, room))} are left for it: give more --memory, or a smaller model"
+            )
+        return fixed, least
 
     def _draft_for(self, loaded: LoadedModel, room: int) -> str | None:
         """Return the draft model for a loaded model, which may take `room` bytes.
@@ -135,11 +169,17 @@ class Opening:
         """Return the context of a model, in tokens, before memory narrows it."""
         return RunnerSettings.of(**self.runner).context or facts.context
 
-    def _demand(self, found: LoadedModel | Shapes, weights: int) -> Demand:
+    def _demand(self, found: LoadedModel | Shapes, weights: int, *, is_read: bool = True) -> Demand:
         """Return the memory that a model needs, if its weights take `weights` bytes."""
         settings = EngineSettings(max_sequences=1, **self.runner)
         options = cache_options(settings, found.facts.context)
-        return demand_of(found.model, found.config, options, settings.prefill_step, weights=weights)
+        demand = demand_of(
+            found.model, found.config, options, settings.prefill_step, weights=weights
+        )
+        sight = getattr(found.model, "sight", None)
+        return (
+            demand if sight is None else replace(demand, pictures=sight.work_bytes(tries=is_read))
+        )
 
 
 def parking_folder() -> Path:
@@ -167,22 +207,21 @@ class Opened:
         cls,
         loaded: LoadedModel,
         runner: ParallelRunner,
-        no_rule: Sequence[str] = (),
+        settings: ServeSettings,
         given: Mapping[str, Any] | None = None,
     ) -> Opened:
-        """Describe a loaded model.
-
-        `no_rule`: the names of the rules that are off. `given`: the options of answers that the
-        user gave.
-        """
+        """Describe a loaded model. `given`: the options of answers that the user gave."""
         total = weights_of(loaded.model) if runner.plan is None else runner.plan.total
         total += runner.draft_bytes
         of_file = read_config_file().options("serve", loaded.name)
         chosen = {name: one for name, one in of_file.items() if name in OF_REQUESTS}
         defaults = values(settled(layer(loaded.suggested, MODEL), chosen)) | dict(given or {})
+        if isinstance(loaded.tokenizer, SeeingTokenizer):
+            defaults.pop("speculate", None)  # nothing is guessed for it
         parts = sorted(fingerprint(loaded.folder).items())
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-        maker = PromptMaker.of(loaded, off=no_rule)
+        folder = None if settings.picture_folder is None else Path(settings.picture_folder)
+        maker = PromptMaker.of(loaded, off=settings.no_rule, folder=folder)
         return cls(loaded.name, loaded, runner, total, digest, maker, defaults)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema
 from mlxrunner.config.arguments import shown
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import Ended, RefusedError
+from mlxrunner.templates.parts import Content, Shown, content_of, picture_of
 
 
 def _stop_early(schema: Any) -> None:
@@ -56,6 +57,41 @@ def text_of(where: str, content: str | list[Part] | None, types: tuple[str, ...]
     )
 
 
+def content_with(
+    where: str,
+    content: str | list[Part] | None,
+    types: tuple[str, ...],
+    by: str,
+    picture: Callable[[str, Mapping[str, Any]], Shown | None],
+) -> Content:
+    """Return a content as `text_of` does, with its pictures among the texts.
+
+    `picture` returns the picture of a part, if it is one. It also gets the part's name for errors.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    found = list[str | Shown]()
+    for number, part in enumerate(content):
+        place, fields = f"{where}.{number}", {"type": part.type, **(part.model_extra or {})}
+        found.append(picture(place, fields) or part_text(place, part, types))
+    return content_of(found, by)
+
+
+def openai_picture(where: str, part: Mapping[str, Any]) -> Shown | None:
+    """Return the picture of a part in one of OpenAI's forms; None if it is no picture.
+
+    Raise RefusedError if it is one in another form.
+    """
+    found = picture_of(part)
+    if found is None and part["type"] in ("image_url", "input_image"):
+        raise RefusedError(
+            400,
+            f"{where}.image_url: it has to be a URL that begins as data:image/png;base64,",
+            param=f"{where}.image_url",
+        )
+    return found
+
+
 def part_text(where: str, part: Part, types: tuple[str, ...]) -> str:
     """Return the text of a part. Raise RefusedError if it is not a text."""
     text = (part.model_extra or {}).get("text")
@@ -65,7 +101,7 @@ def part_text(where: str, part: Part, types: tuple[str, ...]) -> str:
         raise RefusedError(400, f"{where}.text: it has to be a text", param=f"{where}.text")
     raise RefusedError(
         400,
-        f"{where}: content of type {part.type!r:.60} is not supported, only text",
+        f"{where}: content of type {part.type!r:.60} is not supported here, only text",
         param=where,
     )
 

@@ -15,12 +15,18 @@ def digest(value: Any) -> bytes:
 
 
 def message_digest(message: Mapping[str, Any]) -> bytes:
-    """Return the digest of what a message says: without thinking, ids and white space around it."""
+    """Return the digest of what a message says and shows.
+
+    Thinking, ids and white space around it do not count.
+    """
     content = str(message.get("content") or "").strip()
     calls = [
         [call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()
     ]
+    pictures = message.get("pictures")
+    if pictures:
+        return digest([message["role"], content, calls, pictures])
     if not calls:
         body = f"{message['role']}\0{content}"
         return blake2b(body.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, words
 from mlxrunner.errors import MlxrunnerError, PromptError
 from mlxrunner.models.load import LoadedModel
+from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
@@ -18,6 +20,7 @@ from mlxrunner.serve.prompts.encoding import Encoder
 from mlxrunner.serve.prompts.forcing import Forced, closed_thinking, forced
 from mlxrunner.serve.prompts.formats import CallFormat, Tools, format_of
 from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, KeptTurns
+from mlxrunner.serve.prompts.pictures import SHOW, Eyes, Shown
 from mlxrunner.serve.prompts.probe import Probe
 from mlxrunner.serve.prompts.reader import Said, reader_of
 from mlxrunner.serve.prompts.rewriting import Draft, written
@@ -29,6 +32,7 @@ from mlxrunner.templates.messages import (
     PlainMessage,
     check_message,
     check_messages,
+    has_picture,
 )
 from mlxrunner.templates.remembered import ENTRY, Remembered, footprint
 from mlxrunner.templates.rendering import read_json, read_template
@@ -90,11 +94,12 @@ class PromptMaker:
         parser: str | None = None,
         *,
         off: Iterable[str] = (),
+        folder: Path | None = None,
     ) -> None:
         """Make a maker for a model's `tokenizer` and chat `template`.
 
         `parser`: the name of mlx-lm's parser of tool calls, if the model's files name one. `off`:
-        the names of the rules that are off.
+        the names of the rules that are off. `folder`: the folder of pictures that may be named.
         """
         self.tokenizer = tokenizer
         self.probe = Probe(tokenizer.render, template)
@@ -105,15 +110,18 @@ class PromptMaker:
         self._encoder = Encoder(tokenizer)
         self._known = Remembered(_known, MOST_BYTES)
         self._off = frozenset(off)
+        self._eyes = Eyes(tokenizer, folder) if isinstance(tokenizer, SeeingTokenizer) else None
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, off: Iterable[str] = ()) -> PromptMaker:
-        """Make a maker for a loaded model. `off`: the names of the rules that are off."""
+    def of(
+        cls, loaded: LoadedModel, *, off: Iterable[str] = (), folder: Path | None = None
+    ) -> PromptMaker:
+        """Make a maker for a loaded model. `off` and `folder` are those of a maker."""
         config = read_json(loaded.folder / "tokenizer_config.json")
         template = read_template(loaded.folder, config) or ""
         parser = config.get("tool_parser_type")
         name = parser if isinstance(parser, str) else None
-        return cls(loaded.tokenizer, template, name, off=off)
+        return cls(loaded.tokenizer, template, name, off=off, folder=folder)
 
     def make(self, asked: Asked) -> Made:
         """Make the prompt of a request. Raise RefusedError if the model can't take it."""
@@ -150,37 +158,41 @@ class PromptMaker:
         """
         if not made.rendered or (made.forced is not None and not made.forced.is_own):
             return
-        context = made.prompt.tokens[-8:].tolist()
+        context = words(made.prompt.tokens[-8:]).tolist()
         answer = Answer.of(chunks, self.tokenizer, context, is_cut=is_cut)
         said = Said.of(answer.text, self.form, made.tools, made.opens)
         self.kept.keep(made.link, made.rendered, answer, said, is_cut=is_cut)
 
     def _conversation(self, asked: Asked, began: float) -> Made:
-        known = self._checked(asked.messages)
+        shown = None if self._eyes is None else Shown(self._eyes)
+        known = self._checked(asked.messages, shown)
         source = [one.message for one in known]
         draft = Draft(list(map(self._with_thinking, source)), list(map(dict, asked.tools)))
         draft, rules = apply(draft, self.probe, self._off)
         variables = _variables(asked, draft)
-        text = self._text(draft, variables)
+        text = self._text(draft, variables, shown)
         digests = {id(one.message): one.digest for one in known}
-        links = chain([digests.get(id(one)) or self._known(one).digest for one in draft.messages])
+        links = chain([digests.get(id(one)) or self._digest(one) for one in draft.messages])
         fills = self.kept.fills(
             text,
             links,
-            lambda number: self._without(draft, number, variables),
+            lambda number: self._without(draft, number, variables, shown),
             lambda prompt, answer: Said.of(answer, self.form, asked.tools, prompt[-TAIL:]),
         )
         call = forced(asked.tool_choice, asked.tools, self.form, text)
         closed = call.closed if call is not None else _closing(asked, text)
         rendered = text + (call.opening if call is not None else closed)
         tokens, whole = self._encoder.encode(rendered, fills)
+        views = [] if shown is None else shown.of(draft.messages)
+        if shown is not None:
+            tokens = shown.placed(tokens, views)
         opens = (text + closed)[-TAIL:]
         constraint = self._constraint(asked, tokens, opens)
         seconds = time.perf_counter() - began
         messages: Any = draft.messages
         prompt = TokenizedPrompt(tokens, "messages", messages, whole, variables, seconds)
         return Made(
-            replace(prompt, constraint=constraint),
+            replace(prompt, constraint=constraint, pictures=len(views), views=views),
             _options(asked) | self._limits(asked, call),
             rules,
             opens,
@@ -194,11 +206,17 @@ class PromptMaker:
             sum(one.nbytes for one in known),
         )
 
-    def _checked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[_Known]:
-        """Return the messages of a client, checked. Raise PromptError."""
-        check_messages(messages[:1])  # there has to be one
+    def _checked(
+        self, messages: Sequence[Mapping[str, Any]], shown: Shown | None
+    ) -> Sequence[_Known]:
+        """Return the messages of a client, checked. Raise PromptError or PictureError."""
+        if not messages:
+            check_messages(messages)  # raises
         known = []
         for index, message in enumerate(messages):
+            if has_picture(message):
+                known.append(_seen(index, message, shown))
+                continue
             try:
                 known.append(self._known(message))
             except PromptError:
@@ -206,17 +224,24 @@ class PromptMaker:
                 raise
         return known
 
-    def _text(self, draft: Draft, variables: Mapping[str, Any]) -> str:
+    def _digest(self, message: Mapping[str, Any]) -> bytes:
+        """Return the digest of a message that a rule has changed."""
+        return message_digest(message) if "pictures" in message else self._known(message).digest
+
+    def _text(self, draft: Draft, variables: Mapping[str, Any], shown: Shown | None) -> str:
         messages: Any = draft.messages  # the rules keep them plain
         text = self.tokenizer.render(CheckedMessages(messages), **variables)
-        return written(text, draft, self.probe)
+        text = written(text, draft, self.probe)
+        return text if shown is None else shown.filled(text, shown.of(messages))
 
-    def _without(self, draft: Draft, number: int, variables: Mapping[str, Any]) -> str | None:
+    def _without(
+        self, draft: Draft, number: int, variables: Mapping[str, Any], shown: Shown | None
+    ) -> str | None:
         """Return the text with `UNKNOWN` in place of an answer, or None if that is refused."""
         messages = list(draft.messages)
         messages[number] = {"role": "assistant", "content": UNKNOWN}
         try:
-            return self._text(Draft(messages, draft.tools, draft.places), variables)
+            return self._text(Draft(messages, draft.tools, draft.places), variables, shown)
         except PromptError:
             return None
 
@@ -242,7 +267,7 @@ class PromptMaker:
         """Return what holds the calls of strict tools, unless another form holds the answer."""
         if asked.tool_choice.mode != "auto" or asked.options.keys() & FORMS:
             return None
-        return self._strict.constraint(asked.tools, tokens[-8:].tolist(), opens)
+        return self._strict.constraint(asked.tools, words(tokens[-8:]).tolist(), opens)
 
     def _limits(self, asked: Asked, call: Forced | None) -> dict[str, Any]:
         """Return the options that hold an answer to a call, or keep it from one."""
@@ -254,9 +279,27 @@ class PromptMaker:
         return {}
 
 
+def _seen(index: int, message: Mapping[str, Any], shown: Shown | None) -> _Known:
+    """Return a message with pictures, checked. Raise PromptError or PictureError."""
+    if shown is None:
+        raise PromptError(
+            f"message {index} has a picture, and this model sees none here: start the server with "
+            "--pictures, and ask a model that sees"
+        )
+    if message.get("role") not in SHOW:
+        raise PromptError(
+            f"message {index}: a message of role {message.get('role')!r:.80} can't have pictures, "
+            f"only one of {' or '.join(SHOW)}"
+        )
+    return _described(check_message(index, message, shown.see))
+
+
 def _known(message: Mapping[str, Any]) -> _Known:
     """Return a message, checked. Raise PromptError."""
-    checked = check_message(0, message)
+    return _described(check_message(0, message))
+
+
+def _described(checked: PlainMessage) -> _Known:
     digest = message_digest(checked)
     return _Known(checked, digest, ENTRY + footprint(checked, digest))
 

@@ -149,7 +149,7 @@ def _call_as_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a call of the assistant, or a tool's result, as a message with text only."""
     if message["role"] == "tool":
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        return {"role": "user", "content": text}
+        return {"role": "user", "content": text} | _pictures(message)
     if not message.get("tool_calls"):
         return message
     calls = [
@@ -219,6 +219,12 @@ def _joined(message: dict[str, Any], text: str) -> dict[str, Any]:
     return {**message, "content": JOINT.join(one for one in (message["content"], text) if one)}
 
 
+def _pictures(*messages: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of the pictures of one or more messages, in order, if they have any."""
+    found = [one for message in messages for one in message.get("pictures", ())]
+    return {"pictures": found} if found else {}
+
+
 def join_roles(draft: Draft, probe: Probe) -> Draft:
     """Join neighbouring messages of one role, if the template wants them in turn."""
     if not probe.joins_roles:
@@ -229,7 +235,8 @@ def join_roles(draft: Draft, probe: Probe) -> Draft:
         if message["role"] == last["role"] and message["role"] in ("user", "assistant"):
             joined = _joined(last, message["content"])
             calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-            messages[-1] = joined | ({"tool_calls": calls} if calls else {})
+            joined |= {"tool_calls": calls} if calls else {}
+            messages[-1] = joined | _pictures(last, message)
         else:
             messages.append(message)
     return replace(draft, messages=messages)

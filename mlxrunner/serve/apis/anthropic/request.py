@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
-from mlxrunner.serve.apis.fields import Body, Part, part_text, refuse, text_of
+from mlxrunner.serve.apis.fields import Body, Part, content_with, part_text, refuse, text_of
 from mlxrunner.serve.asked import Asked, Client, ToolChoice
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.shapes import THREAD_NOT_FOUND
+from mlxrunner.templates.parts import Shown, content_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ({},), "n": (1,)}
 """Fields that would change the answer and are not supported, with values that do not."""
@@ -243,18 +244,18 @@ def _answer(where: str, parts: list[Part]) -> dict[str, Any]:
 
 def _user(where: str, parts: list[Part]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a user's blocks: results of tools are messages of their own."""
-    texts: list[str] = []
+    own: list[str | Shown] = []
     for number, part in enumerate(parts):
         place, extra = f"{where}.{number}", part.model_extra or {}
         if part.type != "tool_result":
-            texts.append(_user_text(place, part))
+            own.append(_picture(place, {"type": part.type, **extra}) or _user_text(place, part))
             continue
-        if texts:
-            yield {"role": "user", "content": BETWEEN.join(texts)}
-            texts = []
+        if own:
+            yield {"role": "user", "content": content_of(own, BETWEEN)}
+            own = []
         yield _result(place, extra)
-    if texts or not parts:
-        yield {"role": "user", "content": BETWEEN.join(texts)}
+    if own or not parts:
+        yield {"role": "user", "content": content_of(own, BETWEEN)}
 
 
 def _user_text(where: str, part: Part) -> str:
@@ -265,13 +266,30 @@ def _user_text(where: str, part: Part) -> str:
     return part_text(where, part, ("text",))
 
 
+def _picture(where: str, block: Mapping[str, Any]) -> Shown | None:
+    """Return the picture of a block; None if it is no picture. Raise RefusedError."""
+    if block["type"] != "image":
+        return None
+    match block.get("source"):
+        case {"type": "base64", "data": str(data)}:
+            return Shown(data)
+        case {"type": "url", "url": str(url)}:
+            return Shown(url)
+    raise RefusedError(
+        400,
+        f'{where}.source: it has to be {{"type": "base64", "media_type": text, "data": text}}',
+        param=f"{where}.source",
+    )
+
+
 def _result(where: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Return the message of a tool's result. One that says nothing says at least that it failed."""
     call, content = extra.get("tool_use_id"), extra.get("content")
     if not isinstance(call, str):
         name = f"{where}.tool_use_id"
         raise RefusedError(400, f"{name}: it has to be the id of a tool_use block", param=name)
-    text = text_of(f"{where}.content", _parts(f"{where}.content", content), ("text",), BETWEEN)
+    name = f"{where}.content"
+    text = content_with(name, _parts(name, content), ("text",), BETWEEN, _picture)
     if extra.get("is_error") and not text:
         text = "error"
     return {"role": "tool", "tool_call_id": call, "content": text}

@@ -15,12 +15,12 @@ from mlxrunner.serve.apis.fields import Body, refuse
 from mlxrunner.serve.apis.openai.options import checked_effort, options_of
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.templates.parts import Content, Shown, content_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "template": ("",),
     "context": ([],),
-    "images": ([],),
     "truncate": (True, False),
     "shift": (True, False),
 }
@@ -95,12 +95,15 @@ class GenerateRequest(Common):
     prompt: str | None = None
     system: str | None = None
     raw: bool = False
+    images: list[Any] | None = None
 
 
 def read(body: ChatRequest | GenerateRequest, client: Client, request_id: str) -> Asked:
     """Return what a body asks for. Raise RefusedError or OptionError."""
     refuse(body.model_extra or {}, NEUTRAL)
     is_raw = isinstance(body, GenerateRequest) and body.raw
+    if isinstance(body, GenerateRequest) and body.raw and body.images:
+        raise RefusedError(400, "images: a raw prompt has no place for pictures", param="images")
     level = body.think if isinstance(body.think, str) else None
     thinking = body.think if isinstance(body.think, bool) else None
     return Asked(
@@ -151,14 +154,12 @@ def _messages(body: ChatRequest | GenerateRequest) -> Iterator[dict[str, Any]]:
     if isinstance(body, GenerateRequest):
         if body.system:
             yield {"role": "system", "content": body.system}
-        yield {"role": "user", "content": body.prompt or ""}
+        yield {"role": "user", "content": _content("images", body.prompt or "", body.images)}
         return
     waiting: list[str] = []
     for number, message in enumerate(body.messages or ()):
-        if message.images:
-            where = f"messages.{number}.images"
-            raise RefusedError(400, f"{where}: images are not supported, only text", param=where)
-        found: dict[str, Any] = {"role": message.role, "content": message.content}
+        content = _content(f"messages.{number}.images", message.content, message.images)
+        found: dict[str, Any] = {"role": message.role, "content": content}
         if message.role == "assistant":
             if message.thinking:
                 found["reasoning_content"] = message.thinking
@@ -172,6 +173,17 @@ def _messages(body: ChatRequest | GenerateRequest) -> Iterator[dict[str, Any]]:
             if message.tool_name:
                 found["name"] = message.tool_name
         yield found
+
+
+def _content(where: str, text: str, images: list[Any] | None) -> Content:
+    """Return a text behind its pictures. Raise RefusedError."""
+    if not images:
+        return text
+    for number, image in enumerate(images):
+        if not isinstance(image, str):
+            name = f"{where}.{number}"
+            raise RefusedError(400, f"{name}: a picture has to be base64", param=name)
+    return content_of([*map(Shown, images), text])
 
 
 def _calls(number: int, calls: list[Call]) -> list[dict[str, Any]]:

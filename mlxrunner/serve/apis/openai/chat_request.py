@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mlxrunner.serve.apis.fields import Body, Part, text_of
+from mlxrunner.serve.apis.fields import Body, Part, content_with, openai_picture
 from mlxrunner.serve.apis.openai.options import (
     Sampled,
     checked_effort,
@@ -109,7 +109,7 @@ def _tool(number: int, tool: Tool) -> dict[str, Any]:
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:
     """Return a message as `Asked` has it."""
     where = f"messages.{number}"
-    content = text_of(f"{where}.content", message.content, TEXTS, "")
+    content = content_with(f"{where}.content", message.content, TEXTS, "", openai_picture)
     found: dict[str, Any] = {"role": message.role, "content": content}
     thought = message.reasoning_content or message.reasoning
     if message.role == "assistant":
