@@ -24,6 +24,7 @@ from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.mlx_vlm_internals import Seen
 from mlxrunner.system.picture_files import DECODED_BYTES, Pixels
+from mlxrunner.templates.messages import PICTURE
 from mlxrunner.terminal.text import size
 
 KEPT_BYTES = 2**28
@@ -62,6 +63,8 @@ class Prepared:
     picture: Picture
     text: str
     """The text that stands for it in that of a prompt."""
+    spelled: str
+    """The same with PICTURE in place of all of its positions."""
     run: TokenArray
     """The tokens of the model's own vocabulary at its positions."""
     view: View | None = None
@@ -161,9 +164,14 @@ class Sight:
         assert view.inputs is not None
         begin, end = internals.span(self._model, view.block)
         grid = internals.grid_of(self._model, view.inputs)
+        whole, before, after = (
+            internals.text_of(self._processor, part)
+            for part in (view.block, view.block[:begin], view.block[end:])
+        )
         return Prepared(
             self.table.add(digest, end - begin, grid),
-            internals.text_of(self._processor, view.block),
+            whole,
+            f"{before}{PICTURE}{after}",
             np.array(view.block[begin:end], np.int32),
         )
 

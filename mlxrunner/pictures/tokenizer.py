@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, cast
 
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
@@ -85,6 +85,29 @@ class SeeingTokenizer:
         for one, part in zip(pictures, parts[1:], strict=True):
             whole += [one.text, part]
         return "".join(whole)
+
+    def spelled(self, text: str, pictures: Sequence[Prepared]) -> str:
+        """Return a filled text as `decode` writes it, with PICTURE in place of each picture."""
+        parts, at = list[str](), 0
+        for one in pictures:
+            begin = text.index(one.text, at)
+            parts += [text[at:begin], one.spelled]
+            at = begin + len(one.text)
+        return "".join([*parts, text[at:]])
+
+    def worded(
+        self, messages: Sequence[PlainMessage], pictures: Sequence[Prepared]
+    ) -> list[PlainMessage]:
+        """Return messages whose contents say their `pictures` as `spelled` does, and have none."""
+        left, found = iter(pictures), list[PlainMessage]()
+        for message in messages:
+            plain = message.copy()
+            own = list(islice(left, len(plain.pop("pictures", ()))))
+            if own:
+                text = self.filled(message["content"].replace(PICTURE, self.written), own)
+                plain["content"] = self.spelled(text, own)
+            found.append(plain)
+        return found
 
     def placed(self, tokens: TokenArray, pictures: Sequence[Prepared]) -> TokenArray:
         """Return the tokens of a filled text with the positions of its `pictures`, in order.

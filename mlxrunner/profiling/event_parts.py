@@ -63,6 +63,10 @@ class Side:
         ),
     ]
     text: Annotated[str | None, about("The same tokens decoded, only with --log-text.")]
+    picture: Annotated[
+        Ordinal | None,
+        about("Number of the picture in its message, from 1; null: no picture begins there."),
+    ] = None
 
 
 @dataclass
@@ -91,6 +95,9 @@ class Divergence:
     current: Annotated[
         Side, about("The prompt's side, from the index on; the fields are those of `previous`.")
     ]
+    picture: Annotated[
+        Ordinal | None, about("Number of the picture in that message, from 1; null: none.")
+    ] = None
 
     def place(self) -> str:
         """Say where the prompt leaves the entry: "in the text of message 2 (user)".
@@ -236,7 +243,13 @@ def _place(side: Side | Divergence) -> str:
             if side.message is None
             else f"in message {side.message}"
         )
-    part = f"in {PARTS[side.part]}"
+    part = f"in {part_of(side)}"
     if side.message is None or side.part == "generation_prompt":
         return part
     return f"{part} of message {side.message} ({side.role})"
+
+
+def part_of(side: Side | Divergence) -> str:
+    """Return the part of a side in words: "the text", "picture 2". It has to be known."""
+    assert side.part is not None
+    return PARTS[side.part] if side.picture is None else f"picture {side.picture}"

@@ -12,6 +12,7 @@ from typing import Any
 PARTS = {
     "template_header": "the template's header",
     "text": "the text",
+    "picture": "a picture",
     "thinking": "the thinking block",
     "tools": "the tool list",
     "message_end": "the end mark",

@@ -72,10 +72,7 @@ class PlainMessage(TypedDict):
     content: str
     """The text of the message, with PICTURE in place of each; empty if it has tool calls only."""
     pictures: NotRequired[Sequence[Any]]
-    """The pixels of each picture, `[height, width, 3]`, or what else `see` returned for it.
-
-    None once they are tokens.
-    """
+    """The pixels of each picture, `[height, width, 3]`, or what else `see` returned for it."""
     tool_calls: NotRequired[Sequence[ToolCall]]
     """Calls whose arguments are objects."""
     reasoning_content: NotRequired[str]

@@ -39,6 +39,8 @@ class Place(NamedTuple):
     """Role of the message, or None if the text belongs to no message."""
     part: str | None = None
     """Name of the part, such as "text" or "message_end", or None if it is not known."""
+    picture: int | None = None
+    """Number of the picture in the message, from 1, or None if none begins there."""
 
 
 class Segment(NamedTuple):

@@ -30,6 +30,18 @@ class Seeing(Protocol):
         """Return the tokens of a rendered conversation, and what it holds of its `pictures`."""
         ...
 
+    def filled(self, text: str, pictures: Any) -> str:
+        """Return the text of a rendered conversation as it is tokenized with its `pictures`."""
+        ...
+
+    def spelled(self, text: str, pictures: Any) -> str:
+        """Return a filled text with PICTURE in place of each picture, as `decode` writes it."""
+        ...
+
+    def worded(self, messages: Sequence[PlainMessage], pictures: Any) -> Sequence[PlainMessage]:
+        """Return messages with PICTURE in their contents, and without pictures."""
+        ...
+
 
 @dataclass(frozen=True)
 class LineOfBatch:
@@ -81,9 +93,12 @@ class TokenizedPrompt:
     tokens: TokenArray
     kind: Literal["messages", "text", "tokens"] = "tokens"
     messages: Sequence[PlainMessage] = ()
-    """The conversation, without pixels; empty unless `kind` is "messages"."""
+    """The conversation, with PICTURE in place of each; empty unless `kind` is "messages"."""
     text: str = ""
-    """The tokenized text: the raw prompt, or the messages as the chat template wrote them."""
+    """The tokenized text: the raw prompt, or the messages as the chat template wrote them.
+
+    PICTURE stands for each picture.
+    """
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, `tools` among them."""
     seconds: float = 0.0
@@ -166,24 +181,14 @@ def _tokenize_messages(
     views = None
     if isinstance(tokenizer, Seeing) and pictures:
         tokens, views = tokenizer.tokens_of(text, pictures)
-        messages = _without_pixels(messages)
+        text = tokenizer.spelled(tokenizer.filled(text, views), views)
+        messages = tokenizer.worded(messages, views)
     else:
         tokens = as_tokens(tokenizer.encode(text))
     count = len(pictures)
     return TokenizedPrompt(
         tokens, "messages", messages, text, variables, pictures=count, views=views
     )
-
-
-def _without_pixels(messages: Sequence[PlainMessage]) -> list[PlainMessage]:
-    """Return `messages` with None for each picture, so that a waiting request holds no pixels."""
-    light = list[PlainMessage]()
-    for message in messages:
-        copy = message.copy()
-        if pictures := copy.get("pictures"):
-            copy["pictures"] = [None] * len(pictures)
-        light.append(copy)
-    return light
 
 
 def _rendered(

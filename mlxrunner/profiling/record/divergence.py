@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
 from mlxrunner.profiling.event_parts import Common, Divergence, Side
+from mlxrunner.templates.messages import PICTURE
 from mlxrunner.templates.segments import Place, Rendered, common, is_thinking
 from mlxrunner.templates.thinking import THINKING_TAGS
 from mlxrunner.tokenizer import Tokenizer
@@ -67,10 +68,11 @@ class Divergences:
         shared = prompt[max(0, index - COMMON) : index].tolist()
         return Divergence(
             index,
-            *place,
+            *place[:3],
             Common(self._hashes(shared), self._text(shared)),
-            Side(*before, self._hashes(dropped), self._text(dropped)),
-            Side(*here, self._hashes(coming), self._text(coming)),
+            Side(*before[:3], self._hashes(dropped), self._text(dropped), before.picture),
+            Side(*here[:3], self._hashes(coming), self._text(coming), here.picture),
+            place.picture,
         )
 
     def _places(
@@ -83,19 +85,21 @@ class Divergences:
         before, text = self._before, prepared.text
         known = before.text[:at] == text[: len(before.text)][:at]
         old = self._goes_on(before.text[at:] if known else "", dropped)
-        same = common(old, text[at:])
-        if same == len(old):
+        first = [*dropped[:1], *prompt[index : index + 1].tolist()]
+        shows = any(token >= FIRST_OF_PICTURES for token in first)
+        same = 0 if shows else common(old, text[at:])
+        if same == len(old) and not shows:
             # All that is remembered is the same text in other tokens: compare the first two tokens.
             ours, theirs = (
                 self.tokenizer.decode(tokens[:1]) for tokens in (dropped, prompt[index:].tolist())
             )
             same = common(ours, theirs)
         at, old = min(at + same, len(text) - 1), old[same:]
-        here = self._place(prepared, at)
+        here = self._place(prepared, at, shows)
         if not known:
             return here, Place()
         if at < len(before.text):
-            return here, self._place(before, at)
+            return here, self._place(before, at, shows)
         if not before.messages:
             return here, Place(part="text" if before.kind == "text" else None)
         return here, Place(
@@ -130,15 +134,21 @@ class Divergences:
         )
         return "message_end" if is_end else "text"
 
-    def _place(self, prepared: TokenizedPrompt, at: int | None) -> Place:
-        """Return the place of the character at index `at` of a prompt."""
+    def _place(self, prepared: TokenizedPrompt, at: int | None, shows: bool = False) -> Place:
+        """Return the place of the character at index `at` of a prompt.
+
+        `shows`: PICTURE stands for a picture there.
+        """
         if at is None or prepared.kind == "tokens":
             return Place()
         if prepared.kind == "text":
             return Place(part="text" if at < len(prepared.text) else None)
-        return Rendered(
-            self.tokenizer.render, prepared.messages, prepared.text, prepared.variables
-        ).place(at)
+        text, messages = prepared.text, prepared.messages
+        found = Rendered(self.tokenizer.render, messages, text, prepared.variables).place(at)
+        if not shows or text[at] != PICTURE or found.message is None:
+            return found
+        earlier = sum(one["content"].count(PICTURE) for one in messages[: found.message])
+        return found._replace(part="picture", picture=text[:at].count(PICTURE) - earlier + 1)
 
     def _character(self, prepared: TokenizedPrompt, prompt: TokenArray, index: int) -> int | None:
         """Return the index in the text at which token `index` begins.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxrunner.errors import OptionError
-from mlxrunner.profiling.event_parts import ClientRequest, Divergence, Side
+from mlxrunner.profiling.event_parts import ClientRequest, Divergence, Side, part_of
 from mlxrunner.profiling.reading import read_events
-from mlxrunner.profiling.reasons import PARTING, PARTS, place_remedy, remedy
+from mlxrunner.profiling.reasons import PARTING, place_remedy, remedy
 from mlxrunner.profiling.report.aggregate import place_of
 from mlxrunner.profiling.report.formatting import moment, number, seconds
 from mlxrunner.profiling.report.report import REPORT_EVERY, must_have
@@ -253,7 +253,7 @@ def _whereabouts(side: Side) -> str:
     if side.part is None:
         return "(past its end)" if not side.tokens else ""
     message = "" if side.message is None else f" of message {side.message} ({side.role})"
-    return f"{PARTS[side.part]}{message}"
+    return f"{part_of(side)}{message}"
 
 
 def _capital(sentence: str) -> str:

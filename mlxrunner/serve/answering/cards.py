@@ -30,6 +30,7 @@ def card_of(shown: str, name: str, place: Place | None) -> ModelCard:
         opened is not None,
         0 if opened is None else opened.room,
         digest="" if opened is None else opened.digest,
+        sees=opened is not None and opened.sees,
         expires=None if place is None else place.expires,
         **found,
     )

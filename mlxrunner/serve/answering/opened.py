@@ -225,6 +225,11 @@ class Opened:
         return cls(loaded.name, loaded, runner, total, digest, maker, defaults)
 
     @property
+    def sees(self) -> bool:
+        """True if requests may have pictures."""
+        return isinstance(self.loaded.tokenizer, SeeingTokenizer)
+
+    @property
     def room(self) -> int:
         """Most tokens of a prompt and its answer."""
         return self.runner.context

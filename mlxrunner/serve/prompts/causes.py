@@ -21,6 +21,7 @@ from mlxrunner.serve.prompts.differences import difference, is_like
 from mlxrunner.serve.prompts.kept import common_end
 from mlxrunner.serve.prompts.make import Made
 from mlxrunner.serve.prompts.rewriting import SYSTEM, without_billing
+from mlxrunner.templates.messages import PICTURE
 from mlxrunner.templates.remembered import Remembered, footprint
 from mlxrunner.templates.segments import common
 
@@ -51,6 +52,8 @@ REMEDIES = {
     "thinking-stripped": "Send the thinking of {message} back, or keep the template from leaving "
     "it out.",
     "message-edited": "Send {message} back as it was: all behind it has to be evaluated again.",
+    "picture-changed": "Send {picture} of {message} back as it was: it and all behind it are "
+    "evaluated again.",
     "asked-anew": "Nothing is to be done: only the last message is another one.",
     "message-dropped": "Keep {message} until the conversation is compacted as a whole.",
     "message-inserted": "Put new messages at the end: all behind {message} is evaluated again.",
@@ -238,6 +241,9 @@ def _changed(seen: Seen, old: Seen, at: int) -> Cause:
         return _cause("message-inserted", at)
     if before["role"] != after["role"]:
         return _cause("message-edited", at)
+    picture = _changed_picture(before, after)
+    if picture is not None and at < len(seen.digests) - 1:
+        return _cause("picture-changed", at, picture)
     kind = difference(before["content"], after["content"])
     is_asked_anew = at == len(seen.digests) - 1 and after["role"] not in SYSTEM
     if is_asked_anew and not _has_rest(before["content"], after["content"]):
@@ -248,6 +254,17 @@ def _changed(seen: Seen, old: Seen, at: int) -> Cause:
     if after["role"] not in SYSTEM:
         return _cause("message-edited", at)
     return _cause("system-grown" if kind == "grown" else "system-changed", at)
+
+
+def _changed_picture(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | None:
+    """Return the number, from 1, of the first picture that is another one before the texts differ.
+
+    None if there is none.
+    """
+    same = before["content"][: common(before["content"], after["content"])].count(PICTURE)
+    pairs = zip(before.get("pictures", ()), after.get("pictures", ()), strict=False)
+    changed = (number for number, (old, new) in enumerate(pairs) if old != new)
+    return next((number + 1 for number in changed if number < same), None)
 
 
 def _has_rest(old: str, new: str) -> bool:
@@ -278,9 +295,10 @@ def _thought(message: Mapping[str, Any]) -> bool:
     return bool(message.get("reasoning_content"))
 
 
-def _cause(name: str, message: int | None = None) -> Cause:
+def _cause(name: str, message: int | None = None, picture: int | None = None) -> Cause:
     named = "the prompt" if message is None else f"message {message}"
-    return Cause(name, REMEDIES[name].format(message=named), message)
+    shown = f"picture {picture}"
+    return Cause(name, REMEDIES[name].format(message=named, picture=shown), message)
 
 
 def _sentence(text: str) -> str:

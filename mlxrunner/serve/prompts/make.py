@@ -183,14 +183,14 @@ class PromptMaker:
         closed = call.closed if call is not None else _closing(asked, text)
         rendered = text + (call.opening if call is not None else closed)
         tokens, whole = self._encoder.encode(rendered, fills)
-        views = [] if shown is None else shown.of(draft.messages)
-        if shown is not None:
-            tokens = shown.placed(tokens, views)
+        said: Any = draft.messages
+        views = [] if shown is None else shown.of(said)
+        if shown is not None and views:
+            tokens, whole, said = shown.placed(tokens, whole, said)
         opens = (text + closed)[-TAIL:]
         constraint = self._constraint(asked, tokens, opens)
         seconds = time.perf_counter() - began
-        messages: Any = draft.messages
-        prompt = TokenizedPrompt(tokens, "messages", messages, whole, variables, seconds)
+        prompt = TokenizedPrompt(tokens, "messages", said, whole, variables, seconds)
         return Made(
             replace(prompt, constraint=constraint, pictures=len(views), views=views),
             _options(asked) | self._limits(asked, call),
@@ -232,7 +232,7 @@ class PromptMaker:
         messages: Any = draft.messages  # the rules keep them plain
         text = self.tokenizer.render(CheckedMessages(messages), **variables)
         text = written(text, draft, self.probe)
-        return text if shown is None else shown.filled(text, shown.of(messages))
+        return text if shown is None else shown.filled(text, messages)
 
     def _without(
         self, draft: Draft, number: int, variables: Mapping[str, Any], shown: Shown | None

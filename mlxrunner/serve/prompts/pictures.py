@@ -18,6 +18,7 @@ from mlxrunner.pictures.sight import Prepared
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.system.picture_files import decode_picture
 from mlxrunner.system.picture_texts import picture_bytes
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.remembered import Bounded
 
 MOST_BYTES = 4_000_000
@@ -74,10 +75,18 @@ class Shown:
         names = [name for message in messages for name in message.get("pictures", ())]
         return [self._by_name[name] for name in names]
 
-    def filled(self, text: str, pictures: Sequence[Prepared]) -> str:
-        """Return a rendered text with the text of each picture in it. Raise PromptError."""
+    def filled(self, text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return rendered `messages` with the text of each picture. Raise PromptError."""
+        pictures = self.of(messages)
         return self._eyes.tokenizer.filled(text, pictures) if pictures else text
 
-    def placed(self, tokens: TokenArray, pictures: Sequence[Prepared]) -> TokenArray:
-        """Return tokens with the positions of pictures among them. Raise PromptError."""
-        return self._eyes.tokenizer.placed(tokens, pictures) if pictures else tokens
+    def placed(
+        self, tokens: TokenArray, text: str, messages: Any
+    ) -> tuple[TokenArray, str, list[PlainMessage]]:
+        """Return the tokens of a filled text with the positions of the pictures of `messages`.
+
+        Text and messages follow as observers get them. Raise PromptError.
+        """
+        tokenizer, pictures = self._eyes.tokenizer, self.of(messages)
+        placed = tokenizer.placed(tokens, pictures)
+        return placed, tokenizer.spelled(text, pictures), tokenizer.worded(messages, pictures)

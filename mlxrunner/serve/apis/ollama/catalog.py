@@ -39,6 +39,7 @@ def running(card: ModelCard) -> dict[str, Any]:
 def described(card: ModelCard) -> dict[str, Any]:
     """Return all that is known of a model."""
     has = {"completion": True, "tools": card.has_tools, "thinking": card.has_thinking}
+    has["vision"] = card.sees
     family = card.architecture or "unknown"
     info: dict[str, Any] = {"general.architecture": family, "general.basename": card.name}
     if card.context:
