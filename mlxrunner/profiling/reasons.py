@@ -118,6 +118,7 @@ PLACE_REMEDIES = {
         "send earlier messages back to the letter as they were; what changes belongs into the last "
         "message"
     ),
+    "picture": "send earlier pictures back as they were; another one belongs into the last message",
     "thinking": (
         "the template leaves out earlier thinking: mlxrunner simulate says what keeping it would do"
     ),

@@ -35,6 +35,9 @@ def completed(line: dict[str, Any]) -> dict[str, Any]:
     }
     missing |= {"draft_passes": 0, "drafts": (), "evicted": ()}
     line = {**missing, **line}
+    if (parted := line["divergence"]) is not None:
+        sides = {name: {**parted[name], "picture": None} for name in ("previous", "current")}
+        line["divergence"] = {**parted, **sides, "picture": None}
     if line["verify"] is None:
         return line
     return line | {"verify": {"wrong_token": None, **line["verify"]}}

@@ -228,7 +228,7 @@ def test_the_docs_list_every_rule() -> None:
 def test_the_docs_list_every_cause() -> None:
     """With its remedy."""
     rows = [
-        f"| `{name}` | {remedy.format(message='the message')} |"
+        f"| `{name}` | {remedy.format(message='the message', picture='the picture')} |"
         for name, remedy in REMEDIES.items()
     ]
     assert "\n".join(rows) + "\n\n" in PAGE

@@ -16,6 +16,7 @@ from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.answering.opened import Opened, Opening
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import Event
+from mlxrunner.serve.watch.record import Record
 
 CHATML = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -58,9 +59,11 @@ async def house_of(folder: Path, opening: Opening) -> AsyncIterator[House]:
 
 
 @asynccontextmanager
-async def open_house(names: ModelNames, opening: Opening) -> AsyncIterator[House]:
+async def open_house(
+    names: ModelNames, opening: Opening, record: Record | None = None
+) -> AsyncIterator[House]:
     """Return a house with an opening of any kind, and close it."""
-    house = House(names, opening, lambda opened: None)
+    house = House(names, opening, (lambda opened: None) if record is None else record.watch)
     try:
         yield house
     finally:

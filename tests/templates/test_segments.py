@@ -23,7 +23,7 @@ def parts(tokenizer: Tokenizer, messages: Any, **variables: Any) -> list[tuple[A
     text = tokenizer.render(messages, **variables)
     rendered = Rendered(tokenizer.render, messages, text, variables)
     runs = groupby(range(len(text)), rendered.place)
-    return [("".join(text[at] for at in run), *place) for place, run in runs]
+    return [("".join(text[at] for at in run), *place[:3]) for place, run in runs]
 
 
 CHATML = [

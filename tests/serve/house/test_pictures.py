@@ -1,0 +1,281 @@
+"""Pictures of requests: the answers are those of a cold run, and what was shown is kept."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="needs the extra vision")
+
+from PIL import Image
+from support.houses import asked, events_of, in_house, open_house
+
+from mlxrunner import Runner
+from mlxrunner.config.serving import ServeSettings
+from mlxrunner.errors import OptionError
+from mlxrunner.serve.answering.house import House
+from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.answering.opened import Opening
+from mlxrunner.serve.asked import Asked
+from mlxrunner.serve.events import Ended, RefusedError, Text
+from mlxrunner.serve.watch.record import Record
+
+SHAPES = Path(__file__).parents[3] / "docs" / "images" / "shapes.png"
+SETTINGS = ServeSettings(slots=2, max_queue=8, memory=3_000_000_000, pictures=True)
+QUESTIONS = ("How many red squares are there?", "How many circles?", "Is there a triangle?")
+
+
+def png(number: int) -> bytes:
+    """Return a picture of shapes; each number is another one."""
+    pixels = np.asarray(Image.open(SHAPES).convert("RGB"))
+    stream = io.BytesIO()
+    Image.fromarray(np.roll(pixels, 24 * number, axis=number % 2)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+FILES = [png(number) for number in range(4)]
+
+
+def shown(number: int) -> dict[str, Any]:
+    data = base64.b64encode(FILES[number]).decode()
+    url = data if number % 2 else f"data:image/png;base64,{data}"
+    return {"type": "image", "image": url}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def request(messages: list[dict[str, Any]], **more: Any) -> Asked:
+    options = {"max_tokens": 12, "temperature": 0.0}
+    return asked(messages=messages, **{"options": options, **more})
+
+
+@asynccontextmanager
+async def seeing(
+    settings: ServeSettings = SETTINGS, record: Record | None = None
+) -> AsyncIterator[House]:
+    found = Opening(settings=settings, runner={"context": 600})
+    async with open_house(ModelNames("demo-pictures", {}), found, record) as house:
+        yield house
+
+
+async def answered(house: House, messages: list[dict[str, Any]]) -> tuple[str, Ended]:
+    events = await events_of(house, request(messages))
+    assert isinstance(events[-1], Ended)
+    return "".join(one.text for one in events if isinstance(one, Text)), events[-1]
+
+
+def drawn_turn(draw: random.Random) -> dict[str, Any]:
+    """Return a message of the user with up to two pictures among its texts."""
+    parts = [shown(draw.randrange(4)) for _ in range(draw.choice([0, 1, 1, 2]))]
+    parts.insert(draw.randrange(len(parts) + 1), said(draw.choice(QUESTIONS)))
+    return {"role": "user", "content": parts if len(parts) > 1 else parts[0]["text"]}
+
+
+def changed(draw: random.Random, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation as it may come next: gone on, edited, cut, or begun anew."""
+    users = [number for number, one in enumerate(messages) if one["role"] == "user"]
+    kind = draw.choice(["on", "on", "on", "edit", "cut", "new"])
+    if not users or kind == "new" or len(messages) > 6:
+        return [drawn_turn(draw)]
+    if kind == "edit":
+        at = draw.choice(users)
+        return [*messages[:at], drawn_turn(draw), *messages[at + 1 :]][: max(users) + 1]
+    if kind == "cut":
+        return messages[: draw.choice(users) + 1]
+    return [*messages, drawn_turn(draw)] if messages[-1]["role"] == "assistant" else messages
+
+
+def cold(runner: Runner, messages: list[dict[str, Any]]) -> str:
+    """Return the answer of a runner that has kept nothing."""
+    runner.reset()
+    plain = [
+        {**one, "content": [_opened(part) for part in one["content"]]}
+        if isinstance(one["content"], list)
+        else one
+        for one in messages
+    ]
+    return runner.complete(plain, max_tokens=12, temperature=0.0).text
+
+
+def _opened(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return part
+    return {"type": "image", "image": base64.b64decode(part["image"].rpartition(",")[2])}
+
+
+@pytest.mark.exhaustive(1)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_conversations_are_answered_as_cold(seed: int) -> None:
+    """Pictures come early and late, change, go away and come back; some clients leave."""
+    draw = random.Random(seed)
+
+    async def run() -> None:
+        async with seeing() as house:
+            messages: list[dict[str, Any]] = []
+            kept = 0
+            for _ in range(14):
+                messages = changed(draw, messages)
+                if draw.random() < 0.15:
+                    stream = house.answer(request(messages))
+                    await anext(stream)
+                    await stream.aclose()
+                text, ended = await answered(house, messages)
+                assert text == cold(runner, messages)
+                kept += ended.cache.cached
+                messages = [*messages, {"role": "assistant", "content": text}]
+            assert kept > 100
+            opened = next(iter(house.models_held)).opened
+            assert opened is not None
+            assert opened.loaded.model.sight.encoded <= len(FILES)
+
+    with Runner.load("demo-pictures", pictures=True, reserve=False) as runner:
+        in_house(run())
+
+
+def test_a_changed_picture_is_named(tmp_path: Path) -> None:
+    """The response names message and picture, and so does the event."""
+    events = tmp_path / "events.jsonl"
+    record = Record(str(events))
+
+    async def run() -> Ended:
+        async with seeing(record=record) as house:
+            first = [{"role": "user", "content": [shown(0), shown(1), said(QUESTIONS[0])]}]
+            text, _ = await answered(house, first)
+            rest = [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
+            await answered(house, [*first, *rest])
+            first[0]["content"] = [shown(0), shown(2), said(QUESTIONS[0])]
+            return (await answered(house, [*first, *rest]))[1]
+
+    found: list[Ended] = []
+
+    async def keep() -> None:
+        found.append(await run())
+
+    in_house(keep())
+    record.close()
+    cache = found[0].cache
+    assert (cache.cause, cache.message) == ("picture-changed", 0)
+    assert cache.remedy is not None
+    assert cache.remedy.startswith("Send picture 2 of message 0 back as it was")
+    last = events.read_text().splitlines()[-1]
+    assert '"part":"picture"' in last
+    assert '"picture":2' in last
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ([{"type": "image", "image": "https://x.org/a.png"}], "is not fetched"),
+        ([{"type": "image", "image": "file:///etc/passwd"}], "no files are opened"),
+        ([{"type": "image", "image": "/etc/passwd"}], "base64 is wrong|not a picture"),
+        ([{"type": "image", "image": "data:image/png,abc"}], "a data URL has to begin"),
+        ([{"type": "image", "image": "data:image/png;base64,aGVsbG8="}], "not a picture"),
+        ([shown(0), said("a\ufffcb")], "U\\+FFFC"),
+        ([shown(0), said("<start_of_image>")], "is 2 times in its text"),
+    ],
+    ids=["fetched", "file", "path", "not base64", "no picture", "U+FFFC", "marker"],
+)
+def test_what_can_not_be_shown_is_refused(content: list[dict[str, Any]], why: str) -> None:
+    """Each has a reason, and the next request is answered."""
+
+    async def run() -> None:
+        async with seeing() as house:
+            with pytest.raises(RefusedError, match=why) as caught:
+                await events_of(house, request([{"role": "user", "content": content}]))
+            assert caught.value.status == 400
+            fine = [{"role": "user", "content": [shown(0), said(QUESTIONS[0])]}]
+            assert await house.count(request(fine)) > 20
+
+    in_house(run())
+
+
+def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
+    """It is found in the folder only, also behind links and dots."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "shapes of mine.png").write_bytes(FILES[1])
+    (tmp_path / "outside.png").write_bytes(FILES[1])
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    settings = replace(SETTINGS, picture_folder=str(folder))
+
+    def by_url(url: str) -> list[dict[str, Any]]:
+        content = [{"type": "image", "image": url}, said(QUESTIONS[0])]
+        return [{"role": "user", "content": content}]
+
+    async def run() -> None:
+        async with seeing(settings) as house:
+            await answered(house, [{"role": "user", "content": [shown(1), said(QUESTIONS[0])]}])
+            inside = (folder / "shapes of mine.png").as_uri()
+            _, ended = await answered(house, by_url(inside))
+            assert ended.cache.outcome == "hit"
+            for outside in (
+                (folder / "link.png").as_uri(),
+                f"{folder.as_uri()}/../outside.png",
+                (tmp_path / "outside.png").as_uri(),
+                f"file://elsewhere{folder}/shapes%20of%20mine.png",
+                f"{inside}%00",
+            ):
+                with pytest.raises(RefusedError, match="is not in the folder"):
+                    await events_of(house, request(by_url(outside)))
+            missing = f"{folder.as_uri()}/missing.png"
+            with pytest.raises(RefusedError, match=r"missing\.png"):
+                await events_of(house, request(by_url(missing)))
+
+    in_house(run())
+
+
+def test_without_the_option_the_remedy_is_named() -> None:
+    """The model is loaded for text then."""
+
+    async def run() -> None:
+        async with seeing(replace(SETTINGS, pictures=False)) as house:
+            content = [shown(0), said(QUESTIONS[0])]
+            with pytest.raises(RefusedError, match="start the server with --pictures"):
+                await events_of(house, request([{"role": "user", "content": content}]))
+            await events_of(house, request([{"role": "user", "content": QUESTIONS[0]}]))
+
+    in_house(run())
+
+
+def test_a_model_without_eyes_answers_text(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says why it sees nothing."""
+
+    async def run() -> None:
+        found = Opening(settings=SETTINGS, runner={"context": 400})
+        async with open_house(ModelNames("demo", {}), found) as house:
+            await events_of(house, request([{"role": "user", "content": "Hello"}]))
+            with pytest.raises(RefusedError, match="ask a model that sees"):
+                await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
+
+    in_house(run())
+    assert "demo sees no pictures" in caplog.text
+
+
+def test_what_a_seeing_model_can_not_have() -> None:
+    """Quantized caches are refused; guesses and parking are left out."""
+
+    async def refused() -> None:
+        found = Opening(settings=SETTINGS, runner={"context": 400, "kv_bits": 8})
+        async with open_house(ModelNames("demo-pictures", {}), found) as house:
+            with pytest.raises(OptionError, match="kv_bits"):
+                house.load_first()
+
+    async def left_out() -> None:
+        found = Opening(settings=SETTINGS, runner={"context": 400}, speculate="lookup")
+        async with open_house(ModelNames("demo-pictures", {}), found) as house:
+            assert house.load_first().sees
+            await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
+
+    in_house(refused())
+    in_house(left_out())
