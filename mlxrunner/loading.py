@@ -34,13 +34,25 @@ if TYPE_CHECKING:
     from mlxrunner.runner import Runner
 
 
-def plan_model(model: str, context: int | None = None, **settings: Unpack[RunnerKwargs]) -> Plan:
+def plan_model(
+    model: str,
+    context: int | None = None,
+    *,
+    pictures: bool = False,
+    **settings: Unpack[RunnerKwargs],
+) -> Plan:
     """Return the memory plan of `model`, without loading its weights.
 
-    `context` (in tokens) and the other settings are those of RunnerSettings. Raise ModelError if
-    the model is missing or broken, and OptionError if a setting is out of range.
+    `context` (in tokens) and the other settings are those of RunnerSettings. `pictures`: with its
+    encoder, whose own need is known only once it has run. Raise ModelError if the model is missing
+    or broken, and OptionError if a setting is out of range.
     """
-    return _planned(without_weights(model), RunnerSettings.of(context=context, **settings))
+    asked = RunnerSettings.of(context=context, **settings)
+    if pictures:
+        from mlxrunner.models.seeing import unread_seeing
+
+        return _planned_seeing(unread_seeing(model), asked)
+    return _planned(without_weights(model), asked)
 
 
 def context_and_plan(model: str) -> tuple[int, Plan]:
@@ -128,7 +140,6 @@ def _seeing(
 ) -> Runner:
     """Load `model` with its encoder of pictures."""
     from mlxrunner.models.seeing import load_seeing
-    from mlxrunner.pictures.sight import KEPT_BYTES
 
     refused = {"trust_remote_code": trust_remote_code, "draft_model": draft_model}
     for name, given in refused.items():
@@ -138,9 +149,7 @@ def _seeing(
         raise OptionError("kv_bits: a model that sees pictures runs without it: leave it out")
 
     def check(unread: LoadedModel) -> None:
-        demand = _demand(unread, settings, weights_of(unread.model.inner))
-        limit, offered = unread.facts.context, device.offered_bytes()
-        must_fit(_chosen(replace(demand, pictures=KEPT_BYTES), settings, limit, offered))
+        must_fit(_planned_seeing(unread, settings))
 
     loaded = load_seeing(model, progress=progress, check=check)
     demand = _demand(loaded, settings, weights_of(loaded.model.inner))
@@ -148,6 +157,13 @@ def _seeing(
     if not reserve:
         return _growing(kind, loaded, model, settings, demand)
     return _reserved(kind, loaded, model, settings, demand, progress)
+
+
+def _planned_seeing(unread: LoadedModel, settings: RunnerSettings) -> Plan:
+    """Return the plan of a model that sees pictures, before its encoder has run."""
+    demand = _demand(unread, settings, weights_of(unread.model.inner))
+    demand = replace(demand, pictures=unread.model.sight.work_bytes(tries=False))
+    return _chosen(demand, settings, unread.facts.context, device.offered_bytes())
 
 
 def _demand(loaded: LoadedModel, settings: RunnerSettings, weights: int) -> Demand:

@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.pictures import again, shows
 from mlxrunner.batch.prompts import Begun
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.cache.lookup import Earlier
@@ -40,7 +42,7 @@ from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, Result
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.text import one_line
-from mlxrunner.tokenizer.prompt import TokenizedPrompt
+from mlxrunner.tokenizer.prompt import LineOfBatch, TokenizedPrompt
 
 GIVE_BACK_EVERY = 256
 """The number of lines after which the memory that MLX keeps for later is given back."""
@@ -155,6 +157,8 @@ class Execution:
         if len(line.tokens) >= runner.context:
             earlier = None  # a shift makes another prompt of it
         own = self.begun.line(line.index + 1)
+        if shows(line.prompt):
+            return self._shown(line, runner, earlier, own)
         if not runner.observers or line.prompt is None:
             return TokenizedPrompt(line.tokens, earlier=earlier, line=own)
         if isinstance(line.prompt, str):
@@ -164,6 +168,26 @@ class Execution:
         text = runner.tokenizer.render(line.prompt, **variables)
         return TokenizedPrompt(
             line.tokens, "messages", line.prompt, text, variables, earlier=earlier, line=own
+        )
+
+    def _shown(
+        self, line: StoredLine, runner: AnyRunner, earlier: Earlier | None, own: LineOfBatch | None
+    ) -> TokenizedPrompt:
+        """Return the prompt of a line with pictures. Raise PromptError if one has changed."""
+        messages: Any = line.prompt
+        views, said = again(messages, runner.tokenizer, self.options.picture_folder)
+        options = self.options.of_line(line.index, line.options)
+        variables = GenerateOptions.of(**options).variables
+        return TokenizedPrompt(
+            line.tokens,
+            "messages",
+            said,
+            runner.tokenizer.render(said, **variables) if runner.observers else "",
+            variables,
+            earlier=earlier,
+            line=own,
+            pictures=len(views),
+            views=views,
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.pictures import named
 from mlxrunner.batch.records import Format
 from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
 from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
@@ -20,7 +21,8 @@ from mlxrunner.config.option import names
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import LARGEST_TOKEN, GenerateOptions
-from mlxrunner.templates.messages import PlainMessage, check_message
+from mlxrunner.templates.messages import PlainMessage, check_message, has_picture
+from mlxrunner.templates.parts import picture_of
 from mlxrunner.tokenizer.prompt import Prompt
 
 OPTIONS = frozenset(names(GenerateOptions))
@@ -89,7 +91,7 @@ def _prompts(given: Mapping[str, Any], batch: BatchOptions) -> list[Prompt]:
     if system is not None and not isinstance(system, str):
         raise PromptError(f"system has to be a text, not {kind(system)}")
     if "messages" in given:
-        return [_conversation(given["messages"], system)]
+        return [_conversation(given["messages"], system, batch.pictures)]
     listed = _listed(given["prompt"])
     if "system" in given and (batch.raw or not all(isinstance(one, str) for one in listed)):
         left_out = "--raw leaves out" if batch.raw else "token ids leave out"
@@ -97,7 +99,9 @@ def _prompts(given: Mapping[str, Any], batch: BatchOptions) -> list[Prompt]:
     if batch.raw:
         return listed
     return [
-        _conversation([{"role": "user", "content": one}], system) if isinstance(one, str) else one
+        _conversation([{"role": "user", "content": one}], system, False)
+        if isinstance(one, str)
+        else one
         for one in listed
     ]
 
@@ -134,26 +138,30 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _conversation(messages: Any, system: str | None) -> list[PlainMessage]:
+def _conversation(messages: Any, system: str | None, sees: bool) -> list[PlainMessage]:
     """Return the messages as the chat template takes them.
 
-    A `system` prompt is put in front if they do not begin with one. Raise PromptError for the first
-    wrong message.
+    A `system` prompt is put in front if they do not begin with one. `sees`: they may have pictures.
+    Raise PromptError for the first wrong message.
     """
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages has to be a list of at least one message")
-    checked = [_message(number, message) for number, message in enumerate(messages)]
+    checked = [_message(number, message, sees) for number, message in enumerate(messages)]
     if system and checked[0]["role"] != "system":
         checked.insert(0, {"role": "system", "content": system})
     return checked
 
 
-def _message(number: int, message: Any) -> PlainMessage:
+def _message(number: int, message: Any, sees: bool) -> PlainMessage:
     """Return message `number` (from 0), checked. Raise PromptError if it is not supported."""
+    if isinstance(message, dict) and isinstance(message.get("content"), list):
+        message = {**message, "content": list(map(_part, message["content"]))}
+    if has_picture(message) and not sees:
+        raise PromptError(f"message {number} has a picture: run the batch with --pictures")
     if isinstance(message, dict) and message.get("role") == "developer":
         # OpenAI's newer name for "system", which no chat template knows.
         message = {**message, "role": "system"}
-    checked = check_message(number, message)
+    checked = check_message(number, message, named if sees else None)
     role = checked["role"]
     if role not in ROLES:
         likely = did_you_mean(role, ROLES).rstrip()
@@ -166,6 +174,12 @@ def _message(number: int, message: Any) -> PlainMessage:
     if extra:
         raise PromptError(f"message {number} has a field that is not supported: {extra[0]!r:.80}")
     return checked
+
+
+def _part(part: Any) -> Any:
+    """Return a part of a content, a picture of OpenAI's in our form."""
+    picture = picture_of(part) if isinstance(part, dict) else None
+    return part if picture is None else {"type": "image", "image": picture.image}
 
 
 def checked_id(name: str, value: Any) -> str | int | None:
@@ -285,9 +299,9 @@ def _read_openai(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt
         prompt = prompts[0]
     elif form == "response":
         messages, body = read_response(body)
-        prompt = _conversation(messages, batch.system)
+        prompt = _conversation(messages, batch.system, batch.pictures)
     else:
-        prompt = _conversation(body.pop("messages", None), batch.system)
+        prompt = _conversation(body.pop("messages", None), batch.system, batch.pictures)
     fields = translate(body, batch.defaults, counts_logprobs=form == "text_completion")
     wrong = next((name for name in body if name in fields and name not in BODY), None)
     if wrong is not None:

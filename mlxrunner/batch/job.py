@@ -35,6 +35,7 @@ from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.options import check_raw
 from mlxrunner.parallel.settings import EngineSettings
+from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import check_own, is_stream
 
@@ -80,6 +81,7 @@ class Job(FileOptions):
                 "device can't resume"
             )
         self._check_shard()
+        self._check_pictures()
         if self.retry_failed and self.store_path is None:
             raise OptionError(
                 "--retry-failed needs an output file: it replaces the failed lines of a finished "
@@ -108,6 +110,23 @@ class Job(FileOptions):
             raise OptionError(
                 "--shard needs --output-order input: `mlxrunner batch merge` puts answers together "
                 "in the order of the input"
+            )
+
+    def _check_pictures(self) -> None:
+        """Raise OptionError for what a model that sees pictures can't do."""
+        if self.picture_folder is not None and not self.pictures:
+            raise OptionError("--picture-folder is for --pictures: give both, or none")
+        if not self.pictures:
+            return
+        if self.workers is not None:
+            raise OptionError(
+                "--workers: models that see pictures run in one process: use --shard, or leave it "
+                "out"
+            )
+        if self.parallel not in (None, 1):
+            raise OptionError(
+                f"--parallel {self.parallel}: a model that sees pictures runs one line at a time: "
+                "leave it out"
             )
 
     def lines(self) -> Inputs:
@@ -157,6 +176,7 @@ class Job(FileOptions):
         lines = {
             "system": self.system,
             "raw": self.raw or None,
+            "pictures": _seen_by() if self.pictures else None,
             "prompt_template": self.prompt_template,
             "prompt_column": self.prompt_column,
             "messages_column": self.messages_column,
@@ -167,6 +187,11 @@ class Job(FileOptions):
         written = {"output_order": self.output_order, "no_usage": not self.usage or None}
         options = {**self.defaults, **loading, **lines, **written}
         return run_parts(self.model, resolve(self.model), options)
+
+
+def _seen_by() -> str:
+    """Return the version of mlx-vlm, on which depends what a model sees."""
+    return f"mlx-vlm {internals.version()}" if internals.is_installed() else ""
 
 
 def _real(name: str) -> str:

@@ -34,6 +34,15 @@ class BatchOptions:
         None, str, "The system prompt of lines that bring none.", metavar="TEXT"
     )
     raw: bool = option(False, bool, "Prompts are plain text to be continued: no chat template.")
+    pictures: bool = option(
+        False, bool, "Load the model with its encoder: messages may have pictures."
+    )
+    picture_folder: str | None = option(
+        None,
+        str,
+        "Read pictures that lines name as file:PATH, from this folder only.",
+        metavar="FOLDER",
+    )
     order: Order = option(
         "prefix",
         str,

@@ -18,6 +18,7 @@ import numpy as np
 
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import Order
+from mlxrunner.batch.pictures import shows, tokenized
 from mlxrunner.batch.records import Counts, StoredLine, place_of
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.lookup import Earlier
@@ -51,28 +52,30 @@ def tokenize_lines(
     *,
     context: int,
     defaults: Mapping[str, Any] | None = None,
+    picture_folder: str | None = None,
 ) -> bool:
     """Add the lines to the store with their tokens. Call the store's `finish` afterwards.
 
-    `context` is the most tokens of a prompt and its answer, and `defaults` are the options of the
-    batch. A line gets an error if the tokenizer or the chat template refuses its prompt, or if the
-    prompt leaves no room in the context. Where a full context is shifted, only the part that the
-    shift keeps has to leave room. Return True if the context of a line is shifted: what it then
-    shares with others is not what its tokens share, and only the order of the tokens is safe.
+    `context` is the most tokens of a prompt and its answer, `defaults` are the options of the
+    batch, and `picture_folder` is the folder of pictures that lines name. A line gets an error if
+    the tokenizer or the chat template refuses its prompt, or if the prompt leaves no room in the
+    context. Where a full context is shifted, only the part that the shift keeps has to leave room.
+    Return True if the context of a line is shifted: what it then shares with others is not what its
+    tokens share, and only the order of the tokens is safe.
     """
     is_shifted = False
     for line in lines:
-        tokens, options, error = as_tokens([]), line.options, line.error
+        tokens, options, error, made_of = as_tokens([]), line.options, line.error, line.prompt
         if error is None:
             try:
-                prompt = _tokenize(line, tokenizer, defaults or {})
-                check_tokens(prompt.tokens)
+                prompt, made_of = _tokenize(line, tokenizer, defaults or {}, picture_folder)
+                check_tokens(prompt.tokens, has_pictures=prompt.pictures > 0)
                 options = _within(context, line, prompt, tokenizer, defaults or {})
                 tokens = prompt.tokens
                 is_shifted |= len(tokens) >= context
             except (PromptError, OptionError) as problem:
                 error = f"{place_of(line.number)}: {one_line(str(problem))}"
-        text = line.prompt if error is None and is_text(line.prompt) else None
+        text = made_of if error is None and is_text(made_of) else None
         store.add(
             StoredLine(line.index, line.number, tokens, line.id, line.format, options, error, text)
         )
@@ -86,14 +89,20 @@ def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[PlainMessage]]:
     )
 
 
-def _tokenize(line: Line, tokenizer: Tokenizer, defaults: Mapping[str, Any]) -> TokenizedPrompt:
+def _tokenize(
+    line: Line, tokenizer: Tokenizer, defaults: Mapping[str, Any], picture_folder: str | None
+) -> tuple[TokenizedPrompt, Prompt]:
     """Tokenize a prompt with the template variables and tools of its line.
 
-    Messages also get the template variables and tools of the defaults.
+    Messages also get the template variables and tools of the defaults. Return what the line keeps
+    of the prompt, too.
     """
     has_messages = is_text(line.prompt) and not isinstance(line.prompt, str)
     options = GenerateOptions.of(**{**(defaults if has_messages else {}), **line.options})
-    return tokenize_prompt(tokenizer, line.prompt, options.variables)
+    if shows(line.prompt):
+        messages: Any = line.prompt
+        return tokenized(messages, tokenizer, options.variables, picture_folder)
+    return tokenize_prompt(tokenizer, line.prompt, options.variables), line.prompt
 
 
 def _within(

@@ -15,6 +15,7 @@ from mlxrunner.batch.execution import AnyRunner, Execution
 from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.lines import Line
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
+from mlxrunner.batch.pictures import messages_of
 from mlxrunner.batch.prompts import Begun, tokenize_lines
 from mlxrunner.batch.records import place_of, plain_result, result_of
 from mlxrunner.batch.store import Store
@@ -30,6 +31,7 @@ from mlxrunner.parallel.several import Several
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result, Usage
 from mlxrunner.runner import Runner
+from mlxrunner.templates.messages import has_picture
 from mlxrunner.tokenizer.prompt import Prompt
 
 
@@ -155,9 +157,11 @@ def lines_of(requests: Iterable[BatchRequest], batch: BatchOptions | None = None
             shown = f"{request!r:.80}"
             raise PromptError(f"request {index} has to be a BatchRequest(prompt), not {shown}")
         options: dict[str, Any] = {}
-        name = error = None
+        name, error, prompt = None, None, request.prompt
         try:
             name = checked_id("id", request.id)
+            if isinstance(prompt, list | tuple) and any(map(has_picture, prompt)):
+                prompt = messages_of(prompt)
             options = json.loads(json.dumps(checked_options(dict(request.options), None, batch)))
         except (OptionError, PromptError) as problem:
             error = str(problem)
@@ -166,7 +170,7 @@ def lines_of(requests: Iterable[BatchRequest], batch: BatchOptions | None = None
                 f"options: {request.options!r:.80} has to be a dictionary of options with values "
                 f'that JSON knows, such as {{"max_tokens": 9}}: {problem}'
             )
-        yield Line(index, index + 1, request.prompt, name, options=options, error=error)
+        yield Line(index, index + 1, prompt, name, options=options, error=error)
 
 
 def _to_bytes(result: BatchResult) -> bytes:

@@ -27,12 +27,12 @@ from mlxrunner.batch.job import (
     opened_store,
     store_to_plan,
 )
+from mlxrunner.batch.opening import context_of, lanes_of, open_runner, tokenizer_for
 from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.output import Writer
 from mlxrunner.batch.plan import (
     BatchPlan,
     Survey,
-    lanes_for,
     make_plan,
     survey,
 )
@@ -54,14 +54,10 @@ from mlxrunner.batch.tally import Tally
 from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,
-    MemoryPlanError,
     OutputError,
     PromptError,
     StoreError,
 )
-from mlxrunner.loading import plan_model
-from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
-from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.progress import Progress, loading
@@ -83,11 +79,6 @@ ENDING = (
     "finishing the lines that are running; Ctrl-C or kill again stops at once, and nothing that "
     "is finished is lost"
 )
-MAX_BATCH = 256
-"""The tokens of a step for several lines, unless the user says otherwise.
-
-Where rows are long, pieces of several prompts in one row cost more than they save.
-"""
 
 
 @dataclass(frozen=True)
@@ -137,8 +128,8 @@ def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) ->
         status.tally = Tally(found.lines, found.lines, found.failed)
         return JobSummary(found.lines, found.lines, found.failed, status.tally)
     with opened_store(job) if retried is None else opened_retry(job, retried) as store:
-        tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
-        context = _context(job)
+        tokenizer = tokenizer_for(job)
+        context = context_of(job)
         if store.is_complete:
             check_made_from(job, made_from(store), parts)
         else:
@@ -179,17 +170,17 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
     """
     goes_on = job.resume or job.retry_failed
     parts, speed = job.parts() if goes_on else {}, known_speed(job.model)
-    (done, retried), context = _found(job, parts), _context(job)
+    (done, retried), context = _found(job, parts), context_of(job)
     with store_to_plan(job, None if retried is None else retried.digest) as store:
         if store.is_complete:
             check_made_from(job, made_from(store), parts)
         elif done is None:
-            tokenizer = tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
+            tokenizer = tokenizer_for(job)
             _read(job, store, tokenizer, context, parts, progress, retried)
         counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
         found = {order: _survey(job, store, order, context, progress, speed) for order in ORDERS}
         parted = None if job.workers is None else _cut(job, store, found["prefix"], progress, speed)
-    lanes, _ = lanes_for(found[job.order], job.parallel, job.loading)
+    lanes, _ = lanes_of(job, found[job.order])
     return make_plan(counts, found, job.order, parallel=lanes, speed=speed, cut=parted)
 
 
@@ -198,14 +189,6 @@ def _cut(job: Job, store: Store, found: Survey, progress: Progress, speed: Speed
     _, costs = costs_of(_counted(store.left(), "cutting", progress), job.defaults)
     progress.close()
     return CutPlan.of(costs, job.workers or 1, found.answer_tokens, speed)
-
-
-def _context(job: Job) -> int:
-    """Return the most tokens of a prompt and its answer.
-
-    It is as asked, or else the model's own or what fits into memory.
-    """
-    return plan_model(job.model, **vars(RunnerSettings.among(job.loading))).context
 
 
 def _read(
@@ -220,7 +203,14 @@ def _read(
     """Read the whole input into the store, and the good answers of the output that is retried."""
     inputs = job.lines()
     lines = _counted(inputs, "reading", progress)
-    is_shifted = tokenize_lines(store, lines, tokenizer, context=context, defaults=job.defaults)
+    is_shifted = tokenize_lines(
+        store,
+        lines,
+        tokenizer,
+        context=context,
+        defaults=job.defaults,
+        picture_folder=job.picture_folder,
+    )
     parts = {**parts, INPUT: inputs.digest}
     if job.shard is not None:
         store.arrange(by_tokens=is_shifted)
@@ -339,60 +329,3 @@ def _runner(
     finally:
         if isinstance(runner, Stepper):
             runner.close()
-
-
-def open_runner(
-    job: Job,
-    found: Survey,
-    context: int,
-    say: Callable[[str], None],
-    progress: LoadProgress = tell_nobody,
-) -> Runner | Stepper:
-    """Load the model and return a runner for the surveyed lines.
-
-    The runner takes as many lines at a time as `lanes_for` says and as fit into memory. `say` is
-    called with that number and the reason for it. Raise ModelError if the model can't be loaded,
-    and MemoryPlanError if it does not fit.
-    """
-    lanes, why = lanes_for(found, job.parallel, job.loading)
-    if lanes > 1:
-        runner = _several(job, lanes, found, context, say)
-        if isinstance(runner, Stepper):
-            return runner
-        why = runner
-    if why:
-        say(f"one line at a time: {why}")
-    return Runner.load(job.model, progress=progress, **{**job.loading, "context": context})
-
-
-def _several(
-    job: Job, lanes: int, found: Survey, context: int, say: Callable[[str], None]
-) -> Stepper | str:
-    """Return a runner for several lines at a time, or the reason why it has to be one."""
-    loaded = load_model(job.model, trust_remote_code=job.trust_remote_code)
-    while lanes > 1:
-        try:
-            runner = Stepper.of(
-                loaded,
-                max_sequences=lanes,
-                context=context,
-                cells=found.cells(lanes, context),
-                prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
-                reserve=bool(job.loading.get("reserve", True)),
-                draft_model=job.loading.get("draft_model"),
-                **job.several,
-            )
-        except MemoryPlanError:
-            if job.parallel is not None:
-                raise
-            lanes //= 2
-        else:
-            if runner.why_alone is not None:
-                runner.close()
-                return runner.why_alone
-            say(
-                f"{lanes} lines at a time, prefixes that they share stored once "
-                f"({found.new_tokens:.0f} new tokens a line)"
-            )
-            return runner
-    return "more do not fit into memory; --max-tokens would bound what each line needs"

@@ -28,6 +28,7 @@ from mlxrunner.cli.options import (
     template_options,
     together,
 )
+from mlxrunner.cli.pictures import check_pictures
 from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.recording import WATCHING, recording, watching_options
 from mlxrunner.cli.settling import Configured, named_system, options_that_hold, typed_options
@@ -80,7 +81,7 @@ _LAST = (
 )
 _OWN = (
     *("prompt_template", "prompt_column", "messages_column", "id_column", "delimiter"),
-    *("system", "raw", "strict"),
+    *("system", "raw", "pictures", "picture_folder", "strict"),
     *("order", "parallel", "workers", "shard", "retries", "timeout", "max_errors"),
     *("output_order", "usage", "resume", "retry_failed"),
     *("progress_file", "summary"),
@@ -175,7 +176,10 @@ def batch(
         options["parallel"] = 1
     cluster = ClusterOptions(workers=options["workers"], **take(options, _CLUSTER))
     if cluster.is_elsewhere:
-        _check_elsewhere(cluster, only_plan, options["shard"], recorded)
+        sees = options["pictures"]
+        _check_elsewhere(cluster, only_plan, options["shard"], recorded, sees=sees)
+    if options["pictures"]:
+        check_pictures(raw=options["raw"], options=recorded, by="--pictures")
     table = _table(output, only_plan, options)
     own, loading = take(options, _OWN), take(options, (*LOADING, "draft_model"))
     several = take(options, _SEVERAL)
@@ -234,11 +238,20 @@ def _table(output: str | None, only_plan: bool, options: dict[str, Any]) -> str 
 
 
 def _check_elsewhere(
-    cluster: ClusterOptions, only_plan: bool, shard: str | None, recorded: dict[str, Any]
+    cluster: ClusterOptions,
+    only_plan: bool,
+    shard: str | None,
+    recorded: dict[str, Any],
+    *,
+    sees: bool,
 ) -> None:
     """Raise OptionError for options that need the model in this process."""
     if cluster.dask and only_plan:
         raise OptionError("--plan runs nothing: --plan --workers N says how a batch is cut")
+    if cluster.dask and sees:
+        raise OptionError(
+            "--dask: models that see pictures run in one process: use --shard, or leave it out"
+        )
     if cluster.dask and shard:
         raise OptionError("--dask runs all parts of a batch, and --shard one: use one of the two")
     for name in ("verify_cache", "log_tokens"):

@@ -14,13 +14,13 @@ ONLY_TEXT = {
 """Options that know no pictures, and why."""
 
 
-def check_pictures(*, raw: bool, options: dict[str, Any]) -> None:
-    """Raise OptionError for options that do not go together with --image."""
+def check_pictures(*, raw: bool, options: dict[str, Any], by: str = "--image") -> None:
+    """Raise OptionError for options that do not go together with the option `by`."""
     if raw:
-        raise OptionError("--raw is plain text only: leave it out, or leave --image out")
+        raise OptionError(f"--raw is plain text only: leave it out, or leave {by} out")
     for name, why in ONLY_TEXT.items():
         if options[name]:
-            raise OptionError(f"{why}: leave it out, or leave --image out")
+            raise OptionError(f"{why}: leave it out, or leave {by} out")
 
 
 def content_of(text: str, images: Sequence[str]) -> Any:

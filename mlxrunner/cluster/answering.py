@@ -18,9 +18,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from mlxrunner.batch.execution import Execution, Outcome
+from mlxrunner.batch.opening import open_runner
 from mlxrunner.batch.prompts import Begun
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.work import open_runner
 from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_outcome
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve

@@ -126,7 +126,7 @@ class Sight:
 
         Raise PictureError if it can't be seen, or if requests hold too many already.
         """
-        digest = self._digest(pixels)
+        digest = self.digest_of(pixels)
         with self._lock:
             view = self._views.get(digest)
             if view is None:
@@ -226,7 +226,8 @@ class Sight:
             )
         return found
 
-    def _digest(self, pixels: Pixels) -> bytes:
+    def digest_of(self, pixels: Pixels) -> bytes:
+        """Return the digest of a picture and of all that decides what the model sees of it."""
         height, width, _ = pixels.shape
         digest = hashlib.sha256(b"%d %d %d " % (height, width, len(self._settings)))
         digest.update(self._settings)

@@ -6,6 +6,7 @@ in the picture are the same. What compares tokens therefore compares pictures. N
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,16 +61,32 @@ class PictureTable:
         if self._next + count > np.iinfo(np.int32).max:
             raise PromptError("too many pictures for one process: start it again")
         picture = Picture(digest, self._next, count, grid)
-        self._by_digest[digest] = picture
-        self._pictures.append(picture)
-        self._firsts.append(picture.first)
-        self._next += count
+        self.restore(picture)
         return picture
+
+    def restore(self, picture: Picture) -> None:
+        """Take in a picture with the ids that another process gave it, unless it is known.
+
+        Raise PromptError if other pictures have these ids.
+        """
+        if picture.digest in self._by_digest:
+            return
+        at = bisect_right(self._firsts, picture.first)
+        before = self._pictures[at - 1] if at else None
+        after = self._pictures[at] if at < len(self._pictures) else None
+        if (before is not None and before.first + before.count > picture.first) or (
+            after is not None and picture.first + picture.count > after.first
+        ):
+            raise PromptError("two pictures have the same ids: tokenize both with one model")
+        self._by_digest[picture.digest] = picture
+        self._pictures.insert(at, picture)
+        self._firsts.insert(at, picture.first)
+        self._next = max(self._next, picture.first + picture.count)
 
     def at(self, token: int) -> Picture:
         """Return the picture of a position's id. Raise KeyError if there is none."""
-        index = int(np.searchsorted(self._firsts, token, "right")) - 1
-        if token < FIRST or token >= self._next:
+        index = bisect_right(self._firsts, token) - 1
+        if index < 0 or token >= self._firsts[index] + self._pictures[index].count:
             raise KeyError(token)
         return self._pictures[index]
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
 from mlxrunner.errors import ModelError, PromptError
 from mlxrunner.pictures.sight import Prepared, Sight
+from mlxrunner.pictures.table import Picture
 from mlxrunner.system.picture_files import Pixels
 from mlxrunner.templates.messages import PICTURE, PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
@@ -49,6 +50,14 @@ class SeeingTokenizer:
     def prepare(self, picture: Pixels) -> Prepared:
         """Return what a prompt with this picture has to hold until it has run."""
         return self._sight.prepare(picture)
+
+    def digest_of(self, picture: Pixels) -> bytes:
+        """Return the digest by which a picture is known."""
+        return self._sight.digest_of(picture)
+
+    def restore(self, picture: Picture) -> None:
+        """Take in a picture with the ids that it has in stored tokens. Raise PromptError."""
+        self._sight.table.restore(picture)
 
     def held(self, digest: bytes) -> Prepared | None:
         """Return a picture that is still held, by its digest; None if it has to be prepared."""

@@ -88,6 +88,13 @@ def decode_picture(content: bytes, name: str) -> Pixels:
         raise PictureError(f"{name}: the picture is damaged: {why}") from error
 
 
+def encoded(pixels: Pixels) -> bytes:
+    """Return the PNG of a picture."""
+    stream = io.BytesIO()
+    _pillow().fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
 def small_png(pixels: Pixels, most: int) -> tuple[bytes, int]:
     """Return a PNG of at most `most` rows and columns, and its width."""
     picture = _pillow().fromarray(pixels)

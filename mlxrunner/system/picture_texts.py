@@ -25,7 +25,8 @@ LONGEST = 4096
 def picture_bytes(text: str, name: str, folder: Path | None = None) -> bytes:
     """Return the file of a picture that is given as `text`, which errors call `name`.
 
-    `folder`: files in it may be named by `file:` URLs; None: no files. Raise PictureError.
+    `folder`: files in it may be named by `file:` URLs, also as `file:photo.png`; None: no files.
+    Raise PictureError, and ReadError for a file that can't be read.
     """
     if _IS_URL.match(text) is None:
         return _decoded(text, name)
@@ -64,7 +65,7 @@ def _file(url: str, name: str, folder: Path | None) -> bytes:
         )
     try:
         parts = urlsplit(url[:LONGEST])
-        path = Path(os.path.realpath(unquote(parts.path)))
+        path = Path(os.path.realpath(folder / unquote(parts.path)))
         is_inside = parts.netloc in ("", "localhost") and path.is_relative_to(
             os.path.realpath(folder)
         )
