@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -24,7 +23,10 @@ NAMES = [
     *("llama", "gemma3_text", "gpt_oss", "mixtral", "cohere2", "smollm3"),
     *("qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"),
 ]
-RANDOMS = st.randoms(use_true_random=False)
+RANDOMS = st.randoms(use_true_random=True)
+"""One draw each: how many requests have ended depends on what steps cost, so that two runs with the
+same draws may have others to choose from.
+"""
 
 
 class Conversations(RuleBasedStateMachine):
@@ -53,15 +55,15 @@ class Conversations(RuleBasedStateMachine):
     def step(self, rng: random.Random) -> None:
         self._do(rng, "step")
 
-    @precondition(lambda self: self.history.live)
     @rule(rng=RANDOMS)
     def cancel(self, rng: random.Random) -> None:
-        self._do(rng, "cancel")
+        if self.history.live:
+            self._do(rng, "cancel")
 
-    @precondition(lambda self: self.history.live)
     @rule(rng=RANDOMS)
     def fail_a_step(self, rng: random.Random) -> None:
-        self._do(rng, "interrupt")
+        if self.history.live:
+            self._do(rng, "interrupt")
 
     @rule(rng=RANDOMS)
     def interrupt(self, rng: random.Random) -> None:
