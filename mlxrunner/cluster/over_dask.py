@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from multiprocessing import active_children, resource_tracker
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -193,16 +195,38 @@ def opened_dask(options: ClusterOptions) -> Iterator[DaskMachines]:
     """
     check_installed()
     opened: Waiting[tuple[DaskMachines, Callable[[], object]]] = Waiting()
-    thread = threading.Thread(
-        target=lambda: asyncio.run(_serve(options, opened)), name="mlxrunner-dask", daemon=True
-    )
-    thread.start()
-    machines, close = opened.result()
+    others = set(active_children())
+    with _deaf_children():
+        thread = threading.Thread(
+            target=lambda: asyncio.run(_serve(options, opened)), name="mlxrunner-dask", daemon=True
+        )
+        thread.start()
+    try:
+        machines, close = opened.result()
+    except BaseException:
+        for one in set(active_children()) - others:  # they are deaf to what ends others at exit
+            one.kill()
+        raise
     try:
         yield machines
     finally:
         close()
         thread.join()
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Let the threads that are started here, and their processes, hear neither Ctrl-C nor kill.
+
+    A terminal and most schedulers send these to a whole group of processes. The driver hears them,
+    lets its workers finish their lines, and ends them.
+    """
+    resource_tracker.ensure_running()  # the first process would start it, and hear both again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _serve(

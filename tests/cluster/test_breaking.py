@@ -8,13 +8,15 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
 from support.batches import lines, run, unbroken
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
@@ -133,3 +135,55 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(cluster: Any) -> None:
     result = batch(cluster, "--resume")
     assert result.exit_code == 3, result.stderr
     assert Path("out.jsonl").read_bytes() == unbroken()
+
+
+@pytest.mark.exhaustive(0)
+@pytest.mark.parametrize(
+    ("moment", "number", "to"),
+    [
+        ("starting", signal.SIGINT, os.kill),
+        ("starting", signal.SIGTERM, os.killpg),
+        ("answering", signal.SIGTERM, os.kill),
+        ("answering", signal.SIGINT, os.killpg),
+        ("answering", signal.SIGTERM, os.killpg),
+    ],
+    ids=lambda one: getattr(one, "name", getattr(one, "__name__", one)),
+)
+def test_a_signal_ends_driver_and_workers(
+    moment: str, number: signal.Signals, to: Callable[[int, int], None]
+) -> None:
+    """A terminal and most schedulers signal all processes of the group, the workers included."""
+    options = ["--no-usage", "--no-reserve", "--workers", "2"]
+    command = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", *options]
+    out = Path("out.jsonl")
+    with open("driver.log", "wb") as log:
+        driver = subprocess.Popen(command, stderr=log, start_new_session=True)
+    try:
+        is_starting = moment == "starting"
+        until(lambda: len(members(driver.pid)) > 2 if is_starting else size(out) > 0)
+        to(driver.pid, number)
+        code = driver.wait(PATIENCE_S)
+        until(lambda: not members(driver.pid), "for the end of all processes")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+    said = Path("driver.log").read_text()
+    assert code in (1, 3, 128 + number), said
+    assert "Traceback" not in said
+    assert "has ended" not in said
+    assert unbroken().startswith(out.read_bytes() if out.exists() else b"")
+    result = run("in.jsonl", "-o", out, "--no-usage", "--resume")
+    assert result.exit_code == 3, result.stderr
+    assert out.read_bytes() == unbroken()
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def members(group: int) -> list[int]:
+    """Return the processes of a group that have not ended."""
+    found = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat="], capture_output=True, text=True)
+    rows = [line.split() for line in found.stdout.splitlines()]
+    return [int(row[0]) for row in rows if row[1] == str(group) and row[2][0] != "Z"]
