@@ -98,7 +98,7 @@ class DaskMachines:
             retries=0,
         )
         try:
-            value = await future
+            value = await self._value(future)
             is_error = isinstance(value, _Caught)
             reply = Reply(number, error=value.error) if is_error else Reply(number, value)
         except asyncio.CancelledError as error:
@@ -115,30 +115,44 @@ class DaskMachines:
         self._calls.pop(number, None)
         self._replies.put(reply)
 
+    async def _value(self, future: Any) -> Any:
+        """Return the value of a call. Raise what ended it.
+
+        `await future` would fetch the values of all workers together, and wait for all of them.
+        """
+        while (error := await future.exception()) is None:
+            found = await (await self._scheduler()).gather(keys=[future.key])
+            if found["status"] == "OK":
+                return found["data"][future.key]
+            await asyncio.sleep(LOOK_EVERY_S)  # its worker has ended, or can't be reached
+        raise error
+
     async def look(self) -> None:
         """Look at the workers once."""
-        found = await asyncio.wait_for(self._identity(), CONNECT_S)
+        async with asyncio.timeout(CONNECT_S):
+            found = await (await self._scheduler()).identity(n_workers=-1)
         self.signs = {
             name: (one["last_seen"], one["metrics"].get(SIGN))
             for name, one in found["workers"].items()
         }
 
-    async def _identity(self) -> Any:
-        """Return what the scheduler says of itself and of its workers."""
+    async def _scheduler(self) -> Any:
+        """Return the connection to the scheduler."""
         while (scheduler := self._client.scheduler) is None:  # it is being connected, or again
             await asyncio.sleep(0.05)
-        return await scheduler.identity(n_workers=-1)
+        return scheduler
 
     async def keep_looking(self) -> None:
         """Look at the workers until cancelled, or until the scheduler is silent for too long."""
         silent = 0.0
         while silent < LOST_S:
             await asyncio.sleep(LOOK_EVERY_S)
+            began = self._loop.time()
             try:
                 await self.look()
                 silent = 0.0
             except (OSError, TimeoutError):
-                silent += LOOK_EVERY_S
+                silent += LOOK_EVERY_S + min(self._loop.time() - began, CONNECT_S)
             except RuntimeError:  # the client has closed its connections
                 self._lost = CONNECTION_LOST
                 return

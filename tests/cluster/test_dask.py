@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from support.batches import lines, run, unbroken
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.records import StoredLine
@@ -25,7 +25,9 @@ from mlxrunner.batch.store import Store
 from mlxrunner.cluster import dealing, driving, over_dask
 from mlxrunner.cluster.driving import Driver
 from mlxrunner.cluster.keeping import MOST_STARTS
-from mlxrunner.cluster.over_dask import DaskMachines
+from mlxrunner.cluster.options import ClusterOptions
+from mlxrunner.cluster.over_dask import DaskMachines, opened_dask
+from mlxrunner.errors import CutOffError
 
 MANY = 60
 
@@ -263,3 +265,59 @@ def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.Monk
     result = run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9")
     assert result.exit_code == 2, result.stderr
     assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
+
+
+def test_a_scheduler_that_is_silent_is_given_up_after_the_time_that_is_said(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look waits for it, too, and that counts."""
+    looks = list[int]()
+
+    async def waits(machines: DaskMachines) -> None:
+        looks.append(1)
+        await asyncio.Event().wait()
+
+    with opened_dask(ClusterOptions(dask=cluster.scheduler_address)) as machines:
+        monkeypatch.setattr(over_dask, "LOOK_EVERY_S", 0.001)
+        monkeypatch.setattr(over_dask, "CONNECT_S", 0.1)
+        monkeypatch.setattr(over_dask, "LOST_S", 0.4)
+        monkeypatch.setattr(DaskMachines, "_scheduler", waits)
+        with pytest.raises(CutOffError, match=r"has not answered for 0\.4 s"):
+            until(lambda: machines.replies(0.01))
+    assert 4 <= len(looks) <= 5
+
+
+def keep_all(asked: str) -> None:
+    """Let this worker give no answer any more, and note in a file that it is asked for one."""
+    from distributed import get_worker
+
+    async def waits(*_: Any, **__: Any) -> None:
+        with open(asked, "a") as file:
+            file.write("x")
+        await asyncio.Event().wait()
+
+    get_worker().handlers["get_data"] = waits
+
+
+def test_answers_that_a_stopped_worker_keeps_hold_back_no_others(
+    cluster: Any, folder: Path
+) -> None:
+    """Dask's client fetches answers of all workers together, and waits for five such bundles."""
+    asked = folder / "asked"
+    own = {one.worker_address: one.process.pid for one in cluster.workers.values()}
+    keeps, other = sorted(own)
+    with opened_dask(ClusterOptions(dask=cluster.scheduler_address)) as machines:
+        try:
+            for count in range(1, 6):
+                machines.call(keeps, keep_all, str(asked))
+                until(lambda count=count: size(asked) == count)
+            call = machines.call(other, abs, -1)
+            (reply,) = machines.replies(PATIENCE_S)
+            assert (reply.call, reply.value) == (call, 1)
+            assert keeps in machines.signs
+        finally:
+            os.kill(own[keeps], signal.SIGKILL)
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
