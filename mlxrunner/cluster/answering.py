@@ -38,17 +38,17 @@ class NotOpenError(Exception):
     """A worker was asked for a line of a batch that it has not begun, or does no longer run."""
 
 
-Waiting = tuple[StoredLine, "Future[Plain]"]
-
-
 class Desk:
     """The place where a worker answers the lines of one batch, as many at a time as fit."""
 
     def __init__(self, batch: SentBatch) -> None:
         """Load the model on the desk's thread. Raise what that raises."""
         self.key, self._batch = batch.key, batch
-        self._lines: SimpleQueue[Waiting | None] = SimpleQueue()
+        self._lines: SimpleQueue[StoredLine | None] = SimpleQueue()
         self._waiting: dict[int, Future[Plain]] = {}
+        """The future outcomes of the lines that are here, by index."""
+        self._lock = threading.Lock()
+        self._has_ended = False
         self._events: list[str] = []
         self._said: list[str] = []
         self._steps = 0
@@ -69,9 +69,17 @@ class Desk:
         return self._steps if self._waiting else time.time()
 
     def answer(self, line: StoredLine) -> Future[Plain]:
-        """Return the future outcome of a line, with the events since the last outcome."""
-        waiting: Future[Plain] = Future()
-        self._lines.put((line, waiting))
+        """Return the future outcome of a line, with the events since the last outcome.
+
+        A line that is here already is answered once: the driver sends it again to a worker that it
+        had given up and that came back. Raise NotOpenError if the desk has ended.
+        """
+        with self._lock:
+            if self._has_ended:
+                raise NotOpenError(self.key)
+            if (waiting := self._waiting.get(line.index)) is None:
+                waiting = self._waiting[line.index] = Future()
+                self._lines.put(line)
         return waiting
 
     def close(self) -> None:
@@ -110,7 +118,7 @@ class Desk:
         begun = Begun(parallel=isinstance(runner, Stepper), counts=self._batch.its_counts())
         execution = Execution(runner, self._batch.its_job(), begun, tick=self._tick)
         while (first := self._lines.get()) is not None:
-            lines = chain([self._taken(first)], _Ready(self))
+            lines = chain([first], _Ready(self))
             with closing(execution.run(lines)) as outcomes:
                 for outcome in outcomes:
                     self._land(outcome)
@@ -118,25 +126,22 @@ class Desk:
     def _tick(self) -> None:
         self._steps += 1
 
-    def _taken(self, waiting: Waiting) -> StoredLine:
-        line, future = waiting
-        self._waiting[line.index] = future
-        return line
-
     def ready(self) -> StoredLine:
         """Return a line that waits. Raise queue.Empty if none does."""
-        waiting = self._lines.get_nowait()
-        if waiting is None:
+        line = self._lines.get_nowait()
+        if line is None:
             self._lines.put(None)
             raise Empty
-        return self._taken(waiting)
+        return line
 
     def _land(self, outcome: Outcome) -> None:
         """Give an outcome to whoever waits for it."""
         self._steps += 1
         events, self._events[:] = list(self._events), []
         reply = {"outcome": plain_outcome(outcome), "events": events}
-        self._waiting.pop(outcome.line.index).set_result(reply)
+        with self._lock:
+            waiting = self._waiting.pop(outcome.line.index)
+        waiting.set_result(reply)
 
     def _fail_all(self, error: BaseException) -> None:
         """Let all who wait know that the desk has ended."""
@@ -145,12 +150,12 @@ class Desk:
             _desk = None
         if not self._opened.done():
             self._opened.set_exception(error)
-        while not self._lines.empty():
-            if (waiting := self._lines.get()) is not None:
-                self._taken(waiting)
-        for future in self._waiting.values():
+        with self._lock:
+            self._has_ended = True
+            left = list(self._waiting.values())
+            self._waiting.clear()
+        for future in left:
             future.set_exception(error)
-        self._waiting.clear()
 
 
 class _Ready(Iterator[StoredLine]):
