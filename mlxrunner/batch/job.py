@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +36,6 @@ from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.options import check_raw
 from mlxrunner.parallel.settings import EngineSettings
-from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import check_own, is_stream
 
@@ -191,7 +191,10 @@ class Job(FileOptions):
 
 def _seen_by() -> str:
     """Return the version of mlx-vlm, on which depends what a model sees."""
-    return f"mlx-vlm {internals.version()}" if internals.is_installed() else ""
+    try:
+        return f"mlx-vlm {version('mlx-vlm')}"
+    except PackageNotFoundError:
+        return ""
 
 
 def _real(name: str) -> str:

@@ -11,17 +11,18 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import MlxrunnerError, PromptError
-from mlxrunner.pictures.sight import Prepared
 from mlxrunner.pictures.table import Picture
-from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.system.picture_files import MOST_BYTES, decode_picture, encoded, pixels_of
 from mlxrunner.system.picture_texts import picture_bytes
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.templates.messages import CheckedMessages, PlainMessage, check_messages
-from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
+from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, tokenize_prompt
+
+if TYPE_CHECKING:
+    from mlxrunner.pictures.sight import Prepared
 
 
 def named(image: Any, name: str) -> str:
@@ -62,7 +63,7 @@ def tokenized(
 
     `folder`: the folder of files that lines may name. Raise PromptError.
     """
-    if not isinstance(tokenizer, SeeingTokenizer):
+    if not _sees(tokenizer):
         raise PromptError("its messages have pictures, and the model was loaded without its eyes")
     numbers = count(1)
     shown: Any = [
@@ -90,7 +91,7 @@ def again(
     Raise PromptError if a picture can't be read any more, or is another one.
     """
     rows = [row for message in messages for row in message.get("pictures", ())]
-    found = list[Prepared]()
+    found: list[Prepared] = []
     for number, row in enumerate(rows, 1):
         frames = row["grid"]
         grid: Any = None if frames is None else tuple(frames)
@@ -105,6 +106,10 @@ def again(
         found.append(tokenizer.prepare(pixels))
     said: Any = messages
     return found, tokenizer.worded(said, found)
+
+
+def _sees(tokenizer: Any) -> bool:
+    return isinstance(tokenizer, Seeing)
 
 
 def _pixels(number: int, text: str, folder: str | None) -> Any:

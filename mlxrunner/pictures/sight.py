@@ -48,12 +48,14 @@ class View:
     seen: Seen | None = None
     described: Prepared | None = None
     """The picture as it goes into prompts, without this view."""
+    expected: int = 0
+    """The bytes of what the model will have seen."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the one or of the other."""
+        """The most bytes of the one and of the other, while only the first is there."""
         inputs, seen = self.inputs, self.seen  # the thread that encodes sets `seen` first
-        return seen.nbytes if seen is not None else _nbytes(inputs or {})
+        return seen.nbytes if seen is not None else max(_nbytes(inputs or {}), self.expected)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Sight:
         self._lock = threading.Lock()
         self._most = 0
         self._tried: int | None = None
+        self._row_bytes = 0
         self.encoded = 0
         """The number of times that the encoder ran."""
 
@@ -114,7 +117,7 @@ class Sight:
         with device.no_garbage_collected():
             before = mx.get_active_memory()
             mx.reset_peak_memory()
-            internals.see(self._model, block, inputs)
+            self._note(internals.see(self._model, block, inputs))
             peak = mx.get_peak_memory() - before
         del inputs
         mx.clear_cache()
@@ -158,7 +161,13 @@ class Sight:
                 f"a picture of {pixels.shape[1]} x {pixels.shape[0]} needs more memory than was "
                 f"planned for one of {LARGEST} x {LARGEST}: make it smaller"
             )
-        return View(block, inputs)
+        begin, end = internals.span(self._model, block)
+        return View(block, inputs, expected=(end - begin) * self._row_bytes)
+
+    def _note(self, seen: Seen) -> Seen:
+        """Remember how many bytes a position takes once it was seen."""
+        self._row_bytes = -(-seen.nbytes // len(seen.embeddings))
+        return seen
 
     def _described(self, digest: bytes, view: View) -> Prepared:
         assert view.inputs is not None
@@ -188,7 +197,7 @@ class Sight:
             )
         if view.seen is None:
             assert view.inputs is not None
-            view.seen = internals.see(self._model, view.block, view.inputs)
+            view.seen = self._note(internals.see(self._model, view.block, view.inputs))
             view.inputs = None
             self.encoded += 1
         self._seen[picture.digest] = view

@@ -167,6 +167,22 @@ def test_pictures_of_requests_that_wait_have_a_bound(monkeypatch: pytest.MonkeyP
         assert later.result().tokens == eyes.cold(asked[2])
 
 
+@pytest.mark.exhaustive(3)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_room_is_counted_for_what_will_have_been_seen(kind: str) -> None:
+    """It may be more than the encoder's input, which is all that is there before."""
+    with many(kind, slots=1) as eyes:
+        for number in range(2):
+            asked: list[Part] = [("picture", number), ("text", [5, 6])]
+            prompt = eyes.prompt(asked)
+            view = prompt.views[0].view
+            assert view is not None
+            before = view.nbytes
+            eyes.runner.submit(prompt, max_tokens=2, stop_tokens=[]).result()
+        assert view.seen is not None
+        assert before >= view.seen.nbytes
+
+
 def test_a_request_that_waits_holds_no_pixels(folder: Path) -> None:
     """The prompt keeps the input of the encoder, and its messages render as before."""
     pixels = np.random.default_rng(2).integers(0, 255, (20, 30, 3), dtype=np.uint8)

@@ -77,7 +77,7 @@ def test_ollama_puts_pictures_before_the_text(url: str, answers: Scripted, tmp_p
 
 
 def test_a_tool_may_answer_with_a_picture(url: str, answers: Scripted) -> None:
-    """As the screenshots of agents do."""
+    """Screenshots of agents come so."""
     source = {"type": "base64", "media_type": "image/png", "data": DATA}
     result = {
         "type": "tool_result",
@@ -130,7 +130,7 @@ def test_a_raw_prompt_has_no_pictures(url: str) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_rules_keep_pictures_with_their_texts(family: str, tmp_path: Path) -> None:
-    """Whatever is joined, moved or written as text: each mark has its picture, in order."""
+    """Each mark has its picture, in order, whatever is joined, moved or written as text."""
     template, _ = TEMPLATES[family]
     probe = Probe(load_strict(tmp_path / family, family).render, template)
     calls = [CALL, {**CALL, "id": "call_2"}]
@@ -192,7 +192,7 @@ def test_texts_that_are_no_pictures(text: str, why: str) -> None:
 
 
 def test_base64_in_lines_is_read() -> None:
-    """As `base64` of a shell writes it."""
+    """The command `base64` writes it so."""
     text = base64.encodebytes(bytes(range(256))).decode()
     assert picture_bytes(text, "picture 1") == bytes(range(256))
     assert picture_bytes(f"DATA:image/png;charset=x;base64,{text}", "picture 1") == bytes(
