@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,7 +129,7 @@ class Store:
                 raise self.damaged("it does not say how many lines there are")
             if not self._is_all(lines, -1 if last is None else last, place or 0):
                 raise self.damaged(f"{lines} lines should be in it, and are not")
-            if self._one(sql.WITHOUT_PLACE) is not None:
+            if not self._have_places():
                 raise self.damaged("a line has no place in its order")
             self._lines, self._broken, self._own = lines, broken, place or 0
         elif last is not None or place is not None:
@@ -139,6 +140,14 @@ class Store:
         if self._one("SELECT 1 FROM meta WHERE name = ?", CUT) is not None:
             return last < lines and places <= lines
         return last == lines - 1 and places == lines
+
+    def _have_places(self) -> bool:
+        """Return True if each line that is here has one place.
+
+        Both are read in one order. To look up each of 10 million lines wrote 39 GB, and took 2 min.
+        """
+        held, placed = (self._db.execute(query) for query in (sql.HELD, sql.PLACED))
+        return all(one == other for one, other in zip_longest(held, placed))
 
     def damaged(self, why: str) -> DamagedStoreError:
         """Return the error to raise for a store whose content this program can't have written."""

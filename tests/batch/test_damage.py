@@ -301,3 +301,24 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
             assert isinstance(brief.options, dict)
             assert isinstance(brief.error, str | None)
             assert brief.tokens.dtype == "int32"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE places SET line = 1 WHERE line = 2",
+        "UPDATE places SET line = 'x' WHERE line = 2",
+        "UPDATE places SET line = 1 << 60 WHERE line = 2",
+        "UPDATE places SET line = -5 WHERE line = 0",
+    ],
+)
+def test_a_line_without_a_place_is_an_error_of_the_store(
+    change: str, store: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    path.write_bytes(store)
+    path.chmod(0o600)
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute(change)
+    with pytest.raises(StoreError, match="a line has no place in its order"):
+        Store.open(path)
