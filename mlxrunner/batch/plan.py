@@ -14,7 +14,7 @@ import numpy as np
 
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import Cost, cost
-from mlxrunner.batch.records import Counts, StoredLine
+from mlxrunner.batch.records import BriefLine, Counts, StoredLine
 from mlxrunner.batch.shards.plan import CutPlan
 from mlxrunner.batch.speed import Speed
 from mlxrunner.cache.overflow import Shift
@@ -71,7 +71,7 @@ class Survey:
 
 
 def survey(
-    lines: Iterable[StoredLine],
+    lines: Iterable[StoredLine | BriefLine],
     defaults: Mapping[str, Any],
     context: int,
     speed: Speed | None = None,
@@ -100,7 +100,7 @@ def survey(
     return Survey(found, longest, answer if is_limited else None, expected)
 
 
-def limit_of(line: StoredLine, defaults: Mapping[str, Any]) -> int | None:
+def limit_of(line: StoredLine | BriefLine, defaults: Mapping[str, Any]) -> int | None:
     """Return the most tokens of a line's answer; None without a limit.
 
     `defaults` are the options of the batch.

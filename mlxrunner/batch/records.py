@@ -53,6 +53,16 @@ class StoredLine:
     """The text or the messages from which the tokens were made; None for token ids."""
 
 
+@dataclass(slots=True)
+class BriefLine:
+    """The fields of a StoredLine on which its cost depends. It is made in less time."""
+
+    index: int
+    tokens: TokenArray
+    options: Mapping[str, Any]
+    error: str | None
+
+
 @dataclass(frozen=True)
 class StoredAnswer:
     """The answer to a line."""
@@ -114,17 +124,31 @@ def line_of(
     Raise ValueError, TypeError or RecursionError if the columns are not those of a line, although
     their checksum is right.
     """
-    options = json.loads(options) if options else {}
+    options = _options_of(index, number, name, options, error)
+    made_of = None if prompt is None else json.loads(prompt)
+    return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)
+
+
+def brief_of(
+    index: Any, number: Any, name: Any, options: Any, error: Any, tokens: Any, *_: Any
+) -> BriefLine:
+    """Return the line of a row in brief. Raise what `line_of` raises, the prompt aside."""
+    options = _options_of(index, number, name, options, error)
+    return BriefLine(index, tokens_of(tokens), options, error)
+
+
+def _options_of(index: Any, number: Any, name: Any, options: Any, error: Any) -> dict[str, Any]:
+    """Return the options of a row whose columns are those of a line; TypeError if not."""
+    found = json.loads(options) if options else {}
     if not (
-        isinstance(options, dict)
+        isinstance(found, dict)
         and isinstance(index, int)
         and isinstance(number, (int, str))
         and (name is None or isinstance(name, (str, int)))
         and (error is None or isinstance(error, str))
     ):
         raise TypeError("not the columns of a line")
-    made_of = None if prompt is None else json.loads(prompt)
-    return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)
+    return found
 
 
 def plain_result(result: Result) -> dict[str, Any]:

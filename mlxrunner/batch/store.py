@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxrunner.batch import database as sql
 from mlxrunner.batch.options import Order, OutputOrder
@@ -22,9 +22,11 @@ from mlxrunner.batch.order import run_order
 from mlxrunner.batch.records import (
     CUT,
     FORMATS,
+    BriefLine,
     Counts,
     StoredAnswer,
     StoredLine,
+    brief_of,
     line_of,
     place_of,
     sort_key,
@@ -32,6 +34,8 @@ from mlxrunner.batch.records import (
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
+
+T = TypeVar("T")
 
 
 class Store:
@@ -267,31 +271,31 @@ class Store:
         place = -1
         while (row := self._next(sql.NEXT[order], place)) is not None:
             place, *columns = row
-            yield self._line(columns)
+            yield self._read(columns, line_of)
 
-    def left(self, order: Order = "prefix") -> Iterator[StoredLine]:
-        """Yield the lines without an answer as `pending` does, and in less time.
+    def left(self, order: Order = "prefix") -> Iterator[BriefLine]:
+        """Yield the lines without an answer as `pending` does, in brief and in less time.
 
         One question to the database brings them all, so no answer may come in the meantime.
         """
         with self._explained():
             for _, *columns in self._db.execute(sql.ALL[order], (-1,)):
-                yield self._line(columns)
+                yield self._read(columns, brief_of)
 
     def line(self, index: int) -> StoredLine:
         """Return line `index`, which has to be there."""
         row = self._next(sql.LINE, index)
         if row is None:
             raise self.damaged(f"line {index} is not found in it")
-        return self._line(list(row))
+        return self._read(list(row), line_of)
 
-    def _line(self, row: list[Any]) -> StoredLine:
-        """Return the line of a row. Raise DamagedStoreError if it has changed."""
+    def _read(self, row: list[Any], made_of: Callable[..., T]) -> T:
+        """Return what is made of a line's row. Raise DamagedStoreError if it has changed."""
         *columns, written = row
         if sql.checksum(*columns) != written or columns[-1] not in FORMATS:
             raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
         try:
-            return line_of(*columns)
+            return made_of(*columns)
         except (ValueError, TypeError, RecursionError) as error:
             raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.batch_command import run, write
+from support.prompts import shared_prefixes
 
 from mlxrunner.batch.shards.cut import Costs
 from mlxrunner.batch.shards.plan import CutPlan, Part
@@ -65,6 +66,19 @@ def test_the_command_says_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"cut for 3 workers: {whole:,} tokens evaluated" in table
     assert f"  worker 1: {parts[0]['lines']} lines, {parts[0]['evaluated']}" in table
     assert json.loads(run("in.jsonl", "--plan", "--json").stdout)["cut"] is None
+
+
+def test_the_plan_for_eight_workers_evaluates_little_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch has 200 prompts over a system prompt and 5 documents, as in benchmarks/batch.py."""
+    monkeypatch.chdir(tmp_path)
+    write(*({"prompt": prompt.tolist(), "max_tokens": 16} for prompt in shared_prefixes()))
+    plan = json.loads(run("in.jsonl", "--plan", "--workers", 8, "--json").stdout)
+    assert plan["evaluated"] == 20_393
+    assert plan["cut"]["evaluated"] == 20_393 + 4 * 203
+    assert round(plan["cut"]["extra"], 3) == 0.040
+    assert len(plan["cut"]["parts"]) == 8
 
 
 def test_the_plan_of_a_shard_is_that_of_its_lines(

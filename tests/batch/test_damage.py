@@ -296,3 +296,8 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
             assert isinstance(entry.id, str | int | None)
             assert isinstance(entry.error, str | None)
             assert entry.tokens.dtype == "int32"
+    with suppress(StoreError), Store.open(path) as opened:
+        for brief in opened.left():
+            assert isinstance(brief.options, dict)
+            assert isinstance(brief.error, str | None)
+            assert brief.tokens.dtype == "int32"

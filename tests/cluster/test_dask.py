@@ -107,6 +107,19 @@ def test_the_answers_are_those_of_one_process(cluster: Any) -> None:
     assert summary["run"]["evaluated_tokens"] == sum(one["evaluated_tokens"] for one in found)
 
 
+def test_another_address_than_loopback_has_to_be_called_insecure(cluster: Any) -> None:
+    """Without a host in it, an address may be any of this machine."""
+    address = cluster.scheduler_address.replace("127.0.0.1", "0.0.0.0")
+    arguments = ["in.jsonl", "-o", "out.jsonl", "--no-usage", "--dask", address]
+    result = run(*arguments)
+    assert result.exit_code == 2, result.stderr
+    assert f"{address}: is another host, and without TLS" in result.stderr
+    assert not Path("out.jsonl").exists()
+    result = run(*arguments, "--insecure")
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
+
+
 def test_a_killed_worker_costs_its_unfinished_lines(
     cluster: Any, victim: Callable[[signal.Signals], list[int]]
 ) -> None:

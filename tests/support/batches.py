@@ -17,7 +17,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import BatchRequest, BatchResult, cli
 from mlxrunner.batch.lines import Line, LineReader
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.records import BriefLine, StoredLine
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.facts import facts_of
@@ -54,7 +54,7 @@ def filled(prompts: Iterable[Sequence[int]], path: Path | None = None) -> Store:
     return store
 
 
-def indices(found: Iterable[StoredLine]) -> list[int]:
+def indices(found: Iterable[StoredLine | BriefLine]) -> list[int]:
     return [one.index for one in found]
 
 

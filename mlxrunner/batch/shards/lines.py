@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlxrunner.batch.plan import limit_of
-from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.records import BriefLine, StoredLine
 from mlxrunner.batch.shards.cut import Costs, cut
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import common_prefix
@@ -54,7 +54,7 @@ class Shard:
 
 
 def keep_shard(
-    store: Store, lines: Iterable[StoredLine], shard: Shard, defaults: Mapping[str, Any]
+    store: Store, lines: Iterable[StoredLine | BriefLine], shard: Shard, defaults: Mapping[str, Any]
 ) -> str:
     """Keep only the lines of a shard in a store whose input was arranged.
 
@@ -70,7 +70,7 @@ def keep_shard(
 
 
 def costs_of(
-    lines: Iterable[StoredLine], defaults: Mapping[str, Any], *, answer: float = ANSWER
+    lines: Iterable[StoredLine | BriefLine], defaults: Mapping[str, Any], *, answer: float = ANSWER
 ) -> tuple[array[int], Costs]:
     """Return the indexes of the lines in their order, and what they cost.
 
