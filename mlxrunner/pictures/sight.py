@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.errors import PictureError, PromptError
+from mlxrunner.errors import PictureError, PicturesFullError, PromptError
 from mlxrunner.pictures.table import Picture, PictureTable
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
@@ -146,10 +146,10 @@ class Sight:
         return None if view is None else _held(view)
 
     def _check_room(self, view: View) -> None:
-        """Raise PictureError if there is no room for `view` beside all others that are held."""
+        """Raise PicturesFullError if `view` has no room beside all others that are held."""
         held, most = sum(one.nbytes for one in self._views.values()), self._kept_bytes + HELD_BYTES
         if held + view.nbytes > most:
-            raise PictureError(
+            raise PicturesFullError(
                 f"the pictures of requests take {size(held)}, this one {size(view.nbytes)} more, "
                 f"and {size(most)} are the most: send fewer or smaller ones, or later"
             )

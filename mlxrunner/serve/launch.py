@@ -31,6 +31,8 @@ class Server:
     context: int = 0
     """Tokens of a prompt and its answer; 0 if it is not known."""
     key: str = NO_KEY
+    sees: bool = False
+    """True if requests may have pictures."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ def _opencode(server: Server) -> Launch:
     model: dict[str, object] = {"name": server.model}
     if server.context:
         model["limit"] = {"context": server.context, "output": server.context // 4}
+    if server.sees:  # it sends pictures only if both say so
+        model["attachment"] = True
+        model["modalities"] = {"input": ["text", "image"], "output": ["text"]}
     config = {
         "provider": {
             "mlxrunner": {
@@ -148,4 +153,5 @@ def find_server(url: str, key: str | None, model: str | None) -> Server:
         raise LaunchError(f"the server at {url} has no model {model!r:.80}, only {known:.400}")
     name = next(iter(models)) if model is None else model
     context = models[name].get("context_length")
-    return Server(url, name, context if isinstance(context, int) else 0, key or NO_KEY)
+    sees = "image" in (models[name].get("input_modalities") or ())
+    return Server(url, name, context if isinstance(context, int) else 0, key or NO_KEY, sees)

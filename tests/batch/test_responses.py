@@ -137,8 +137,8 @@ def test_the_options_of_a_response(body: dict[str, Any], options: dict[str, Any]
         ({"input": [5]}, "input 0: 5 is not supported; an item is a message"),
         ({"input": [{"type": "item_reference", "id": "m1"}]}, "input 0: {'type': 'item_reference'"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input 0: content of type 'input_image' is not supported, only text",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+            "input 0: content of type 'input_image' is not supported, only text and pictures",
         ),
         (
             {"input": [{"type": "function_call_output", "call_id": "c1", "output": "rain"}]},

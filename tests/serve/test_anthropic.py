@@ -370,8 +370,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": None}, "messages: input should be a valid list"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: input should be"),
         (
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
-            "messages.0.content.0: content of type 'image' is not supported, only text",
+            {"messages": [{"role": "assistant", "content": [IMAGE]}]},
+            "messages.0.content.0: content of type 'image' is not supported here, only text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

@@ -18,7 +18,13 @@ from mlxrunner import cli
 from mlxrunner.cli.launch import NAMES
 from mlxrunner.serve.launch import CLIENTS
 
-MODELS = {"data": [{"id": "first/model", "context_length": 65536}, {"id": "other"}]}
+MODELS = {
+    "data": [
+        {"id": "first/model", "context_length": 65536, "input_modalities": ["text"]},
+        {"id": "other"},
+        {"id": "eyes", "input_modalities": ["text", "image"]},
+    ]
+}
 
 
 @pytest.fixture
@@ -65,6 +71,17 @@ def test_print_shows_settings_for_a_shell(server: ThreadingHTTPServer, client: s
     assert last.endswith("--version")
 
 
+@pytest.mark.parametrize(("model", "sees"), [("first/model", False), ("eyes", True)])
+def test_opencode_is_told_that_a_model_takes_pictures(
+    server: ThreadingHTTPServer, model: str, sees: bool
+) -> None:
+    """It does not send them otherwise."""
+    result = launch(server, "--model", model, "--print", "opencode")
+    assert result.exit_code == 0
+    assert ('"modalities": {"input": ["text", "image"]' in result.stdout) == sees
+    assert ('"attachment": true' in result.stdout) == sees
+
+
 @pytest.mark.parametrize("client", NAMES)
 def test_a_client_is_started_with_its_settings(
     server: ThreadingHTTPServer, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +120,7 @@ def test_a_client_is_started_with_its_settings(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "nothing", "claude"], "has no model 'nothing', only first/model, other"),
+        (["--model", "nothing", "claude"], "has no model 'nothing', only eyes, first/model, other"),
         (["--api-key", "wrong", "claude"], "answers with status 401; give its key with --api-key"),
     ],
     ids=["model", "key"],

@@ -312,8 +312,8 @@ def test_variables_of_the_template(url: str, answers: Scripted) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content.0: content of type 'image_url' is not supported",
-            "messages.0.content.0",
+            "messages.0.content.0.image_url: it has to be a URL",
+            "messages.0.content.0.image_url",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},

@@ -51,7 +51,8 @@ _ENDS = {"first_id": 0, "last_id": -1}
 
 def _openai(card: ModelCard) -> dict[str, Any]:
     described = {"id": card.name, "object": "model", "created": int(card.modified)}
-    return {**described, "owned_by": "mlxrunner", "context_length": card.context or None}
+    described |= {"owned_by": "mlxrunner", "context_length": card.context or None}
+    return {**described, "input_modalities": ["text", "image"] if card.sees else ["text"]}
 
 
 def _anthropic(card: ModelCard) -> dict[str, Any]:

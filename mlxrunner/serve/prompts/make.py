@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxrunner.cache.tokens import TokenArray, words
-from mlxrunner.errors import MlxrunnerError, PromptError
+from mlxrunner.errors import MlxrunnerError, PictureError, PromptError
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import Chunk
@@ -124,12 +124,17 @@ class PromptMaker:
         return cls(loaded.tokenizer, template, name, off=off, folder=folder)
 
     def make(self, asked: Asked) -> Made:
-        """Make the prompt of a request. Raise RefusedError if the model can't take it."""
+        """Make the prompt of a request. Raise RefusedError if the model can't take it.
+
+        Raise PictureError if it can't see a picture.
+        """
         try:
             if asked.prompt is None:
                 return self._conversation(asked, time.perf_counter())
             prompt = tokenize_prompt(self.tokenizer, asked.prompt)
             return Made(prompt, _options(asked), opens=prompt.text[-TAIL:])
+        except PictureError:
+            raise  # it has codes of its own
         except MlxrunnerError as error:
             raise RefusedError(400, str(error)) from error
         except RecursionError as error:

@@ -22,6 +22,7 @@ from support.houses import asked, events_of, in_house, open_house
 from mlxrunner import Runner
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
+from mlxrunner.pictures import sight
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.answering.opened import Opening
@@ -196,6 +197,24 @@ def test_what_can_not_be_shown_is_refused(content: list[dict[str, Any]], why: st
             assert caught.value.status == 400
             fine = [{"role": "user", "content": [shown(0), said(QUESTIONS[0])]}]
             assert await house.count(request(fine)) > 20
+
+    in_house(run())
+
+
+def test_too_many_pictures_at_once_are_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told to come again, and then there is room."""
+    monkeypatch.setattr(sight, "KEPT_BYTES", 0)
+
+    async def run() -> None:
+        async with seeing() as house:
+            house.load_first().loaded.model.sight._kept_bytes = 0
+            asks = [[{"role": "user", "content": [shown(number)]}] for number in range(2)]
+            monkeypatch.setattr(sight, "HELD_BYTES", 1)
+            with pytest.raises(RefusedError, match="the pictures of requests take") as caught:
+                await answered(house, asks[0])
+            assert (caught.value.status, caught.value.retry_after) == (503, 5)
+            monkeypatch.setattr(sight, "HELD_BYTES", 2**29)
+            await answered(house, asks[1])
 
     in_house(run())
 
