@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx_lm
@@ -24,10 +24,13 @@ from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit, weights_of
-from mlxrunner.models.resolve import resolve
+from mlxrunner.models.resolve import read_config, resolve
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size
+
+if TYPE_CHECKING:
+    from mlxrunner.ranks.ranks import Ranks
 
 CONTEXTS = (512, 2048)
 """The default lengths of prompts, in tokens."""
@@ -56,6 +59,7 @@ class Bench:
         quick: bool = False,
         guess: str = "off",
         trust_remote_code: bool = False,
+        ranks: Ranks | None = None,
         begin: Begin = lambda name: None,
     ) -> None:
         """Prepare a bench; `run` loads the model and measures it.
@@ -64,12 +68,14 @@ class Bench:
         model's context allows. `rounds` is the number of runs of each measurement, and `answer` the
         number of tokens decoded after each prompt. With `versus`, mlx-lm runs on the same weights
         in turn. With `quick`, the bandwidth is measured with smaller arrays. With `guess`
-        other than "off", an answer that is asked for again is guessed, too. `begin` is called with
-        the name of each piece of work.
+        other than "off", an answer that is asked for again is guessed, too. With `ranks`, they
+        share the model, and the first one measures. `begin` is called with the name of each piece
+        of work.
         """
         self._model, self._contexts, self._rounds = model, list(contexts), rounds
         self._answer, self._versus, self._quick = answer, versus, quick
         self._begin, self._trust, self._guess = begin, trust_remote_code, guess
+        self._ranks = ranks
         self.measurements = Measurements()
 
     @staticmethod
@@ -83,7 +89,10 @@ class Bench:
         Raise OptionError if a prompt is too short, or too long for the model's context. Raise
         ModelError if the model can't be loaded, and MemoryPlanError if it does not fit.
         """
-        self._load()
+        self._begin(f"loading {self._model}")
+        self._load() if self._ranks is None else self._load_on(self._ranks)
+        self._runner.observers.append(self._observe)
+        self._evaluated = self._accepted = 0
         self._begin("measuring what the machine can do at most")
         self._ceilings = measure_ceilings(self._runner.model, quick=self._quick)
         self._say_what(self._ceilings)
@@ -97,7 +106,6 @@ class Bench:
 
     def _load(self) -> None:
         """Load the model, check the lengths of the prompts, and make the runner."""
-        self._begin(f"loading {self._model}")
         if not self._model.startswith("random:"):
             must_fit(
                 plan_model(
@@ -110,22 +118,35 @@ class Bench:
         began = time.perf_counter()
         loaded = load_or_make(self._model, trust_remote_code=self._trust)
         self._loads.setdefault("ours", [time.perf_counter() - began])
-        most = loaded.facts.context - self._answer - 1
-        self._contexts = sorted(set(self._contexts or (min(context, most) for context in CONTEXTS)))
-        if not SHORTEST <= self._contexts[0] <= self._contexts[-1] <= most:
-            raise OptionError(
-                f"context: {self._contexts[0]} to {self._contexts[-1]} tokens with an answer of "
-                f"{self._answer} are out of range: at least {SHORTEST}, at most {most} for this "
-                f"model's context of {loaded.facts.context}"
-            )
+        self._choose_contexts(loaded.facts.context)
         context = self._contexts[-1] + self._answer + 1
         self._runner = Runner(
             loaded.model, loaded.tokenizer, loaded.facts, name=self._model, context=context
         )
         self._cost = cost_of(loaded.model, loaded.config)
         self._weights = weights_of(loaded.model)
-        self._runner.observers.append(self._observe)
-        self._evaluated = self._accepted = 0
+
+    def _load_on(self, ranks: Ranks) -> None:
+        """Load the model on all ranks. Costs and weights are those of the first rank's part."""
+        ranks.wait_for_all()
+        began = time.perf_counter()
+        self._runner = ranks.load(self._model, {})
+        self._loads = {"ours": [time.perf_counter() - began]}
+        self._choose_contexts(self._runner.context)
+        part = self._runner.model.own_part
+        self._cost = cost_of(part, read_config(resolve(self._model)))
+        self._weights = weights_of(part)
+
+    def _choose_contexts(self, room: int) -> None:
+        """Sort the lengths of the prompts. Raise OptionError unless they fit in `room` tokens."""
+        most = room - self._answer - 1
+        self._contexts = sorted(set(self._contexts or (min(context, most) for context in CONTEXTS)))
+        if not SHORTEST <= self._contexts[0] <= self._contexts[-1] <= most:
+            raise OptionError(
+                f"context: {self._contexts[0]} to {self._contexts[-1]} tokens with an answer of "
+                f"{self._answer} are out of range: at least {SHORTEST}, at most {most} for this "
+                f"model's context of {room}"
+            )
 
     def _compare_loads(self) -> dict[str, list[float]]:
         """Measure the seconds in which each backend loads model and tokenizer, one after the other.
@@ -160,6 +181,7 @@ class Bench:
         """Record the model, the versions, the time to load and the ceilings."""
         self.measurements.about = {
             "model": self._model,
+            **self._sharing(),
             "parameters": f"{num_parameters(self._runner.model) / 1e6:.3g} M",
             "weights": size(self._weights),
             "device": device.backend(),
@@ -181,6 +203,16 @@ class Bench:
                 f"ceiling: arithmetic, {ceilings.dtype}", "GFLOP/s", [ceilings.arithmetic / 1e9]
             ),
         ]
+
+    def _sharing(self) -> dict[str, Any]:
+        """Describe how ranks share the model; empty if this process has all of it."""
+        if self._ranks is None:
+            return {}
+        return {
+            "ranks": len(self._ranks.shares),
+            "sharing": self._ranks.way,
+            "measured on": "rank 0",
+        }
 
     def _cold(self, context: int) -> None:
         """Measure prefill, decode at that depth, and memory."""

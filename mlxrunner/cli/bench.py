@@ -74,7 +74,8 @@ def bench(
         "guess": how,
         "trust_remote_code": trust_remote_code,
     }
-    made = Bench(model, versus=vs is not None, begin=steps, **options)
+    ranks = click.get_current_context().meta.get("ranks")
+    made = Bench(model, versus=vs is not None, begin=steps, ranks=ranks, **options)
     try:
         made.run()
     finally:

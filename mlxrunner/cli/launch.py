@@ -34,7 +34,8 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
 @click.option(
     "--hosts",
     metavar="FILE",
-    help="Run generate, chat or verify on a model that the hosts of FILE share, as mlx.launch.",
+    help="Run generate, chat, bench or verify on a model that the hosts of FILE share, as "
+    "mlx.launch.",
 )
 @click.option(
     "--rank",
@@ -63,7 +64,7 @@ def launch(
     port: int,
 ) -> None:
     """Start CLIENT (claude, codex or opencode) on the models of a running `mlxrunner serve`, or
-    generate, chat or verify on a model that several hosts share.
+    generate, chat, bench or verify on a model that several hosts share.
 
     Options come before CLIENT; what follows it is for the client itself. The client gets its
     settings from the environment and its arguments: no file is written.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from mlxrunner.cli.bench import bench
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.verify import verify
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 WAYS: dict[str, Way] = {"--tensor-parallel": "tensor-parallel", "--pipeline": "pipeline"}
 """The options that say how the hosts share a model."""
-COMMANDS: dict[str, click.Command] = {"generate": generate, "chat": chat, "verify": verify}
-REFUSED = ("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--kv-bits")
+COMMANDS: dict[str, click.Command] = {
+    "generate": generate,
+    "chat": chat,
+    "bench": bench,
+    "verify": verify,
+}
+REFUSED = ("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--kv-bits", "--vs")
 """Options of a command that only a model of one rank takes."""
 
 

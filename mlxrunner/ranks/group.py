@@ -33,6 +33,8 @@ def checked_folder(
     Raise ModelError if it is not, or can't be shared by `ranks`, and LaunchError if its fingerprint
     is not the `expected` one.
     """
+    if model.startswith("random:"):
+        raise ModelError(f"{model}: ranks share no random weights: name a folder or a hub id")
     folder = folder_if_here(model)
     if folder is None:
         raise ModelError(f"{model}: not on this machine: every rank needs it before it starts")

@@ -49,13 +49,17 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.tell(END)
 
+    def wait_for_all(self) -> None:
+        """Wait until all ranks are there. The guard ends this process if one does not come."""
+        self._all_here.wait()
+
     def load(self, model: str, settings: dict[str, Any]) -> Runner:
         """Load `model` on all ranks, and return the runner of the first one.
 
         A model that was loaded before is dropped by the other ranks.
         """
         folder = checked_folder(model, len(self.hosts.addresses), way=self.way)
-        self._all_here.wait()
+        self.wait_for_all()
         self._number += 1
         order = {"model": model, "settings": settings, "fingerprint": fingerprint(folder)}
         self.tell({"number": self._number, "way": self.way, **order})

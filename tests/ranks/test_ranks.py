@@ -102,6 +102,66 @@ def test_verify_runs_on_all_ranks(tmp_path: Path) -> None:
     assert {name for name, verdict in verdicts.items() if verdict != "ok"} == left
 
 
+@pytest.mark.parametrize(("kind", "way"), [("llama", TENSOR), ("qwen2", PIPELINE)])
+@pytest.mark.exhaustive(1)
+def test_a_bench_measures_all_ranks(kind: str, way: str, tmp_path: Path) -> None:
+    """It has the figures of a bench alone, evaluates as much, and says how many ranks there are."""
+    model = str(write_models(tmp_path, kind) / kind)
+    ask = ["bench", "--quick", "--context", "40", "--speculate", "lookup", "--json", model]
+    with launched(tmp_path, *ask, f"--{way}") as process:
+        said, told = process.communicate()
+    assert process.returncode == 0, told
+    whole = json.loads(CliRunner().invoke(cli.main, ask).stdout)
+    found = json.loads(said)
+    assert (found["ranks"], found["sharing"]) == (2, way)
+    columns = ("name", "unit", "evaluated", "passes")
+    ours, alone = (
+        [[figure[column] for column in columns] for figure in one["figures"]]
+        for one in (found, whole)
+    )
+    assert ours == alone
+    weights, entry = (
+        [figure["median"] for figure in one["figures"][-2:]] for one in (found, whole)
+    )
+    assert all(0 < part < all_of_it for part, all_of_it in zip(weights, entry, strict=True))
+
+
+@pytest.mark.exhaustive(0)
+def test_an_interrupted_bench_prints_what_was_measured(tmp_path: Path) -> None:
+    """No rank is there afterwards."""
+    model = str(write_models(tmp_path, "llama") / "llama")
+    ask = ["bench", "--quick", "--context", "40", "--rounds", "9999", "--json", model]
+    with launched(tmp_path, *ask, "--tensor-parallel") as process:
+        assert process.stderr is not None
+        while b"round 2 of" not in process.stderr.readline():
+            assert process.poll() is None
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate()
+        assert process.returncode == 130
+        assert json.loads(said)["figures"][0]["name"] == "load"
+        for rank in ranks:
+            wait_until_gone(rank)
+
+
+@pytest.mark.exhaustive(0)
+def test_a_rank_lost_in_a_bench_is_one_line(tmp_path: Path) -> None:
+    """The others end, and what was measured is lost."""
+    model = str(write_models(tmp_path, "llama") / "llama")
+    ask = ["bench", "--quick", "--context", "40", "--rounds", "9999", model]
+    with launched(tmp_path, *ask, "--tensor-parallel") as process:
+        assert process.stderr is not None
+        while b"round 2 of" not in process.stderr.readline():
+            assert process.poll() is None
+        ranks = ranks_of(process)
+        os.kill(ranks[1], signal.SIGKILL)
+        _, told = process.communicate()
+        assert process.returncode == 1
+        assert b"mlxrunner: rank 1 (127.0.0.1): has ended by signal 9\n" in told
+        for rank in ranks:
+            wait_until_gone(rank)
+
+
 def test_another_entry_begins_at_the_first_token(tmp_path: Path) -> None:
     """The other ranks hold one entry: they can't go on with another one."""
     write_model(tmp_path)
@@ -191,12 +251,16 @@ def test_no_rank_is_left_behind(number: int, code: int, tmp_path: Path) -> None:
             "--tensor-parallel and --pipeline contradict each other: use one of them",
         ),
         (
-            ("bench", "--tensor-parallel"),
-            "bench does not run with --hosts: generate, chat and verify do",
+            ("serve", "--tensor-parallel"),
+            "serve does not run with --hosts: generate, chat, bench and verify do",
         ),
         (
             ("generate", "--tensor-parallel", "--n", "2", "Hi"),
             "--n is for a model on one machine: leave it out with --hosts",
+        ),
+        (
+            ("bench", "--tensor-parallel", "--vs", "mlx-lm", "demo"),
+            "--vs is for a model on one machine: leave it out with --hosts",
         ),
     ],
 )
@@ -252,6 +316,11 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert checked_folder(str(tmp_path / "one"), 2, first) == tmp_path / "one"
     with pytest.raises(LaunchError, match="not the model of rank 0: weights"):
         checked_folder(str(tmp_path / "other"), 2, first)
+
+
+def test_random_weights_are_refused() -> None:
+    with pytest.raises(ModelError, match="random:1M: ranks share no random weights: name a folder"):
+        checked_folder("random:1M", 2)
 
 
 def test_a_model_elsewhere_is_not_downloaded() -> None:
