@@ -3,10 +3,9 @@
 python benchmarks/workers.py [--lines 400] [--workers 1 2 4] [--quick]
 
 The built-in model answers questions on documents, half of them greedy and half seeded. Tokens:
-those evaluated by all workers, and by each. CPU: seconds of computing of each worker, from its
-first event to its last, read from /proc: processes that share few cores end with equal clocks, and
-not with equal work. Uneven: how far the worker with the least lies below the one with the most. The
-output of each run has to have the bytes of one process. Linux only.
+those evaluated by all workers, and by each. Uneven: how far the worker with the fewest lies below
+the one with the most. Processes that share few cores end at the same time even if their work is not
+equal, so look at their tokens. The output of each run has to have the bytes of one process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from pathlib import Path
 
 QUESTIONS = 20
 """The questions on each document."""
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def write(lines: int) -> None:
@@ -44,15 +42,6 @@ def write(lines: int) -> None:
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
 
 
-def cpu_seconds(process: int) -> float | None:
-    """Return the seconds that a process has computed; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 def run(name: str, *arguments: str) -> dict[str, object]:
     """Run the batch into a folder of that name. Return what its workers did."""
     events = Path(f"{name}.events")
@@ -60,11 +49,10 @@ def run(name: str, *arguments: str) -> dict[str, object]:
     command = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", f"{name}.jsonl"]
     began = time.monotonic()
     driver = subprocess.Popen([*command, *options, *arguments])
-    seen: dict[int, list[tuple[float, float, int]]] = {}
-    tokens: dict[int, int] = {}
-    ended: dict[int, float] = {}
-    read = 0
-    while True:
+    tokens: dict[str, int] = {}
+    ended: dict[str, float] = {}
+    read, is_over = 0, False
+    while not is_over:
         is_over = driver.poll() is not None
         written = events.read_bytes() if events.exists() else b""
         whole = written[: written.rfind(b"\n") + 1]
@@ -73,32 +61,21 @@ def run(name: str, *arguments: str) -> dict[str, object]:
             process = event["process"]
             tokens[process] = tokens.get(process, 0) + event["evaluated_tokens"]
             ended[process] = time.monotonic() - began
-            seen.setdefault(process, [])
         read = len(whole)
-        for process, found in seen.items():
-            if (cpu := cpu_seconds(process)) is not None:
-                found.append((time.monotonic() - began, cpu, tokens[process]))
-        if is_over:
-            break
         time.sleep(0.1)
     if driver.returncode:
         sys.exit(f"{name}: the batch ended with exit code {driver.returncode}")
-    cpu = [
-        max((one[1] for one in found if one[0] <= ended[process] + 0.5), default=0.0) - found[0][1]
-        for process, found in seen.items()
-        if found
-    ]
     return {
         "run": name,
         "evaluated": sum(tokens.values()),
         "tokens": sorted(tokens.values()),
-        "cpu_s": sorted(round(one, 2) for one in cpu),
+        "uneven": round(uneven(list(tokens.values())), 3),
         "ends_s": sorted(round(one, 1) for one in ended.values()),
         "seconds": round(time.monotonic() - began, 1),
     }
 
 
-def uneven(found: list[float]) -> float:
+def uneven(found: list[int]) -> float:
     """Return how far the least lies below the most, as a share of that."""
     return 1 - min(found) / max(found) if found and max(found) else 0.0
 
@@ -121,10 +98,9 @@ def main() -> None:
         for found in results:
             found["same_bytes"] = Path(f"{found['run']}.jsonl").read_bytes() == expected
             found["more"] = found["evaluated"] / results[0]["evaluated"] - 1  # type: ignore[operator]
-            found["cpu_uneven"] = round(uneven(found["cpu_s"]), 3)  # type: ignore[arg-type]
             print(
                 f"{found['run']:10} {found['evaluated']:8,} tokens ({found['more']:+.1%}), of each "
-                f"{found['tokens']}, CPU s of each {found['cpu_s']}, last answers at "
+                f"{found['tokens']}, uneven by {found['uneven']:.1%}, last answers at "
                 f"{found['ends_s']} s, same bytes: {found['same_bytes']}"
             )
         os.chdir("/")
