@@ -15,7 +15,7 @@ MlxrunnerError               exit code 1
 ├── WriteError               exit code 2: a report cannot be written
 ├── OutputClosedError        exit code 2: standard output cannot be written to
 ├── PictureError             exit code 2: a picture cannot be used
-│   └── PicturesFullError    other requests hold too many
+│   └── PicturesFullError    exit code 2: other requests hold too many
 ├── FileError                exit code 2: a file cannot be attached to a message, or written
 ├── SessionError             exit code 2: a saved session is missing, damaged or in use
 ├── ContextFullError         exit code 1: the answer filled the context (`overflow="error"`)
