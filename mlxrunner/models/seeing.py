@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ MOST_SETTINGS = 2**20
 MAY_HAVE_CODE = ("config.json", "tokenizer_config.json", *SETTINGS)
 """The files that may name Python code of the model, which mlx-vlm would run unasked."""
 HOW = "pictures need mlx-vlm: pip install 'mlxrunner[vision]'"
+
+
+def has_eyes(config: Mapping[str, Any]) -> bool:
+    """Return True if a model with this configuration has an encoder that can be used."""
+    return config["model_type"] in ARCHITECTURES and isinstance(config.get("vision_config"), dict)
 
 
 def why_blind(name: str) -> str | None:

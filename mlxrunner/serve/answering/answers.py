@@ -28,7 +28,7 @@ class ModelCard:
     has_tools: bool = False
     has_thinking: bool = False
     sees: bool = False
-    """True if it is loaded, and requests may have pictures."""
+    """True if requests may have pictures."""
     expires: float | None = None
     """Unix time at which it is unloaded if nobody asks; None: never, or not loaded."""
 

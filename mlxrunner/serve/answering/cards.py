@@ -10,27 +10,31 @@ from typing import Any
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.models.facts import weight_bytes
 from mlxrunner.models.resolve import folder_if_here, read_config
+from mlxrunner.models.seeing import has_eyes
 from mlxrunner.serve.answering.answers import ModelCard
 from mlxrunner.serve.answering.loaded import Place
 from mlxrunner.templates.rendering import read_json, read_template
 
 
-def card_of(shown: str, name: str, place: Place | None) -> ModelCard:
+def card_of(shown: str, name: str, place: Place | None, *, pictures: bool) -> ModelCard:
     """Return the card of the model `name`, which clients know as `shown`.
 
-    `place` is where it is loaded, if it is.
+    `place` is where it is loaded, if it is. `pictures`: models that see are loaded with their
+    encoders.
     """
     opened = None if place is None else place.opened
     folder = folder_if_here(name)
     found: dict[str, Any] = {}
     with suppress(OSError):
-        found = _described(folder, (folder / "config.json").stat().st_mtime) if folder else {}
+        if folder:
+            found = dict(_described(folder, (folder / "config.json").stat().st_mtime))
+    eyes = found.pop("has_eyes", False)
     return ModelCard(
         shown,
         opened is not None,
         0 if opened is None else opened.room,
         digest="" if opened is None else opened.digest,
-        sees=opened is not None and opened.sees,
+        sees=pictures and eyes if opened is None else opened.sees,
         expires=None if place is None else place.expires,
         **found,
     )
@@ -41,7 +45,9 @@ def _described(folder: Path, modified: float) -> dict[str, Any]:
     """Return what the files of a model say; less if some can't be read."""
     found: dict[str, Any] = {"modified": modified}
     with suppress(MlxrunnerError, OSError, ValueError):
-        found["architecture"] = read_config(folder)["model_type"]
+        config = read_config(folder)
+        found["architecture"] = config["model_type"]
+        found["has_eyes"] = has_eyes(config)
         found["bytes"] = weight_bytes(folder)
         template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
         found |= {"has_tools": "tools" in template, "has_thinking": "think" in template}

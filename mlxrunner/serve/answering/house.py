@@ -78,15 +78,17 @@ class House:
     def models(self) -> Sequence[ModelCard]:
         """Return the models that a request may name."""
         return [
-            card_of(shown, name, self.models_held.get(name))
-            for shown in self.names
-            for name in [self.names.find(shown)]
+            self._card(shown, name) for shown in self.names for name in [self.names.find(shown)]
         ]
 
     def card(self, model: str) -> ModelCard:
         """Return the model that a request means by `model`. Raise RefusedError if it is unknown."""
         name = self.names.find(model)
-        return card_of(self.names.known_as(model), name, self.models_held.get(name))
+        return self._card(self.names.known_as(model), name)
+
+    def _card(self, shown: str, name: str) -> ModelCard:
+        pictures = self._opening.settings.pictures
+        return card_of(shown, name, self.models_held.get(name), pictures=pictures)
 
     async def hold(self, model: str, keep_alive: float | None) -> None:
         """Load a model, and unload it `keep_alive` seconds after its last answer.

@@ -274,6 +274,21 @@ def test_without_the_option_the_remedy_is_named() -> None:
     in_house(run())
 
 
+@pytest.mark.parametrize("pictures", [True, False])
+def test_the_list_of_models_says_which_see(pictures: bool) -> None:
+    """It does so before they are loaded, because clients read it when they start."""
+
+    async def run() -> None:
+        found = Opening(settings=replace(SETTINGS, pictures=pictures), runner={"context": 400})
+        async with open_house(ModelNames("demo", {"eyes": "demo-pictures"}), found) as house:
+            sees = {card.name: card.sees for card in house.models()}
+            assert sees == {"demo": False, "eyes": pictures}
+            await house.hold("eyes", 60)
+            assert house.card("eyes").sees == pictures
+
+    in_house(run())
+
+
 def test_a_model_without_eyes_answers_text(caplog: pytest.LogCaptureFixture) -> None:
     """A warning says why it sees nothing."""
 
