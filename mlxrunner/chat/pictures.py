@@ -17,7 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.system.picture_files import Pixels, open_picture, small_png
+from mlxrunner.errors import PictureError
+from mlxrunner.system.picture_files import (
+    Pixels,
+    decode_picture,
+    encoded,
+    open_picture,
+    small_png,
+)
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer
@@ -51,11 +58,28 @@ class Album:
         pixels = open_picture(os.path.expanduser(path))
         height, width, _ = pixels.shape
         file = re.sub(r"[\[\]\n]", "_", one_line(Path(path).name))[-80:] or "?"
-        digest = hashlib.sha256(np.ascontiguousarray(pixels).data).hexdigest()[:8]
-        name = f"[picture: {file}, {width}x{height}, {digest}]"
+        name = f"[picture: {file}, {width}x{height}, {_short_digest(pixels)}]"
         is_new = name not in self._pixels
         self._pixels.setdefault(name, pixels)
         return name, is_new
+
+    def png(self, name: str) -> bytes:
+        """Return the PNG of the picture with this name."""
+        return encoded(self._pixels[name])
+
+    def bring_back(self, name: str, content: bytes) -> bool:
+        """Add a picture that was kept under this name. Return False if it is another one.
+
+        Raise OptionError if nothing that reads it is installed.
+        """
+        try:
+            pixels = decode_picture(content, name)
+        except PictureError:
+            return False
+        if name.rpartition(", ")[2] != f"{_short_digest(pixels)}]":
+            return False
+        self._pixels.setdefault(name, pixels)
+        return True
 
     def small(self, name: str) -> tuple[bytes, int]:
         """Return a small PNG of the picture with this name, and its width."""
@@ -85,6 +109,11 @@ class Album:
         """Return the tokenizer of a model that sees, which shows it the pictures that are named."""
         tokenizer: Any = _Showing(seeing, self) if self._pixels else seeing
         return tokenizer  # type: ignore[no-any-return]
+
+
+def _short_digest(pixels: Pixels) -> str:
+    """Return the beginning of the SHA-256 of a picture, as it is in names."""
+    return hashlib.sha256(np.ascontiguousarray(pixels).data).hexdigest()[:8]
 
 
 class _Showing:

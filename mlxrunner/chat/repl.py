@@ -44,6 +44,7 @@ from mlxrunner.chat.view import (
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
 from mlxrunner.loading import add_draft_model, plan_model
 from mlxrunner.memory.reserve import must_fit
+from mlxrunner.models.seeing import why_blind
 from mlxrunner.options import RunnerSettings
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
@@ -278,15 +279,21 @@ class Chat:
         name, is_new = album.add(path)
         if self.interactive and sys.stderr.isatty() and shows_pictures(os.environ):
             sys.stderr.write(inline(*album.small(name), os.environ))
-        if not self.conversation.sees:
-            self.say(f"{self.model} is loaded again, with its eyes")
-            self.reload(self.model, pictures=True)
-        if not self.conversation.sees:
-            raise PromptError("a model that several hosts share sees no pictures")
+        self.open_eyes()
         if is_new and any(name in turn.user for turn in before.turns):  # as a text until now
             self.conversation.history = self.conversation.history.without_tokens()
             self.branches.forget_tokens()
         return name
+
+    def open_eyes(self) -> None:
+        """Load the model again if it was loaded without its eyes: see `ChatContext.open_eyes`."""
+        if not self.conversation.sees:
+            if (why := why_blind(self.model)) is not None:
+                raise ModelError(why)
+            self.say(f"{self.model} is loaded again, with its eyes")
+            self.reload(self.model, pictures=True)
+        if not self.conversation.sees:
+            raise PromptError("a model that several hosts share sees no pictures")
 
     def answer(self, text: str, after: History | None = None, **options: Any) -> None:
         """Send `text` as it is, and print the answer: see `ChatContext.answer`.

@@ -4,6 +4,7 @@
         conversation.json    text, settings, tokens: small, and written first
         cache.safetensors    the prefix-cache entry with its tokens: may be older, or missing
         state-N.json         the text before a command that took some of it away, the last ten
+        picture-KEY.png      a picture that a message shows, by the SHA-256 of its name there
 
 The two files may be of different times: the caches know their tokens, which are compared with the
 next prompt. So losing the second file, or a crash between the two writes, costs no text. A lock on
@@ -12,12 +13,14 @@ the folder keeps others from writing a session that is open.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -31,8 +34,11 @@ from mlxrunner.system.writing import write_all
 NAME = re.compile(r"\w[\w.-]{0,47}")
 TEXT, CACHE = "conversation.json", "cache.safetensors"
 STATE = re.compile(r"state-(\d{1,9})\.json")
+PICTURE = re.compile(r"picture-[0-9a-f]{16}\.png")
 MOST_STATES = 10
 """Most states of a session; a new one takes the place of the oldest."""
+MOST_PICTURE = 160 * 2**20
+"""Most bytes of the file of a picture: what the largest takes that can be shown."""
 MOST_TEXT = 64 * 2**20
 """Most bytes that the file of a conversation may have."""
 
@@ -114,6 +120,41 @@ class SessionStore:
                     found.append(_read(folder, name, f"state-{number}.json"))
         return found
 
+    def save_pictures(self, name: str, pictures: Mapping[str, Callable[[], bytes]]) -> None:
+        """Write the pictures of a session whose text is saved.
+
+        `pictures`: functions that return the PNG of each, by its name in the texts. Those that are
+        there already are not written again, and none is removed: a state may name it.
+        """
+        with (
+            self.lock(name) as folder,
+            _as_session_error(f"the pictures of the session {name!r} could not be saved"),
+        ):
+            there = set(folder.names()) if pictures else set()
+            for one, content in pictures.items():
+                if (file := _picture_file(one)) not in there:
+                    folder.write(file, partial(_write_bytes, content()))
+
+    def load_pictures(self, name: str, named: Iterable[str]) -> dict[str, bytes]:
+        """Return the files of the pictures that are there, by their names in the texts.
+
+        One that is too large is left out. Raise SessionError if one can't be read.
+        """
+        found = dict[str, bytes]()
+        with (
+            self._open(name) as folder,
+            _as_session_error(f"the pictures of the session {name!r} can't be read"),
+        ):
+            for one in named:
+                with (
+                    suppress(FileNotFoundError),
+                    os.fdopen(folder.open(_picture_file(one)), "rb") as stream,
+                ):
+                    content = stream.read(MOST_PICTURE + 1)
+                    if len(content) <= MOST_PICTURE:
+                        found[one] = content
+        return found
+
     def save_cache(
         self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]
     ) -> None:
@@ -150,9 +191,10 @@ class SessionStore:
             folder.remove(CACHE)
 
     def nbytes(self, name: str) -> tuple[int, int]:
-        """Return the sizes of the text and of the caches in bytes."""
+        """Return the sizes of the text with its pictures, and of the caches, in bytes."""
         with self._open(name) as folder, _as_session_error(f"the session {name!r} can't be read"):
-            return folder.size(TEXT), folder.size(CACHE)
+            pictures = filter(PICTURE.fullmatch, folder.names())
+            return folder.size(TEXT) + sum(map(folder.size, pictures)), folder.size(CACHE)
 
     def remove(self, name: str) -> None:
         """Remove a session. Raise SessionError if it is missing or open in a chat."""
@@ -197,6 +239,15 @@ class SessionStore:
             ) from error
         except OSError as error:
             raise SessionError(f"the session {name!r} can't be opened: {_reason(error)}") from error
+
+
+def _write_bytes(content: bytes, fd: int) -> None:
+    write_all(fd, content)
+
+
+def _picture_file(name: str) -> str:
+    """Return the name of the file of a picture, by its name in the texts."""
+    return f"picture-{hashlib.sha256(name.encode()).hexdigest()[:16]}.png"
 
 
 def _states(folder: Folder) -> list[int]:

@@ -242,21 +242,61 @@ def test_the_eyes_are_loaded_when_they_are_needed(
     assert not chat.conversation.sees
 
 
-def test_a_saved_chat_has_the_names(seeing: Runner, pictures: list[Path], tmp_path: Path) -> None:
-    """It has no ids, which hold in one process only, and the same picture is shown again."""
-    typed = Typed(seeing, SessionStore(tmp_path / "sessions"))
+def saved_chat(seeing: Runner, picture: Path, folder: Path) -> tuple[Typed, str]:
+    """Return a chat that was saved as session zor with a picture, and the picture's name."""
+    typed = Typed(seeing, SessionStore(folder / "sessions"))
     typed.chat = chat_with(seeing)
-    typed.type(f"/image {pictures[0]}", "What is it?", session="zor")
+    typed.type(f"/image {picture}", "What is it?", session="zor")
     (name,) = typed.chat.conversation.album._pixels
+    return typed, name
+
+
+def test_a_saved_chat_has_its_pictures(
+    seeing: Runner, pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no ids, which hold in one process only: what it shows is evaluated anew."""
+    typed, name = saved_chat(seeing, pictures[0], tmp_path)
     saved = content(tmp_path, "zor")["branches"]["main"]["history"]
     assert saved["turns"][0]["user"] == f"{name}\nWhat is it?"
     assert saved["spelling"]["tokens"] == []
-    assert not list((tmp_path / "sessions" / "zor").glob("*.safetensors"))
+    folder = tmp_path / "sessions" / "zor"
+    assert not list(folder.glob("*.safetensors"))
+    (file,) = folder.glob("picture-*.png")
+    assert file.stat().st_mode & 0o777 == 0o600
+    written = file.stat().st_mtime_ns
     typed.chat = chat_with(seeing)
-    typed.type("And now?", f"/image {pictures[0]}", "And now?", session="zor")
+    typed.type("And now?", session="zor")
+    assert "1 picture shown again" in "".join(capsys.readouterr())
     album, messages = typed.chat.conversation.album, typed.chat.conversation.messages
     assert list(album._pixels) == [name]
     assert messages[-1]["content"] == cold_answer(seeing, album, messages[:-1])
+    assert file.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("damage", ["missing", "broken", "another", "a folder"])
+def test_a_picture_that_is_not_what_its_name_says_stays_a_name(
+    seeing: Runner,
+    pictures: list[Path],
+    tmp_path: Path,
+    damage: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The chat goes on, and shows it to the model as text."""
+    typed, _ = saved_chat(seeing, pictures[0], tmp_path)
+    (file,) = (tmp_path / "sessions" / "zor").glob("picture-*.png")
+    if damage == "broken":
+        file.write_bytes(file.read_bytes()[:50])
+    elif damage == "another":
+        file.write_bytes(pictures[1].read_bytes())
+    else:
+        file.unlink()
+    if damage == "a folder":
+        file.mkdir()
+    typed.chat = chat_with(seeing)
+    typed.type("And now?", session="zor")
+    assert "shown again" not in "".join(capsys.readouterr())
+    assert len(typed.chat.conversation.messages) == 4
+    assert not typed.chat.conversation.album._pixels
 
 
 def test_in_a_pipe(talk: Talk, pictures: list[Path]) -> None:

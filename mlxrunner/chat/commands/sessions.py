@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from mlxrunner.chat.commands.table import ChatContext, Command
 from mlxrunner.chat.repl import Chat
+from mlxrunner.chat.saved_pictures import bring_back, keep
 from mlxrunner.chat.saved_settings import apply, load_with_context, settings_of
 from mlxrunner.chat.taken import State
 from mlxrunner.errors import OptionError, SessionError
@@ -201,6 +202,7 @@ class Saving:
                 self._unnamed = name
             self._save_states(chat, name)
             self._saver.save_text(name, self._session(chat))
+            keep(chat, self.store, name)
             if is_new:
                 drop_oldest(self.store)
         except SessionError as error:
@@ -313,7 +315,8 @@ class Saving:
         self._saved[name] = _Saved.of(self._session(chat), session.saved_at)
         states = self.store.load_states(name)
         chat.taken.restart(State(one.branch, one.branches[one.branch]) for one in states[::-1])
-        return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}"
+        back = bring_back(chat, self.store, name)
+        return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}{back}"
 
     def _store(self, chat: ChatContext, name: str, *, force: bool = False) -> None:
         """Save the chat. With `force`, keep nothing of what was saved under the name before."""
@@ -325,6 +328,7 @@ class Saving:
         saved = _Saved.of(session, 0.0)
         try:
             self._saver.save(name, session)
+            keep(chat, self.store, name)
         finally:
             if session.saved_at:  # the text is on the disk, even if the caches are not
                 self._saved[name] = replace(saved, saved_at=session.saved_at)

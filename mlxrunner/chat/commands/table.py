@@ -91,6 +91,13 @@ class ChatContext(Protocol):
         """
         ...
 
+    def open_eyes(self) -> None:
+        """Load the model again if it was loaded without its eyes.
+
+        Raise PromptError if it sees no pictures, and what its loading raises.
+        """
+        ...
+
     def answer(self, text: str, after: History | None = None, **options: Any) -> None:
         """Send `text` as it is, and print the answer.
 
