@@ -28,6 +28,7 @@ from mlxrunner.models.resolve import (
 )
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.sharding import is_sharing
+from mlxrunner.pictures.crossing import CrossingModel
 from mlxrunner.pictures.model import SeeingModel
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
@@ -47,6 +48,7 @@ ARCHITECTURES = (
     "pixtral",
     "internvl_chat",
     "llava",
+    "mllama",
 )
 """The architectures whose answers were compared with mlx-vlm's own."""
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
@@ -121,7 +123,9 @@ def with_eyes(
     )
     version = internals.version().encode()
     sight = Sight(model, processor, internals.marker_of(processor), version + b"\0" + settings)
-    return SeeingModel(model, sight), SeeingTokenizer(tokenizer, sight)
+    crosses = internals.crossing_layers(model)
+    seeing = CrossingModel(model, sight) if crosses else SeeingModel(model, sight)
+    return seeing, SeeingTokenizer(tokenizer, sight)
 
 
 def _check(folder: Path, config: dict[str, Any]) -> None:

@@ -31,6 +31,8 @@ KEPT_BYTES = 2**28
 """Most bytes of what the model saw of earlier pictures."""
 HELD_BYTES = 2**29
 """Most bytes of pictures of requests that run or wait, beside those that are kept."""
+LOOKED_AT = 8
+"""Pictures whose keys and values are kept, if layers look at pictures beside the tokens."""
 LARGEST = 2048
 """Rows and columns of the picture with which the encoder is tried at start."""
 
@@ -97,6 +99,11 @@ class Sight:
         self.encoded = 0
         """The number of times that the encoder ran."""
 
+    @property
+    def looked_at_bytes(self) -> int:
+        """Most bytes of keys and values of pictures beside the tokens."""
+        return LOOKED_AT * internals.projected_bytes(self._model)
+
     def work_bytes(self, *, tries: bool) -> int:
         """Return the bytes that pictures need in addition to the model.
 
@@ -105,7 +112,7 @@ class Sight:
         `tries`: encode a picture of LARGEST x LARGEST pixels, and measure it. A later picture for
         which the encoder would need more is refused. Otherwise the encoder's own need is unknown.
         """
-        fixed = self._kept_bytes + HELD_BYTES + DECODED_BYTES
+        fixed = self._kept_bytes + HELD_BYTES + DECODED_BYTES + self.looked_at_bytes
         if not tries:
             return fixed
         if self._tried is not None:
@@ -156,16 +163,17 @@ class Sight:
 
     def _viewed(self, pixels: Pixels) -> View:
         block, inputs = internals.process(self._processor, self.marker, pixels)
+        block = internals.own_block(self._model, block)
         if self._most and _nbytes(inputs) > self._most:
             raise PictureError(
                 f"a picture of {pixels.shape[1]} x {pixels.shape[0]} needs more memory than was "
                 f"planned for one of {LARGEST} x {LARGEST}: make it smaller"
             )
-        begin, end = internals.span(self._model, block)
-        return View(block, inputs, expected=(end - begin) * self._row_bytes)
+        rows = internals.rows_of(self._model, block, inputs)
+        return View(block, inputs, expected=rows * self._row_bytes)
 
     def _note(self, seen: Seen) -> Seen:
-        """Remember how many bytes a position takes once it was seen."""
+        """Remember how many bytes a row of a picture takes once it was seen."""
         self._row_bytes = -(-seen.nbytes // len(seen.embeddings))
         return seen
 

@@ -115,7 +115,7 @@ def image_token(model: Any) -> int:
 
 
 def new_caches(model: Any) -> list[Any]:
-    """Return caches of mlx-lm like those that mlx-vlm would make.
+    """Return caches of mlx-lm like those that mlx-vlm would make, but none for crossing layers.
 
     Expects `KVCache` and `RotatingKVCache` with `max_size` and `keep` in `mlx_vlm.models.cache`.
     Raise ModelError for a cache of another class.
@@ -125,7 +125,7 @@ def new_caches(model: Any) -> list[Any]:
 
     language = model.language_model
     if not hasattr(language, "make_cache"):
-        return [KVCache() for _ in language.layers]
+        return [KVCache() for _ in range(len(language.layers) - len(crossing_layers(model)))]
     caches = list[Any]()
     for one in language.make_cache():
         if type(one) is theirs.KVCache:
@@ -146,6 +146,27 @@ def span(model: Any, block: list[int]) -> tuple[int, int]:
     if token not in block:
         raise ModelError("mlx-vlm's processor makes no token of a picture")
     return block.index(token), len(block) - block[::-1].index(token)
+
+
+def own_block(model: Any, block: list[int]) -> list[int]:
+    """Return the tokens of a picture without those that begin a text.
+
+    Expects a processor that puts those behind it only where layers cross to pictures.
+    """
+    begin, end = span(model, block)
+    return block[begin:end] if crossing_layers(model) else block
+
+
+def rows_of(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> int:
+    """Return how many rows the model will have of a picture.
+
+    Expects `aspect_ratio_mask`, which says what tiles are not empty, if layers cross to pictures.
+    """
+    if not crossing_layers(model):
+        begin, end = span(model, block)
+        return end - begin
+    tiles: Any = inputs["aspect_ratio_mask"].sum().item()
+    return int(tiles) * _patches(model)
 
 
 def process(
@@ -206,8 +227,15 @@ def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> Seen:
     `block`: the tokens that the processor makes of it.
 
     `inputs`: what the processor returns beside them. Expects `get_input_embeddings`, whose result
-    has `inputs_embeds [1, n, hidden]` and may have `deepstack_visual_embeds`.
+    has `inputs_embeds [1, n, hidden]` and may have `deepstack_visual_embeds`, or has
+    `cross_attention_states [1, n, hidden]`, tile by tile with the empty ones last.
     """
+    if crossing_layers(model):
+        given = {name: value for name, value in inputs.items() if name != "cross_attention_mask"}
+        states = model.get_input_embeddings(mx.array([block]), **given).cross_attention_states
+        seen = Seen(states[0, : rows_of(model, block, inputs)])
+        mx.eval(seen.embeddings)
+        return seen
     begin, end = span(model, block)
     found = model.get_input_embeddings(
         mx.array([block]), mask=mx.ones((1, len(block)), mx.int32), **inputs
@@ -240,4 +268,89 @@ def logits_of(
         given |= {"visual_pos_masks": is_picture, "deepstack_visual_embeds": list(deep)}
     found = model.language_model(tokens, inputs_embeds=embeddings, cache=cache, **given)
     logits: mx.array = found.logits
+    return logits
+
+
+def crossing_layers(model: Any) -> tuple[int, ...]:
+    """Return the layers that look at pictures beside the tokens; () if pictures are among them.
+
+    Expects `cross_attention_layers` in the configuration of the text's half of such models.
+    """
+    text = getattr(model.config, "text_config", None)
+    return tuple(getattr(text, "cross_attention_layers", ()))
+
+
+def _patches(model: Any) -> int:
+    """Return the rows of a tile. Expects `image_size`, `patch_size`, and one row for the whole."""
+    eyes = model.config.vision_config
+    return int((eyes.image_size // eyes.patch_size) ** 2) + 1
+
+
+def projected_bytes(model: Any) -> int:
+    """Return the most bytes of keys and values of one picture in all crossing layers."""
+    if not (layers := crossing_layers(model)):
+        return 0
+    text, tiles = model.config.text_config, model.config.vision_config.max_num_tiles
+    width = text.num_key_value_heads * (text.hidden_size // text.num_attention_heads)
+    row = 2 * width * embedding(model)(mx.array([0])).dtype.size
+    return int(len(layers) * tiles * _patches(model) * row)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The keys and values `[1, heads, n, size]` of pictures, in the form of a layer's cache."""
+
+    keys: mx.array
+    values: mx.array
+
+    @property
+    def offset(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+
+def projected(model: Any, states: mx.array) -> list[Projected]:
+    """Return what each crossing layer looks at, for the `states [n, hidden]` of pictures.
+
+    Expects `cross_attn` in those layers, with `k_proj`, `v_proj` and `k_norm`.
+    """
+    found = list[Projected]()
+    for index in crossing_layers(model):
+        attention = model.language_model.model.layers[index].cross_attn
+        keys, values = (
+            project(states).reshape(1, len(states), attention.num_key_value_heads, -1)
+            for project in (attention.k_proj, attention.v_proj)
+        )
+        keys, values = attention.k_norm(keys.swapaxes(1, 2)), values.swapaxes(1, 2)
+        found.append(Projected(mx.contiguous(keys), mx.contiguous(values)))
+    mx.eval([array for one in found for array in one.fetch()])
+    return found
+
+
+def crossed_logits_of(
+    model: Any, tokens: mx.array, cache: list[Any], looks_at: list[Projected]
+) -> mx.array:
+    """Return the logits `[1, n, vocab]` of `tokens [1, n]`, which all look at the same pictures.
+
+    `cache`: one for each layer that does not cross. `looks_at`: one for each layer that does; []
+    if there is no picture, and these layers do nothing. Expects layers that take `cache`, `mask`
+    and `cross_attention_states`, and take keys and values from a cache that can `fetch`.
+    """
+    from mlx_vlm.models.base import create_attention_mask
+
+    text, crossing = model.language_model.model, crossing_layers(model)
+    hidden = text.embed_tokens(tokens)
+    mask, own, pictures = create_attention_mask(hidden, cache), iter(cache), iter(looks_at)
+    for index, layer in enumerate(text.layers):
+        if index not in crossing:
+            hidden = layer(hidden, mask=mask, cache=next(own))
+        elif looks_at:
+            hidden = layer(hidden, cross_attention_states=None, cache=next(pictures))
+    logits: mx.array = model.language_model.lm_head(text.norm(hidden))
     return logits

@@ -78,7 +78,7 @@ def cold_answer(runner: Runner, album: Album, messages: list[Any]) -> str:
 
 
 @pytest.mark.exhaustive(0)
-@pytest.mark.parametrize("kind", [DEMO, "qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("kind", [DEMO, "qwen2_5_vl", "idefics3", "mllama"])
 def test_warm_answers_are_cold_ones(kind: str, pictures: list[Path], tmp_path: Path) -> None:
     """The history before does not matter: shown, asked again, taken back, shown again."""
     model = kind if kind == DEMO else str(write_seeing(tmp_path / kind, kind))

@@ -16,15 +16,14 @@ from support.seeing import (
     block_of,
     built,
     histories,
-    joined,
-    own_answer,
     prompt_of,
+    seeing_model,
 )
+from support.seeing_answers import cold_answer, joined, own_answer
 
-from mlxrunner import Runner
+from mlxrunner import PromptError, Runner
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.seeing import ARCHITECTURES
-from mlxrunner.pictures.model import SeeingModel
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
@@ -37,8 +36,13 @@ class Eyes:
         self.kind, self.model = kind, built(kind)
         self.sight = Sight(self.model, MadeUpProcessor(kind), "*", b"")
         facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
-        seeing = SeeingModel(self.model, self.sight)
+        seeing = seeing_model(self.model, self.sight)
         self.runner = Runner(seeing, ByteTokenizer(), facts, context=1024, prefill_step=step)
+
+    def model_kept(self) -> list[Any]:
+        """Return the keys and values of pictures beside the tokens."""
+        model: Any = self.runner.model
+        return [one for layers in model._looked_at._kept.values() for one in layers]
 
     def prompt(self, history: list[Part]) -> TokenizedPrompt:
         return prompt_of(self.kind, self.sight, history)
@@ -49,13 +53,8 @@ class Eyes:
         return result.tokens
 
     def cold(self, history: list[Part], count: int = 6) -> list[int]:
-        """Return what mlx-vlm says to all of it."""
-        tokens, pictures = list[int](), list[dict[str, Any]]()
-        for kind, part in history:
-            block, inputs = (part, {}) if kind == "text" else block_of(self.kind, part)
-            tokens += block
-            pictures += [inputs] if kind == "picture" else []
-        return own_answer(self.model, tokens, joined(self.kind, pictures), count)
+        """Return what mlx-vlm's model says to all of it."""
+        return cold_answer(self.kind, self.model, history, count)
 
 
 def test_each_architecture_is_tried() -> None:
@@ -150,3 +149,42 @@ def test_an_entry_evaluated_in_advance_serves_pictures() -> None:
     history: list[Part] = [("text", [1, 2]), ("picture", 2), ("text", [5])]
     assert eyes.runner.evaluate(eyes.prompt(history), cancelled=iter([False, True]).__next__)
     assert eyes.answer(history) == eyes.cold(history)
+
+
+def test_a_picture_beside_the_tokens_is_seen_as_by_mlx_vlm() -> None:
+    """Its own generate is exact where no token is in front of a picture, and no tile is empty."""
+    eyes = Eyes("mllama")
+    block, inputs = block_of("mllama", 3)
+    assert inputs["aspect_ratio_mask"].all()
+    for text in ([1, 2, 3], [1, 2, 4] * 20, [7]):
+        own = own_answer(eyes.model, [*block, *text], joined("mllama", [inputs]), 6)
+        assert eyes.answer([("picture", 3), ("text", text)]) == own
+    assert eyes.sight.encoded == 1
+
+
+def test_pictures_side_by_side_are_looked_at_together() -> None:
+    """Text between them hides the first one, and five of them are too many."""
+    eyes = Eyes("mllama")
+    both: list[Part] = [("text", [5]), ("picture", 1), ("picture", 2), ("text", [1, 2, 3])]
+    apart: list[Part] = [("text", [5]), ("picture", 1), ("text", [9]), ("picture", 2), both[-1]]
+    changed: list[Part] = [*apart[:1], ("picture", 3), *apart[2:]]
+    answers = [eyes.answer(one, 12) for one in (both, apart, changed)]
+    assert answers == [eyes.cold(one, 12) for one in (both, apart, changed)]
+    assert answers[0] != answers[1]
+    four: list[Part] = [("picture", number) for number in range(4)]
+    assert eyes.answer([*four, both[-1]]) == eyes.cold([*four, both[-1]])
+    with pytest.raises(PromptError, match="5 pictures are side by side, and 4 are the most"):
+        eyes.answer([*four, ("picture", 4), both[-1]])
+    assert eyes.answer(apart, 12) == answers[1]
+
+
+def test_what_is_looked_at_is_kept_within_a_budget() -> None:
+    """Conversations with other pictures make room, and come back."""
+    eyes = Eyes("mllama")
+    asked: list[list[Part]] = [
+        [("picture", number), ("picture", number + 1), ("text", [1, 2])] for number in range(6)
+    ]
+    for history in [*asked, *asked]:
+        assert eyes.answer(history) == eyes.cold(history)
+        kept = eyes.model_kept()
+        assert sum(one.nbytes for one in kept) <= eyes.sight.looked_at_bytes

@@ -20,20 +20,18 @@ from support.seeing import (
     VOCABULARY,
     MadeUpProcessor,
     Part,
-    block_of,
     built,
     histories,
-    joined,
-    own_answer,
     prompt_of,
+    seeing_model,
 )
+from support.seeing_answers import cold_answer
 from support.seeing_folders import write_seeing
 
 from mlxrunner import OptionError, ParallelRunner, PictureError, Runner, StepFailedError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.seeing import ARCHITECTURES
 from mlxrunner.pictures import sight
-from mlxrunner.pictures.model import SeeingModel
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
@@ -49,12 +47,7 @@ class Many:
         return prompt_of(self.kind, self.sight, history)
 
     def cold(self, history: list[Part], count: int = 6) -> list[int]:
-        tokens, pictures = list[int](), list[dict[str, Any]]()
-        for kind, part in history:
-            block, inputs = (part, {}) if kind == "text" else block_of(self.kind, part)
-            tokens += block
-            pictures += [inputs] if kind == "picture" else []
-        return own_answer(self.model, tokens, joined(self.kind, pictures), count)
+        return cold_answer(self.kind, self.model, history, count)
 
 
 @contextmanager
@@ -62,9 +55,13 @@ def many(kind: str, slots: int = 3, step: int = 16) -> Iterator[Many]:
     model, other = built(kind), built(kind)
     sight = Sight(model, MadeUpProcessor(kind), "*", b"")
     facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
-    seeing = SeeingModel(model, sight)
     with ParallelRunner(
-        seeing, ByteTokenizer(), facts, max_sequences=slots, context=1024, prefill_step=step
+        seeing_model(model, sight),
+        ByteTokenizer(),
+        facts,
+        max_sequences=slots,
+        context=1024,
+        prefill_step=step,
     ) as runner:
         yield Many(kind, runner, other, sight)
 

@@ -32,15 +32,34 @@ def test_each_part_is_where_it_is_expected(kind: str) -> None:
     arrays = {name: mx.array(value) for name, value in inputs.items()}
     begin, end = internals.span(model, block)
     seen = internals.see(model, block, arrays)
-    assert seen.embeddings.shape == (end - begin, 32)
+    rows, crossing = internals.rows_of(model, block, arrays), internals.crossing_layers(model)
+    assert seen.embeddings.shape == (rows, 32)
+    assert (rows == 2 * 17) if crossing else (rows == end - begin)
     assert len(seen.deep) == (2 if kind == "qwen3_vl" else 0)
     assert seen.nbytes == (1 + len(seen.deep)) * seen.embeddings.nbytes
     assert internals.embedding(model)(mx.array([[1]])).shape == (1, 1, 32)
     assert internals.has_axes(model) == ("qwen" in kind)
-    assert len(internals.new_caches(model)) == len(model.language_model.layers)
+    assert len(internals.new_caches(model)) + len(crossing) == len(model.language_model.layers)
     grid = internals.grid_of(model, arrays)
     assert (grid is None) != internals.has_axes(model)
     assert grid is None or int(np.prod(grid)) == end - begin
+
+
+def test_layers_that_cross_are_as_expected() -> None:
+    """Whoever passes the pictures' states gets what keys and values made of them give."""
+    model = built("mllama")
+    block, inputs = block_of("mllama", 3)
+    arrays = {name: mx.array(value) for name, value in inputs.items()}
+    states = internals.see(model, block, arrays).embeddings
+    looks_at, tokens = internals.projected(model, states), mx.array([[*block, 1, 2, 3]])
+    assert sum(one.nbytes for one in looks_at) == internals.projected_bytes(model)
+    found = internals.crossed_logits_of(model, tokens, internals.new_caches(model), looks_at)
+    own = model.language_model(tokens, cross_attention_states=states[None]).logits
+    assert mx.allclose(found, own, atol=1e-5)
+    blind = internals.crossed_logits_of(model, tokens, internals.new_caches(model), [])
+    assert not mx.allclose(found, blind, atol=1e-2)
+    assert internals.own_block(model, [*block, 256]) == block
+    assert internals.projected_bytes(built("llava")) == 0
 
 
 def test_what_is_missing_is_one_line() -> None:

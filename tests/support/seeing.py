@@ -1,4 +1,4 @@
-"""Tiny vision models of mlx-vlm with random weights, and the answers of mlx-vlm itself."""
+"""Tiny vision models of mlx-vlm with random weights, and made-up pictures for them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.pictures.crossing import CrossingModel
+from mlxrunner.pictures.model import SeeingModel
 from mlxrunner.pictures.sight import Prepared, Sight
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
@@ -48,6 +50,8 @@ QWEN: dict[str, Any] = {
     "spatial_patch_size": 4,
     "spatial_merge_size": 2,
 }
+SHAPES_OF_TILES = {1: 1, 2: 2, 3: 3, 4: 6}
+"""A number of the aspect ratio for each number of tiles (mllama)."""
 ENDS = {
     "image_token_id": TOKEN,
     "video_token_id": 291,
@@ -85,6 +89,13 @@ _GEMMA = {
     "query_pre_attn_scalar": 8,
     "mm_tokens_per_image": 16,
 }
+_CROSSING = {
+    "num_hidden_layers": 4,
+    "cross_attention_layers": [1, 3],
+    **THETA,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "vision_config": {**QWEN, "embed_dim": 32, "in_channels": 3, "mlp_ratio": 2.0},
@@ -118,6 +129,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pixtral": _PIXTRAL,
     "internvl_chat": _beside("qwen2", "intern_vit_6b", downsample_ratio=0.5),
     "llava": _beside("llama", "clip_vision_model"),
+    "mllama": _beside("mllama", "mllama_vision_model", _CROSSING),
+}
+CONFIGS["mllama"]["vision_config"] |= {
+    "image_size": 16,
+    "num_global_layers": 1,
+    "intermediate_layers_indices": [0],
+    "vision_output_dim": 64,
 }
 CONFIGS["llava"]["vision_config"] |= {"projection_dim": 32, "vocab_size": VOCABULARY}
 for _kind, _config in CONFIGS.items():
@@ -139,13 +157,26 @@ def built(kind: str, seed: int = 3) -> Any:
     model = module.Model(update_module_configs(made, module, config, ["text", "vision"]))
     model.eval()
     model.update(sharper(model.parameters()))
+    open_gates(model)
     mx.eval(model.parameters())
     return model
+
+
+def seeing_model(model: Any, sight: Sight) -> SeeingModel:
+    """Return what runs a model of mlx-vlm."""
+    return (CrossingModel if model.config.model_type == "mllama" else SeeingModel)(model, sight)
 
 
 def sharper(parameters: Any) -> Any:
     """Return larger weights, so that tokens far away change the answer."""
     return tree_map(lambda one: one * 3 if one.ndim > 1 else one, parameters)
+
+
+def open_gates(model: Any) -> None:
+    """Let a model that crosses to pictures see something: its gates begin shut."""
+    for name, module in model.named_modules():
+        for gate in [key for key in module if "gate" in key and isinstance(module[key], mx.array)]:
+            module[gate] = mx.full(module[gate].shape, 0.4 + 0.1 * (len(name) % 3))
 
 
 def block_of(kind: str, seed: int) -> tuple[list[int], dict[str, np.ndarray[Any, Any]]]:
@@ -167,6 +198,13 @@ def block_of(kind: str, seed: int) -> tuple[list[int], dict[str, np.ndarray[Any,
         inputs = {"pixel_values": noise(1, 3, 24, 32), "image_sizes": np.array([[24, 32]])}
         many, rows = (4, 3) if kind == "mistral3" else (8, 6)
         return ([TOKEN] * many + [297]) * (rows - 1) + [TOKEN] * many + [298], inputs
+    if kind == "mllama":
+        tiles, mask = 1 + seed % 4, np.zeros((1, 1, 4), np.int64)
+        mask[..., :tiles] = 1
+        pixels = noise(1, 1, 4, 3, 16, 16) * mask[..., None, None, None]
+        ids = np.array([[SHAPES_OF_TILES[tiles]]])
+        inputs = {"pixel_values": pixels.astype(np.float32), "aspect_ratio_ids": ids}
+        return [TOKEN], {**inputs, "aspect_ratio_mask": mask}
     if kind == "llava":
         return [TOKEN] * 64, {"pixel_values": noise(1, 3, 32, 32)}
     return [295, *[TOKEN] * 16, 296], {"pixel_values": noise(1, 3, 32, 32)}
@@ -195,41 +233,6 @@ def prompt_of(kind: str, sight: Sight, history: list[Part]) -> TokenizedPrompt:
         block = as_tokens(block_of(kind, part)[0])
         tokens += sight.placed(block, views[-1:]).tolist()
     return TokenizedPrompt(as_tokens(tokens), pictures=len(views), views=views)
-
-
-def joined(kind: str, pictures: list[dict[str, Any]]) -> dict[str, mx.array]:
-    """Return what the encoder gets of several pictures at once."""
-    axis = 1 if kind in ("idefics3", "smolvlm") else 0
-    names = pictures[0] if pictures else ()
-    return {
-        name: mx.array(np.concatenate([one[name] for one in pictures], axis=axis)) for name in names
-    }
-
-
-def own_answer(model: Any, tokens: list[int], inputs: dict[str, mx.array], count: int) -> list[int]:
-    """Return the greedy answer of mlx-vlm to a whole prompt, by the calls of its `generate`."""
-    from mlx_vlm.models.cache import make_prompt_cache
-
-    language, given, later = model.language_model, dict[str, Any](), dict[str, Any]()
-    if hasattr(language, "_rope_deltas"):
-        language._rope_deltas = language._position_ids = None
-    prompt = mx.array([tokens])
-    mask = {"mask": mx.ones(prompt.shape, mx.int32)} if inputs else {}
-    found = model.get_input_embeddings(prompt, **mask, **inputs)
-    if found.position_ids is not None and inputs:
-        later = {"rope_deltas": found.rope_deltas}
-        given = {"position_ids": found.position_ids, **later}
-    if found.deepstack_visual_embeds is not None and inputs:
-        given["visual_pos_masks"] = found.visual_pos_masks
-        given["deepstack_visual_embeds"] = found.deepstack_visual_embeds
-    cache, answer = make_prompt_cache(language), list[int]()
-    embeddings = found.inputs_embeds
-    logits = language(prompt, inputs_embeds=embeddings, cache=cache, **given).logits
-    while True:
-        answer.append(int(mx.argmax(logits[0, -1]).item()))
-        if len(answer) == count:
-            return answer
-        logits = language(mx.array([[answer[-1]]]), cache=cache, **later).logits
 
 
 def histories(turns: int, seed: int, pictures: int = 4) -> list[list[Part]]:

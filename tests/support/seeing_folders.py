@@ -16,13 +16,20 @@ SPECIAL = {
     "qwen": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
     "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
     "idefics3": ["<fake_token_around_image>", "<image>", "<global-img>", *TILES],
+    "mllama": ["<|image|>", "<|python_tag|>", "<|eom_id|>"],
 }
 MARKERS = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "idefics3": "<image>",
+    "mllama": "<|image|>",
 }
-TOKENS = {"qwen": "<|image_pad|>", "gemma3": "<image_soft_token>", "idefics3": "<image>"}
+TOKENS = {
+    "qwen": "<|image_pad|>",
+    "gemma3": "<image_soft_token>",
+    "idefics3": "<image>",
+    "mllama": "<|image|>",
+}
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen": {
@@ -48,8 +55,19 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "resample": 1,
         **HALVES,
     },
+    "mllama": {
+        "image_processor_type": "MllamaImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "max_image_tiles": 4,
+        **HALVES,
+    },
 }
-CLASSES = {"qwen": "Qwen2VLProcessor", "gemma3": "Gemma3Processor", "idefics3": "Idefics3Processor"}
+CLASSES = {
+    "qwen": "Qwen2VLProcessor",
+    "gemma3": "Gemma3Processor",
+    "idefics3": "Idefics3Processor",
+    "mllama": "MllamaProcessor",
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"

@@ -117,7 +117,7 @@ def _opened(part: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive(2)
-@pytest.mark.parametrize("kind", ["demo-pictures", "qwen2_5_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize("kind", ["demo-pictures", "qwen2_5_vl", "gemma3", "idefics3", "mllama"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_conversations_are_answered_as_cold(kind: str, seed: int, tmp_path: Path) -> None:
     """Pictures come early and late, change, go away and come back; some clients leave.
