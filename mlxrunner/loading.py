@@ -18,6 +18,7 @@ from mlxrunner.memory.reserve import (
     weights_of,
 )
 from mlxrunner.memory.reserve import reserve as reserve_memory
+from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.facts import Shapes, without_weights
 from mlxrunner.models.load import (
     LoadedModel,
@@ -25,6 +26,7 @@ from mlxrunner.models.load import (
     load_model,
     tell_nobody,
 )
+from mlxrunner.models.seeing import load_seeing, unread_seeing
 from mlxrunner.options import RunnerKwargs, RunnerSettings
 from mlxrunner.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.system import device
@@ -44,13 +46,12 @@ def plan_model(
     """Return the memory plan of `model`, without loading its weights.
 
     `context` (in tokens) and the other settings are those of RunnerSettings. `pictures`: with its
-    encoder, whose own need is known only once it has run. Raise ModelError if the model is missing
-    or broken, and OptionError if a setting is out of range.
+    encoder, whose own need is known only once it has run; a model that mlx-lm lacks has it always.
+    Raise ModelError if the model is missing or broken, and OptionError if a setting is out of
+    range.
     """
     asked = RunnerSettings.of(context=context, **settings)
-    if pictures:
-        from mlxrunner.models.seeing import unread_seeing
-
+    if pictures or runs_only_seeing(model):
         return _planned_seeing(unread_seeing(model), asked)
     return _planned(without_weights(model), asked)
 
@@ -59,6 +60,9 @@ def context_and_plan(model: str) -> tuple[int, Plan]:
     """Return the context that `model` was made for, in tokens, and the plan of a start without
     options. Raise ModelError if the model is missing or broken.
     """
+    if runs_only_seeing(model):
+        unread = unread_seeing(model)
+        return unread.facts.context, _planned_seeing(unread, RunnerSettings())
     found = without_weights(model)
     return found.facts.context, _planned(found, RunnerSettings())
 
@@ -103,7 +107,7 @@ def load(
     progress: LoadProgress,
 ) -> Runner:
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
-    if pictures:
+    if pictures or runs_only_seeing(model):
         return _seeing(kind, model, settings, reserve, trust_remote_code, draft_model, progress)
     runner = _loaded(kind, model, settings, reserve, trust_remote_code, progress)
     if draft_model is not None:
@@ -139,8 +143,6 @@ def _seeing(
     progress: LoadProgress,
 ) -> Runner:
     """Load `model` with its encoder of pictures."""
-    from mlxrunner.models.seeing import load_seeing
-
     refused = {"trust_remote_code": trust_remote_code, "draft_model": draft_model}
     for name, given in refused.items():
         if given:

@@ -8,6 +8,7 @@ from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import Survey, lanes_for
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.loading import plan_model
+from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
 from mlxrunner.models.seeing import unread_seeing
 from mlxrunner.options import RunnerSettings
@@ -33,14 +34,18 @@ def context_of(job: Job) -> int:
 
 def tokenizer_for(job: Job) -> Tokenizer:
     """Return the tokenizer of the job's model, which knows pictures if lines may have some."""
-    if job.pictures:
+    if _sees(job):
         return unread_seeing(job.model).tokenizer
     return tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
 
 
+def _sees(job: Job) -> bool:
+    return job.pictures or runs_only_seeing(job.model)
+
+
 def lanes_of(job: Job, found: Survey) -> tuple[int, str]:
     """Return how many of the surveyed lines to run at a time, and why no more."""
-    if job.pictures:
+    if _sees(job):
         return 1, "a model that sees pictures takes no more"
     return lanes_for(found, job.parallel, job.loading)
 

@@ -10,7 +10,8 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxrunner.errors import ModelError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.models.load import LoadedModel
+from mlxrunner.models.seeing import load_either
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
 from mlxrunner.tokenizer.byte_level import ByteTokenizer
@@ -21,14 +22,14 @@ HEAD_DIM = 64
 
 
 def load_or_make(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
-    """Load a model as `load_model` does, or make an untrained Llama.
+    """Load a model as `load_either` does, or make an untrained Llama.
 
     A name such as `random:100M` or `random:1.5G` makes a Llama with about that number of
     parameters. Random weights are as fast as others, so anybody can compare machines without a
     download. Raise ModelError if the name is not a size or the weights do not fit.
     """
     if not name.startswith("random:"):
-        return load_model(name, trust_remote_code=trust_remote_code)
+        return load_either(name, trust_remote_code=trust_remote_code)
     match = RANDOM.fullmatch(name)
     if match is None:
         raise ModelError(

@@ -25,7 +25,7 @@ def show(model: str, as_json: bool) -> None:
     """Say what is known about MODEL without loading its weights: architecture, layers by kind,
     context, bytes per token.
     """
-    from mlxrunner.models.facts import describe
+    from mlxrunner.models.description import describe
     from mlxrunner.terminal.text import size
 
     facts = describe(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,33 +164,6 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
             f"{folder / 'config.json'}: no token can be run through the model that it describes: "
             f"{' '.join(str(error).split())[:300] or type(error).__name__}"
         ) from error
-
-
-@dataclass(frozen=True)
-class Description:
-    """The figures of `mlxrunner show`: the facts that need no weights, and sizes in bytes."""
-
-    architecture: str
-    context: int
-    context_is_known: bool
-    layers: dict[str, int]
-    vocab: int
-    weight_bytes: int
-    cache: CacheCost
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def describe(name: str) -> Description:
-    """Describe the model `name` without loading its weights. Raise ModelError if it is broken."""
-    shapes = without_weights(name)
-    known = {
-        name: value for name, value in vars(shapes.facts).items() if name != "depends_on_chunks"
-    }
-    return Description(
-        **known, weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(shapes.model)
-    )
 
 
 def weight_bytes(folder: Path) -> int:

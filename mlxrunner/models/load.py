@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlxrunner.errors import ModelError
 from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
+from mlxrunner.models.eyes import HOW, has_eyes
 from mlxrunner.models.facts import ModelFacts, usable_facts
 from mlxrunner.models.resolve import (
     HUB_ID,
@@ -31,7 +32,7 @@ from mlxrunner.models.sharding import share
 from mlxrunner.models.suggested import suggestion_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
-from mlxrunner.system import device
+from mlxrunner.system import device, mlx_vlm_internals
 from mlxrunner.system.mlx_lm_internals import has_architecture
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -136,8 +137,12 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
     """Raise ModelError unless mlx-lm supports the architecture."""
     kind = config["model_type"]
     if config.get("model_file") is None and not has_architecture(kind):
+        remedy = ""
+        if has_eyes(config):
+            remedy = f": {'load it with its encoder' if mlx_vlm_internals.is_installed() else HOW}"
         raise ModelError(
             f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports"
+            f"{remedy}"
         )
 
 

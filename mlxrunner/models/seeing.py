@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.catalog import remember_use
+from mlxrunner.models.eyes import ARCHITECTURES, HOW, runs_only_seeing
 from mlxrunner.models.facts import usable_facts
 from mlxrunner.models.load import (
     LoadedModel,
     LoadProgress,
     explained,
+    load_model,
     read_weights,
     suggested,
+    tell_nobody,
     tried,
 )
 from mlxrunner.models.resolve import (
@@ -37,32 +40,12 @@ from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.reading import is_there, read_bytes, read_json
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
-ARCHITECTURES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "gemma3",
-    "idefics3",
-    "smolvlm",
-    "mistral3",
-    "pixtral",
-    "internvl_chat",
-    "llava",
-    "mllama",
-)
-"""The architectures whose answers were compared with mlx-vlm's own."""
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 """The files that decide what the processor makes of pixels."""
 MOST_SETTINGS = 2**20
 """Most bytes of such a file."""
 MAY_HAVE_CODE = ("config.json", "tokenizer_config.json", *SETTINGS)
 """The files that may name Python code of the model, which mlx-vlm would run unasked."""
-HOW = "pictures need mlx-vlm: pip install 'mlxrunner[vision]'"
-
-
-def has_eyes(config: Mapping[str, Any]) -> bool:
-    """Return True if a model with this configuration has an encoder that can be used."""
-    return config["model_type"] in ARCHITECTURES and isinstance(config.get("vision_config"), dict)
 
 
 def why_blind(name: str) -> str | None:
@@ -107,6 +90,13 @@ def load_seeing(
     if HUB_ID.fullmatch(name) and not Path(name).is_dir():
         remember_use(name)
     return replace(loaded, facts=tried(name, loaded.model, loaded.facts))
+
+
+def load_either(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
+    """Load `name` for text, or with its encoder if mlx-lm lacks it. Raise as both do."""
+    if runs_only_seeing(name):
+        return load_seeing(name, progress=tell_nobody, check=lambda _: None)
+    return load_model(name, trust_remote_code=trust_remote_code)
 
 
 def with_eyes(

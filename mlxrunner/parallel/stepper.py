@@ -24,6 +24,7 @@ from mlxrunner.engine.run import drafted
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan
+from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
@@ -133,7 +134,7 @@ class Stepper(Several):
         check_flag("trust_remote_code", trust_remote_code)
         check_flag("pictures", pictures)
         asked = OpenSettings.of(max_sequences=max_sequences, **settings)
-        if pictures:
+        if pictures or runs_only_seeing(name_of(model)):
             loaded = seeing(name_of(model), asked, trust_remote_code=trust_remote_code)
         else:
             loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)

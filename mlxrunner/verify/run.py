@@ -78,12 +78,20 @@ class Verification:
             self._other.prefill_step = max(
                 (self._step // 2, self._step // 3, SMALL_STEP)[number % 3], 1
             )
-            self.findings.checks.append(self._row(name))
+            self._add(name, partial(self._row, name))
         for name, row in ((MOVED_KEYS, moved_keys), (GUESSED, guessed), (PARALLEL, parallel)):
             self._begin(name)
-            self.findings.checks.append(row(self._talk))
+            self._add(name, partial(row, self._talk))
         self.findings.is_complete = True
         return self.findings
+
+    def _add(self, name: str, check: Callable[[], Check]) -> None:
+        """Add what `check` finds, or why the model refuses it."""
+        try:
+            found = check()
+        except OptionError as error:
+            found = Check(name, untested=str(error))
+        self.findings.checks.append(found)
 
     def _noise(self) -> None:
         """Measure the difference of two equal runs, and the change that one wrong token makes."""

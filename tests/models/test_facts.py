@@ -12,12 +12,12 @@ from mlx.utils import tree_flatten
 from support.models import save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner import ModelError, PromptError, Runner
+from mlxrunner.models.description import describe
 from mlxrunner.models.facts import (
     DEFAULT_CONTEXT,
     CacheCost,
     build,
     cache_cost,
-    describe,
     facts_of,
     weight_bytes,
 )

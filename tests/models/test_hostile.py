@@ -20,7 +20,7 @@ from support.sample import fewer
 
 from mlxrunner import ModelError, PromptError
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.models.facts import describe
+from mlxrunner.models.description import describe
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import load_model, tokenizer_of
 from mlxrunner.models.settings import MOST_PARTS, check_settings, size_of

@@ -22,8 +22,8 @@ from support.seeing import (
 from support.seeing_answers import cold_answer, joined, own_answer
 
 from mlxrunner import PromptError, Runner
+from mlxrunner.models.eyes import ARCHITECTURES
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.models.seeing import ARCHITECTURES
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt

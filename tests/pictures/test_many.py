@@ -29,8 +29,8 @@ from support.seeing_answers import cold_answer
 from support.seeing_folders import write_seeing
 
 from mlxrunner import OptionError, ParallelRunner, PictureError, Runner, StepFailedError
+from mlxrunner.models.eyes import ARCHITECTURES
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.models.seeing import ARCHITECTURES
 from mlxrunner.pictures import sight
 from mlxrunner.pictures.sight import Sight
 from mlxrunner.testing import ByteTokenizer

@@ -14,7 +14,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 from support.seeing import MadeUpProcessor, block_of, built
 
 from mlxrunner.errors import ModelError, PictureError
-from mlxrunner.models.seeing import ARCHITECTURES
+from mlxrunner.models.eyes import ARCHITECTURES
 from mlxrunner.system import mlx_vlm_internals as internals
 
 

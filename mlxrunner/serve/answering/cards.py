@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import MlxrunnerError
+from mlxrunner.models.eyes import has_eyes, has_only_eyes
 from mlxrunner.models.facts import weight_bytes
 from mlxrunner.models.resolve import folder_if_here, read_config
-from mlxrunner.models.seeing import has_eyes
 from mlxrunner.serve.answering.answers import ModelCard
 from mlxrunner.serve.answering.loaded import Place
 from mlxrunner.templates.rendering import read_json, read_template
@@ -28,13 +28,13 @@ def card_of(shown: str, name: str, place: Place | None, *, pictures: bool) -> Mo
     with suppress(OSError):
         if folder:
             found = dict(_described(folder, (folder / "config.json").stat().st_mtime))
-    eyes = found.pop("has_eyes", False)
+    eyes, only_eyes = found.pop("has_eyes", False), found.pop("has_only_eyes", False)
     return ModelCard(
         shown,
         opened is not None,
         0 if opened is None else opened.room,
         digest="" if opened is None else opened.digest,
-        sees=pictures and eyes if opened is None else opened.sees,
+        sees=(pictures and eyes) or only_eyes if opened is None else opened.sees,
         expires=None if place is None else place.expires,
         **found,
     )
@@ -47,7 +47,7 @@ def _described(folder: Path, modified: float) -> dict[str, Any]:
     with suppress(MlxrunnerError, OSError, ValueError):
         config = read_config(folder)
         found["architecture"] = config["model_type"]
-        found["has_eyes"] = has_eyes(config)
+        found |= {"has_eyes": has_eyes(config), "has_only_eyes": has_only_eyes(config)}
         found["bytes"] = weight_bytes(folder)
         template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
         found |= {"has_tools": "tools" in template, "has_thinking": "think" in template}

@@ -17,6 +17,7 @@ from mlxrunner.errors import MemoryPlanError, MlxrunnerError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand
 from mlxrunner.memory.reserve import demand_of, weights_of
+from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.facts import ModelFacts, Shapes, without_weights
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import (
@@ -106,7 +107,7 @@ class Opening:
     def _sees(self, name: str) -> bool:
         """Return True if the model `name` is to be loaded with its encoder of pictures."""
         if not self.settings.pictures:
-            return False
+            return runs_only_seeing(name)
         why = why_blind(name)
         if why is not None:
             logger.warning("%s sees no pictures: %s", name, why)
