@@ -81,6 +81,14 @@ class Album:
         self._pixels.setdefault(name, pixels)
         return True
 
+    def prepare(self, names: Sequence[str], seeing: Any) -> list[Any]:
+        """Return the pictures with these names as a model that sees prepares them.
+
+        They are held until others are tokenized. Raise PictureError if one can't be seen.
+        """
+        self.held = [seeing.prepare(self._pixels[name]) for name in names]
+        return list(self.held)
+
     def small(self, name: str) -> tuple[bytes, int]:
         """Return a small PNG of the picture with this name, and its width."""
         return small_png(self._pixels[name], SMALL)

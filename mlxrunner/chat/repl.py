@@ -44,6 +44,7 @@ from mlxrunner.chat.view import (
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
 from mlxrunner.loading import add_draft_model, plan_model
 from mlxrunner.memory.reserve import must_fit
+from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.seeing import why_blind
 from mlxrunner.options import RunnerSettings
 from mlxrunner.results import Chunk
@@ -361,6 +362,7 @@ class Chat:
         found = plan_model(name, **plan)
         if loading.get("reserve", True):
             must_fit(found)
+        saw = self.conversation.sees  # ids of pictures are those of one loaded model
         # Two models at once may be too much, so the present one is freed first. After an interrupt
         # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
@@ -370,7 +372,7 @@ class Chat:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
             raise
-        if name != self.model or self.loading.get("pictures"):
+        if name != self.model or saw:
             self.conversation.history = self.conversation.history.without_tokens()
             self.branches.forget_tokens()
         self.model, self.loading, self.conversation.runner = name, loading, runner
@@ -411,7 +413,7 @@ class Chat:
             return self.load_elsewhere(model, loading)
         own, why = dict(loading), ""
         draft = own.pop("draft_model", None)
-        draft = None if own.get("pictures") else draft
+        draft = None if own.get("pictures") or runs_only_seeing(model) else draft
         with loading_bar(model) as show:
             runner = Runner.load(model, progress=show, **own)
             try:

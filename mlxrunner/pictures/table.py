@@ -7,7 +7,7 @@ in the picture are the same. What compares tokens therefore compares pictures. N
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +82,11 @@ class PictureTable:
         self._pictures.insert(at, picture)
         self._firsts.insert(at, picture.first)
         self._next = max(self._next, picture.first + picture.count)
+
+    @property
+    def pictures(self) -> Sequence[Picture]:
+        """All pictures, in the order of their ids."""
+        return self._pictures
 
     def at(self, token: int) -> Picture:
         """Return the picture of a position's id. Raise KeyError if there is none."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
 from mlxrunner.errors import ModelError, PromptError
 from mlxrunner.pictures.sight import Prepared, Sight
+from mlxrunner.pictures.stored import as_json
 from mlxrunner.pictures.table import Picture
 from mlxrunner.system.picture_files import Pixels
 from mlxrunner.templates.messages import PICTURE, PlainMessage
@@ -58,6 +59,13 @@ class SeeingTokenizer:
     def restore(self, picture: Picture) -> None:
         """Take in a picture with the ids that it has in stored tokens. Raise PromptError."""
         self._sight.table.restore(picture)
+
+    def stored(self, tokens: Sequence[int] | TokenArray) -> dict[str, list[int]]:
+        """Return what the ids of pictures among `tokens` stand for, to be stored beside them.
+
+        Raise KeyError if one is of another model.
+        """
+        return as_json(one for _, _, one in self._sight.table.among(as_tokens(tokens)))
 
     def held(self, digest: bytes) -> Prepared | None:
         """Return a picture that is still held, by its digest; None if it has to be prepared."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, outline_of
 from mlxrunner.cache.saved import Exported
+from mlxrunner.cache.tokens import has_pictures
 from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.models.load import unread_model
@@ -30,6 +31,8 @@ def export_session(name: str, file: Path, sessions: SessionStore | None = None) 
     if stored is None:
         raise SessionError(f"the session {name!r} was saved without caches")
     entry, folder = StoredEntry(stored), resolve(session.model)
+    if has_pictures(entry.tokens):
+        raise SessionError(f"the session {name!r} has pictures, which no file of mlx-lm can name")
     model, known = unread_model(folder), fingerprint(folder)
     for bits in (None, 8, 4):  # the file does not name its bits, but they show
         options = CacheOptions(kv_bits=bits)

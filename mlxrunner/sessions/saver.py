@@ -8,15 +8,18 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxrunner.cache.tokens import has_pictures
+from mlxrunner.cache.tokens import TokenArray, as_tokens, has_pictures
 from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
+from mlxrunner.pictures.table import Picture
+from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.stored.entry import Packed, StoredEntry, pack
 from mlxrunner.stored.folder import Folder
 from mlxrunner.terminal.text import size
+from mlxrunner.tokenizer import Tokenizer
 
 
 class Saver:
@@ -57,24 +60,34 @@ class Saver:
             raise ModelError("no model is loaded: /model NAME loads one")
         return runner
 
-    def load(self, name: str) -> tuple[Session, str]:
+    def load(
+        self,
+        name: str,
+        tokenizer: Tokenizer | None = None,
+        known: Mapping[bytes, Picture] | None = None,
+    ) -> tuple[Session, str]:
         """Load a session and give its caches to the runner. Return it with a line about them.
 
         The runner reads the caches in the next turn. A session made with another tokenizer or
-        template keeps its text only. Raise SessionError if the text cannot be read.
+        template keeps its text only. `tokenizer`: the one that tokenizes the session's text, by
+        default the runner's. `known`: the pictures that the runner can be shown, by digest. Raise
+        SessionError if the text cannot be read.
         """
-        session = self.store.load(name)
+        session, known = self.store.load(name), known or {}
+        session.renumber(known)
         self.wait()  # caches still to be written belong to the entry that is replaced now
         different = differences(session.fingerprint, self._fingerprint)
         if any(part in SPELLING for part in different):
             session.forget_tokens()
-        mismatched = session.forget_mismatched(self.runner.tokenizer, self.runner.facts.vocab)
+        mismatched = session.forget_mismatched(
+            tokenizer or self.runner.tokenizer, self.runner.facts.vocab
+        )
         self.runner.reset()
-        return session, self._restore(name) + (
+        return session, self._restore(name, known) + (
             "; it is tokenized anew: its tokens do not spell its text" if mismatched else ""
         )
 
-    def _restore(self, name: str) -> str:
+    def _restore(self, name: str, known: Mapping[bytes, Picture]) -> str:
         try:
             file = self.store.load_cache(name)
             if file is None:
@@ -87,6 +100,7 @@ class Saver:
                     f"{len(entry.tokens)} tokens, and the context is {self.runner.context}"
                 )
             entry.check(self._outline)
+            entry.renumber(known)
         except SessionError as error:
             return f"its text is kept, its caches are dropped: {error}"
         self.runner.cache.adopt(entry, f"session {name}")
@@ -99,7 +113,7 @@ class Saver:
         old caches are removed to make room for the text. Raise SessionError if the text cannot be
         saved, or if the caches of an earlier call could not be.
         """
-        session.fingerprint = dict(self._fingerprint)
+        self._describe(session)
         try:
             self.store.save(name, session)
         except SessionError as error:
@@ -118,8 +132,27 @@ class Saver:
 
     def save_text(self, name: str, session: Session) -> None:
         """Save the text of a session, and no caches. Raise SessionError if that fails."""
-        session.fingerprint = dict(self._fingerprint)
+        self._describe(session)
         self.store.save(name, session)
+
+    def _describe(self, session: Session) -> None:
+        """Note in a session which model made its tokens, and which pictures are among them."""
+        session.fingerprint = dict(self._fingerprint)
+        for branch in session.branches.values():
+            session.pictures |= self._pictures(as_tokens(branch.history.rendering.tokens)) or {}
+
+    def _pictures(self, tokens: TokenArray) -> dict[str, list[int]] | None:
+        """Return what the ids of pictures among `tokens` stand for; None if nothing says it."""
+        if not has_pictures(tokens):
+            return {}
+        runner = self._runner()
+        tokenizer = None if runner is None else runner.tokenizer
+        if not isinstance(tokenizer, SeeingTokenizer):
+            return None
+        try:
+            return tokenizer.stored(tokens)
+        except KeyError:  # a model that is gone saw it
+            return None
 
     def _save_in_their_place(self, name: str, session: Session) -> None:
         """Save the text on a full disk: once the caches are written, or else after removing them.
@@ -165,10 +198,11 @@ class Saver:
             return
         runner.cache.keep(tokens)  # drop what was typed and never sent, or taken back
         entry = runner.entry
-        if not entry.tokens or has_pictures(entry.tokens.array):
+        pictures = self._pictures(entry.tokens.array)
+        if not entry.tokens or pictures is None:
             self.store.drop_cache(name)
             return
-        packed = pack(entry.export(), self._fingerprint, self._kv_bits)
+        packed = pack(entry.export(), self._fingerprint, self._kv_bits, pictures)
         with self.store.lock(name) as held:
             self._writer = threading.Thread(
                 target=self._run, args=(name, [packed], held), name="saving a session"

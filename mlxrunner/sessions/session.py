@@ -6,16 +6,19 @@ A file may come from anybody, so each value is checked before it is used.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlxrunner.errors import PromptError, SessionError
+from mlxrunner.errors import PictureError, PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
 from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
+
+if TYPE_CHECKING:
+    from mlxrunner.pictures.table import Picture
 
 SCHEMA = 1
 """Version of the JSON format."""
@@ -51,6 +54,8 @@ class Session:
     """A text for each part of the model that made the tokens; see `models.fingerprint`."""
     saved_at: float = 0.0
     """The time of the last save in seconds since 1970, or 0."""
+    pictures: dict[str, list[int]] = field(default_factory=dict)
+    """What the ids of pictures among the tokens stand for; see `mlxrunner.pictures.stored`."""
 
     @property
     def system(self) -> str | None:
@@ -78,6 +83,26 @@ class Session:
         """
         return self._forget_where(lambda history: not _matches(history, tokenizer, vocab))
 
+    def renumber(self, known: Mapping[bytes, Picture]) -> None:
+        """Give pictures among the tokens the ids that they have in this process.
+
+        `known`: the pictures of this process, by digest. A branch that has another one keeps its
+        texts only.
+        """
+        from mlxrunner.cache.tokens import as_tokens  # with numpy, which completion has not
+        from mlxrunner.pictures.stored import renumbered
+
+        for name, branch in self.branches.items():
+            history = branch.history
+            try:
+                tokens = renumbered(as_tokens(history.rendering.tokens), self.pictures, known)
+                rendering = replace(history.rendering, tokens=tuple(tokens.tolist()))
+                history = replace(history, rendering=rendering)
+            except PromptError:
+                history = history.without_tokens()
+            self.branches[name] = replace(branch, history=history)
+        self.pictures = {}
+
     def _forget_where(self, holds: Callable[[History], bool]) -> bool:
         found = {name: one for name, one in self.branches.items() if holds(one.history)}
         self.branches |= {
@@ -87,7 +112,9 @@ class Session:
 
     def to_json(self) -> str:
         """Return the session as JSON, which `from_json` reads."""
-        branches = {name: _lasting(branch) for name, branch in self.branches.items()}
+        branches = self.branches
+        if not self.pictures:
+            branches = {name: _lasting(branch) for name, branch in branches.items()}
         fields = {"schema": SCHEMA, **vars(self), "branches": branches}
         return json.dumps(fields, default=_fields)
 
@@ -121,6 +148,7 @@ class Session:
                 str(name): str(value) for name, value in read.take("fingerprint", dict).items()
             },
             saved_at=float(min(max(read.take("saved_at", float, int), 0), LATEST)),
+            pictures=read.take("pictures", dict, None) or {},
         )
         if session.branch not in branches:
             raise SessionError(
@@ -130,10 +158,7 @@ class Session:
 
 
 def _lasting(branch: Branch) -> Branch:
-    """Return a branch without tokens if pictures are among them.
-
-    Their ids hold in one process only.
-    """
+    """Return a branch without tokens if pictures are among them, and nothing says which."""
     from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
 
     if max(branch.history.rendering.tokens, default=0) < FIRST_OF_PICTURES:
@@ -223,8 +248,10 @@ def _matches(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
 
     White space may differ, because some tokenizers add or remove it. So may broken characters.
     """
+    from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
+
     text, tokens = history.rendering.text, history.rendering.tokens
-    if vocab and max(tokens, default=0) >= vocab:
+    if vocab and any(vocab <= token < FIRST_OF_PICTURES for token in tokens):
         return False
     if not text and not history.turns:  # imported caches come without a text
         return True
@@ -235,7 +262,7 @@ def _matches(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
         return compare(decoded, _bare(text)) or compare(
             decoded, _bare(tokenizer.decode(tokenizer.encode(text)))
         )
-    except PromptError:
+    except (PromptError, PictureError):
         return False
 
 

@@ -18,6 +18,8 @@ from mlxrunner.cache.checkpoints import ROLES
 from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, mismatch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError, SessionError
+from mlxrunner.pictures.stored import renumbered
+from mlxrunner.pictures.table import Picture
 from mlxrunner.stored.host import from_host, host_copy, host_type
 from mlxrunner.stored.tensors import Buffer, StoredArray, TensorFile
 
@@ -46,12 +48,17 @@ class Packed:
         return sum(buffer.data.nbytes for buffer in self.arrays.values())
 
 
-def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = None) -> Packed:
+def pack(
+    entry: Exported,
+    fingerprint: Mapping[str, str],
+    bits: int | None = None,
+    pictures: Mapping[str, Sequence[int]] | None = None,
+) -> Packed:
     """Return a copy of `entry` in host memory.
 
     `fingerprint` is that of the model, and is stored with the entry. `bits` (4 or 8) stores keys
     and values in fewer bits: what is restored is then close to the original, not equal. None stores
-    them exactly.
+    them exactly. `pictures`: what the ids of those among the tokens stand for.
     """
     packer = Packer(host_copy, bits)
     packer.arrays["tokens"] = host_copy(mx.array(entry.tokens))
@@ -72,10 +79,10 @@ def pack(entry: Exported, fingerprint: Mapping[str, str], bits: int | None = Non
             for place, item in enumerate(entry.checkpoints)
         ],
     }
-    return Packed(
-        packer.arrays,
-        {"entry": json.dumps(structure), "fingerprint": json.dumps(dict(fingerprint))},
-    )
+    metadata = {"entry": structure, "fingerprint": dict(fingerprint)}
+    if pictures:
+        metadata["pictures"] = dict(pictures)
+    return Packed(packer.arrays, {name: json.dumps(one) for name, one in metadata.items()})
 
 
 class Packer(Generic[Array]):
@@ -144,6 +151,7 @@ class StoredEntry:
                 for place, found in enumerate(structure["checkpoints"])
             ]
             self.is_exact = structure.get("is_exact") is True
+            self.pictures = json.loads(file.metadata.get("pictures", "{}"))
             self.tokens = _tokens(file.arrays["tokens"])
         except (
             KeyError,
@@ -158,6 +166,17 @@ class StoredEntry:
                 "the cache is damaged, or not the cache of a session: "
                 f"{' '.join(str(error).split())[:100]}"
             ) from error
+
+    def renumber(self, known: Mapping[bytes, Picture]) -> None:
+        """Give pictures among the tokens the ids that they have in this process.
+
+        `known`: the pictures of this process, by digest. Raise SessionError if another one is among
+        the tokens.
+        """
+        try:
+            self.tokens = renumbered(self.tokens, self.pictures, known)
+        except PromptError as error:
+            raise SessionError(str(error)) from error
 
     def check(self, outline: Sequence[Saved]) -> None:
         """Raise SessionError unless every array has the type and shape that the model stores.

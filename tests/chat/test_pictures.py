@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
-from PIL import Image
-from support.chats import TABLE, Talk, Typed, content
+from support.chat_pictures import cold_answer, draw
+from support.chats import TABLE, Talk
 from support.seeing_folders import write_seeing
 from support.typist import Typist
 
 from mlxrunner import Runner
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.pictures import BEGIN, END, NAME, Album, picture_paths
+from mlxrunner.chat.pictures import BEGIN, END, picture_paths
 from mlxrunner.chat.repl import Chat
-from mlxrunner.sessions.store import SessionStore
 
 DEMO = "demo-pictures"
-
-
-def draw(file: Path, seed: int) -> Path:
-    """Write a picture of noise, and return its path."""
-    noise = np.random.default_rng(seed).integers(0, 255, (20 + seed, 30, 3), np.uint8)
-    Image.fromarray(noise).save(file)
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +48,6 @@ def chat(seeing: Runner) -> Chat:
 def type_to(chat: Chat, *texts: str) -> None:
     chat.reader = Typist(list(texts))
     chat.run(TABLE)
-
-
-def cold_answer(runner: Runner, album: Album, messages: list[Any]) -> str:
-    """Return the answer of an empty runner to messages whose pictures are named in their texts."""
-    asked = []
-    for message in messages:
-        parts = re.split(f"{NAME.pattern}\n?", message["content"])
-        shown = [*album.named(message["content"]), None]
-        content = list[dict[str, Any]]()
-        for text, name in zip(parts, shown, strict=True):
-            content += [{"type": "text", "text": text}] if text else []
-            content += [{"type": "image", "image": album._pixels[name]}] if name else []
-        is_user = message["role"] == "user"
-        asked.append({**message, "content": content if is_user else message["content"]})
-    runner.reset()
-    return runner.complete(asked, max_tokens=8, temperature=0.0).text
 
 
 @pytest.mark.exhaustive(0)
@@ -240,63 +213,6 @@ def test_the_eyes_are_loaded_when_they_are_needed(
     assert len(chat.conversation.history.turns) == 3
     assert "pictures" not in chat.loading
     assert not chat.conversation.sees
-
-
-def saved_chat(seeing: Runner, picture: Path, folder: Path) -> tuple[Typed, str]:
-    """Return a chat that was saved as session zor with a picture, and the picture's name."""
-    typed = Typed(seeing, SessionStore(folder / "sessions"))
-    typed.chat = chat_with(seeing)
-    typed.type(f"/image {picture}", "What is it?", session="zor")
-    (name,) = typed.chat.conversation.album._pixels
-    return typed, name
-
-
-def test_a_saved_chat_has_its_pictures(
-    seeing: Runner, pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It has no ids, which hold in one process only: what it shows is evaluated anew."""
-    typed, name = saved_chat(seeing, pictures[0], tmp_path)
-    saved = content(tmp_path, "zor")["branches"]["main"]["history"]
-    assert saved["turns"][0]["user"] == f"{name}\nWhat is it?"
-    assert saved["spelling"]["tokens"] == []
-    folder = tmp_path / "sessions" / "zor"
-    assert not list(folder.glob("*.safetensors"))
-    (file,) = folder.glob("picture-*.png")
-    assert file.stat().st_mode & 0o777 == 0o600
-    written = file.stat().st_mtime_ns
-    typed.chat = chat_with(seeing)
-    typed.type("And now?", session="zor")
-    assert "1 picture shown again" in "".join(capsys.readouterr())
-    album, messages = typed.chat.conversation.album, typed.chat.conversation.messages
-    assert list(album._pixels) == [name]
-    assert messages[-1]["content"] == cold_answer(seeing, album, messages[:-1])
-    assert file.stat().st_mtime_ns == written
-
-
-@pytest.mark.parametrize("damage", ["missing", "broken", "another", "a folder"])
-def test_a_picture_that_is_not_what_its_name_says_stays_a_name(
-    seeing: Runner,
-    pictures: list[Path],
-    tmp_path: Path,
-    damage: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The chat goes on, and shows it to the model as text."""
-    typed, _ = saved_chat(seeing, pictures[0], tmp_path)
-    (file,) = (tmp_path / "sessions" / "zor").glob("picture-*.png")
-    if damage == "broken":
-        file.write_bytes(file.read_bytes()[:50])
-    elif damage == "another":
-        file.write_bytes(pictures[1].read_bytes())
-    else:
-        file.unlink()
-    if damage == "a folder":
-        file.mkdir()
-    typed.chat = chat_with(seeing)
-    typed.type("And now?", session="zor")
-    assert "shown again" not in "".join(capsys.readouterr())
-    assert len(typed.chat.conversation.messages) == 4
-    assert not typed.chat.conversation.album._pixels
 
 
 def test_in_a_pipe(talk: Talk, pictures: list[Path]) -> None:

@@ -298,7 +298,8 @@ class Saving:
 
     def _resume(self, chat: ChatContext, name: str, *, settings: bool) -> str:
         """Restore a session in the chat, and return a line about it."""
-        session, caches = self._saver.load(name)
+        back, known = bring_back(chat, self.store, self.store.load(name), name)
+        session, caches = self._saver.load(name, chat.conversation.tokenizer, known)
         conversation = chat.conversation
         apply(chat, session.settings, begun=settings)
         if settings:
@@ -315,7 +316,6 @@ class Saving:
         self._saved[name] = _Saved.of(self._session(chat), session.saved_at)
         states = self.store.load_states(name)
         chat.taken.restart(State(one.branch, one.branches[one.branch]) for one in states[::-1])
-        back = bring_back(chat, self.store, name)
         return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}{back}"
 
     def _store(self, chat: ChatContext, name: str, *, force: bool = False) -> None:

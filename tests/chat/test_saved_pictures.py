@@ -1,0 +1,243 @@
+"""A chat with pictures that was saved goes on where it was, in another process."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="needs the extra vision")
+
+from support.chat_pictures import cold_answer, draw
+from support.chats import Typed, content
+from support.seeing_folders import write_seeing
+
+from mlxrunner import Runner, SessionError
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES
+from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.repl import Chat
+from mlxrunner.sessions.exchange import export_session
+from mlxrunner.sessions.store import SessionStore
+from mlxrunner.stored.entry import pack
+from mlxrunner.system import mlx_vlm_internals as internals
+
+DEMO = "demo-pictures"
+KINDS = (DEMO, "qwen2_5_vl", "idefics3", "mllama")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    return [draw(folder / f"{number}.png", number) for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Runner:
+    return Runner.load(DEMO, pictures=True, reserve=False)
+
+
+def typed_to(runner: Runner, folder: Path, model: str = DEMO) -> Typed:
+    """Return a chat on a runner that has forgotten all, with the sessions in `folder`."""
+    typed = Typed(runner, SessionStore(folder / "sessions"))
+    options = {"max_tokens": 8, "temperature": 0.0}
+    loading = {"reserve": False, "pictures": True}
+    typed.chat = Chat(Conversation(runner, options=options), model=model, loading=loading)
+    return typed
+
+
+def saved_chat(seeing: Runner, picture: Path, folder: Path) -> tuple[Typed, str]:
+    """Return a chat that was saved as session zor with a picture, and the picture's name."""
+    typed = typed_to(seeing, folder)
+    typed.type(f"/image {picture}", "What is it?", session="zor")
+    (name,) = typed.chat.conversation.album._pixels
+    return typed, name
+
+
+@pytest.mark.parametrize("damage", ["missing", "broken", "another", "a folder"])
+def test_a_picture_that_is_not_what_its_name_says_stays_a_name(
+    seeing: Runner,
+    pictures: list[Path],
+    tmp_path: Path,
+    damage: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The chat goes on, and shows it to the model as text."""
+    typed, _ = saved_chat(seeing, pictures[0], tmp_path)
+    (file,) = (tmp_path / "sessions" / "zor").glob("picture-*.png")
+    if damage == "broken":
+        file.write_bytes(file.read_bytes()[:50])
+    elif damage == "another":
+        file.write_bytes(pictures[1].read_bytes())
+    else:
+        file.unlink()
+    if damage == "a folder":
+        file.mkdir()
+    typed = typed_to(seeing, tmp_path)
+    typed.type("And now?", session="zor")
+    assert "shown again" not in "".join(capsys.readouterr())
+    assert len(typed.chat.conversation.messages) == 4
+    assert not typed.chat.conversation.album._pixels
+
+
+def cache_of(folder: Path) -> Path:
+    return folder / "sessions" / "zor" / "cache.safetensors"
+
+
+def asked_last(typed: Typed) -> Any:
+    usage = typed.chat.conversation.runner.usage
+    assert usage is not None
+    return usage
+
+
+@pytest.mark.exhaustive(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_in_another_process(
+    kind: str, pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is evaluated again, though other pictures came first there and have its ids."""
+    model = kind if kind == DEMO else str(write_seeing(tmp_path / kind, kind))
+    here, there = (Runner.load(model, pictures=True, reserve=False) for _ in range(2))
+    typed = typed_to(here, tmp_path, model)
+    typed.type(f"/image {pictures[0]}", "What?", f"/image {pictures[1]}", "And?", session="zor")
+    assert cache_of(tmp_path).stat().st_mode & 0o777 == 0o600
+    stored = content(tmp_path, "zor")
+    assert len(stored["pictures"]) == 2
+    typed.type("Why?")
+    expected = typed.chat.conversation.messages[-1]["content"]
+    for one in reversed(pictures):
+        there.complete(
+            [{"role": "user", "content": [{"type": "image", "image": one}]}], max_tokens=1
+        )
+    encoded = there.model.sight.encoded
+    later = typed_to(there, tmp_path, model)
+    capsys.readouterr()
+    later.type("Why?", session="zor")
+    said = "".join(capsys.readouterr())
+    assert "2 pictures shown again" in said
+    assert " tokens restored " in said
+    assert later.chat.conversation.messages[-1]["content"] == expected
+    usage = asked_last(later)
+    assert usage.cached_tokens > 0.6 * usage.prompt_tokens
+    assert usage.cache.lost_tokens == 0
+    assert there.model.sight.encoded == encoded
+
+
+@pytest.mark.exhaustive(0)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_chats_go_on_as_cold(seed: int, pictures: list[Path], tmp_path: Path) -> None:
+    """Whatever was shown, taken back and saved, and whatever process goes on with it."""
+    drawn, reused = random.Random(seed), 0
+    runners = [Runner.load(DEMO, pictures=True, reserve=False) for _ in range(3)]
+    for turn in range(6):
+        here, _, other = drawn.sample(runners, 3)
+        typed = typed_to(here, tmp_path)
+        texts = [
+            ["How many circles?"],
+            [f"/image {drawn.choice(pictures)}", f"What? {turn}"],
+            ["/undo", f"And {turn}?"],
+            ["/branch", f"/image {drawn.choice(pictures)}", f"Is it {turn}?"],
+        ]
+        begun = [f"/image {pictures[0]}", "What is it?"]
+        typed.type(*(drawn.choice(texts) if turn else begun), session="zor")
+        album, messages = typed.chat.conversation.album, typed.chat.conversation.messages
+        reused += asked_last(typed).cached_tokens
+        assert messages[-1]["content"] == cold_answer(other, album, messages[:-1])
+    assert reused > 60
+
+
+def damaged(pictures: Any, drawn: random.Random) -> Any:
+    """Return what stands in place of the pictures of a stored entry."""
+    digest, numbers = next(iter(pictures.items()))
+    return drawn.choice(
+        [
+            {},
+            [],
+            7,
+            {digest: 5},
+            {digest: []},
+            {digest: [numbers[0], numbers[1] - 1]},
+            {digest: [numbers[0], numbers[1], 1, 1, 1]},
+            {digest: [numbers[0] + 1, numbers[1]]},
+            {digest: [-numbers[0], numbers[1]]},
+            {digest: [numbers[0], 2**40]},
+            {digest: [float(numbers[0]), numbers[1]]},
+            {"zz": numbers},
+            {digest: numbers, "00" * 32: [numbers[0] + 1, 3]},
+            {"11" * 32: numbers},
+            {digest: [numbers[0], numbers[1], numbers[1]]},
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("where", ["text", "caches"])
+def test_damaged_names_of_pictures_cost_the_caches_only(
+    seeing: Runner,
+    pictures: list[Path],
+    tmp_path: Path,
+    seed: int,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The text is there, the pictures are shown, and the answer is that of a cold run."""
+    drawn, file = random.Random(seed), tmp_path / "sessions" / "zor" / "conversation.json"
+    stored = dict[str, Any]()
+    if where == "caches":
+
+        def packed(entry: Any, fingerprint: Any, bits: Any, named: Any) -> Any:
+            found = pack(entry, fingerprint, bits)
+            found.metadata["pictures"] = json.dumps(damaged(named, drawn))
+            return found
+
+        monkeypatch.setattr("mlxrunner.sessions.saver.pack", packed)
+    saved_chat(seeing, pictures[0], tmp_path)
+    if where == "text":
+        stored = content(tmp_path, "zor")
+        stored["pictures"] = damaged(stored["pictures"], drawn)
+        file.write_text(json.dumps(stored))
+    typed = typed_to(seeing, tmp_path)
+    capsys.readouterr()
+    if where == "text" and not isinstance(stored["pictures"], dict):
+        with pytest.raises(SessionError, match="damaged: 'pictures'"):
+            typed.type("And now?", session="zor")
+        return
+    typed.type("And now?", session="zor")
+    said = "".join(capsys.readouterr())
+    if where == "caches":
+        assert "its text is kept, its caches are dropped: " in said
+        assert "among the" in said
+    album, messages = typed.chat.conversation.album, typed.chat.conversation.messages
+    assert len(messages) == 4
+    assert messages[-1]["content"] == cold_answer(seeing, album, messages[:-1])
+
+
+def test_a_chat_without_eyes_keeps_the_text(
+    seeing: Runner,
+    pictures: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """mlx-vlm may be gone, and mlx-lm knows no picture."""
+    saved_chat(seeing, pictures[0], tmp_path)
+    monkeypatch.setattr(internals, "is_installed", lambda: False)
+    blind = Runner.load(DEMO, reserve=False)
+    typed = typed_to(blind, tmp_path)
+    typed.type("And now?", session="zor")
+    said = "".join(capsys.readouterr())
+    assert "its pictures are not shown: pictures need mlx-vlm" in said
+    assert len(typed.chat.conversation.history.turns) == 2
+    assert max(typed.chat.conversation.history.rendering.tokens) < FIRST_OF_PICTURES
+
+
+def test_no_file_of_mlx_lm_has_pictures(
+    seeing: Runner, pictures: list[Path], tmp_path: Path
+) -> None:
+    """Its tokens could not be told from others."""
+    saved_chat(seeing, pictures[0], tmp_path)
+    with pytest.raises(SessionError, match="has pictures, which no file of mlx-lm can name"):
+        export_session("zor", tmp_path / "a.safetensors", SessionStore(tmp_path / "sessions"))
