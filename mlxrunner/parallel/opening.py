@@ -179,7 +179,7 @@ def check_seeing(model: Any, asked: OpenSettings) -> None:
 
 
 def _unseen(asked: OpenSettings) -> dict[str, Any]:
-    return {name: getattr(asked, name) for name in ("draft_model", "park_bytes")}
+    return {"draft_model": asked.draft_model}
 
 
 def _refuse(given: dict[str, Any]) -> None:
@@ -196,8 +196,14 @@ def parking_of(loaded: LoadedModel, settings: OpenSettings) -> Parking | None:
     if not settings.park_bytes:
         return None
     from mlxrunner.models.fingerprint import fingerprint
+    from mlxrunner.pictures.stored import PictureNames
     from mlxrunner.stored.parking import Parking
+    from mlxrunner.system import mlx_vlm_internals as internals
 
     place = None if settings.park_folder is None else Path(settings.park_folder)
     stored = {**cache_options(settings).kept_as, "cells": "shared"}
-    return Parking(place, fingerprint(loaded.folder) | stored, limit=settings.park_bytes)
+    sight, pictures = getattr(loaded.model, "sight", None), None
+    if sight is not None:
+        pictures, stored = PictureNames(sight.table), stored | {"eyes": internals.version()}
+    model = fingerprint(loaded.folder) | stored
+    return Parking(place, model, limit=settings.park_bytes, pictures=pictures)

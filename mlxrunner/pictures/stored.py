@@ -9,13 +9,54 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES as FIRST
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError
 from mlxrunner.pictures.table import Picture, PictureTable, has_pictures
 
+WORDS = 8
+"""The 32-bit words of a digest."""
 MOST_PICTURES = 2**16
 """Most pictures that stored tokens may have."""
+
+
+class PictureNames:
+    """The pictures of one model, in a form that holds in every process."""
+
+    def __init__(self, table: PictureTable) -> None:
+        self._table = table
+
+    def of(self, tokens: TokenArray) -> dict[str, list[int]]:
+        """Return what the ids of pictures among `tokens` stand for, to be stored beside them.
+
+        Raise KeyError if one is of another model.
+        """
+        return as_json(one for _, _, one in self._table.among(tokens))
+
+    def spelled(self, tokens: TokenArray) -> NDArray[np.int32]:
+        """Return what other tokens have in no process: `[n]`, or `[n, 9]` if pictures are in it.
+
+        A row is a token, or the place in a picture and the digest of that.
+        """
+        if not has_pictures(tokens):
+            return tokens
+        found = np.zeros((len(tokens), 1 + WORDS), np.int32)
+        found[:, 0] = tokens
+        for begin, end, picture in self._table.among(tokens):
+            found[begin:end, 0] -= picture.first
+            found[begin:end, 1:] = np.frombuffer(picture.digest, np.int32)
+        return found
+
+    def adopted(self, tokens: TokenArray, stored: Any) -> TokenArray:
+        """Return stored tokens with the ids that their pictures get here. Raise PromptError."""
+        if not has_pictures(tokens):
+            return tokens
+        named = from_json(stored).pictures
+        known = {one.digest: self._table.add(one.digest, one.count, one.grid) for one in named}
+        return renumbered(tokens, stored, known)
 
 
 def as_json(pictures: Iterable[Picture]) -> dict[str, list[int]]:
@@ -37,7 +78,9 @@ def from_json(found: Any) -> PictureTable:
             if frames * rows * columns != count or first + count >= 2**31:
                 raise ValueError
             grid = (frames, rows, columns) if axes else None
-            table.restore(Picture(bytes.fromhex(digest), first, count, grid))
+            if len(found_digest := bytes.fromhex(digest)) != 4 * WORDS:
+                raise ValueError
+            table.restore(Picture(found_digest, first, count, grid))
         except (TypeError, ValueError) as error:  # PromptError is one
             raise PromptError("the pictures among the tokens are damaged") from error
     return table

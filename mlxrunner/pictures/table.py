@@ -53,15 +53,15 @@ class PictureTable:
     def add(self, digest: bytes, count: int, grid: tuple[int, int, int] | None = None) -> Picture:
         """Return the picture with this digest; see `Picture` for the other arguments.
 
-        Raise PromptError if no ids are left.
+        One that was stored with other positions gets new ids. Raise PromptError if no ids are left.
         """
         known = self._by_digest.get(digest)
-        if known is not None:
+        if known is not None and (known.count, known.grid) == (count, grid):
             return known
         if self._next + count > np.iinfo(np.int32).max:
             raise PromptError("too many pictures for one process: start it again")
         picture = Picture(digest, self._next, count, grid)
-        self.restore(picture)
+        self._put(picture)
         return picture
 
     def restore(self, picture: Picture) -> None:
@@ -69,8 +69,10 @@ class PictureTable:
 
         Raise PromptError if other pictures have these ids.
         """
-        if picture.digest in self._by_digest:
-            return
+        if picture.digest not in self._by_digest:
+            self._put(picture)
+
+    def _put(self, picture: Picture) -> None:
         at = bisect_right(self._firsts, picture.first)
         before = self._pictures[at - 1] if at else None
         after = self._pictures[at] if at < len(self._pictures) else None

@@ -9,7 +9,7 @@ from typing import Any, cast
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
 from mlxrunner.errors import ModelError, PromptError
 from mlxrunner.pictures.sight import Prepared, Sight
-from mlxrunner.pictures.stored import as_json
+from mlxrunner.pictures.stored import PictureNames
 from mlxrunner.pictures.table import Picture
 from mlxrunner.system.picture_files import Pixels
 from mlxrunner.templates.messages import PICTURE, PlainMessage
@@ -65,7 +65,7 @@ class SeeingTokenizer:
 
         Raise KeyError if one is of another model.
         """
-        return as_json(one for _, _, one in self._sight.table.among(as_tokens(tokens)))
+        return PictureNames(self._sight.table).of(as_tokens(tokens))
 
     def held(self, digest: bytes) -> Prepared | None:
         """Return a picture that is still held, by its digest; None if it has to be prepared."""

@@ -55,7 +55,7 @@ class Session:
     saved_at: float = 0.0
     """The time of the last save in seconds since 1970, or 0."""
     pictures: dict[str, list[int]] = field(default_factory=dict)
-    """What the ids of pictures among the tokens stand for; see `mlxrunner.pictures.stored`."""
+    """The pictures among the tokens, by digest, with their ids; see `mlxrunner.pictures.stored`."""
 
     @property
     def system(self) -> str | None:

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlxrunner.cache.checkpoints import ROLES, Role
 from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.cache.tokens import TokenArray
@@ -152,11 +155,11 @@ def file_name(kind: str, digest: str, *numbers: int) -> str:
     return "-".join([kind, digest, *map(str, numbers)]) + ".safetensors"
 
 
-def digests(seed: bytes, tokens: TokenArray, offsets: Iterable[int]) -> dict[int, str]:
-    """Return a digest of the first tokens up to each offset."""
+def digests(seed: bytes, spelled: NDArray[np.int32], offsets: Iterable[int]) -> dict[int, str]:
+    """Return a digest of the first tokens up to each offset. `spelled`: a row for each token."""
     found, state, done = {}, hashlib.blake2b(seed, digest_size=16), 0
     for offset in sorted(set(offsets)):
-        state.update(tokens[done:offset].tobytes())
+        state.update(spelled[done:offset].tobytes())
         found[offset], done = state.copy().hexdigest(), offset
     return found
 

@@ -23,6 +23,8 @@ from mlxrunner.cache.saved import Exported, Saved
 from mlxrunner.cache.saved import outline as outlined
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, SessionError
+from mlxrunner.pictures.stored import PictureNames
+from mlxrunner.pictures.table import PictureTable
 from mlxrunner.stored.parked import Parked, digests, file_name, read_parked
 from mlxrunner.stored.pieces import (
     Layers,
@@ -57,6 +59,7 @@ class Parking:
         limit: int,
         outline: Sequence[Saved] | None = None,
         on_given_up: GivenUp = lambda parked: None,
+        pictures: PictureNames | None = None,
     ) -> None:
         """Open the parking in `folder`, and find again what is parked there.
 
@@ -64,12 +67,13 @@ class Parking:
         process. `fingerprint`: that of the model, with all settings that decide what its layers
         store. `limit`: most bytes of all files. `outline`: what `fingerprint` is completed by and
         restored layers are compared with, if it is given. `on_given_up` is told which conversation
-        was given up to make room. Raise SessionError if the folder can't be used.
+        was given up to make room. `pictures`: those of a model that sees. Raise SessionError if the
+        folder can't be used.
         """
         format_ = None if outline is None else [outlined(layer) for layer in outline]
         described = json.dumps([dict(fingerprint), format_], sort_keys=True).encode()
         self._seed = digests(described, np.empty(0, np.int32), [0])[0].encode()
-        self._outline = outline
+        self._outline, self._pictures = outline, pictures or PictureNames(PictureTable())
         self._place = (
             private_place() if folder is None else kept_place(folder, self._seed[:16].decode())
         )
@@ -203,6 +207,7 @@ class Parking:
             layers.has_only_rows,
             layers.can_be_cut,
             exported.is_exact,
+            self._pictures.spelled(exported.tokens),
         )
         return self._shelf.plan(self._seed + salt.encode(), form)
 
@@ -227,6 +232,8 @@ class Parking:
         new = {file.name: file.nbytes for file in files}
         tokens = Buffer("int32", [len(parked.tokens)], parked.tokens.view(np.uint8).data)
         about = {"salt": salt, "layers": layers.structure, **parked.describe({**there, **new})}
+        if pictures := self._pictures.of(parked.tokens):
+            about["pictures"] = pictures
         files.append(Unwritten(parked.name, {"tokens": tokens, **layers.states}, about))
         new[parked.name] = files[-1].nbytes
         self._shelf.make_room(sum(new.values()), parked)
@@ -269,10 +276,11 @@ class Parking:
         """Return a conversation and the sizes of its files. Raise SessionError if it is damaged."""
         with reader.file(name) as file:
             about = json.loads(file.metadata["about"])
-            tokens = np.frombuffer(file.arrays["tokens"].read(), np.int32)
+            stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
+            tokens = self._pictures.adopted(stored, about.get("pictures"))
             parked, sizes = read_parked(name, tokens, about)
             seed = self._seed + str(about["salt"]).encode()
-            digest = digests(seed, tokens, [len(tokens)])[len(tokens)]
+            digest = digests(seed, self._pictures.spelled(tokens), [len(tokens)])[len(tokens)]
             if name != file_name("talk", digest, len(tokens)):
                 raise SessionError("it belongs to another model, or has other tokens")
             return parked, sizes

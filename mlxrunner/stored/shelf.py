@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlxrunner.cache.checkpoints import Role
 from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.cache.tokens import TokenArray, goes_on
@@ -48,6 +51,8 @@ class Form:
     can_be_cut: bool
     """False if a layer has neither rows nor checkpoints."""
     is_exact: bool
+    spelled: NDArray[np.int32]
+    """The tokens as files are named by, a row each; see `mlxrunner.pictures.stored`."""
 
 
 class Shelf:
@@ -91,7 +96,7 @@ class Shelf:
         rows, begin = self._shared_rows(tokens) if form.is_exact else ([], 0)
         new = pieces(begin, length) if form.has_rows else []
         offsets = [length, *(end for _, end in new), *(offset for offset, _ in form.checkpoints)]
-        named = digests(seed, tokens, offsets)
+        named = digests(seed, form.spelled, offsets)
         rows += [Rows(file_name("rows", named[end], at, end), at, end) for at, end in new]
         return Parked(
             file_name("talk", named[length], length),

@@ -128,7 +128,7 @@ def test_it_goes_on_in_another_process(
 @pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_chats_go_on_as_cold(seed: int, pictures: list[Path], tmp_path: Path) -> None:
-    """Whatever was shown, taken back and saved, and whatever process goes on with it."""
+    """Pictures are shown, taken back and saved, and any of three processes goes on with them."""
     drawn, reused = random.Random(seed), 0
     runners = [Runner.load(DEMO, pictures=True, reserve=False) for _ in range(3)]
     for turn in range(6):

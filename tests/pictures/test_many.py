@@ -228,7 +228,6 @@ def test_a_directory_is_loaded_with_its_eyes(folder: Path) -> None:
         ({"kv_bits": 8}, "kv_bits"),
         ({"draft_model": "demo"}, "draft_model"),
         ({"trust_remote_code": True}, "trust_remote_code"),
-        ({"park_bytes": 1000}, "park_bytes"),
     ],
 )
 def test_settings_that_know_no_pictures_are_refused(

@@ -1,4 +1,4 @@
-"""A model that mlx-lm lacks is loaded with its encoder, whatever asks for it."""
+"""A model that mlx-lm lacks is loaded with its encoder by every command."""
 
 from __future__ import annotations
 

@@ -132,6 +132,7 @@ def _form(held: CacheEntry, entry: CacheEntry) -> Form:
         all(has_rows),
         can_be_cut,
         is_exact=True,
+        spelled=held.tokens.array,
     )
 
 

@@ -91,7 +91,7 @@ class Opening:
         fixed, least = self._fixed(loaded, room)
         draft = None if sees else self._draft_for(loaded, room - fixed - least)
         fixed += 0 if draft is None else self._of_draft(loaded.facts)
-        parks = self.settings.parks and not sees
+        parks = self.settings.parks
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.settings.slots,
