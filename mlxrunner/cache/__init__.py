@@ -13,24 +13,21 @@ from mlxrunner.cache.layers.protocol import LayerCache, RewindError
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig
+from mlxrunner.cache.shared.sequences import END, Batch, Cache
 from mlxrunner.cache.tokens import TokenBuffer, common_prefix
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 if TYPE_CHECKING:
     from mlxrunner.cache.shared.causal import CausalCache
-    from mlxrunner.cache.shared.encoder import EncoderCache
     from mlxrunner.cache.shared.wrapper import WrapperCache
 
 __all__ = [
     "END",
     "Batch",
     "Cache",
-    "CacheConfig",
     "CacheEntry",
     "CacheFullError",
     "CausalCache",
-    "EncoderCache",
     "EntryLease",
     "LayerCache",
     "Lookup",
@@ -42,7 +39,7 @@ __all__ = [
     "common_prefix",
 ]
 
-_WITH_TENSORS = {"CausalCache": "causal", "EncoderCache": "encoder", "WrapperCache": "wrapper"}
+_WITH_TENSORS = {"CausalCache": "causal", "WrapperCache": "wrapper"}
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ class PictureNames:
         return as_json(one for _, _, one in self._table.among(tokens))
 
     def spelled(self, tokens: TokenArray) -> NDArray[np.int32]:
-        """Return what other tokens have in no process: `[n]`, or `[n, 9]` if pictures are in it.
+        """Return tokens as every process spells them: `[n]`, or `[n, 9]` with pictures among them.
 
         A row is a token, or the place in a picture and the digest of that.
         """

@@ -12,7 +12,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 from support.models import LLAMA3
 
-from mlxrunner.cache import Batch, CacheConfig, CausalCache
+from mlxrunner.cache import Batch, CausalCache
 
 HEADS, DIMS = 2, 8
 ROPES = [
@@ -61,12 +61,9 @@ def made(
     max_sequences: int = 1,
     capacity: int = 16,
     max_batch: int = 16,
-    config: CacheConfig | None = None,
     **options: Any,
 ) -> CausalCache:
     cache = CausalCache(**{"shift": rotated} | options)
-    if config is not None:
-        cache.set_config(config)
     cache.init(mx.float32, max_sequences, capacity, max_batch)
     return cache
 
@@ -86,8 +83,7 @@ def forward(cache: CausalCache, batch: Batch, tokens: Sequence[int]) -> list[lis
         contents = np.array(values)[0, HEADS - 1, :, 0]
         assert mask.shape == (len(batch), len(contents))
         seen.append([sorted(int(token) for token in contents[row]) for row in np.array(mask)])
-        if cache._lifecycle.config == CacheConfig():
-            assert fetched(cache, len(batch)) == seen[-1]
+        assert fetched(cache, len(batch)) == seen[-1]
     assert seen[0] == seen[1]
     return seen[0]
 

@@ -19,8 +19,8 @@ from mlxrunner.cache.shared.cells import Cells, Placement
 from mlxrunner.cache.shared.forward import Forward
 from mlxrunner.cache.shared.parts import Split
 from mlxrunner.cache.shared.runs import Lift, Move, Run
-from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
-from mlxrunner.cache.shared.sight import Bools, Sight
+from mlxrunner.cache.shared.sequences import END, Batch, Cache, Commit, Lifecycle
+from mlxrunner.cache.shared.sight import Sight
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
@@ -88,7 +88,7 @@ class CausalCache(Cache):
         """
         under_way = self._current()
         if under_way.mask is None:
-            under_way.mask = self._as_mask(under_way.forward.visible)
+            under_way.mask = mx.array(under_way.forward.visible)
         return under_way.mask
 
     @property
@@ -132,10 +132,10 @@ class CausalCache(Cache):
         if alone is None and (as_array or not is_split):
             return self.mask
         if alone is not None and alone.visible is not None:
-            return self._as_mask(alone.visible)
+            return mx.array(alone.visible)
         if alone is not None and as_array:
             cells = alone.cells.end - alone.cells.begin
-            return self._as_mask(np.tri(queries, cells, cells - queries, dtype=np.bool_))
+            return mx.array(np.tri(queries, cells, cells - queries, dtype=np.bool_))
         return None if queries == 1 else "causal"
 
     def fetch(self) -> tuple[mx.array, mx.array]:
@@ -227,16 +227,13 @@ class CausalCache(Cache):
             write(self._layers[index].values, cells, values.astype(self._dtype))
         self._become(after)
 
-    def set_config(self, config: CacheConfig) -> None:
-        self._lifecycle.configure(config)
-
     def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
         self._lifecycle.initialize(
             max_sequences=max_sequences, capacity=capacity, max_batch=max_batch
         )
         self._dtype, self._max_batch = dtype, max_batch
         num_cells = self._sight.num_cells(max_sequences, capacity, max_batch)
-        self._rows = Run(0, num_cells).padded(self._lifecycle.config.history_multiple)
+        self._rows = Run(0, num_cells)
         self._cells = self._no_cells = Cells.empty(num_cells, max_sequences, self._sight)
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
@@ -247,8 +244,7 @@ class CausalCache(Cache):
             self._pass = Pass(Forward(batch, self._cells, None, self._rows), None)
             return
         before, after, cells, move = self._place(batch)
-        multiple = self._lifecycle.config.history_multiple
-        coming = Pass(Forward(batch, after, cells, self._rows, multiple), Places(cells))
+        coming = Pass(Forward(batch, after, cells, self._rows), Places(cells))
         if move is not None:
             self._move(move, before)
         self._undo = before, self._pass
@@ -361,14 +357,6 @@ class CausalCache(Cache):
     def _place(self, batch: Batch) -> Placement:
         self._check_size(batch)
         return self._cells.place(batch)
-
-    def _as_mask(self, visible: Bools) -> mx.array:
-        mask, dtype = mx.array(visible), self._lifecycle.config.mask_dtype
-        return (
-            mask
-            if dtype is None or dtype == mx.bool_
-            else mx.where(mask, mx.array(0, dtype), mx.array(-np.inf, dtype))
-        )
 
     def _become(self, after: Cells) -> None:
         self._cells, self._undo = after, None

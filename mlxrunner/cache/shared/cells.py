@@ -270,20 +270,10 @@ class Cells:
         cells = np.flatnonzero(seen.any(axis=0))
         return Run(int(cells[0]), int(cells[-1]) + 1)
 
-    def mask(self, batch: Batch, cells: Ints, history: Run) -> Bools:
-        """Return the mask `[n_tokens, history]` of the batch: True where a token sees a cell.
-
-        `cells`: the cells of the batch. `history` may reach beyond all cells.
-        """
+    def mask(self, batch: Batch, history: Run) -> Bools:
+        """Return the mask `[n_tokens, history]` of the batch: True where a token sees a cell."""
         queries, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
-        visible = self.visible(queries, sequences, history)
-        if ahead := list(batch.sees_forward):
-            forward = (sequences[ahead][:, None] == sequences[ahead]) & (
-                queries[ahead][:, None] < queries[ahead]
-            )
-            visible[np.ix_(np.array(ahead), cells[ahead] - history.begin)] |= forward
-        missing = history.end - history.begin - visible.shape[1]
-        return np.pad(visible, ((0, 0), (0, missing))) if missing else visible
+        return self.visible(queries, sequences, history)
 
     def visible(self, queries: Ints, sequences: Ints, run: Run) -> Bools:
         """Return which cells of `run` tokens at positions `queries` of `sequences` look back at."""

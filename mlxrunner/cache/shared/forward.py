@@ -42,7 +42,6 @@ class Forward:
     """The cell of each token; None in a reserve pass, which sees all cells and stores nothing."""
     all_rows: Run
     """The rows of the buffers."""
-    history_multiple: int = 1
 
     @cached_property
     def blocks(self) -> list[Block] | None:
@@ -53,15 +52,14 @@ class Forward:
         """The rows from the first to the last that the batch sees."""
         if self.places is None:
             return self.all_rows
-        seen = history_of(self.cells, self.batch, self.blocks)
-        return seen.padded(self.history_multiple)
+        return history_of(self.cells, self.batch, self.blocks)
 
     @cached_property
     def visible(self) -> Bools:
         """The mask `[n_tokens, history]`: True where a token sees a cell."""
         if self.places is None:
             return np.ones((len(self.batch), self.all_rows.end), np.bool_)
-        return self.cells.mask(self.batch, self.places, self.history)
+        return self.cells.mask(self.batch, self.history)
 
     @cached_property
     def alone(self) -> Alone | None:
@@ -83,7 +81,7 @@ class Forward:
         first = self.cells.sight.first_seen(np.array(self.batch.positions[-1:], np.int32))
         if first[0] <= seen[0].position:
             return Alone(run, None)
-        return Alone(run, self.cells.mask(self.batch, self.places, run))
+        return Alone(run, self.cells.mask(self.batch, run))
 
     def split(self, worth: float) -> Split | None:
         """Split the attention; return None if one product is faster, or may be all there is."""

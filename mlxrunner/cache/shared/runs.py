@@ -16,10 +16,6 @@ class Run(NamedTuple):
     begin: int
     end: int
 
-    def padded(self, multiple: int) -> Run:
-        """Return the smallest run around this one that begins and ends at a multiple."""
-        return Run(self.begin // multiple * multiple, -(-self.end // multiple) * multiple)
-
 
 class Move(NamedTuple):
     """Rows to move: those of the cells `sources`, in this order, to the cells from `begin` on.

@@ -34,16 +34,9 @@ class Batch:
     """The position of each token."""
     sequences: Sequence[int]
     """The sequence of each token."""
-    encoder_inputs: Sequence[int] = ()
-    """Indices of tokens that stand for an encoder's input, such as an image."""
-    sees_forward: Sequence[int] = ()
-    """Indices of tokens that also see later tokens of this list in the same sequence.
-
-    The tokens of an image in Gemma 3 do so.
-    """
 
     def __post_init__(self) -> None:
-        for name in ("positions", "sequences", "encoder_inputs", "sees_forward"):
+        for name in ("positions", "sequences"):
             object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
         n = len(self.positions)
         if n == 0 or n != len(self.sequences):
@@ -56,11 +49,6 @@ class Batch:
                 f"positions have to be in 0 .. {END - 1}, "
                 f"not {min(self.positions)} .. {max(self.positions)}"
             )
-        for name in ("encoder_inputs", "sees_forward"):
-            if not all(0 <= index < n for index in getattr(self, name)):
-                raise ValueError(
-                    f"{name} are indices of the {n} tokens of the batch, not {getattr(self, name)}"
-                )
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -81,24 +69,10 @@ class Batch:
         return in_order and len(self.by_sequence) == 1
 
 
-@dataclass(frozen=True)
-class CacheConfig:
-    """The model's wishes for its cache."""
-
-    mask_dtype: mx.Dtype | None = None
-    """Type of an additive mask (0 or -inf); None: a boolean mask."""
-    history_multiple: int = 1
-    """Number of cells to whose multiples the history of `get` is padded, masked out."""
-
-    def __post_init__(self) -> None:
-        if self.history_multiple < 1:
-            raise ValueError(f"history_multiple has to be at least 1, not {self.history_multiple}")
-
-
 class Cache(ABC):
     """Keys and values of several sequences.
 
-    Call the methods in this order: `set_config` (if needed), `init`, then for each forward pass
+    Call the methods in this order: `init`, then for each forward pass
     `start_forward` and, for each layer, `set_layer`, `put`, `get`; between passes `copy_prefix`,
     `can_resume`, `remove`; at the end `close`. Calls out of order raise RuntimeError, and arguments
     out of range raise ValueError. A call that raises changes nothing.
@@ -112,10 +86,6 @@ class Cache(ABC):
         The first `put` of each layer allocates its tensors of type `dtype` as a whole. They never
         grow.
         """
-
-    @abstractmethod
-    def set_config(self, config: CacheConfig) -> None:
-        """Set the model's wishes, at most once, before `init`."""
 
     @abstractmethod
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
@@ -194,20 +164,10 @@ class Cache(ABC):
 
 
 class Lifecycle:
-    """The order of calls for all caches: configure at most once, initialize once, close."""
+    """The order of calls for all caches: initialize once, close."""
 
     def __init__(self) -> None:
-        self.config = CacheConfig()
-        self._is_configured = self._is_initialized = self._is_closed = False
-
-    def configure(self, config: CacheConfig) -> None:
-        """Set the configuration. Raise RuntimeError after `initialize`, or if called twice."""
-        self._check_open()
-        if self._is_initialized:
-            raise RuntimeError("set_config was called after init: the sizes are fixed by then")
-        if self._is_configured:
-            raise RuntimeError("set_config was called twice")
-        self.config, self._is_configured = config, True
+        self._is_initialized = self._is_closed = False
 
     def initialize(self, **sizes: int) -> None:
         """Check the sizes. Raise RuntimeError if called twice, ValueError for a size below 1."""

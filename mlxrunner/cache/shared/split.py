@@ -48,13 +48,13 @@ LONG = 64
 
 def blocks_of(cells: Cells, batch: Batch) -> list[Block] | None:
     """Return the blocks of a placed batch; None if its tokens are in no such order."""
-    if batch.is_plain and not batch.sees_forward:
+    if batch.is_plain:
         return [_block(cells, batch, 0, len(batch))]
     positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
     is_other = sequences[1:] != sequences[:-1]
     borders = [0, *(np.flatnonzero(is_other) + 1).tolist(), len(batch)]
     in_order = (positions[1:] == positions[:-1] + 1) | is_other
-    if batch.sees_forward or not in_order.all() or len(borders) > len(batch.by_sequence) + 1:
+    if not in_order.all() or len(borders) > len(batch.by_sequence) + 1:
         return None
     return [_block(cells, batch, begin, end) for begin, end in pairwise(borders)]
 

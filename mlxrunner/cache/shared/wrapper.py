@@ -1,13 +1,10 @@
-"""Several caches in one, for models with several kinds of layers.
-
-Examples are windows beside full attention, and cross-attention.
-"""
+"""Several caches in one, for models with several kinds of layers: windows beside full attention."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlxrunner.cache.shared.sequences import END, Batch, Cache, CacheConfig, Commit, Lifecycle
+from mlxrunner.cache.shared.sequences import END, Batch, Cache, Commit, Lifecycle
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -41,11 +38,6 @@ class WrapperCache(Cache):
                 f"the wrapper has {len(self.caches)} caches, counted from 0"
             )
         self._type = index
-
-    def set_config(self, config: CacheConfig) -> None:
-        self._lifecycle.configure(config)
-        for cache in self.caches:
-            cache.set_config(config)
 
     def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
         """Initialize all caches. If one raises, close all: none has been used yet."""

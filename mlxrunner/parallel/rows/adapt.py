@@ -171,7 +171,7 @@ class Adapted(Engine):
         more.
         """
         without = len(batch) - len(rows)
-        if without < AHEAD_TOKENS * len(self._views) or batch.encoder_inputs or batch.sees_forward:
+        if without < AHEAD_TOKENS * len(self._views):
             return []
         wanted = set(rows)
         return [index for index in range(len(batch)) if index not in wanted]
@@ -389,8 +389,6 @@ def _sorted(
         batch,
         positions=[batch.positions[index] for index in order],
         sequences=[batch.sequences[index] for index in order],
-        encoder_inputs=[places[index] for index in batch.encoder_inputs],
-        sees_forward=[places[index] for index in batch.sees_forward],
     )
     return tokens[mx.array(order)], moved, [places[row] for row in rows]
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
 
-from mlxrunner.cache import END, Batch, CacheConfig, CacheFullError
+from mlxrunner.cache import END, Batch, CacheFullError
 from mlxrunner.cache.shared.cells import Cells
 from mlxrunner.cache.shared.lanes import Lane
 from mlxrunner.cache.shared.runs import Run, runs
@@ -212,13 +212,6 @@ def test_a_memory_has_to_hold_what_is_seen(sight: dict[str, int]) -> None:
         Sight(**sight)
 
 
-def test_a_run_is_padded_outwards() -> None:
-    """Both ends to a multiple."""
-    assert Run(5, 9).padded(4) == Run(4, 12)
-    assert Run(4, 8).padded(4) == Run(4, 8)
-    assert Run(5, 9).padded(1) == Run(5, 9)
-
-
 @given(st.lists(st.integers(0, 40), unique=True))
 def test_runs_are_the_cells_again(numbers: list[int]) -> None:
     """In order, none twice, no two that could be one."""
@@ -250,36 +243,32 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
             st.lists(st.lists(st.booleans(), min_size=10, max_size=10), min_size=2, max_size=2)
         )
     )
-    ahead = data.draw(st.lists(st.integers(0, n - 1), unique=True))
     batch = Batch(
         [data.draw(number) for _ in range(n)],
         [data.draw(st.integers(0, 1)) for _ in range(n)],
-        sees_forward=ahead,
     )
     positions[start : start + n] = batch.positions
     owners[:, start : start + n] = [
         [sequence == other for other in batch.sequences] for sequence in range(2)
     ]
     some = Cells(positions, owners, sight)
-    history = Run(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 14)))
-    placed = np.arange(start, start + n, dtype=np.int32)
+    history = Run(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 10)))
     expected = []
-    for row, (query, sequence) in enumerate(zip(batch.positions, batch.sequences, strict=True)):
+    for query, sequence in zip(batch.positions, batch.sequences, strict=True):
         seen = []
         for cell in range(history.begin, history.end):
-            if cell >= 10 or not owners[sequence, cell]:
+            if not owners[sequence, cell]:
                 seen.append(False)
                 continue
             at = int(positions[cell])
             near = (sight.window is None or at > query - sight.window) and (
                 sight.chunk is None or at >= query - query % sight.chunk
             )
-            both = row in ahead and cell - start in ahead
-            seen.append((at <= query and near) or (at > query and both))
+            seen.append(at <= query and near)
         expected.append(seen)
-    assert some.mask(batch, placed, history).tolist() == expected
+    assert some.mask(batch, history).tolist() == expected
     found = some.history(batch)
-    everything = some.mask(batch, placed, Run(0, 10))
+    everything = some.mask(batch, Run(0, 10))
     assert not everything[:, : found.begin].any()
     assert not everything[:, found.end :].any()
 
@@ -291,14 +280,12 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
         {"positions": [1, 2], "sequences": [0]},
         {"positions": [-1], "sequences": [0]},
         {"positions": [END], "sequences": [0]},
-        {"positions": [0], "sequences": [0], "encoder_inputs": [1]},
-        {"positions": [0], "sequences": [0], "sees_forward": [-1]},
     ],
-    ids=["empty", "lengths", "negative", "end", "encoder-inputs", "sees-forward"],
+    ids=["empty", "lengths", "negative", "end"],
 )
 def test_a_batch_is_checked(arguments: dict[str, list[int]]) -> None:
     """When it is made, so that no cache has to."""
-    with pytest.raises(ValueError, match=r"positions|indices"):
+    with pytest.raises(ValueError, match="positions"):
         Batch(**arguments)
 
 
@@ -307,12 +294,6 @@ def test_a_batch_is_plain_data() -> None:
     batch = Batch(np.arange(3), [0, 0, 1])
     assert batch == Batch([0, 1, 2], (0, 0, 1))
     assert (len(batch), len({batch, Batch([0, 1, 2], [0, 0, 1])})) == (3, 1)
-
-
-def test_a_multiple_of_nothing_is_refused() -> None:
-    """At least 1."""
-    with pytest.raises(ValueError, match="history_multiple has to be at least 1, not 0"):
-        CacheConfig(history_multiple=0)
 
 
 @pytest.mark.parametrize("call", ["place", "with_prefix", "without", "can_resume"])
@@ -333,12 +314,12 @@ def test_a_sequence_that_is_not_there(call: str) -> None:
 def test_the_interface_comes_without_mlx() -> None:
     """Batches, errors and cells are there at once; the caches bring mlx when they are asked for."""
     script = (
-        "import sys; from mlxrunner.cache import Cache, CacheConfig, Batch, CacheFullError, "
+        "import sys; from mlxrunner.cache import Cache, Batch, CacheFullError, "
         "NotSupportedError, END\n"
         "import mlxrunner.cache.shared.cells, mlxrunner.cache; assert not [name for name in "
         "sys.modules if name.split('.')[0].startswith('mlx_') "
         "or name.split('.')[0] == 'mlx']\n"
-        "from mlxrunner.cache import CausalCache, EncoderCache, WrapperCache; assert 'mlx.core' in "
+        "from mlxrunner.cache import CausalCache, WrapperCache; assert 'mlx.core' in "
         "sys.modules\n"
         "try: mlxrunner.cache.Nothing\n"
         "except AttributeError as error: print(error)"

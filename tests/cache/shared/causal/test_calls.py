@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.causal import drawn, made, stored
 
-from mlxrunner.cache import Batch, CacheConfig, CacheFullError, CausalCache
+from mlxrunner.cache import Batch, CacheFullError, CausalCache
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "one-too-many"])
@@ -38,16 +38,11 @@ def test_the_order_of_calls() -> None:
     cache = CausalCache()
     with pytest.raises(RuntimeError, match="call init first"):
         cache.start_forward(Batch([0], [0]))
-    cache.set_config(CacheConfig())
-    with pytest.raises(RuntimeError, match="set_config was called twice"):
-        cache.set_config(CacheConfig())
     with pytest.raises(ValueError, match="capacity has to be at least 1, not 0"):
         cache.init(mx.float32, 1, 0, 1)
     cache.init(mx.float32, 1, 4, 4)
     with pytest.raises(RuntimeError, match="init was called twice"):
         cache.init(mx.float32, 1, 4, 4)
-    with pytest.raises(RuntimeError, match="set_config was called after init"):
-        cache.set_config(CacheConfig())
     with pytest.raises(RuntimeError, match="no forward pass is under way"):
         cache.put(mx.zeros((1, 1, 1, 1)), mx.zeros((1, 1, 1, 1)))
     cache.start_forward(Batch([0], [0]))
@@ -58,7 +53,6 @@ def test_the_order_of_calls() -> None:
     cache.close()
     assert (cache.nbytes, cache.num_cells, cache.sequences, cache.state) == (0, 0, (), [])
     calls = {
-        "set_config": (CacheConfig(),),
         "init": (mx.float32, 1, 4, 4),
         "start_forward": (Batch([0], [0]),),
         "get": (),

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from support.causal import drawn, forward, made
 
-from mlxrunner.cache import Batch, CacheConfig, CacheFullError
-
-
-def test_a_padded_history() -> None:
-    """Whole multiples, inside the buffers, with the padding masked out."""
-    cache = made(2, capacity=5, max_batch=10, config=CacheConfig(history_multiple=4))
-    assert drawn(cache, "123", range(3)) == "1 12 123"
-    assert cache.mask.shape == (3, 4)
-    assert drawn(cache, "4567", range(4), [1] * 4) == "4 45 456 4567"
-    assert cache.mask.shape == (4, 8)
-    assert drawn(cache, "89", [4, 3], [1, 0]) == "45678 1239"
-    assert cache.mask.shape == (2, 12)
-    assert cache.num_cells == 10
-    with pytest.raises(CacheFullError, match="1 of 10 are free"):
-        cache.start_forward(Batch([5, 4], [1, 0]))
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_an_additive_mask(dtype: mx.Dtype) -> None:
-    """0 where a token may attend, -inf elsewhere."""
-    cache = made(config=CacheConfig(mask_dtype=dtype))
-    cache.start_forward(Batch([0, 1], [0, 0]))
-    assert cache.mask.dtype == dtype
-    assert cache.mask.tolist() == [[0, -np.inf], [0, 0]]
+from mlxrunner.cache import Batch
 
 
 def test_a_plain_mask_is_boolean() -> None:
     """It is there before a layer writes, for models that ask first."""
-    cache = made(config=CacheConfig(mask_dtype=mx.bool_))
+    cache = made()
     cache.start_forward(Batch([0, 1], [0, 0]))
     assert (cache.mask.dtype, cache.mask.tolist()) == (mx.bool_, [[True, False], [True, True]])
 

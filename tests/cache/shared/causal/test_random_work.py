@@ -71,16 +71,9 @@ class Naive:
         for at, sequence, token in zip(batch.positions, batch.sequences, tokens, strict=True):
             self.lists[sequence].append((at, token, self.new()))
         seen = []
-        for row, (query, sequence) in enumerate(zip(batch.positions, batch.sequences, strict=True)):
-            ahead = {tokens[other] for other in batch.sees_forward if row in batch.sees_forward}
+        for query, sequence in zip(batch.positions, batch.sequences, strict=True):
             own_list = self.lists[sequence]
-            seen.append(
-                sorted(
-                    token
-                    for at, token, _ in own_list
-                    if self.sees(query, at) or (at > query and token in ahead)
-                )
-            )
+            seen.append(sorted(token for at, token, _ in own_list if self.sees(query, at)))
         return seen
 
     def new(self) -> int:
@@ -163,10 +156,7 @@ class Work:
             sequences.append(sequence)
             nexts[sequence] = max(nexts[sequence], positions[-1] + 1)
         self.tokens += n
-        ahead = rng.sample(range(n), rng.randrange(n + 1)) if rng.random() < 0.3 else ()
-        return Batch(positions, sequences, sees_forward=ahead), [
-            *range(self.tokens - n, self.tokens)
-        ]
+        return Batch(positions, sequences), [*range(self.tokens - n, self.tokens)]
 
     def forward(self, rng: random.Random) -> None:
         batch, tokens = self.batch(rng)

@@ -122,12 +122,3 @@ def test_sequences_that_wait_are_cut_to_their_memory() -> None:
     drawn(cache, "5", [0], [1])
     assert stored(cache) == {0: [(3, 4)], 1: [(0, 5)]}
     assert cache.can_resume(0, 4)
-
-
-def test_some_tokens_see_each_other_forwards() -> None:
-    """Tokens of one sequence see forwards; the rest of the batch and the window stay."""
-    cache = made(2, window=3)
-    assert drawn(cache, "1234", range(4), sees_forward=[1, 2]) == "1 123 123 234"
-    assert (
-        drawn(cache, "5678", [4, 0, 5, 1], [0, 1, 0, 1], sees_forward=[0, 1, 2]) == "3457 6 457 68"
-    )
