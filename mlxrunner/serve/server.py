@@ -120,7 +120,7 @@ def welcome(opened: Opened, shown: str, address: str, settings: ServeSettings) -
     return [
         f"serving {shown} at {address} ({places})",
         f"memory: {size(opened.bytes)} with {runner.cells} tokens of conversations"
-        + (parked if settings.parks and not opened.sees else "; what finds no room is lost"),
+        + (parked if settings.parks else "; what finds no room is lost"),
         f"  OpenAI clients:     base URL {address}/v1, any key" + _key(settings),
         f"  Anthropic clients:  ANTHROPIC_BASE_URL={address} ANTHROPIC_MODEL={shown}",
         f"  Ollama clients:     OLLAMA_HOST={address}",

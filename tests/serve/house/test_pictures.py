@@ -32,7 +32,7 @@ from mlxrunner.serve.events import Ended, RefusedError, Text
 from mlxrunner.serve.watch.record import Record
 
 SHAPES = Path(__file__).parents[3] / "docs" / "images" / "shapes.png"
-SETTINGS = ServeSettings(slots=2, max_queue=8, memory=3_000_000_000, pictures=True)
+SETTINGS = ServeSettings(slots=2, max_queue=8, memory=3_000_000_000, pictures=True, parks=False)
 QUESTIONS = ("How many red squares are there?", "How many circles?", "Is there a triangle?")
 
 
@@ -114,6 +114,33 @@ def _opened(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] == "text":
         return part
     return {"type": "image", "image": base64.b64decode(part["image"].rpartition(",")[2])}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_conversations_go_on_after_a_restart(
+    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pictures have other ids then, and others have theirs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = replace(SETTINGS, slots=slots, parks=True)
+    talks = [[{"role": "user", "content": [shown(one), said(QUESTIONS[1])]}] for one in (0, 1)]
+    told = [0, 0]
+
+    async def run(start: int) -> None:
+        async with seeing(settings) as house:
+            first = {"role": "user", "content": [shown(2 + start), said("?")]}
+            await answered(house, [first])
+            for number, talk in enumerate(talks):
+                text, ended = await answered(house, talk)
+                assert text == cold(runner, talk)
+                assert ended.cache.cached >= told[number]
+                told[number] = ended.usage.prompt_tokens
+                question = {"role": "user", "content": QUESTIONS[2 * start]}
+                talk += [{"role": "assistant", "content": text}, question]
+
+    with Runner.load("demo-pictures", context=2000, pictures=True, reserve=False) as runner:
+        for start in (0, 1):
+            in_house(run(start))
 
 
 @pytest.mark.exhaustive(2)
