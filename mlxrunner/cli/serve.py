@@ -134,7 +134,9 @@ def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened
 
     for name in filter(None, (model, opening.draft_model)):
         resolve(name, with_code=opening.trust_remote_code)  # a download shows a bar of its own
-    house = House(ModelNames(model, read_config_file().aliases), opening, record.watch)
+    house = House(
+        ModelNames(model, read_config_file().aliases), opening, record.watch, record.ended
+    )
     with loading(model) as show:
         return house, house.load_first(show)
 

@@ -181,6 +181,10 @@ class BatchLine:
     ]
 
 
+NoteKind = Literal["call-unread", "call-cut", "calls-left-out", "not-strict"]
+"""Remarks of a server on an answer."""
+
+
 @dataclass
 class ClientRequest:
     """The request of a client of `mlxrunner serve`."""
@@ -202,6 +206,15 @@ class ClientRequest:
     remedy: Annotated[str | None, about("What to do about the cause; null without one.")] = None
     message: Annotated[
         Count | None, about("Number of the message that the cause is about, from 0; null: none.")
+    ] = None
+    note: Annotated[
+        NoteKind | None,
+        about(
+            "Remark on the answer; null without one. call-unread: a tool call is in the text, "
+            "because it could not be read; call-cut: because the answer ended within it; "
+            "calls-left-out: the client wanted one call, and there were more; not-strict: calls of "
+            "strict tools can't be held to their schemas in this model's form."
+        ),
     ] = None
 
 

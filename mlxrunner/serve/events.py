@@ -11,9 +11,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlxrunner.profiling.event_parts import NoteKind
 from mlxrunner.results import Usage
 
 EndReason = Literal["stop", "stop_sequence", "length", "tool_calls"]
+CUT_OFF = "it was cut off"
+"""The reason why a call can't be read of which only the beginning came."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A remark on an answer."""
+
+    kind: NoteKind
+    """The remark in one word, for events."""
+    text: str
+    """The remark for the client, which may have words of the answer."""
+
+    @classmethod
+    def unread(cls, why: str) -> Note:
+        """Remark that a tool call could not be read, and is in the text."""
+        text = f"a tool call could not be read, it is in the text: {why}"[:300]
+        return cls("call-cut" if why == CUT_OFF else "call-unread", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +157,7 @@ class Ended:
     """The stop string before which the answer ended; only if `reason` is "stop_sequence"."""
     thinking_tokens: int = 0
     """Tokens of the answer that were thinking."""
-    note: str | None = None
-    """A remark on the answer, such as why a tool call could not be read."""
+    note: Note | None = None
 
 
 Event = Waiting | Reading | Thought | Text | CallBegan | CallArguments | CallEnded | Ended

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner.results import Chunk
-from mlxrunner.serve.events import CallArguments, CallBegan, CallEnded, Event, Text, Thought
+from mlxrunner.serve.events import CallArguments, CallBegan, CallEnded, Event, Note, Text, Thought
 from mlxrunner.serve.prompts.formats import BARE, HERMES, OWN, CallFormat, parsed_by_mlx_lm
 from mlxrunner.serve.prompts.reader import reader_of
 from mlxrunner.serve.prompts.split import AnswerSplitter, call_id
@@ -270,7 +270,7 @@ def test_a_malformed_call_is_text(name: str, answer: str, is_whole: bool) -> Non
     events, splitter = events_of(name, [answer], is_whole=is_whole)
     assert parts_of(events) == [("text", answer)]
     assert splitter.note is not None
-    assert "tool call" in splitter.note
+    assert "tool call" in splitter.note.text
     assert splitter.calls == []
 
 
@@ -312,7 +312,7 @@ def test_without_parallel_calls_only_the_first_is_given() -> None:
     events, splitter = events_of("json_tools", ["Hm.", call, "And ", call], parallel=False)
     assert parts_of(events) == [("text", "Hm."), ONE]
     assert splitter.is_done
-    assert splitter.note == "1 tool calls after the first were left out"
+    assert splitter.note == Note("calls-left-out", "1 tool calls after the first were left out")
 
 
 def test_without_a_format_tags_are_text() -> None:
@@ -349,7 +349,7 @@ def test_a_forced_call_that_is_cut_off_gets_no_end(cut: int) -> None:
     events, splitter = events_of("json_tools", [call], is_whole=False, around=around)
     assert parts_of(events) == [("text", "<tool_call>\n" + call)]
     assert splitter.note is not None
-    assert splitter.note.endswith("it was cut off")
+    assert splitter.note.text.endswith("it was cut off")
 
 
 def test_a_forced_call_whose_json_is_whole_at_the_limit_is_a_call() -> None:

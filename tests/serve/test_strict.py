@@ -390,7 +390,7 @@ def test_each_protocol_has_strict_tools() -> None:
     """The answer has a call that fits, in the protocol's own form."""
     record, settings = Record(), ServeSettings(slots=2, parks=False)
     opening = playing(lambda text: LOOSE)(settings=settings, runner={"context": 4000})
-    house = House(ModelNames("actor", {}), opening, record.watch)
+    house = House(ModelNames("actor", {}), opening, record.watch, record.ended)
     house.load_first()
     with serving(application(house, record, settings)) as url:
         found = {

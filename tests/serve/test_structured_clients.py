@@ -32,7 +32,7 @@ class Found(BaseModel):
 def structured(model: str, opening: Opening, method: Any) -> Any:
     """Return what LangChain makes of the answer."""
     record = Record()
-    house = House(ModelNames(model), opening, record.watch)
+    house = House(ModelNames(model), opening, record.watch, record.ended)
     house.load_first()
     with serving(application(house, record, SETTINGS)) as url:
         key = SecretStr("x")

@@ -63,7 +63,8 @@ async def open_house(
     names: ModelNames, opening: Opening, record: Record | None = None
 ) -> AsyncIterator[House]:
     """Return a house with an opening of any kind, and close it."""
-    house = House(names, opening, (lambda opened: None) if record is None else record.watch)
+    watching = [lambda opened: None] if record is None else [record.watch, record.ended]
+    house = House(names, opening, *watching)
     try:
         yield house
     finally:

@@ -21,7 +21,7 @@ def joined(kind: str, pictures: list[dict[str, Any]]) -> dict[str, mx.array]:
 def looked_at(tokens: list[int], place: int, token: int) -> list[int]:
     """Return the numbers of the pictures that the token at `place` looks at (mllama)."""
     found, pictures = list[int](), 0
-    for at in range(place + 1):
+    for at in range(min(place + 1, len(tokens))):
         if tokens[at] == token:
             found = [*(found if at and tokens[at - 1] == token else []), pictures]
             pictures += 1
@@ -49,7 +49,7 @@ def masked_answer(
     text = model.language_model.model
     while True:
         both = [*tokens, *answer]
-        looks = [looked_at(both, place, token) for place in range(len(both))]
+        looks = [looked_at(both[: len(tokens)], place, token) for place in range(len(both))]
         sees = mx.array([[owner in seen for owner in owners] for seen in looks])
         some = mx.array([[bool(seen)] for seen in looks])
         hidden = text.embed_tokens(mx.array([both]))

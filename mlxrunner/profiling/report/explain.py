@@ -112,6 +112,8 @@ def _asker(caller: ClientRequest) -> str:
     if caller.cause is not None:
         where = "" if caller.message is None else f" in message {caller.message}"
         said += f"; cause: {caller.cause}{where}"
+    if caller.note is not None:
+        said += f"; its answer: {caller.note}"
     if caller.rules:
         said += f"; rules that changed the prompt: {', '.join(caller.rules)}"
     return said

@@ -28,6 +28,7 @@ from mlxrunner.serve.events import (
     Ended,
     EndReason,
     Event,
+    Note,
     Reading,
     RefusedError,
     Waiting,
@@ -40,6 +41,8 @@ from mlxrunner.tokenizer.prompt import Caller
 
 LONGEST_WAIT = 120
 """Most seconds after which a refused client is told to ask again."""
+OnEnd = Callable[[str, Note | None], None]
+"""A function that is told how the answer to a request ended."""
 REMEMBERED = 32
 """Requests whose durations say how soon a slot will be free."""
 
@@ -51,9 +54,18 @@ class House:
     """
 
     def __init__(
-        self, names: ModelNames, opening: Opening, on_open: Callable[[Opened], None]
+        self,
+        names: ModelNames,
+        opening: Opening,
+        on_open: Callable[[Opened], None],
+        on_end: OnEnd = lambda request, note: None,
     ) -> None:
-        """Hold no model yet. `on_open` is called with each one that was loaded."""
+        """Hold no model yet. `on_open` is called with each one that was loaded.
+
+        `on_end` is called with the id of each request and the remark on its answer, as soon as that
+        is known, and again at the end of the request.
+        """
+        self._on_end = on_end
         self.names, self._opening = names, opening
         self.models_held = LoadedModels(opening, on_open)
         self.began = time.time()
@@ -129,6 +141,8 @@ class House:
                 if isinstance(error, EngineError):
                     self.models_held.give_up(place)
                 raise refusal_of(error) from error
+            finally:
+                self._on_end(asked.id, None)
         self._durations.append(time.monotonic() - began)
 
     @contextmanager
@@ -203,9 +217,11 @@ class House:
             is_kept = True
             await asyncio.to_thread(opened.maker.keep, made, chunks)
             begun.seen.has_thought = splitter.thinking_tokens > 0
+            self._on_end(asked.id, splitter.note)
             yield _end(opened, asked, begun, chunks, splitter)
         finally:
             reader.close()
+            self._on_end(asked.id, splitter.note)
             if chunks and not is_kept:
                 keep = partial(opened.maker.keep, made, chunks, is_cut=True)
                 asyncio.get_running_loop().run_in_executor(None, keep)

@@ -120,7 +120,7 @@ def report(ended: Ended, left_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the field `mlxrunner` of a response: what was reused, and what was left out."""
     body = ended.cache.body
     if ended.note:
-        body["note"] = ended.note
+        body["note"] = ended.note.text
     if left_out:
         body["left_out"] = [f"tool {name}" for name in left_out]
     return body

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
+from mlxrunner.serve.events import CUT_OFF, Note
 from mlxrunner.serve.prompts.formats import Call, Piece
 
 BEGINS = ("<|channel|>", "<|start|>")
@@ -27,7 +28,7 @@ class ChannelReader:
         if prompt.rstrip().endswith(BODY):
             self._header = prompt.rstrip()[-200:].rpartition("<|start|>")[2]
         self._held = ""
-        self.note: str | None = None
+        self.note: Note | None = None
         """The reason why a text was not read as a call, or None."""
 
     @property
@@ -62,7 +63,7 @@ class ChannelReader:
             if held and not held.startswith(BEGINS):
                 yield Piece("text", held)
         elif self._kind == "call" and not is_whole:
-            yield from self._misread("it was cut off", held)
+            yield from self._misread(CUT_OFF, held)
         else:
             yield from self._message(held)
 
@@ -109,6 +110,6 @@ class ChannelReader:
         """Yield a call that can't be read as a text, without the tags: the template refuses them
         in an answer that comes back.
         """
-        self.note = self.note or f"a tool call could not be read, it is in the text: {why}"[:300]
+        self.note = self.note or Note.unread(why)
         header = _TAGS.sub(" ", (self._header or "").rpartition(BEGINS[0])[2])
         yield Piece("text", f"{header} {body}".lstrip())

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlxrunner.serve.events import CUT_OFF, Note
 from mlxrunner.serve.prompts.arguments import name_of
 from mlxrunner.serve.prompts.channels import ChannelReader
 from mlxrunner.serve.prompts.formats import Call, CallFormat, Piece, Tools
@@ -37,7 +38,7 @@ class CallReader:
         self._gap = ""  # white space between a text and a call
         self._may_end = False  # the last part may have ended a JSON value
         self._pieces: list[Piece] = []
-        self.note: str | None = None
+        self.note: Note | None = None
         """The reason why a text was not read as a call, or None."""
 
     def add(self, text: str) -> list[Piece]:
@@ -60,7 +61,7 @@ class CallReader:
         elif held.strip() and (is_whole or _json_end(held.strip(), 0) == len(held.strip())):
             self._read(held, "")
         elif not (self._is_after_call and not held.strip()):
-            self._misread("it was cut off", held)
+            self._misread(CUT_OFF, held)
         return self._taken()
 
     def _go_on(self) -> None:
@@ -164,7 +165,7 @@ class CallReader:
             self._misread(str(error), body + end)
 
     def _misread(self, why: str, body: str) -> None:
-        self.note = self.note or f"a tool call could not be read, it is in the text: {why}"[:300]
+        self.note = self.note or Note.unread(why)
         self._show(self._gap + self._form.start + body)
         self._is_after_call = False
 
@@ -216,7 +217,7 @@ class AnswerReader:
         return self._thinking.is_thinking
 
     @property
-    def note(self) -> str | None:
+    def note(self) -> Note | None:
         """The reason why a text was not read as a call, or None."""
         return self._calls.note
 

@@ -6,7 +6,16 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 
 from mlxrunner.results import Chunk
-from mlxrunner.serve.events import CallArguments, CallBegan, CallEnded, Event, Text, Thought, Token
+from mlxrunner.serve.events import (
+    CallArguments,
+    CallBegan,
+    CallEnded,
+    Event,
+    Note,
+    Text,
+    Thought,
+    Token,
+)
 from mlxrunner.serve.prompts.channels import ChannelReader
 from mlxrunner.serve.prompts.formats import Call, Piece
 from mlxrunner.serve.prompts.reader import AnswerReader
@@ -23,7 +32,7 @@ class AnswerSplitter:
         *,
         parallel: bool = True,
         around: tuple[str, str] = ("", ""),
-        note: str | None = None,
+        note: Note | None = None,
     ) -> None:
         """Begin an answer. `request`: its id, which the ids of its calls are made of.
 
@@ -52,10 +61,11 @@ class AnswerSplitter:
         return bool(self.calls) and not self._parallel
 
     @property
-    def note(self) -> str | None:
+    def note(self) -> Note | None:
         """The reason why a text was not read as a call, or calls were left out; or None."""
         if self._left_out:
-            return f"{self._left_out} tool calls after the first were left out"
+            left_out = f"{self._left_out} tool calls after the first were left out"
+            return Note("calls-left-out", left_out)
         return self._reader.note or self._note
 
     def add(self, chunk: Chunk) -> Iterator[Event]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mlxrunner.engine.constrain import HEAD, JSON_STYLE, Constraint, check_form, literal, matcher_of
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.events import Note, RefusedError
 from mlxrunner.serve.prompts.arguments import ANY, arguments_of, is_strict, name_of
 from mlxrunner.serve.prompts.formats import Tools
 from mlxrunner.serve.prompts.parameters import ANY_TEXT, NAME, rules_of
@@ -137,13 +137,14 @@ class StrictCalls:
         self.form, self._tokenizer = form, tokenizer
         self._spelling = SPELLINGS.get(form)
 
-    def note(self, tools: Tools) -> str | None:
+    def note(self, tools: Tools) -> Note | None:
         """Return the reason why calls of strict tools can't be held, or None."""
         if self._spelling is not None or not any(map(is_strict, tools)):
             return None
-        return (
+        return Note(
+            "not-strict",
             f"strict tools: calls in this model's form ({self.form}) can't be held to a schema, "
-            "so their arguments may differ from it"
+            "so their arguments may differ from it",
         )
 
     def constraint(

@@ -59,7 +59,7 @@ def layered(
     model = write_kind(folder, kind, tokenizer)
     record, played = Record(), Played(script)
     opening = LayeredOpening(settings=SETTINGS, played=played)
-    house = House(ModelNames(str(folder)), opening, record.watch)
+    house = House(ModelNames(str(folder)), opening, record.watch, record.ended)
     recorder = Recorder(application(house, record, SETTINGS))
     with house.load_first().runner as runner, serving(recorder) as url:
         yield Layered(kind, url, model, runner, played, recorder)

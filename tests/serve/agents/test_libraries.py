@@ -50,7 +50,9 @@ def url(shared: Shared) -> Iterator[str]:
     """The address of a server whose model follows the script."""
     settings = ServeSettings(parks=False)
     record = Record()
-    house = House(ModelNames("actor"), playing(script)(settings=settings), record.watch)
+    house = House(
+        ModelNames("actor"), playing(script)(settings=settings), record.watch, record.ended
+    )
     house.load_first().runner.observers.append(shared)
     with serving(application(house, record, settings)) as address:
         yield address

@@ -169,7 +169,7 @@ def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
     record = Record(tmp_path / "events.jsonl")
 
     async def run() -> Ended:
-        house = House(ModelNames(str(folder / "first")), opening(), record.watch)
+        house = House(ModelNames(str(folder / "first")), opening(), record.watch, record.ended)
         for day in (21, 22):
             messages = [
                 {"role": "system", "content": f"Today is 2026-11-{day}. " + "Be brief. " * 9},
