@@ -201,7 +201,8 @@ def block_of(kind: str, seed: int) -> tuple[list[int], dict[str, np.ndarray[Any,
     if kind == "mllama":
         tiles, mask = 1 + seed % 4, np.zeros((1, 1, 4), np.int64)
         mask[..., :tiles] = 1
-        pixels = noise(1, 1, 4, 3, 16, 16) * mask[..., None, None, None]
+        size = CONFIGS["mllama"]["vision_config"]["image_size"]
+        pixels = noise(1, 1, 4, 3, size, size) * mask[..., None, None, None]
         ids = np.array([[SHAPES_OF_TILES[tiles]]])
         inputs = {"pixel_values": pixels.astype(np.float32), "aspect_ratio_ids": ids}
         return [TOKEN], {**inputs, "aspect_ratio_mask": mask}
