@@ -282,8 +282,7 @@ class Chat:
             sys.stderr.write(inline(*album.small(name), os.environ))
         self.open_eyes()
         if is_new and any(name in turn.user for turn in before.turns):  # as a text until now
-            self.conversation.history = self.conversation.history.without_tokens()
-            self.branches.forget_tokens()
+            self._forget_tokens()
         return name
 
     def open_eyes(self) -> None:
@@ -362,7 +361,6 @@ class Chat:
         found = plan_model(name, **plan)
         if loading.get("reserve", True):
             must_fit(found)
-        saw = self.conversation.sees  # ids of pictures are those of one loaded model
         # Two models at once may be too much, so the present one is freed first. After an interrupt
         # here, `_run` loads it again.
         self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
@@ -372,9 +370,8 @@ class Chat:
             clear_frames(error.__traceback__)  # they hold what was loaded so far
             self._try(self._complete_model)
             raise
-        if name != self.model or saw:
-            self.conversation.history = self.conversation.history.without_tokens()
-            self.branches.forget_tokens()
+        if name != self.model:
+            self._forget_tokens()
         self.model, self.loading, self.conversation.runner = name, loading, runner
         self._complete_model()
 
@@ -392,9 +389,17 @@ class Chat:
             self.conversation.runner, NoRunner
         ):
             with uninterrupted():
+                branches = [self.conversation.branch, *self.branches.others.values()]
+                if any(branch.history.shows_pictures for branch in branches):
+                    self._forget_tokens()  # ids of pictures are those of the model that is gone
                 for act in self.after_load:
                     act(self)
                 self._known_runner = self.conversation.runner
+
+    def _forget_tokens(self) -> None:
+        """Keep the conversation as texts, which the model that is loaded now tokenizes."""
+        self.conversation.history = self.conversation.history.without_tokens()
+        self.branches.forget_tokens()
 
     def _loaded_again(self) -> Runner:
         try:

@@ -139,6 +139,13 @@ class History:
         dropped = 0 if kept is None else self.dropped
         return replace(self, turns=turns, rendering=rendering, dropped=dropped)
 
+    @property
+    def shows_pictures(self) -> bool:
+        """True if pictures are among the tokens, whose ids hold for one loaded model only."""
+        from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
+
+        return max(self.rendering.tokens, default=0) >= FIRST_OF_PICTURES
+
     def without_tokens(self) -> History:
         """Return the turns as texts only."""
         turns = tuple(replace(turn, begins=None, ends=None) for turn in self.turns)

@@ -159,9 +159,7 @@ class Session:
 
 def _lasting(branch: Branch) -> Branch:
     """Return a branch without tokens if pictures are among them, and nothing says which."""
-    from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
-
-    if max(branch.history.rendering.tokens, default=0) < FIRST_OF_PICTURES:
+    if not branch.history.shows_pictures:
         return branch
     return replace(branch, history=branch.history.without_tokens())
 

@@ -241,3 +241,33 @@ def test_no_file_of_mlx_lm_has_pictures(
     saved_chat(seeing, pictures[0], tmp_path)
     with pytest.raises(SessionError, match="has pictures, which no file of mlx-lm can name"):
         export_session("zor", tmp_path / "a.safetensors", SessionStore(tmp_path / "sessions"))
+
+
+@pytest.mark.parametrize("how", ["context", "interrupted"])
+def test_a_model_that_is_loaded_again_has_other_ids(
+    how: str, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of pictures are made anew, and the answer is that of a cold run."""
+    model = write_seeing(tmp_path / "idefics3", "idefics3")  # no option says that it sees
+    typed = typed_to(Runner.load(model, reserve=False), tmp_path, str(model))
+    typed.chat.loading = {"reserve": False}
+    typed.type(f"/image {pictures[0]}", "What?", f"/image {pictures[1]}", "/branch b", "And?")
+    chat, load = typed.chat, Runner.load
+    if how == "interrupted":
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            monkeypatch.setattr(Runner, "load", load)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Runner, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.reload(str(model), context=900)
+        chat._complete_model()
+    else:
+        chat.reload(str(model), context=900)
+    assert not chat.conversation.history.shows_pictures
+    assert not any(one.history.shows_pictures for one in chat.branches.others.values())
+    typed.type(f"/image {pictures[2]}", "So?")
+    album, messages = chat.conversation.album, chat.conversation.messages
+    other = Runner.load(model, reserve=False)
+    assert messages[-1]["content"] == cold_answer(other, album, messages[:-1])
