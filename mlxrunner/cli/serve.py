@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 """The packages of the extra `serve`."""
 RUNNER = names(RunnerSettings)
+"""The settings of each model's runner."""
 GUESSES = about(GenerateOptions.__dataclass_fields__["speculate"]).help + " [default: auto]"
 """Help of an option that says nothing by itself, so that the config file may."""
-"""The settings of each model's runner."""
 
 
 def _option(name: str) -> Callable[[F], F]:
