@@ -12,6 +12,7 @@ import click
 from mlxrunner.cli.bench import bench
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.generate import generate
+from mlxrunner.cli.serve import serve
 from mlxrunner.cli.verify import verify
 from mlxrunner.errors import LaunchError, OptionError
 
@@ -26,10 +27,14 @@ WAYS: dict[str, Way] = {"--tensor-parallel": "tensor-parallel", "--pipeline": "p
 COMMANDS: dict[str, click.Command] = {
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "bench": bench,
     "verify": verify,
 }
-REFUSED = ("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--kv-bits", "--vs")
+REFUSED = (
+    *("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--kv-bits", "--vs"),
+    *("--park-bytes", "--pictures", "--picture-folder", "--unit"),
+)
 """Options of a command that only a model of one rank takes."""
 
 
@@ -108,10 +113,8 @@ def _command(ctx: click.Context, words: tuple[str, ...]) -> tuple[click.Context,
         raise OptionError(f"say how the hosts share the model: add {' or '.join(WAYS)}")
     own = [word for word in words[1:] if word not in WAYS]
     inner = command.make_context(words[0], own, parent=ctx)
-    flags = {option.name: flag for option in command.params for flag in option.opts}
-    params = inner.params.items()
-    given = {flags[name] for name, value in params if value not in (None, False, 1)}
-    for flag in REFUSED:
-        if flag in given:
+    for option in command.params:
+        flag, value = option.opts[0], inner.params.get(option.name or "")
+        if flag in REFUSED and value not in (None, False, option.default):
             raise OptionError(f"{flag} is for a model on one machine: leave it out with --hosts")
     return inner, WAYS[given_ways[0]]

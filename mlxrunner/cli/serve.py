@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,10 @@ def serve(
     usual = vars(RunnerSettings())
     runner = {k: value for k, value in take(options, RUNNER).items() if value != usual[k]}
     RunnerSettings.of(**runner)
+    ranks = click.get_current_context().meta.get("ranks")
     settings = ServeSettings(**options)
+    if ranks is not None:
+        settings = replace(settings, parks=False)  # files would have the part of one rank
     if unit_kind is not None:
         _print_unit(unit_kind, settings)
         return
@@ -117,9 +121,11 @@ def serve(
             speculate=speculate,
             draft_model=draft_model,
             trust_remote_code=trust_remote_code,
+            ranks=ranks,
         )
         house, opened = _loaded(model, opening, record)
-        lines = welcome(opened, house.names.shown, address_of(listening, settings.host), settings)
+        address, count = address_of(listening, settings.host), len(ranks.shares) if ranks else 1
+        lines = welcome(opened, house.names.shown, address, settings, count)
         shown = visible_text("\n".join(lines))
         serve(house, record, settings, listening, lambda: click.echo(shown, err=True))
 
@@ -132,11 +138,12 @@ def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened
     from mlxrunner.serve.answering.names import ModelNames
     from mlxrunner.terminal.progress import loading
 
+    is_shared = opening.ranks is not None
     for name in filter(None, (model, opening.draft_model)):
-        resolve(name, with_code=opening.trust_remote_code)  # a download shows a bar of its own
-    house = House(
-        ModelNames(model, read_config_file().aliases), opening, record.watch, record.ended
-    )
+        if not is_shared:
+            resolve(name, with_code=opening.trust_remote_code)  # a download shows a bar of its own
+    names = ModelNames(model, read_config_file().aliases, only_first=is_shared)
+    house = House(names, opening, record.watch, record.ended)
     with loading(model) as show:
         return house, house.load_first(show)
 

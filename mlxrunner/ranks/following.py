@@ -20,7 +20,7 @@ from mlxrunner.errors import LaunchError, MlxrunnerError
 from mlxrunner.ranks.bare import BARE, BareLoop
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts, versions
-from mlxrunner.ranks.leading import LOAD, WITH_LOGITS, receive
+from mlxrunner.ranks.leading import COPY, DROP, FREE, LOAD, WITH_LOGITS, receive
 from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.wire import JOINED, JOINS, Wire
 from mlxrunner.runner import Runner
@@ -73,6 +73,9 @@ def _follow(hosts: Hosts, rank: int, wire: Wire, told: queue.SimpleQueue[Any]) -
     """Do what the first rank says: compare a model, load it, run a pass."""
     order, group = told.get(), None
     while order is not None:
+        if order == DROP:
+            order = told.get()
+            continue
         count = len(hosts.addresses)
         checked_folder(order["model"], count, order["fingerprint"], order["way"])
         wire.send({"number": order["number"]})
@@ -92,14 +95,42 @@ def _run_model(
     """Load a model and run its passes. Return the message that is not one."""
     runner = load_share(Runner, order["model"], order["settings"], group, order["way"])
     wire.send({"number": order["number"], **share_of(runner)})
-    caches = make_layer_caches(runner.model, CacheOptions(runner.context))
-    bare = BareLoop(runner.model)
+    sequences, bare = Sequences(runner), BareLoop(runner.model)
+    does = {BARE: bare.run, COPY: sequences.copy, FREE: sequences.free}
     while isinstance(message := told.get(), list):
-        if message[0] == BARE:
-            bare.run(*message[1:])
+        first, *rest = message
+        if first in does:
+            does[first](*rest)
         else:
-            run_pass(runner.model, caches, group, *message)
+            count, *sequence = rest
+            run_pass(runner.model, sequences.caches(*sequence), group, first, count)
     return message
+
+
+class Sequences:
+    """The layer caches of each sequence of the first rank."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._model, self._options = runner.model, CacheOptions(runner.context)
+        self._caches: dict[int, list[LayerCache]] = {}
+
+    def caches(self, sequence: int = 0) -> list[LayerCache]:
+        """Return the layer caches of `sequence`, always the same ones."""
+        if sequence not in self._caches:
+            self._caches[sequence] = make_layer_caches(self._model, self._options)
+        return self._caches[sequence]
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Give `target` the first `count` tokens of `source`, and nothing else."""
+        for cache, other in zip(self.caches(target), self.caches(source), strict=True):
+            cache.free()
+            if count:
+                cache.copy(other, count)
+
+    def free(self, sequence: int) -> None:
+        """Free the caches of `sequence`."""
+        for cache in self.caches(sequence):
+            cache.free()
 
 
 def run_pass(

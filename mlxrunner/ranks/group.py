@@ -16,9 +16,11 @@ from mlxrunner.memory.reserve import weights_of
 from mlxrunner.models.fingerprint import differences, fingerprint
 from mlxrunner.models.resolve import folder_if_here, read_config
 from mlxrunner.models.sharding import Way, check_shares, share_among
+from mlxrunner.options import MOST_TOKENS
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.wire import JOIN_S
 from mlxrunner.runner import Runner
+from mlxrunner.system import device
 from mlxrunner.system.writing import open_temporary
 
 
@@ -67,12 +69,18 @@ def load_share(
 
 
 def share_of(runner: Runner) -> dict[str, int]:
-    """Describe this rank's part of a model: bytes of weights, bytes of a token, and room."""
-    assert runner.growing is not None
+    """Describe this rank's part of a model.
+
+    The bytes of its weights and of a token, the context, and the tokens of all conversations that
+    find room together.
+    """
+    demand = runner.growing
+    assert demand is not None
     return {
         "weights": weights_of(runner.model),
-        "token": runner.growing.caches(1),
+        "token": demand.caches(1),
         "context": runner.context,
+        "room": demand.largest_context(device.offered_bytes(), MOST_TOKENS),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +20,24 @@ WITH_LOGITS = 64
 """Most tokens of a forward pass whose logits are computed. A longer one only fills the caches."""
 
 
+COPY, FREE, DROP = "copy", "free", "drop"
+"""Messages: give a sequence the first tokens of another one, free its caches, drop the model."""
+
+
 class Held:
-    """The tokens in the caches of the other ranks: the first ones of one entry."""
+    """The tokens in the caches of the other ranks."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.entry_of: LeadingModel | None = None
+        self.tokens: dict[int, int] = {}
+        """The number of tokens of each sequence."""
+        self.model: LeadingModel | None = None
+        """The model whose sequences they are."""
+
+    def of(self, model: LeadingModel) -> dict[int, int]:
+        """Return the tokens of the sequences of `model`. Those of another one count no more."""
+        if self.model is not model:
+            self.model, self.tokens = model, {}
+        return self.tokens
 
 
 class LeadingModel:
@@ -38,19 +50,20 @@ class LeadingModel:
     def __init__(
         self,
         model: Any,
-        caches: Callable[[], Sequence[LayerCache]],
+        caches: Callable[[], Mapping[int, Sequence[LayerCache]]],
         group: mx.distributed.Group,
         tell: Callable[[Any], None],
         held: Held,
     ) -> None:
         """Wrap this rank's part of a model.
 
-        `caches` returns the layers of the entry. `tell` sends a message to all other ranks. `held`
-        is common to all entries whose passes the other ranks run.
+        `caches` returns the layers of each sequence: of an entry alone, those of sequence 0. `tell`
+        sends a message to all other ranks. `held` is common to all models whose passes the other
+        ranks run.
         """
         self.own_part = model
         """The part of this rank, for passes of which only shapes are asked."""
-        self._caches, self._group, self.tell = caches, group, tell
+        self.caches, self.group, self.tell = caches, group, tell
         self.held = held
 
     def __getattr__(self, name: str) -> Any:
@@ -61,25 +74,40 @@ class LeadingModel:
 
         Raise NotSupportedError if `cache` is not the entry's, which the other ranks lack.
         """
-        layers, count = self._caches(), tokens.shape[1]
-        ours = [layer.model_cache for layer in layers]
-        if list(map(id, cache)) != list(map(id, ours)):
-            raise NotSupportedError("a model on several ranks runs only the passes of its entry")
-        offset, held = layers[0].offset, self.held
-        if offset > (known := held.tokens if held.entry_of is self else 0):
+        sequence, count = self._sequence(cache), tokens.shape[1]
+        layers, held = self.caches()[sequence], self.held.of(self)
+        offset = layers[0].offset
+        if offset > (known := held.get(sequence, 0)):
             raise NotSupportedError(
                 f"the other ranks hold {known} tokens of the entry, which has {offset}"
             )
+        self._free_as_here()
         with undisturbed():
-            self.tell([offset, count])
-            held.tokens, held.entry_of = offset + count, self
-            passed = hand_on(tokens.astype(mx.int32), self._group)
+            self.tell([offset, count, sequence] if sequence else [offset, count])
+            held[sequence] = offset + count
+            passed = hand_on(tokens.astype(mx.int32), self.group)
             logits: mx.array = self.own_part(passed, cache=cache)
             if count <= WITH_LOGITS:
                 dispatch([logits])
                 return logits
             dispatch([layer.state for layer in layers])
             return mx.zeros(logits.shape, logits.dtype)
+
+    def _sequence(self, cache: Sequence[Any]) -> int:
+        """Return the sequence whose caches are `cache`."""
+        asked = list(map(id, cache))
+        for sequence, layers in self.caches().items():
+            if [id(layer.model_cache) for layer in layers] == asked:
+                return sequence
+        raise NotSupportedError("a model on several ranks runs only the passes of its entry")
+
+    def _free_as_here(self) -> None:
+        """Let the other ranks free the caches of sequences that have none here any more."""
+        held, here = self.held.of(self), self.caches()
+        if len(held) > 1:
+            for sequence in [one for one in held if not here[one][0].nbytes]:
+                self.tell([FREE, sequence])
+                del held[sequence]
 
 
 def hand_on(tokens: mx.array, group: mx.distributed.Group) -> mx.array:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from socket import socket
 from typing import Any
@@ -16,7 +17,10 @@ import mlx.core as mx
 
 from mlxrunner.errors import ModelError
 from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.models.load import LoadedModel
+from mlxrunner.models.resolve import folder_if_here, read_config
 from mlxrunner.models.sharding import Way
+from mlxrunner.ranks.engine import ServedModel
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.leading import LOAD, Held, LeadingModel, undisturbed
@@ -58,6 +62,34 @@ class Ranks:
 
         A model that was loaded before is dropped by the other ranks.
         """
+        runner = self._load(model, settings)
+        return self._lead(runner, partial(self._tell_of, self._number), Held())
+
+    def load_served(self, model: str, settings: dict[str, Any]) -> LoadedModel:
+        """Load `model` on all ranks for an engine of several conversations.
+
+        The first rank's part brings that engine. `room` says how many tokens they may have.
+        """
+        runner, tell = self._load(model, settings), partial(self._tell_of, self._number)
+        folder = folder_if_here(model)
+        assert folder is not None and self.group is not None
+        return LoadedModel(
+            model,
+            folder,
+            ServedModel(runner.model, dict, self.group, tell, Held()),
+            runner.tokenizer,
+            replace(runner.facts, context=runner.context),
+            read_config(folder),
+            runner.suggested_options,
+        )
+
+    @property
+    def room(self) -> int:
+        """The tokens of all conversations that find room on every rank."""
+        return min(share["room"] for share in self.shares.values())
+
+    def _load(self, model: str, settings: dict[str, Any]) -> Runner:
+        """Load the parts of `model`; see `load`. The runner has this rank's part alone."""
         folder = checked_folder(model, len(self.hosts.addresses), way=self.way)
         self.wait_for_all()
         self._number += 1
@@ -75,7 +107,7 @@ class Ranks:
                 *(rank, size(share["weights"]), size(share["token"]), share["context"]),
             )
         runner.context = min(share["context"] for share in self.shares.values())
-        return self._lead(runner, partial(self._tell_of, self._number), Held())
+        return runner
 
     def beside(self, first: Runner, *, context: int | None = None, **settings: Any) -> Runner:
         """Return another runner on the parts that `first` has loaded, with an entry of its own.
@@ -97,7 +129,7 @@ class Ranks:
     def _lead(self, runner: Runner, tell: Callable[[Any], None], held: Held) -> Runner:
         """Let the other ranks run the passes of `runner`, too."""
         assert self.group is not None
-        part, caches = runner.model, lambda: runner.entry.caches
+        part, caches = runner.model, lambda: {0: runner.entry.caches}
         runner.model = LeadingModel(part, caches, self.group, tell, held)
         return runner
 

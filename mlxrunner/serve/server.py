@@ -112,10 +112,16 @@ def application(house: House, record: Record, settings: ServeSettings) -> ASGIAp
     return make_app([*routers(house), watch_router(house, record)], rules)
 
 
-def welcome(opened: Opened, shown: str, address: str, settings: ServeSettings) -> list[str]:
-    """Return the lines that say where the server is, what it holds, and how clients find it."""
+def welcome(
+    opened: Opened, shown: str, address: str, settings: ServeSettings, ranks: int = 1
+) -> list[str]:
+    """Return the lines that say where the server is, what it holds, and how clients find it.
+
+    `ranks`: how many share the model.
+    """
     runner = opened.runner
-    places = f"{settings.slots} slots, {opened.room} tokens of context"
+    shared = f"{ranks} ranks, " if ranks > 1 else ""
+    places = f"{shared}{settings.slots} slots, {opened.room} tokens of context"
     parked = f"; {size(settings.park_bytes)} on disk in {parking_folder()}"
     return [
         f"serving {shown} at {address} ({places})",

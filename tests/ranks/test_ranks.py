@@ -169,7 +169,7 @@ def test_another_entry_begins_at_the_first_token(tmp_path: Path) -> None:
     held, group = Held(), mx.distributed.init()
     one, other = (Runner.load(tmp_path, reserve=False) for _ in range(2))
     for each in (one, other):
-        caches = partial(lambda runner: runner.entry.caches, each)
+        caches = partial(lambda runner: {0: runner.entry.caches}, each)
         each.model = LeadingModel(each.model, caches, group, told.append, held)
     prompt = [5, 6, 7]
     list(one.generate(prompt, max_tokens=1))

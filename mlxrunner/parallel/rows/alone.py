@@ -27,7 +27,8 @@ class OneAtATime(Engine):
         """`why`: the reason for running `model` this way. `options`: those of its layer caches."""
         super().__init__([], options.rewind_slack)
         self.model, self._options, self._why = model, options, why
-        self._caches: dict[int, list[LayerCache]] = {}
+        self.sequences: dict[int, list[LayerCache]] = {}
+        """The layer caches of each sequence."""
         self._num_layers = len(make_layer_caches(model, options))
         self._sees: Look | None = getattr(model, "look", None)
         self._before = self._coming = as_tokens([])
@@ -45,9 +46,9 @@ class OneAtATime(Engine):
         return ["one at a time"] * self._num_layers
 
     def caches(self, sequence: int) -> list[LayerCache]:
-        if sequence not in self._caches:
-            self._caches[sequence] = make_layer_caches(self.model, self._options)
-        return self._caches[sequence]
+        if sequence not in self.sequences:
+            self.sequences[sequence] = make_layer_caches(self.model, self._options)
+        return self.sequences[sequence]
 
     def forward(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
@@ -95,7 +96,7 @@ class OneAtATime(Engine):
         return rotators(self.model, caches, by)
 
     def forget(self) -> None:
-        for caches in self._caches.values():
+        for caches in self.sequences.values():
             for cache in caches:
                 cache.free()
 
@@ -104,12 +105,12 @@ class OneAtATime(Engine):
 
     def state(self) -> list[Any]:
         """Return all buffers, to be evaluated."""
-        return [cache.state for caches in self._caches.values() for cache in caches]
+        return [cache.state for caches in self.sequences.values() for cache in caches]
 
     def close(self) -> None:
         """Forget all sequences. A second call is allowed."""
         self.cache.close()
-        self._caches.clear()
+        self.sequences.clear()
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         raise AssertionError("there are no layers in shared cells")

@@ -64,6 +64,9 @@ class Engine(ABC):
         Only a model that sees pictures needs it. `tokens` are empty for those that it samples.
         """
 
+    def copied(self, source: int, target: int, count: int) -> None:  # noqa: B027  # most need not
+        """Note that `target` was empty, and has taken the first `count` tokens of `source`."""
+
     @property
     def most_sequences(self) -> int | None:
         """Most sequences that one step may carry; None: any number."""

@@ -56,9 +56,13 @@ def engine_for(
 
     `options`: those of the layer caches; their context is the most tokens of one sequence.
     `capacity`: cells for each sequence, on average. `max_batch`: tokens per step.
-    `depends_on_chunks`: the fact of that name about the model.
+    `depends_on_chunks`: the fact of that name about the model. A model with a method `own_engine`
+    brings its engine.
     """
     context = options.context or capacity
+    if hasattr(model, "own_engine"):
+        engine: OneAtATime = model.own_engine(options)
+        return engine
     if hasattr(model, "look"):
         return OneAtATime(model, options, SEES)
     if depends_on_chunks:

@@ -189,6 +189,8 @@ class Assigner:
         slot.exact, slot.rests = END, False
         lease = request.lease = slot.cache.begin(prompt, source=copied)
         lease.take()
+        if copied is not None:
+            self._engine.copied(source.number, slot.number, lease.lookup.cached)
         found = replace(lease.lookup, restored=min(restored, lease.lookup.cached))
         if request.clock.lookup_s:  # it waited: its lookup was timed before
             found = replace(found, rewind_s=0.0)

@@ -29,6 +29,8 @@ class ModelNames:
     """The model of requests that name none, as the user named it."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of models, from the config file."""
+    only_first: bool = False
+    """True if requests get no other model than the first."""
 
     @property
     def shown(self) -> str:
@@ -41,8 +43,10 @@ class ModelNames:
         for name in (asked, asked.removesuffix(LATEST)):
             if name in ("", self.shown, self.first):
                 return self.first
-            if name in self.aliases:
+            if name in self.aliases and self._may_be(self.aliases[name]):
                 return self.aliases[name]
+            if self.only_first:
+                continue
             if name in EMBEDDED or (HUB_ID.fullmatch(name) and _is_here(name)):
                 return name
         known = list(self)
@@ -67,7 +71,13 @@ class ModelNames:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names that clients can give, the first model's first."""
-        yield from dict.fromkeys((self.shown, *self.aliases, *_cached()))
+        aliases = [alias for alias, name in self.aliases.items() if self._may_be(name)]
+        others = () if self.only_first else _cached()
+        yield from dict.fromkeys((self.shown, *aliases, *others))
+
+    def _may_be(self, name: str) -> bool:
+        """Return True if requests may get the model `name`."""
+        return not self.only_first or name == self.first
 
 
 def _is_here(name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxrunner.config.file import read_config_file
 from mlxrunner.config.layering import MODEL, layer, settled, values
@@ -40,6 +40,9 @@ from mlxrunner.system import device
 from mlxrunner.system.folders import cache_folder
 from mlxrunner.terminal.text import size
 
+if TYPE_CHECKING:
+    from mlxrunner.ranks.ranks import Ranks
+
 USUAL = 8192
 """Tokens of the context that a model is given room for before others are unloaded for it."""
 OF_REQUESTS = frozenset(names(GenerateOptions)) - {"template"}
@@ -57,6 +60,8 @@ class Opening:
     draft_model: str | None = None
     """The model that guesses for each of them whose vocabulary it has."""
     trust_remote_code: bool = False
+    ranks: Ranks | None = None
+    """The ranks that share each model; None: it is on this machine alone."""
 
     def budget(self) -> int:
         """Return the most bytes of all models together."""
@@ -95,7 +100,8 @@ class Opening:
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.settings.slots,
-            memory=room - fixed,
+            memory=self._kept(loaded, room - fixed),
+            reserve=self.ranks is None,
             park_bytes=self.settings.park_bytes if parks else 0,
             park_folder=parking_folder() if parks else None,
             draft_model=draft,
@@ -114,7 +120,9 @@ class Opening:
         return why is None
 
     def _read(self, name: str, room: int, progress: LoadProgress) -> LoadedModel:
-        """Load a model, with its encoder of pictures if it is to see."""
+        """Load a model, with its encoder of pictures if it is to see, or this rank's part of it."""
+        if self.ranks is not None:
+            return self.ranks.load_served(name, dict(self.runner))
         if not self._sees(name):
             return load_model(name, trust_remote_code=self.trust_remote_code, progress=progress)
 
@@ -122,6 +130,12 @@ class Opening:
             self._fixed(unread, room, is_read=False)
 
         return load_seeing(name, progress=progress, check=check)
+
+    def _kept(self, loaded: LoadedModel, room: int) -> int:
+        """Return the most bytes of conversations, of the `room` that this machine has for them."""
+        if self.ranks is None:
+            return room
+        return min(room, self._demand(loaded, 0).caches(self.ranks.room))
 
     def _fixed(self, loaded: LoadedModel, room: int, *, is_read: bool = True) -> tuple[int, int]:
         """Return the bytes that a model takes without any conversation, and with the least one.

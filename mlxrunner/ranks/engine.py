@@ -1,0 +1,48 @@
+"""The first rank of a model that answers several conversations: one request in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.errors import ModelError
+from mlxrunner.parallel.rows.alone import OneAtATime
+from mlxrunner.ranks.leading import COPY, DROP, LeadingModel
+
+WHY = "ranks that share a model run one request in a step"
+
+
+class ServedModel(LeadingModel):
+    """A model that brings the engine of its conversations."""
+
+    def own_engine(self, options: CacheOptions) -> LeadingEngine:
+        """Return the engine, with layer caches of `options`."""
+        engine = LeadingEngine(self, options, WHY)
+        self.caches = lambda: engine.sequences
+        return engine
+
+
+class LeadingEngine(OneAtATime):
+    """An engine whose steps all ranks run: what it copies and drops, the others do, too."""
+
+    model: ServedModel
+
+    def copied(self, source: int, target: int, count: int) -> None:
+        self.model.tell([COPY, source, target, count])
+        self.model.held.of(self.model)[target] = count
+
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        """Return None: no keys are moved."""
+        return None
+
+    def close(self) -> None:
+        """Forget all sequences, and let the other ranks drop their parts of the model."""
+        if self.sequences:
+            with suppress(ModelError):  # another model has taken its place
+                self.model.tell(DROP)
+        super().close()
