@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import mlx.core as mx
+
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import ModelError
@@ -41,8 +43,13 @@ class LeadingEngine(OneAtATime):
         return None
 
     def close(self) -> None:
-        """Forget all sequences, and let the other ranks drop their parts of the model."""
+        """Forget all sequences, and let the other ranks drop their parts of the model.
+
+        The last pass ends first: the others are in it, too.
+        """
         if self.sequences:
+            with suppress(RuntimeError):  # a rank is lost: the guard says so
+                mx.synchronize()
             with suppress(ModelError):  # another model has taken its place
                 self.model.tell(DROP)
         super().close()

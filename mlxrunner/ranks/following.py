@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -96,7 +96,11 @@ def _run_model(
     runner = load_share(Runner, order["model"], order["settings"], group, order["way"])
     wire.send({"number": order["number"], **share_of(runner)})
     sequences, bare = Sequences(runner), BareLoop(runner.model)
-    does = {BARE: bare.run, COPY: sequences.copy, FREE: sequences.free}
+    does: dict[Any, Callable[..., None]] = {
+        BARE: bare.run,
+        COPY: sequences.copy,
+        FREE: sequences.free,
+    }
     while isinstance(message := told.get(), list):
         first, *rest = message
         if first in does:

@@ -72,7 +72,8 @@ class Ranks:
         """
         runner, tell = self._load(model, settings), partial(self._tell_of, self._number)
         folder = folder_if_here(model)
-        assert folder is not None and self.group is not None
+        assert folder is not None
+        assert self.group is not None
         return LoadedModel(
             model,
             folder,

@@ -58,6 +58,7 @@ def test_warm_histories_are_equal_after_every_ending(
 ) -> None:
     """Answers that were closed, failed or interrupted leave all ranks with what the entry holds.
 
+    So do those of an engine whose conversations take turns, copy from each other and are given up.
     One start of the ranks runs all models, one after the other. The ring of MLX polls its sockets:
     4 ranks on few cores are slow, and have one short answer.
     """
@@ -68,10 +69,11 @@ def test_warm_histories_are_equal_after_every_ending(
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(each) for each in done.stdout.splitlines()]
-    assert [one["model"] for one in found] == sorted(kinds)
+    assert [one["model"] for one in found] == [kind for kind in sorted(kinds) for _ in range(2)]
     for one in found:
-        assert sum(one["ended"].values()) == turns
+        assert sum(one["ended"].values()) >= turns
         assert turns == 1 or all(one["ended"].values())
+        assert turns == 1 or all(one.get("told", {}).values())
         assert min(one["compared"], one["reused"]) > 0
         assert one["worst"] < NOISE
 

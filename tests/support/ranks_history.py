@@ -3,7 +3,8 @@
 The models of a folder are loaded one after the other. Answers end in every way: whole, closed
 early, by an error in a callback, and by Ctrl-C at a random moment. Each one is compared with the
 cold answer of a model in one piece. Prints JSON for each model: how its answers ended, the tokens
-that were compared and that were reused, and the largest difference of a log-probability.
+that were compared and that were reused, and the largest difference of a log-probability. Then the
+same for an engine with a few slots, whose conversations take turns, fork and are given up.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from mlxrunner.errors import StepFailedError
 from mlxrunner.models.sharding import Way
+from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts
+from mlxrunner.ranks.leading import COPY, FREE
 from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.ranks import Ranks
+from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 
 ENDINGS = ("whole", "closed", "error", "interrupted")
@@ -41,6 +46,11 @@ def compare(runner: Runner, whole: Runner, prompt: list[int], tokens: int) -> tu
     Another token is allowed only where the two likeliest ones are equal within NOISE.
     """
     warm = list(runner.generate(prompt, max_tokens=tokens, logprobs=2))
+    return compared(warm, whole, prompt, tokens)
+
+
+def compared(warm: list[Chunk], whole: Runner, prompt: list[int], tokens: int) -> tuple[int, float]:
+    """Compare `warm`, an answer to `prompt`, with the cold one; see `compare`."""
     whole.reset()
     cold = list(whole.generate(prompt, max_tokens=tokens, logprobs=2))
     assert len(warm) == len(cold)
@@ -106,6 +116,81 @@ def history(runner: Runner, whole: Runner, turns: int) -> dict[str, Any]:
     return {"ended": ended, "compared": compared, "reused": reused, "worst": worst}
 
 
+def served(runner: ParallelRunner, whole: Runner, turns: int) -> dict[str, Any]:
+    """Run `turns` times 4 rounds of up to four requests at a time, and return what was found.
+
+    Prompts go on with an answer, fork from any earlier prompt, or are new.
+    """
+    chance = random.Random(11)
+    ended, reused, count, worst = dict.fromkeys(("whole", "closed", "failed"), 0), 0, 0, 0.0
+    known = [[chance.randrange(VOCAB) for _ in range(90)]]
+    fail_at_times(runner)
+    told = count_messages(runner)
+    for _ in range(4 * turns):
+        asked = []
+        for _ in range(chance.randrange(1, 5)):
+            old = chance.choice(known)
+            prompt = old[: chance.randrange(len(old) + 1)]
+            prompt = (prompt + [chance.randrange(VOCAB) for _ in range(chance.randrange(1, 80))])[
+                -180:
+            ]
+            ending = chance.choice(("whole", "closed"))
+            options: Any = {"max_tokens": 12 if ending == "whole" else 60, "logprobs": 2}
+            options["speculate"] = chance.choice(("off", "lookup"))
+            handle = runner.submit(prompt, **options)
+            asked.append((prompt, ending, handle))
+        for prompt, ending, handle in asked:
+            chunks = []
+            with handle:
+                try:
+                    for chunk in handle:
+                        chunks.append(chunk)
+                        if ending == "closed" and len(chunks) == 5:
+                            break
+                except StepFailedError:
+                    ending = "failed"
+            ended[ending] += 1
+            known = [*known, prompt + [c.token for c in chunks if c.token is not None]][-12:]
+            if ending == "whole":
+                assert chunks[-1].usage is not None
+                reused += chunks[-1].usage.cached_tokens
+                more, difference = compared(chunks, whole, prompt, 12)
+                count, worst = count + more, max(worst, difference)
+    found = {"ended": ended, "compared": count, "reused": reused, "worst": worst}
+    return {**found, "told": told}
+
+
+def count_messages(runner: ParallelRunner) -> dict[str, int]:
+    """Return how often each message but that of a pass will have been sent."""
+    model, told = runner.model, dict.fromkeys((COPY, FREE), 0)
+    tell = model.tell
+
+    def count(message: Any) -> None:
+        if message[0] in told:
+            told[message[0]] += 1
+        tell(message)
+
+    model.tell = count
+    return told
+
+
+def fail_at_times(runner: ParallelRunner) -> None:
+    """Let one pass in 40 raise an error, before or after all ranks have begun it."""
+    chance, engine = random.Random(13), runner._stepper._adapted
+    run = engine._pass
+
+    def may_fail(tokens: Any, caches: Any) -> Any:
+        number = chance.randrange(80)
+        if number == 0:
+            raise BrokenError
+        logits = run(tokens, caches)
+        if number == 1:
+            raise BrokenError
+        return logits
+
+    engine._pass = may_fail  # type: ignore[method-assign, union-attr]
+
+
 def bare(ranks: Ranks, runner: Runner) -> None:
     """Check that mlx-lm's own loop on all ranks gives the runner's tokens, also if left early."""
     steps, prompt = lead(runner.model.own_part, ranks.tell), list(range(1, 90))
@@ -132,7 +217,12 @@ def main(folder: str, hosts: str, port: str, turns: str, way: Way) -> None:
                 whole = Runner.load(model, reserve=False)
                 bare(ranks, runner)
                 done = history(runner, whole, int(turns))
-            print(json.dumps({"model": model.name, **done}))
+                print(json.dumps({"model": model.name, **done}))
+            loaded = ranks.load_served(str(model), {})
+            memory = 700 * ranks.shares[0]["token"]
+            asked: Any = {"max_sequences": 3, "memory": memory, "reserve": False}
+            with ParallelRunner.of(loaded, **asked) as runner:
+                print(json.dumps({"model": model.name, **served(runner, whole, int(turns))}))
 
 
 if __name__ == "__main__":
