@@ -34,7 +34,7 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
 @click.option(
     "--hosts",
     metavar="FILE",
-    help="Run generate, chat, bench or verify on a model that the hosts of FILE share, as "
+    help="Run generate, chat, serve, bench or verify on a model that the hosts of FILE share, as "
     "mlx.launch.",
 )
 @click.option(
@@ -47,7 +47,8 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
     type=click.IntRange(1024, 65535),
     default=FIRST_PORT,
     show_default=True,
-    help="With --hosts: the first port; one more for each rank follows.",
+    help="With --hosts: the first port between the ranks; one more for each rank follows. The port "
+    "of a server is an option of serve.",
 )
 @debug_option
 @click.pass_context
@@ -64,7 +65,7 @@ def launch(
     port: int,
 ) -> None:
     """Start CLIENT (claude, codex or opencode) on the models of a running `mlxrunner serve`, or
-    generate, chat, bench or verify on a model that several hosts share.
+    generate, chat, serve, bench or verify on a model that several hosts share.
 
     Options come before CLIENT; what follows it is for the client itself. The client gets its
     settings from the environment and its arguments: no file is written.
@@ -74,6 +75,7 @@ def launch(
     mlxrunner launch --print codex
     mlxrunner launch opencode run "What does this project do?"
     mlxrunner launch --hosts hosts.json -- generate -m MODEL --tensor-parallel "Hello"
+    mlxrunner launch --hosts hosts.json -- serve MODEL --tensor-parallel --port 8080
     """
     if hosts is not None:
         from mlxrunner.cli.over_hosts import follow, run

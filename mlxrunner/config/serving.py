@@ -83,7 +83,7 @@ class ServeSettings:
         False,
         bool,
         "Load models that see pictures with their encoders. Such a model answers one request in a "
-        "step, parks nothing and guesses nothing.",
+        "step, and guesses nothing.",
     )
     picture_folder: str | None = option(
         None,

@@ -253,8 +253,8 @@ def test_no_rank_is_left_behind(number: int, code: int, tmp_path: Path) -> None:
             "--tensor-parallel and --pipeline contradict each other: use one of them",
         ),
         (
-            ("serve", "--tensor-parallel"),
-            "serve does not run with --hosts: generate, chat, bench and verify do",
+            ("batch", "--tensor-parallel"),
+            "batch does not run with --hosts: generate, chat, serve, bench and verify do",
         ),
         (
             ("generate", "--tensor-parallel", "--n", "2", "Hi"),

@@ -39,14 +39,19 @@ def program(*arguments: str, code: str | None = None) -> Iterator[Running]:
     python = ["-m", "mlxrunner"] if code is None else ["-c", code]
     command = [sys.executable, *python, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stderr is not None
-    said = b""
     try:
-        while STARTED not in said:
-            line = process.stderr.readline()
-            assert line, said.decode()
-            said += line
-        yield Running(process, said)
+        yield started(process)
     finally:
         process.kill()
         process.communicate()
+
+
+def started(process: subprocess.Popen[bytes]) -> Running:
+    """Wait until the server in `process` answers."""
+    assert process.stderr is not None
+    said = b""
+    while STARTED not in said:
+        line = process.stderr.readline()
+        assert line, said.decode()
+        said += line
+    return Running(process, said)
