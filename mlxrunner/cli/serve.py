@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -154,5 +154,8 @@ def _print_unit(kind: Any, settings: ServeSettings) -> None:
     arguments = list(sys.argv[1:])
     at = next(i for i, one in enumerate(arguments) if one.partition("=")[0] == "--unit")
     del arguments[at : at + (1 if "=" in arguments[at] else 2)]
-    program = os.path.abspath(sys.argv[0])
-    click.echo(unit(kind, program, arguments, drain=settings.drain), nl=False)
+    program = Path(sys.argv[0]).absolute()
+    # What `python -m` runs is a file that no system can run by itself.
+    is_module = program.name == "__main__.py"
+    begin = [sys.executable, "-m", "mlxrunner"] if is_module else [str(program)]
+    click.echo(unit(kind, [*begin, *arguments], Path.cwd(), drain=settings.drain), nl=False)

@@ -17,6 +17,7 @@ _SYSTEMD = """\
 Description=mlxrunner serve: language models for the programs on this machine
 
 [Service]
+WorkingDirectory={folder}
 ExecStart={command}
 Restart=on-failure
 TimeoutStopSec={stop}
@@ -26,18 +27,20 @@ WantedBy=default.target
 """
 
 
-def unit(kind: UnitKind, program: str, arguments: Sequence[str], *, drain: float) -> str:
-    """Return the file for `kind` that runs `program` with `arguments`.
+def unit(kind: UnitKind, command: Sequence[str], folder: Path, *, drain: float) -> str:
+    """Return the file for `kind` that runs `command` in `folder`.
 
     `drain`: the seconds that running requests have to end; parking takes some more.
     """
-    command, stop = [program, *arguments], int(drain) + 30
+    stop = int(drain) + 30
     if kind == "systemd":
-        return _SYSTEMD.format(command=_quoted(command), stop=stop)
+        place = str(folder).replace("%", "%%")
+        return _SYSTEMD.format(command=_quoted(command), folder=place, stop=stop)
     found = plistlib.dumps(
         {
             "Label": LABEL,
-            "ProgramArguments": command,
+            "ProgramArguments": list(command),
+            "WorkingDirectory": str(folder),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ExitTimeOut": stop,

@@ -167,23 +167,34 @@ def test_a_port_in_use() -> None:
 
 
 def test_units() -> None:
-    """Both run the same command; what means something to systemd is quoted."""
-    arguments = ["serve", "my model", "--port", "9", "--api-key", "50%$x"]
-    agent = plistlib.loads(unit("launchd", "/bin/mlxrunner", arguments, drain=5).encode())
-    assert agent["ProgramArguments"] == ["/bin/mlxrunner", *arguments]
+    """Both run the same command in the same folder; what means something to systemd is quoted."""
+    command = ["/bin/mlxrunner", "serve", "my model", "--port", "9", "--api-key", "50%$x"]
+    folder = Path("/home/me/100% mine")
+    agent = plistlib.loads(unit("launchd", command, folder, drain=5).encode())
+    assert agent["ProgramArguments"] == command
+    assert agent["WorkingDirectory"] == str(folder)
     assert agent["ExitTimeOut"] == 35
-    service = unit("systemd", "/bin/mlxrunner", arguments, drain=5)
-    assert "ExecStart=/bin/mlxrunner serve 'my model' --port 9 --api-key '50%%$$x'" in service
+    service = unit("systemd", command, folder, drain=5)
+    assert "ExecStart=/bin/mlxrunner serve 'my model' --port 9 --api-key '50%%$$x'\n" in service
+    assert "WorkingDirectory=/home/me/100%% mine\n" in service
     assert "TimeoutStopSec=35" in service
 
 
-def test_the_unit_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints the command without itself."""
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("mlxrunner", [os.path.abspath("mlxrunner")]),
+        ("/lib/mlxrunner/__main__.py", [sys.executable, "-m", "mlxrunner"]),
+    ],
+)
+def test_the_unit_option(program: str, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints the command without itself, as the system can run it."""
     arguments = ["serve", "--unit", "systemd", "--slots", "3"]
-    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0
-    assert f"ExecStart={os.path.abspath('mlxrunner')} serve --slots 3\n" in result.stdout
+    assert f"ExecStart={' '.join(command)} serve --slots 3\n" in result.stdout
+    assert f"WorkingDirectory={os.getcwd()}\n" in result.stdout
 
 
 def test_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
