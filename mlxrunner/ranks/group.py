@@ -48,13 +48,22 @@ def checked_folder(
 
 
 def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
-    """Join the ring as `rank`."""
+    """Join the ring as `rank`. Raise LaunchError if its port is in use."""
     with open_temporary() as file:
         file.write(hosts.ring.encode())
         file.seek(0)
         os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
-        with _bounded():
-            return mx.distributed.init(strict=True, backend="ring")
+        try:
+            with _bounded():
+                return mx.distributed.init(strict=True, backend="ring")
+        except RuntimeError as error:
+            if "bind" not in str(error):
+                raise  # a rank was lost: the guard says which
+            first, last = hosts.port + 1, hosts.port + len(hosts.addresses)
+            raise LaunchError(
+                f"can't join the ring ({error}): the ranks need the ports {first} to {last}, one "
+                "each: choose another --port of launch"
+            ) from error
 
 
 def load_share(

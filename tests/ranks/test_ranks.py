@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -222,6 +223,21 @@ def test_a_rank_that_is_frozen_while_it_joins_the_ring_ends_the_command(tmp_path
         assert process.wait() == 1
         for rank in ranks:
             wait_until_gone(rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.exhaustive(1)
+def test_a_port_of_the_ring_in_use_is_one_line(rank: int, tmp_path: Path) -> None:
+    """It names the ports that the ranks need, whichever of them finds its own one taken."""
+    write_model(tmp_path / "model")
+    first = free_port(2)
+    words = ["--port", str(first), "--", *ASK, str(tmp_path / "model"), "Hello"]
+    line = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", str(write_hosts(tmp_path, 2))]
+    with socket.create_server(("127.0.0.1", first + 1 + rank)):
+        done = subprocess.run([*line, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"the ranks need the ports {first + 1} to {first + 2}, one each" in done.stderr
+    assert "internal error" not in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
