@@ -104,9 +104,9 @@ def _used_by_server(loop: threading.Thread) -> float:
 
 
 def _run(server: Any, listening: Any) -> None:
-    import asyncio
+    import uvloop
 
-    asyncio.run(server._serve([listening]))
+    uvloop.run(server._serve([listening]))
 
 
 def ways(pipe: Connection, client: httpx.Client, model: str) -> Iterator[Way]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mlxrunner.serve.answering.opened import Opened, Opening
     from mlxrunner.serve.watch.record import Record
 
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 """The packages of the extra `serve`."""
 RUNNER = names(RunnerSettings)
 """The settings of each model's runner."""

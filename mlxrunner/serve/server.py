@@ -14,6 +14,7 @@ from types import FrameType
 
 import h11
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -277,7 +278,7 @@ def serve(
             await house.close()
             record.close()
 
-    asyncio.run(run())
+    uvloop.run(run())
     if has_work():  # a model that is being loaded; the interpreter must not end beside it
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):

@@ -84,10 +84,17 @@ class ThinkingSplitter:
         if found:
             self._close, self._held, self._between = "", rest, True
             return thought
-        lengths = range(len(self._close) - 1, 0, -1)
-        held = next((n for n in lengths if thought.endswith(self._close[:n])), 0)
-        self._held = thought[len(thought) - held :]
-        return thought[: len(thought) - held]
+        shown = len(thought) - overlap(thought, self._close)
+        self._held = thought[shown:]
+        return thought[:shown]
+
+
+def overlap(text: str, tag: str) -> int:
+    """Return the length of the longest end of `text` that begins `tag`, and is not all of it."""
+    for length in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0
 
 
 def without_thinking(answer: str, prompt: str = "") -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
+from mlxrunner.templates.thinking import overlap
+
 INCOMPLETE = "\ufffd"
 LONGEST_CHARACTER = 4
 """Bytes of the longest character, which is also the most tokens of a character."""
@@ -101,7 +103,7 @@ class StopScanner:
         if found:
             self.stopped, self._held = True, ""
             return held[: min(found)[1]]
-        keep = max(_overlap(held, stop) for stop in self._stops)
+        keep = max(overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
@@ -109,10 +111,3 @@ class StopScanner:
         """Return the text that was held back and is not a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
-    return next(
-        (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
-    )

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvloop
 from support.load import Tally, load, request
 from support.models import write_model, write_tokenizer
 from support.program import program
@@ -60,7 +61,7 @@ class Running:
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        uvloop.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
 
+from mlxrunner.templates.thinking import overlap
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.stream import ByteStream, DecodeStream, StopScanner
 
@@ -374,3 +375,10 @@ def test_every_tokenizer_of_a_directory_is_its_own(directories: dict[str, Path],
     first, second = load_tokenizer(directories[kind]), load_tokenizer(directories[kind])
     assert first is not second
     assert first.encode("the dog") == second.encode("the dog")
+
+
+@given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=6))
+def test_overlap(text: str, tag: str) -> None:
+    """It is the longest end of a text that begins a tag, but for the whole tag."""
+    ends = [n for n in range(len(tag)) if text[len(text) - n :] == tag[:n] and n <= len(text)]
+    assert overlap(text, tag) == max(ends)

@@ -11,7 +11,7 @@ from mlxrunner.serve.events import CUT_OFF, Note
 from mlxrunner.serve.prompts.arguments import name_of
 from mlxrunner.serve.prompts.channels import ChannelReader
 from mlxrunner.serve.prompts.formats import Call, CallFormat, Piece, Tools
-from mlxrunner.templates.thinking import ThinkingSplitter, without_thinking
+from mlxrunner.templates.thinking import ThinkingSplitter, overlap, without_thinking
 
 _HEADER = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*[\w.-]+\s*\[ARGS\]\s*")
 SEPARATORS = " \t\n;,"
@@ -83,7 +83,7 @@ class CallReader:
             self._gap = before[len(text) :]
             self._held, self._in_call, self._searched = rest, True, 0
             return True
-        shown = len(self._held) - _overlap(self._held, self._form.start)
+        shown = len(self._held) - overlap(self._held, self._form.start)
         shown = len(self._held[:shown].rstrip())
         self._show(self._held[:shown])
         self._held = self._held[shown:]
@@ -192,12 +192,6 @@ def _json_end(text: str, begin: int) -> int | None:
         return _DECODER.raw_decode(text, begin)[1]
     except (ValueError, RecursionError):
         return None
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Return the length of the longest end of `text` that begins `tag`."""
-    lengths = range(min(len(text), len(tag) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(tag[:n])), 0)
 
 
 class AnswerReader:

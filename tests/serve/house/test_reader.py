@@ -13,7 +13,8 @@ from support.threads import LONG, alone, asked, opened
 
 from mlxrunner import ClosedError, ParallelRunner
 from mlxrunner.parallel.threads import feed
-from mlxrunner.serve.answering.pace import Reader
+from mlxrunner.serve.answering import pace
+from mlxrunner.serve.answering.pace import FAST_S, GATHERED_S, Reader
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +106,69 @@ def test_a_runner_that_is_closed(llama: Any, *, is_whole: bool) -> None:
 
     with opened(llama, 1, context=100_000) as runner:
         asyncio.run(read(runner))
+
+
+class Made:
+    """A request whose tokens come at set times, and the clock of those who read it."""
+
+    error = None
+
+    def __init__(self, times: list[float]) -> None:
+        self.now = 0.0
+        self._times = times
+
+    def time(self) -> float:
+        return self.now
+
+    async def news(self, _: Any, seconds: float, *, at_end: bool) -> bool:
+        """Let the time pass until there is a token, or to the last one or the end of `seconds`."""
+        due = self._times[-1 if at_end else 0] if self._times else self.now
+        self.now = max(self.now, min(due, self.now + seconds))
+        return self.now >= due
+
+    def poll(self) -> list[float]:
+        come = [one for one in self._times if one <= self.now]
+        del self._times[: len(come)]
+        return come
+
+    def delivered(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[float]]]:
+        """Return each delivery: when it was, and the times of its tokens."""
+        monkeypatch.setattr(pace, "news_of", self.news)
+        monkeypatch.setattr(pace.asyncio, "get_running_loop", lambda: self)
+
+        async def read() -> list[tuple[float, list[float]]]:
+            reader: Any = Reader(self)  # type: ignore[arg-type]
+            found = []
+            while self._times:
+                tokens = await reader.next(60)
+                found.append((self.now, tokens))
+            return found
+
+        reading = read()
+        with pytest.raises(StopIteration) as ended:
+            reading.send(None)
+        return list(ended.value.value)
+
+
+def test_slow_tokens_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [0.5 + 1.25 * FAST_S * n for n in range(40)]
+    assert Made([*times]).delivered(monkeypatch) == [(one, [one]) for one in times]
+
+
+def test_fast_tokens_share_deliveries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token and the end don't wait, and no token waits for longer than a delivery."""
+    times = [0.5 + FAST_S / 8 * n for n in range(101)]
+    found = Made([*times]).delivered(monkeypatch)
+    assert found[0] == (times[0], times[:1])
+    assert found[-1][0] == times[-1]
+    assert [one for _, tokens in found for one in tokens] == times
+    waits = [when - one for when, tokens in found for one in tokens]
+    assert max(waits) <= GATHERED_S
+    assert len(found) == 2 + int((times[-1] - times[0]) / GATHERED_S)
+
+
+def test_a_stream_that_slows_down_is_delivered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = [0.5 + FAST_S / 8 * n for n in range(40)]
+    slow = [fast[-1] + 0.1 * n for n in range(1, 5)]
+    found = Made([*fast, *slow]).delivered(monkeypatch)
+    assert found[-4:] == [(one, [one]) for one in slow]
