@@ -38,7 +38,7 @@ SIZE = {
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {"sliding_window": 256, "sliding_window_pattern": 2},
-    "lfm2": {"full_attn_idxs": [1]},
+    "lfm2": {},
     "qwen3_next": {},
 }
 """Full attention, windows, short convolutions, gated deltas: what differs from SIZE."""
@@ -49,11 +49,13 @@ def write_untrained(folder: Path, kind: str, *, layers: int = 2, width: int = 64
 
     `width`: the size of its states; its MLPs are twice as wide, and heads have 16 or more.
     """
-    size = SIZE | {
+    size: dict[str, Any] = SIZE | {
         "num_hidden_layers": layers,
         "hidden_size": width,
         "intermediate_size": 2 * width,
     }
+    if kind == "lfm2":
+        size |= {"block_dim": width, "full_attn_idxs": [*range(1, layers, 2)]}
     config = tiny_config(kind, **size | KINDS[kind], vocab_size=len([*LETTERS, *MARKS]))
     model = tiny_model(config)
     _silence_marks(model)
