@@ -56,6 +56,21 @@ def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(logprobs[:, 0], logprobs[:, 1], atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+def test_no_buffer_is_copied(name: str) -> None:
+    """The cells of a layer take more memory than all else that a step computes."""
+    with Stepper(*tiny_parts(name), max_sequences=8, context=20_000, prefill_step=250) as runner:
+        adapted: Any = runner._adapted
+        list(runner.submit(SHORT, max_tokens=2, stop_tokens=[]))
+        mx.eval(adapted.state())
+        layer = max(array.nbytes for group in adapted.groups for array in group.state)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        for end in (90, 200, 300):
+            list(runner.submit(PROMPT[:end], max_tokens=4, stop_tokens=[]))
+        assert mx.get_peak_memory() - before < layer
+
+
 def test_a_step_that_lacks_cells_stores_nothing() -> None:
     """Though its first pass alone had room."""
     with Stepper(*tiny_parts("llama"), max_sequences=2, context=100, prefill_step=64) as runner:
