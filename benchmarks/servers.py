@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
     parser.add_argument("--against", nargs="+", default=["mlx_lm"], choices=[*CONTENDERS])
     parser.add_argument("--layers", type=int, default=2, help="of the model")
-    parser.add_argument("--width", type=int, default=64, help="of the states (lfm2: 64 only)")
+    parser.add_argument("--width", type=int, default=64, help="of the states")
     given = parser.parse_args()
     model = {"layers": given.layers, "width": given.width}
     names = [US, *given.against]

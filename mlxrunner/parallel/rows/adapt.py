@@ -162,7 +162,7 @@ class Adapted(Engine):
             self._pass(*_part(tokens, batch, ahead), [0])
             # The second pass writes into the same buffers: while an attention of the first one is
             # to be computed, that would copy them.
-            mx.async_eval([group.state for group in self.groups])  # type: ignore[no-untyped-call]
+            mx.eval([group.state for group in self.groups])
             tokens, batch = _part(tokens, batch, rows)
             rows = range(len(rows))
         return self._pass(tokens, batch, rows)
