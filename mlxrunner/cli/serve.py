@@ -104,17 +104,24 @@ def serve(
     for package in PACKAGES:
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
-    from mlxrunner.serve.answering.opened import Opening
-    from mlxrunner.serve.server import check_access, check_rules, listen
-    from mlxrunner.serve.watch.record import Record
-    from mlxrunner.terminal.signals import orderly_end
+    from mlxrunner.terminal.signals import orderly_end, uninterrupted
+
+    with uninterrupted():  # pydantic turns an interrupt of its own work into another error
+        from mlxrunner.serve.answering.opened import Opening
+        from mlxrunner.serve.server import (
+            address_of,
+            check_access,
+            check_rules,
+            listen,
+            serve,
+            welcome,
+        )
+        from mlxrunner.serve.watch.record import Record
 
     check_access(settings)
     check_rules(settings)
     record = Record(events, log_text=log_text)
     with orderly_end(), listen(settings) as listening:
-        from mlxrunner.serve.server import address_of, serve, welcome
-
         opening = Opening(
             settings=settings,
             runner=runner,

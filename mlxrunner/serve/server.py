@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import h11
@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import HANDLED_SIGNALS
 
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.serving import ServeSettings
@@ -31,7 +32,7 @@ from mlxrunner.serve.guard import Rules, hosts_of, is_loopback
 from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.serve.watch.record import Record
 from mlxrunner.serve.watch.routes import watch_router
-from mlxrunner.terminal.signals import say_now
+from mlxrunner.terminal.signals import say_now, uninterrupted
 from mlxrunner.terminal.text import size
 
 INTERRUPTED = 130
@@ -244,6 +245,20 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Handle signals from before the event loop begins until it has ended.
+
+        uvicorn does so only while it answers. An exception of a handler in an event loop that is
+        starting can be lost, and with it the signal.
+        """
+        before = {number: signal.signal(number, self.handle_exit) for number in HANDLED_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal; leave at once at a second Ctrl-C."""
         if self.should_exit and sig == signal.SIGINT:
@@ -269,7 +284,9 @@ def serve(
     Afterwards running requests have their time to end, and idle conversations are parked. If a
     model is still being loaded then, the process ends here.
     """
-    server = Server(application(house, record, settings), house, settings.drain, ready)
+    with uninterrupted():  # pydantic turns an interrupt of its own work into another error
+        app = application(house, record, settings)
+    server = Server(app, house, settings.drain, ready)
 
     async def run() -> None:
         try:
@@ -278,7 +295,8 @@ def serve(
             await house.close()
             record.close()
 
-    uvloop.run(run())
+    with server.heeding():
+        uvloop.run(run())
     if has_work():  # a model that is being loaded; the interpreter must not end beside it
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):

@@ -104,6 +104,41 @@ def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
         assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", ["start", "end"])
+def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at: str) -> None:
+    """Before it begins, and while conversations are parked, a signal ends the server in order."""
+    raised = f"signal.raise_signal({int(number)})"
+    code = (
+        "import signal, uvloop\n"
+        "from mlxrunner.cli import main\n"
+        "from mlxrunner.serve.answering.house import House\n"
+        "run, close = uvloop.run, House.close\n"
+        "def begin(main):\n"
+        f"    {raised if at == 'start' else 'pass'}\n"
+        "    run(main)\n"
+        "async def end(self):\n"
+        f"    {raised if at == 'end' else 'pass'}\n"
+        "    await close(self)\n"
+        "    print('closed')\n"
+        "uvloop.run, House.close = begin, end\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, "serve", str(model), "--no-park", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if at == "end":
+        assert process.stderr is not None
+        while b"Ollama clients" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+    told, said = process.communicate(timeout=300)
+    leaves_at_once = at == "end" and number == signal.SIGINT
+    assert process.returncode == (130 if leaves_at_once else 0)
+    assert told.decode() == ("" if leaves_at_once else "closed\n")
+    assert said.decode().count("stopping; Ctrl-C leaves at once") == 1
+    assert "Traceback" not in said.decode()
+
+
 def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
     """The server does not wait for it, and ends in order."""
     code = (
