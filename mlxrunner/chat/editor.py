@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from threading import Thread
@@ -154,9 +155,10 @@ class Editor:
         app = self._session.app
         while self._thread.is_alive():
             if app.loop is not None and app.is_running:
-                app.loop.call_soon_threadsafe(
-                    lambda: app.is_done or app.exit(exception=KeyboardInterrupt)
-                )
+                with suppress(RuntimeError):  # the loop has just been closed
+                    app.loop.call_soon_threadsafe(
+                        lambda: app.is_done or app.exit(exception=KeyboardInterrupt)
+                    )
             self._thread.join(0.05)
 
 

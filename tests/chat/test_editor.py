@@ -80,14 +80,17 @@ def test_a_second_interrupt_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatc
         editor = Editor(commands(), lambda name, before: [])
 
         def interrupt(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        def interrupt_once_it_edits(draft: Draft) -> None:
             while not editor._session.app.is_running:
                 time.sleep(0.01)
-            raise KeyboardInterrupt
+            interrupt()
 
         with monkeypatch.context() as patched:
             patched.setattr("threading.Thread.join", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                editor.read(interrupt)
+                editor.read(interrupt_once_it_edits)
         keys.send_text("hello\r")
         assert editor.read(Draft.wait_until_over) == "hello"
 

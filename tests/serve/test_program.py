@@ -15,7 +15,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from support.models import write_model, write_tokenizer
-from support.program import program
+from support.program import program, started
 
 from mlxrunner.cli import main
 from mlxrunner.config.file import read_config_file
@@ -127,9 +127,7 @@ def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at:
     command = [sys.executable, "-c", code, "serve", str(model), "--no-park", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if at == "end":
-        assert process.stderr is not None
-        while b"Ollama clients" not in process.stderr.readline():
-            pass
+        started(process)
         process.send_signal(signal.SIGTERM)
     told, said = process.communicate(timeout=300)
     leaves_at_once = at == "end" and number == signal.SIGINT
