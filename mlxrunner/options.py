@@ -315,7 +315,7 @@ class RunnerSettings:
     checkpoint_budget: int | None = option(
         None,
         int,
-        "Bytes for checkpoints of windows and states. [default: room for 8]",
+        "Bytes for checkpoints of windows and states. [default: room for 8 to 64]",
         low=0,
         metavar="BYTES",
     )

@@ -6,18 +6,34 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlxrunner.cache.checkpoints import INTERVAL
 from mlxrunner.cache.layers.layout import Layout
 from mlxrunner.terminal.text import size
 
-CHECKPOINTS = 8
-"""Number of checkpoints that fit into the default budget.
+CHECKPOINTS, CHECKPOINT_SHARE = 8, 10
+"""Number of checkpoints of a sequence in the default budget, if they are one part in 10 of the
+device's offer at most.
 
 They cover a system prompt, the last few messages and some places in between.
 """
-CHECKPOINT_SHARE = 10
-"""The default budget is at most this fraction of the device's offer: one part in 10."""
+SMALL_CHECKPOINTS, SMALL_SHARE = 64, 100
+"""The same for checkpoints that are one part in 100 at most, so that an edit anywhere goes back to
+one nearby. A context has no more of them than one every INTERVAL tokens.
+"""
 SMALLEST_CONTEXT = 256
 """Fewest tokens of a context that the advice recommends."""
+
+
+def default_checkpoints(nbytes: int, context: int, offered: int, sequences: int = 1) -> int:
+    """Return the bytes for checkpoints of `nbytes` each, on a device that offers `offered`.
+
+    `context` is the most tokens of one of the `sequences`.
+    """
+    small = min(SMALL_CHECKPOINTS, context // INTERVAL)
+    return max(
+        min(sequences * CHECKPOINTS * nbytes, offered // CHECKPOINT_SHARE),
+        min(sequences * small * nbytes, offered // SMALL_SHARE),
+    )
 
 
 @dataclass(frozen=True)
@@ -79,13 +95,12 @@ class Demand:
     def checkpoints(self, context: int, offered: int) -> int:
         """Return the checkpoint budget in bytes; 0 if no layer needs checkpoints.
 
-        By default it holds CHECKPOINTS at the far end of the context, and at most a tenth of the
-        device's offer.
+        The default is `default_checkpoints` of the size at the far end of the context.
         """
         one = sum(layout.checkpoint_bytes(context) for layout in self.layouts)
         if self.checkpoint_budget is not None or not one:
             return (self.checkpoint_budget or 0) if one else 0
-        return min(CHECKPOINTS * one, offered // CHECKPOINT_SHARE)
+        return default_checkpoints(one, context, offered)
 
     def growing(self, tokens: int, prefill_step: int, offered: int) -> int:
         """Return the bytes in use after `tokens` tokens if memory is allocated as tokens come.

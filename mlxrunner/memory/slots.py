@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.errors import MemoryPlanError
-from mlxrunner.memory.plan import CHECKPOINT_SHARE, CHECKPOINTS, Demand
+from mlxrunner.memory.plan import Demand, default_checkpoints
 from mlxrunner.memory.reserve import demand_of, weights_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.terminal.text import size
@@ -52,8 +52,9 @@ def demand_of_slots(
         )
         for layout in one.layouts
     ]
-    checkpoint = sum(layout.checkpoint_bytes(settings.context or 0) for layout in one.layouts)
-    budget = min(slots * CHECKPOINTS * checkpoint, offered // CHECKPOINT_SHARE)
+    context = settings.context or 0
+    checkpoint = sum(layout.checkpoint_bytes(context) for layout in one.layouts)
+    budget = default_checkpoints(checkpoint, context, offered, slots)
     if settings.checkpoint_budget is not None:
         budget = settings.checkpoint_budget if checkpoint else 0
     groups = len({layout.most_rows for layout in one.layouts if layout.row_bytes})
@@ -61,7 +62,7 @@ def demand_of_slots(
         one,
         layouts=layouts,
         checkpoint_budget=budget,
-        host_fixed=TOKEN_BYTES * slots * (settings.context or 0),
+        host_fixed=TOKEN_BYTES * slots * context,
         host_per_token=groups * COPIES * (POSITION_BYTES + slots) + step,
     )
 

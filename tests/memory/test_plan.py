@@ -15,11 +15,14 @@ from mlx.utils import tree_flatten
 from support.models import tiny_config, write_model
 
 from mlxrunner import OptionError, Runner
+from mlxrunner.cache.checkpoints import INTERVAL
 from mlxrunner.cache.layers.layout import Layout
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.plan import (
     CHECKPOINT_SHARE,
     CHECKPOINTS,
+    SMALL_CHECKPOINTS,
+    SMALL_SHARE,
     SMALLEST_CONTEXT,
     Batch,
     Demand,
@@ -134,24 +137,34 @@ def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "offered", "expected"),
+    ("budget", "context", "offered", "expected"),
     [
-        (None, 10**9, CHECKPOINTS * (3 * 10 + 5)),
-        (None, 1000, 1000 // CHECKPOINT_SHARE),
-        (12, 10**9, 12),
-        (0, 10**9, 0),
+        (None, 100, 10**9, CHECKPOINTS * (3 * 10 + 5)),
+        (None, 2**17, 10**9, SMALL_CHECKPOINTS * (3 * 10 + 5)),
+        (None, 10 * INTERVAL, 10**9, 10 * (3 * 10 + 5)),
+        (None, 2**17, 50_000, 50_000 // SMALL_SHARE),
+        (None, 2**17, 10_000, CHECKPOINTS * (3 * 10 + 5)),
+        (None, 2**17, 1000, 1000 // CHECKPOINT_SHARE),
+        (12, 100, 10**9, 12),
+        (0, 100, 10**9, 0),
     ],
     ids=[
         "by default room for several",
+        "for many, where they are small",
+        "one every interval",
+        "as many as are small",
+        "several, where they are not",
         "a share of what is offered",
         "what the caller says",
         "none",
     ],
 )
-def test_the_budget_for_checkpoints(budget: int | None, offered: int, expected: int) -> None:
+def test_the_budget_for_checkpoints(
+    budget: int | None, context: int, offered: int, expected: int
+) -> None:
     """Three rows of ten bytes and a state of five."""
     layout = Layout("sliding", 10, most_rows=8, checkpoint_rows=3, checkpoint_fixed=5)
-    assert Demand(0, (layout,), Batch(0), budget).checkpoints(100, offered) == expected
+    assert Demand(0, (layout,), Batch(0), budget).checkpoints(context, offered) == expected
 
 
 def test_what_only_a_copy_undoes_is_planned_twice() -> None:
