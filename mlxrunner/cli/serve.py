@@ -169,7 +169,8 @@ def _print_unit(kind: Any, settings: ServeSettings) -> None:
     command, folder = [*begin, *arguments], Path.cwd()
     text = unit(kind, command, folder, drain=settings.drain, environment=os.environ)
     click.echo(text, nl=False)
-    if settings.api_key and not any(one.startswith("--api-key") for one in arguments):
+    source = click.get_current_context().get_parameter_source("api_key")
+    if source is click.core.ParameterSource.ENVIRONMENT:
         click.echo(
             "the key is not in this file: put it into the config file, as api_key in [serve]",
             err=True,

@@ -239,7 +239,9 @@ def test_the_unit_option(program: str, command: list[str], monkeypatch: pytest.M
     assert f"WorkingDirectory={os.getcwd()}\n" in result.stdout
 
 
-def test_a_key_of_the_environment_is_not_in_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_the_environment_is_not_in_the_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line says where it belongs; OpenBLAS, without which Linux is slow, is in the unit."""
     arguments = ["serve", "--unit", "systemd"]
     monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
@@ -249,6 +251,10 @@ def test_a_key_of_the_environment_is_not_in_the_unit(monkeypatch: pytest.MonkeyP
     assert "secret" not in result.output
     assert result.stderr.count("\n") == 1
     assert "api_key in [serve]" in result.stderr
+    file = tmp_path / "config.toml"
+    file.write_text('[serve]\napi_key = "secret"\n')
+    result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, arguments)
+    assert ("secret" in result.output, result.stderr) == (False, "")
 
 
 def test_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
