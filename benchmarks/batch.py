@@ -1,6 +1,6 @@
 """Measure a batch of 200 prompts that share prefixes, against mlx-lm.
 
-python benchmarks/batch.py [--scale S] [--only MODEL] [--rounds N] [--quick]
+PYTHONPATH=tests python benchmarks/batch.py [--scale S] [--only MODEL] [--rounds N] [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). Sides, on the same weights,
 in one process, in turn:

@@ -1,6 +1,7 @@
 """Measure how much many interleaved conversations reuse, with several numbers of slots.
 
-python benchmarks/conversations.py [--slots K ...] [--memory MB] [--disk MB] [--log FOLDER]
+PYTHONPATH=tests python benchmarks/conversations.py [--slots K ...] [--memory MB]
+    [--disk MB] [--log FOLDER]
 
 40 conversations of agents and chats send 1,000 requests: common headers, growing turns, edits,
 retries, titles, compaction, subagents that start together (tests/support/conversations.py). Each

@@ -1,6 +1,6 @@
 """Measure the cost of the event of each request.
 
-python benchmarks/events.py [--tokens 32768] [--rounds 20]
+PYTHONPATH=tests python benchmarks/events.py [--tokens 32768] [--rounds 20]
 
 A tiny Llama with random weights, so that what is measured is not lost in the model; a conversation
 of 64 messages. "in the observer": everything that is done for the event, after the last chunk was

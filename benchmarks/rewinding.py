@@ -1,6 +1,6 @@
 """Measure rewinding a long conversation, and decoding at its full depth, against mlx-lm.
 
-python benchmarks/rewinding.py [--quick]
+PYTHONPATH=tests python benchmarks/rewinding.py [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run.
 Random float32 weights; the sides take turns in one process. First a Llama: both answers are open at

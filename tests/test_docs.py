@@ -121,6 +121,15 @@ def test_links_lead_to_files(name: str) -> None:
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
+def test_scripts_that_need_the_tests_have_them_on_their_path() -> None:
+    """Without PYTHONPATH=tests, one that imports `support` ends at once."""
+    text = ALL + "".join(file.read_text() for file in (ROOT / "benchmarks").glob("*.py"))
+    for before, name in re.findall(r"(\S*)[ `]?python ((?:benchmarks|tools)/\w+\.py)", text):
+        script = (ROOT / name).read_text()
+        needs_path = re.search(r"^from support", script, re.M) and "sys.path.insert" not in script
+        assert not needs_path or before.endswith("PYTHONPATH=tests"), name
+
+
 def test_every_command_is_in_the_docs() -> None:
     """With its help, which explains each option."""
     for name, command in commands(cli.main):

@@ -68,6 +68,7 @@ def help_file(path: tuple[str, ...]) -> str:
     return f"help/{'-'.join(('mlxrunner', *path))}.txt"
 
 
+@pytest.mark.exhaustive(len(PATHS))
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: " ".join(path) or "mlxrunner")
 def test_the_help_of_a_command(path: tuple[str, ...]) -> None:
     """A new command fails here until its help has a golden file."""

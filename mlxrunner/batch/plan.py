@@ -28,8 +28,8 @@ Measured by benchmarks/lanes.py on MLX's CPU backend: 8 lines bring about as muc
 shrinks as the new part gets longer and the answer shorter; the memory grows with both.
 """
 _COUNTED = (
-    "all of the prompts alone, one line at a time: one that goes on like the answer before it "
-    "costs less"
+    "these counts take one line at a time and no answers: a prompt that continues the answer "
+    "before it costs less"
 )
 
 

@@ -29,13 +29,18 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
     help="The server's address.",
 )
 @click.option("--model", help="The model to use. [default: the server's first]")
-@click.option("--api-key", envvar="MLXRUNNER_API_KEY", help="The server's key, if it asks for one.")
+@click.option(
+    "--api-key",
+    envvar="MLXRUNNER_API_KEY",
+    show_envvar=True,
+    help="The server's key, if it asks for one.",
+)
 @click.option("--print", "prints", is_flag=True, help="Print the settings, and start nothing.")
 @click.option(
     "--hosts",
     metavar="FILE",
-    help="Run generate, chat, serve, bench or verify on a model that the hosts of FILE share, as "
-    "mlx.launch.",
+    help="Run generate, chat, serve, bench or verify on a model that the hosts of FILE share. FILE "
+    "is as mlx.launch has it.",
 )
 @click.option(
     "--rank",
@@ -69,6 +74,9 @@ def launch(
 
     Options come before CLIENT; what follows it is for the client itself. The client gets its
     settings from the environment and its arguments: no file is written.
+
+    With --hosts, the command takes --tensor-parallel (each host has a part of every layer) or
+    --pipeline (each host has some of the layers).
 
     \b
     mlxrunner launch claude

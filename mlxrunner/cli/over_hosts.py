@@ -109,10 +109,10 @@ def _command(ctx: click.Context, words: tuple[str, ...]) -> tuple[click.Context,
     given_ways = [flag for flag in WAYS if flag in words]
     if len(given_ways) > 1:
         raise OptionError(f"{' and '.join(WAYS)} contradict each other: use one of them")
-    if not given_ways:
-        raise OptionError(f"say how the hosts share the model: add {' or '.join(WAYS)}")
     own = [word for word in words[1:] if word not in WAYS]
     inner = command.make_context(words[0], own, parent=ctx)
+    if not given_ways:
+        raise OptionError(f"say how the hosts share the model: add {' or '.join(WAYS)}")
     for option in command.params:
         flag, value = option.opts[0], inner.params.get(option.name or "")
         if flag in REFUSED and value not in (None, False, option.default):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -165,4 +166,12 @@ def _print_unit(kind: Any, settings: ServeSettings) -> None:
     # What `python -m` runs is a file that no system can run by itself.
     is_module = program.name == "__main__.py"
     begin = [sys.executable, "-m", "mlxrunner"] if is_module else [str(program)]
-    click.echo(unit(kind, [*begin, *arguments], Path.cwd(), drain=settings.drain), nl=False)
+    command, folder = [*begin, *arguments], Path.cwd()
+    text = unit(kind, command, folder, drain=settings.drain, environment=os.environ)
+    click.echo(text, nl=False)
+    source = click.get_current_context().get_parameter_source("api_key")
+    if source is click.core.ParameterSource.ENVIRONMENT:
+        click.echo(
+            "the key is not in this file: put it into the config file, as api_key in [serve]",
+            err=True,
+        )

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +34,7 @@ LEAVE_S = 3
 
 def follow(hosts: Hosts, rank: int) -> None:
     """Follow the first rank until it ends. Raise LaunchError if it can't be reached."""
-    wire, told = Wire(inherited() or _connected(hosts)), queue.SimpleQueue[Any]()
+    wire, told = Wire(inherited() or _connected(hosts, rank)), queue.SimpleQueue[Any]()
     threading.Thread(target=wire.beat, daemon=True).start()
     threading.Thread(target=_listen, args=(wire, told), daemon=True).start()
     wire.send({"rank": rank, "versions": versions()})
@@ -47,16 +48,16 @@ def follow(hosts: Hosts, rank: int) -> None:
             raise
 
 
-def _connected(hosts: Hosts) -> socket.socket:
-    end = time.monotonic() + WAIT_S
+def _connected(hosts: Hosts, rank: int) -> socket.socket:
+    place, end = f"{hosts.addresses[0]}:{hosts.port}", time.monotonic() + WAIT_S
+    with suppress(OSError):
+        os.write(2, f"mlxrunner: rank {rank}: waiting for rank 0 at {place}\n".encode())
     while True:
         try:
             return socket.create_connection((hosts.addresses[0], hosts.port), timeout=5)
         except OSError as error:
             if time.monotonic() > end:
-                raise LaunchError(
-                    f"rank 0 at {hosts.addresses[0]}:{hosts.port} can't be reached: {error}"
-                ) from error
+                raise LaunchError(f"rank 0 at {place} can't be reached: {error}") from error
             time.sleep(0.1)
 
 

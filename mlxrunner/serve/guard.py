@@ -7,6 +7,7 @@ pages of other origins get no answer unless the user has named them.
 
 from __future__ import annotations
 
+import base64
 import hmac
 import ipaddress
 import uuid
@@ -22,8 +23,10 @@ from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.shapes import refusal_response
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-OPEN = frozenset({"/health", "/"})
-"""Paths that need no key: they tell nothing of anybody's requests."""
+OPEN = frozenset({("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/")})
+"""Requests that need no key: they tell nothing of anybody's requests."""
+ASK_FOR_KEY = {"www-authenticate": 'Basic realm="the key of mlxrunner serve, as the password"'}
+"""Header that lets a browser ask its user for the key of the status page."""
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 
 
@@ -79,6 +82,8 @@ class Guard:
         refused = await self._let_in(scope, receive, send, headers)
         if refused is not None:
             response = refusal_response(scope["path"], refused, state["id"])
+            if scope["path"] == "/" and refused.status == 401:
+                response.headers.update(ASK_FOR_KEY)
             await response(scope, receive, send)
 
     async def _let_in(
@@ -121,7 +126,7 @@ class Guard:
                 f"{origin:.100} if they should",
                 code="origin_not_allowed",
             )
-        is_open = scope["path"] in OPEN or _is_preflight(scope, headers)
+        is_open = (scope["method"], scope["path"]) in OPEN or _is_preflight(scope, headers)
         if self._rules.key and not is_open:
             self._check_key(self._rules.key, headers)
 
@@ -143,9 +148,7 @@ class Guard:
         return is_here and name_in(place) in (self._rules.hosts or LOOPBACK)
 
     def _check_key(self, key: str, headers: Headers) -> None:
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = [token.strip()] if kind.lower() == "bearer" else []
-        given += headers.getlist("x-api-key")
+        given = [*_token(headers.get("authorization", "")), *headers.getlist("x-api-key")]
         if not any(hmac.compare_digest(one.encode(), key.encode()) for one in given):
             what = "is not the server's" if any(given) else "is missing"
             raise RefusedError(
@@ -154,6 +157,19 @@ class Guard:
                 "'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
             )
+
+
+def _token(header: str) -> list[str]:
+    """Return the key in an Authorization header: a bearer token, or the password of a browser."""
+    kind, _, token = header.partition(" ")
+    if kind.lower() == "bearer":
+        return [token.strip()]
+    if kind.lower() != "basic":
+        return []
+    try:
+        return [base64.b64decode(token.strip(), validate=True).decode().partition(":")[2]]
+    except ValueError:  # not base64, or not UTF-8
+        return []
 
 
 def _is_preflight(scope: Scope, headers: Headers) -> bool:

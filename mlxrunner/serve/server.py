@@ -129,14 +129,14 @@ def welcome(
         f"serving {shown} at {address} ({places})",
         f"memory: {size(opened.bytes)} with {runner.cells} tokens of conversations"
         + (parked if settings.parks else "; what finds no room is lost"),
-        f"  OpenAI clients:     base URL {address}/v1, any key" + _key(settings),
+        f"  OpenAI clients:     base URL {address}/v1, {_key(settings)}",
         f"  Anthropic clients:  ANTHROPIC_BASE_URL={address} ANTHROPIC_MODEL={shown}",
         f"  Ollama clients:     OLLAMA_HOST={address}",
     ]
 
 
 def _key(settings: ServeSettings) -> str:
-    return ": the one of --api-key" if settings.api_key else ""
+    return "the server's key" if settings.api_key else "any key"
 
 
 class Door(H11Protocol):

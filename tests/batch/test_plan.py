@@ -113,8 +113,8 @@ def test_the_table_and_the_dictionary(store: Store) -> None:
         "evaluated in input order   9  0% saved",
         "evaluated in prefix order  7  22% saved",
         "evaluated at best          6  by a cache of any size",
-        "all of the prompts alone, one line at a time: one that goes on like the answer before it "
-        "costs less",
+        "these counts take one line at a time and no answers: a prompt that continues the answer "
+        "before it costs less",
         "about 6.6 s in prefix order, as fast as last time: prompts 100 tokens/s, answers 10 "
         "tokens/s and 16 tokens long",
         "1 at a time, as far as they fit into memory",

@@ -20,6 +20,8 @@ from click.testing import CliRunner
 from mlxrunner import cli
 from mlxrunner.errors import LaunchError, ModelError, NotSupportedError
 from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.ranks import following
+from mlxrunner.ranks.following import follow
 from mlxrunner.ranks.group import checked_folder
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts, versions
@@ -344,6 +346,28 @@ def test_random_weights_are_refused() -> None:
 def test_a_model_elsewhere_is_not_downloaded() -> None:
     with pytest.raises(ModelError, match="not on this machine"):
         checked_folder("nobody/no-such-model", 2)
+
+
+def test_a_rank_says_for_whom_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It waits for two minutes, and nobody knows why otherwise."""
+    monkeypatch.setattr(following, "WAIT_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    with pytest.raises(LaunchError, match="can't be reached"):
+        follow(read_hosts(str(write_hosts(tmp_path, 2)), port), 1)
+    assert capfd.readouterr().err == f"mlxrunner: rank 1: waiting for rank 0 at 127.0.0.1:{port}\n"
+
+
+def test_the_help_of_a_command_needs_no_way(tmp_path: Path) -> None:
+    """Without hosts, the options of ranks name the command that takes them."""
+    hosts = str(write_hosts(tmp_path, 2))
+    done = CliRunner().invoke(cli.main, ["launch", "--hosts", hosts, "--", "generate", "--help"])
+    assert (done.exit_code, done.stderr) == (0, "")
+    for way in (TENSOR, PIPELINE):
+        done = CliRunner().invoke(cli.main, ["generate", f"--{way}", "Hi"])
+        assert "launch --hosts" in done.stderr
 
 
 def test_a_rank_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def router(seen: list[Any]) -> APIRouter:
         return {"id": request.state.id}
 
     @routes.get("/health")
+    @routes.get("/")
+    @routes.head("/")
     async def health() -> dict[str, Any]:
         return {}
 
@@ -194,6 +196,35 @@ def test_the_key(locked: str, headers: dict[str, str], status: int) -> None:
         assert answer.json()["error"]["type"] == "authentication_error"
         assert "secret" not in answer.text
     assert httpx.get(f"{locked}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "status"),
+    [
+        ("GET", None, 401),
+        ("HEAD", None, 200),
+        ("GET", "secret", 200),
+        ("GET", "wrong", 401),
+        ("GET", "", 401),
+    ],
+)
+@pytest.mark.exhaustive(5)
+def test_the_status_page_needs_the_key(
+    locked: str, method: str, key: str | None, status: int
+) -> None:
+    """A browser asks its user for it. HEAD tells Ollama's clients only that a server is there."""
+    answer = httpx.request(method, f"{locked}/", auth=None if key is None else ("me", key))
+    assert answer.status_code == status
+    assert answer.headers.get("www-authenticate", "").startswith("Basic") == (status == 401)
+
+
+@pytest.mark.parametrize("token", ["bWU6c2VjcmV0x", "bWU6c2Vj", "/////w==", "c2VjcmV0", "="])
+@pytest.mark.exhaustive(5)
+def test_a_broken_password_is_no_key(locked: str, token: str) -> None:
+    """Damaged, cut off, no UTF-8, no colon: each is refused. Other paths ask no browser."""
+    answer = httpx.get(f"{locked}/slots", headers={"authorization": f"Basic {token}"})
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
 
 
 SHAPES = {

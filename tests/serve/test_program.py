@@ -200,14 +200,23 @@ def test_a_port_in_use() -> None:
 
 
 def test_units() -> None:
-    """Both run the same command in the same folder; what means something to systemd is quoted."""
+    """Both run the same command in the same folder, with the variables that decide how it runs.
+
+    What means something to systemd is quoted, and no secret is in the file.
+    """
     command = ["/bin/mlxrunner", "serve", "my model", "--port", "9", "--api-key", "50%$x"]
     folder = Path("/home/me/100% mine")
-    agent = plistlib.loads(unit("launchd", command, folder, drain=5).encode())
+    environment = {"HF_HOME": '/a "b" 5%', "MLXRUNNER_API_KEY": "secret", "HOME": "/home/me"}
+    agent = plistlib.loads(
+        unit("launchd", command, folder, drain=5, environment=environment).encode()
+    )
+    assert agent["EnvironmentVariables"] == {"HF_HOME": '/a "b" 5%'}
     assert agent["ProgramArguments"] == command
     assert agent["WorkingDirectory"] == str(folder)
     assert agent["ExitTimeOut"] == 35
-    service = unit("systemd", command, folder, drain=5)
+    service = unit("systemd", command, folder, drain=5, environment=environment)
+    assert 'Environment="HF_HOME=/a \\"b\\" 5%%"\n' in service
+    assert service.count("Environment=") == 1
     assert "ExecStart=/bin/mlxrunner serve 'my model' --port 9 --api-key '50%%$$x'\n" in service
     assert "WorkingDirectory=/home/me/100%% mine\n" in service
     assert "TimeoutStopSec=35" in service
@@ -228,6 +237,24 @@ def test_the_unit_option(program: str, command: list[str], monkeypatch: pytest.M
     assert result.exit_code == 0
     assert f"ExecStart={' '.join(command)} serve --slots 3\n" in result.stdout
     assert f"WorkingDirectory={os.getcwd()}\n" in result.stdout
+
+
+def test_a_key_of_the_environment_is_not_in_the_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says where it belongs; OpenBLAS, without which Linux is slow, is in the unit."""
+    arguments = ["serve", "--unit", "systemd"]
+    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
+    variables = {"MLXRUNNER_API_KEY": "secret", "LD_PRELOAD": "/lib/libopenblas.so.0"}
+    result = CliRunner(env=variables).invoke(main, arguments)
+    assert 'Environment="LD_PRELOAD=/lib/libopenblas.so.0"\n' in result.stdout
+    assert "secret" not in result.output
+    assert result.stderr.count("\n") == 1
+    assert "api_key in [serve]" in result.stderr
+    file = tmp_path / "config.toml"
+    file.write_text('[serve]\napi_key = "secret"\n')
+    result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, arguments)
+    assert ("secret" in result.output, result.stderr) == (False, "")
 
 
 def test_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
