@@ -391,6 +391,7 @@ def test_a_billing_header_that_is_left_out_is_no_cause(maker: PromptMaker) -> No
         ("Be brief.", "Be long.", "other"),
         ("", "Be long.", "other"),
         ("same 2026-11-02", "other 2026-11-03", "other"),
+        ("I am Bo. Who am I?", "I am Bo.\n\nWho am I?", "other"),
     ],
 )
 def test_the_kind_of_a_difference(old: str, new: str, kind: str) -> None:

@@ -40,7 +40,7 @@ def difference(old: str, new: str) -> str:
     if "x-anthropic-billing-header" in old and _BILLING.sub("", old) == _BILLING.sub("", new):
         return "billing-header"
     first, second = _windows(old, new)
-    is_short = max(len(first), len(second)) <= MOST
+    is_short = max(len(first), len(second)) <= MOST and first.split() != second.split()
     for kind, masks in (
         ("changing-date", (_DATE,)),
         ("changing-id", (_ID,)),
