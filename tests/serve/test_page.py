@@ -61,6 +61,16 @@ def test_the_page_shows_who_runs_and_what_was_lost() -> None:
     assert 'http-equiv="refresh"' in text
 
 
+def test_a_miss_has_the_remedy_of_its_cause() -> None:
+    """One whose cause is not known has that of its reason."""
+    caller = {"request": "req-1", "client": "opencode", "session": "one", "rules": []}
+    caller |= {"cause": "asked-anew", "remedy": "Nothing is to be done here."}
+    text = status_page([], [as_event(example_event(caller=caller))])
+    assert "Nothing is to be done here." in text
+    assert "put what changes" not in text
+    assert "put what changes" in status_page([], [event(1)])
+
+
 def test_a_page_without_models_and_requests_says_so() -> None:
     text = status_page([], [])
     assert "No model is loaded" in text

@@ -93,7 +93,7 @@ def _misses(events: Sequence[Event]) -> str:
             number(event.lost_tokens),
             event.reason or "",
             place_of(event),
-            remedy(event.reason),
+            _helps(event),
         ]
         for event in lost
     ]
@@ -101,3 +101,9 @@ def _misses(events: Sequence[Event]) -> str:
     text = "Requests that evaluated tokens again; /explain/{request} shows the two sides of one."
     table = elements.table(columns, rows, kind="stack")
     return elements.panel("The latest misses", text, table, is_wide=True)
+
+
+def _helps(event: Event) -> str:
+    """Return what helps against a miss: against its cause, if that is known."""
+    known = None if event.caller is None else event.caller.remedy
+    return known or remedy(event.reason)
