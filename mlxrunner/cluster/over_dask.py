@@ -299,10 +299,15 @@ async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
             )
             yield await stack.enter_async_context(client)
         except (OSError, TimeoutError) as error:
-            raise OptionError(
-                f"{options.dask}: no scheduler answers there: is `dask scheduler` running, and "
-                f"are its certificates from the same authority? ({one_line(str(error))})"
-            ) from error
+            raise _nobody_at(options.dask, error) from error
+
+
+def _nobody_at(address: str | None, error: Exception) -> OptionError:
+    why = one_line(str(error))
+    return OptionError(
+        f"{address}: no scheduler answers there: is `dask scheduler` running, and are its "
+        f"certificates from the same authority? ({why})"
+    )
 
 
 def worker_settings() -> dict[str, Any]:
@@ -333,11 +338,13 @@ def _be_quiet() -> None:
     Let a supervisor start its worker again, however long that takes: Dask ends it after 15 s.
     """
     import dask
+    import distributed  # noqa: F401  # it makes its loggers
 
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"})
     dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
-    for name in ("distributed", "bokeh", "tornado"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # some of them have a level of their own
+        if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def check_installed() -> None:
@@ -351,11 +358,15 @@ def check_installed() -> None:
 
 
 async def work(address: str, options: Connection, say: Callable[[str], None]) -> None:
-    """Be a worker of the cluster at `address` until it is cancelled, and again after a crash."""
+    """Be a worker of the cluster at `address` until it is cancelled, and again after a crash.
+
+    Raise OptionError if no scheduler answers there.
+    """
     from distributed import Nanny
     from distributed.utils import get_ip
 
     _be_quiet()
+    await _check_scheduler(address, options)
     host = address.split("://")[1].rpartition(":")[0].strip("[]")
     with tempfile.TemporaryDirectory(prefix="mlxrunner-") as folder:
         nanny = Nanny(
@@ -370,3 +381,16 @@ async def work(address: str, options: Connection, say: Callable[[str], None]) ->
         async with nanny:
             say(f"a worker of {address}: Ctrl-C ends it")
             await nanny.finished()
+
+
+async def _check_scheduler(address: str, options: Connection) -> None:
+    """Raise OptionError if none answers: the process of a worker would only fail to start."""
+    from distributed.comm import connect
+
+    security = _security(options)
+    arguments = {} if security is None else security.get_connection_args("worker")
+    try:
+        found = await connect(address, timeout=CONNECT_S, **arguments)
+    except (OSError, TimeoutError) as error:
+        raise _nobody_at(address, error) from error
+    await found.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
+from click.testing import CliRunner, Result
 from support.batches import lines, run, unbroken
 from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
+from mlxrunner.cli import main
 from mlxrunner.cluster import dealing, driving, over_dask
 from mlxrunner.cluster.driving import Driver
 from mlxrunner.cluster.keeping import MOST_STARTS
@@ -278,6 +280,17 @@ def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.Monk
     result = run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9")
     assert result.exit_code == 2, result.stderr
     assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
+    result = CliRunner().invoke(main, ["worker", "tcp://127.0.0.1:9"])
+    assert result.exit_code == 2, result.stderr
+    assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
+
+
+def test_dask_writes_no_lines_of_its_own() -> None:
+    """Some of its loggers have a level of their own, which that of "distributed" doesn't change."""
+    over_dask._be_quiet()
+    for name in logging.root.manager.loggerDict:
+        if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
+            assert not logging.getLogger(name).isEnabledFor(logging.ERROR), name
 
 
 def test_a_scheduler_that_is_silent_is_given_up_after_the_time_that_is_said(
