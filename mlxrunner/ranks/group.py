@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +61,21 @@ def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
         except RuntimeError as error:
             if "bind" not in str(error):
                 raise  # a rank was lost: the guard says which
-            first, last = hosts.port + 1, hosts.port + len(hosts.addresses)
             raise LaunchError(
-                f"can't join the ring ({error}): the ranks need the ports {first} to {last}, one "
-                "each: choose another --port of launch"
+                f"can't join the ring ({error}): {_bind_advice(hosts, rank)}"
             ) from error
+
+
+def _bind_advice(hosts: Hosts, rank: int) -> str:
+    """Return what to do about a rank that can't listen: its address or its port is to blame."""
+    own = ip_address(hosts.addresses[rank])
+    with socket.socket(socket.AF_INET if own.version == 4 else socket.AF_INET6) as free:
+        try:
+            free.bind((str(own), 0))
+        except OSError:
+            return f"{own} is no address of this machine, and rank {rank} is here: mend --hosts"
+    first, last = hosts.port + 1, hosts.port + len(hosts.addresses)
+    return f"the ranks need the ports {first} to {last}, one each: choose another --port of launch"
 
 
 def load_share(

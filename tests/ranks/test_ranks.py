@@ -22,7 +22,7 @@ from mlxrunner.errors import LaunchError, ModelError, NotSupportedError
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.ranks import following
 from mlxrunner.ranks.following import follow
-from mlxrunner.ranks.group import checked_folder
+from mlxrunner.ranks.group import checked_folder, join
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts, versions
 from mlxrunner.ranks.leading import Held, LeadingModel
@@ -240,6 +240,15 @@ def test_a_port_of_the_ring_in_use_is_one_line(rank: int, tmp_path: Path) -> Non
     assert done.returncode == 1
     assert f"the ranks need the ports {first + 1} to {first + 2}, one each" in done.stderr
     assert "internal error" not in done.stderr
+
+
+def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
+    """Another port would help no rank whose own address is elsewhere."""
+    file = tmp_path / "hosts.json"
+    file.write_text('[{"ips": ["192.0.2.1"]}, {"ips": ["127.0.0.1"]}]')
+    hosts = read_hosts(str(file), free_port(2))
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is no address of this machine"):
+        join(hosts, 0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
