@@ -67,6 +67,24 @@ def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
     assert asked.id == completion.id == raw.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": ASK["messages"]}),
+        ("completions", {"prompt": "Hello"}),
+        ("responses", {"input": "Hello"}),
+    ],
+)
+def test_an_answer_names_the_model_if_the_request_names_none(
+    url: str, answers: Scripted, path: str, body: dict[str, Any], streams: bool
+) -> None:
+    answer = httpx.post(f"{url}/v1/{path}", json={**body, "stream": streams})
+    assert answer.status_code == 200, answer.text
+    assert f'"model":"{answers.model.name}"' in answer.text
+    assert '"model":""' not in answer.text
+
+
 def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scripted) -> None:
     """Text, thinking and two calls, and the usage in the last chunk."""
     answers.script = [Waiting("for a slot"), Reading(1, 2), *CALLS]

@@ -122,7 +122,7 @@ class Scripted:
         return [self.model]
 
     def card(self, model: str) -> ModelCard:
-        if model.removesuffix(":latest") != self.model.name:
+        if model.removesuffix(":latest") not in ("", self.model.name):
             raise RefusedError(404, f"there is no model {model}", code="model_not_found")
         return self.model
 

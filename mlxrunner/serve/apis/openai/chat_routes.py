@@ -22,6 +22,7 @@ def router(answers: Answers) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as a completion or as a stream of chunks."""
+        body.model = body.model or answers.card("").name
         client = client_of(request, body.prompt_cache_key or body.user)
         several = chat_request.read(body, client, request.state.id)
         out = chat_request.left_out(body)

@@ -195,6 +195,7 @@ def router(answers: Answers) -> APIRouter:
     @routes.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Go on with raw text, as a completion or as a stream of chunks."""
+        body.model = body.model or answers.card("").name
         client = client_of(request, body.prompt_cache_key or body.user)
         several = read(body, client, request.state.id)
         writer = Writer(body, several)

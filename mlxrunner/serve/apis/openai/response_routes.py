@@ -35,6 +35,7 @@ def router(answers: Answers) -> APIRouter:
     @routes.post("/v1/responses")
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation, as a response or as a stream of events."""
+        body.model = body.model or answers.card("").name
         conversation = asked_for(body, request)
         asked, ends = conversation.asked, list[dict[str, Any]]()
 
