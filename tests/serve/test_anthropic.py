@@ -226,6 +226,9 @@ def test_claude_code(url: str, answers: Scripted) -> None:
     assert asked.tools == [READ_FUNCTION]
     assert (asked.thinking, asked.effort) == (None, "medium")
     assert asked.client.session == "user_abc_session_def"
+    named = {"x-claude-code-session-id": "session-1"}
+    httpx.post(f"{url}/v1/messages?beta=true", json=CLAUDE_CODE, headers=named)
+    assert answers.last.client.session == "session-1"
     events = dict(frames(text))
     assert events["message_stop"]["mlxrunner"]["left_out"] == ["tool web_search_20250305"]
     used = events["message_delta"]["usage"]

@@ -25,7 +25,7 @@ SESSIONS = (
     "x-session-id",
     "x-session-affinity",
 )
-"""Headers in which clients name the conversation, for bodies that don't."""
+"""Headers in which clients name the conversation."""
 LONGEST_NAME, LONGEST_SESSION = 80, 256
 """Most characters of the names of a client and of its conversation: longer ones are shortened."""
 LEFT = 499
@@ -87,12 +87,15 @@ def new_id(prefix: str) -> str:
 
 
 def client_of(request: Request, session: object = None) -> Client:
-    """Return who asks. `session` is what the body says of the conversation.
+    """Return who asks. `session` is what the body says of the conversation, if no header does.
 
+    What is meant for a user may be long there: Claude Code's is an object with its device, too.
     The names are shown on pages and in terminals, so nothing in them controls one.
     """
     agent = request.headers.get("user-agent", "").split(" ")[0].partition("/")[0]
-    named = session if isinstance(session, str) and session else _session(request.headers)
+    named = _session(request.headers)
+    if named is None and isinstance(session, str):
+        named = session or None
     return Client(
         name=one_line(agent, LONGEST_NAME),
         session=None if named is None else one_line(named, LONGEST_SESSION),
