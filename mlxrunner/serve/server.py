@@ -37,6 +37,8 @@ from mlxrunner.terminal.text import size
 
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C."""
+LAST_S = 1.0
+"""Seconds that a client has to read that its answer ends because the server stops."""
 WAITING = 128
 """Connections that may wait to be accepted."""
 Say = Callable[[str], None]
@@ -234,7 +236,7 @@ class Server(uvicorn.Server):
                 log_level="critical",  # what fails is logged by us, in one line
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=drain,  # type: ignore[arg-type]  # any number will do
+                timeout_graceful_shutdown=drain + LAST_S,  # type: ignore[arg-type]  # any number
                 timeout_keep_alive=75,
             )
         )
@@ -244,6 +246,12 @@ class Server(uvicorn.Server):
         """Begin to answer."""
         await super().startup(sockets)
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running requests end. Those that take longer end with an error of their protocol."""
+        over = asyncio.get_running_loop().call_later(self._drain, self._house.end_answers)
+        await super().shutdown(sockets)
+        over.cancel()
 
     @contextmanager
     def heeding(self) -> Iterator[None]:

@@ -73,6 +73,9 @@ class House:
         """Requests that were told to come later."""
         self.is_stopping = False
         """True once the server takes no more requests."""
+        self._is_over = False
+        self._handles = set[Handle]()
+        """The requests that the engines are answering."""
         self._causes = Causes()
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -81,6 +84,12 @@ class House:
         opened = self._opening.load(self.names.first, self._opening.budget(), progress)
         self.models_held.take_in(opened)
         return opened
+
+    def end_answers(self) -> None:
+        """End the answers that are running, and those that still begin: each client is told so."""
+        self.is_stopping = self._is_over = True
+        for handle in self._handles:
+            handle.cancel()
 
     async def close(self) -> None:
         """Unload all models. Idle conversations are parked."""
@@ -163,7 +172,7 @@ class House:
     def _check_queue(self, place: Place | None) -> None:
         """Raise RefusedError if the server stops, or if too many requests wait already."""
         if self.is_stopping:
-            raise RefusedError(503, "the server is stopping", code="stopping", retry_after=SOON)
+            raise _stopping()
         settings = self._opening.settings
         waiting = 0 if place is None else place.users - settings.slots
         if waiting < settings.max_queue:
@@ -198,6 +207,9 @@ class House:
         made, handle = begun.made, begun.handle
         reader, chunks, is_kept = Reader(handle, is_whole=asked.is_whole), list[Chunk](), False
         splitter = opened.maker.splitter(made, asked)
+        self._handles.add(handle)
+        if self._is_over:
+            handle.cancel()
         try:
             while not chunks or chunks[-1].finish_reason is None:
                 try:
@@ -207,7 +219,7 @@ class House:
                     yield _progress(handle, len(made.prompt.tokens))
                     continue
                 if not come:
-                    raise RefusedError(503, "the request was ended", code="stopping")
+                    raise _stopping()
                 chunks += come
                 for event in joined(event for chunk in come for event in splitter.add(chunk)):
                     yield event
@@ -220,11 +232,16 @@ class House:
             self._on_end(asked.id, splitter.note)
             yield _end(opened, asked, begun, chunks, splitter)
         finally:
+            self._handles.discard(handle)
             reader.close()
             self._on_end(asked.id, splitter.note)
             if chunks and not is_kept:
                 keep = partial(opened.maker.keep, made, chunks, is_cut=True)
                 asyncio.get_running_loop().run_in_executor(None, keep)
+
+
+def _stopping() -> RefusedError:
+    return RefusedError(503, "the server is stopping", code="stopping", retry_after=SOON)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from mlxrunner.config.option import names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MemoryPlanError, MlxrunnerError
 from mlxrunner.loading import cache_options
-from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand
-from mlxrunner.memory.reserve import demand_of, weights_of
+from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand
+from mlxrunner.memory.reserve import weights_of
+from mlxrunner.memory.slots import demand_of_slots
 from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.facts import ModelFacts, Shapes, without_weights
 from mlxrunner.models.fingerprint import fingerprint
@@ -31,7 +32,7 @@ from mlxrunner.models.seeing import load_seeing, unread_seeing, why_blind
 from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.parallel.draft_model import DraftPlan
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.settings import EngineSettings, OpenSettings
+from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import logger
 from mlxrunner.serve.prompts.make import PromptMaker
@@ -73,17 +74,20 @@ class Opening:
 
         Raise ModelError if it is missing or broken.
         """
+        offered = self.budget()
         if self._sees(name):
             unread = unread_seeing(name)
-            demand = self._demand(unread, weights_of(unread.model), is_read=False)
-            return demand.total(min(self._context(unread.facts), USUAL), self.budget())
-        shapes = without_weights(name)
-        demand = self._demand(shapes, shapes.weight_bytes)
-        context = min(self._context(shapes.facts), USUAL)
-        beside = 0
+            weights = weights_of(unread.model)
+            return _needed(
+                self._demand(unread, weights, offered, is_read=False),
+                min(self._context(unread.facts), USUAL),
+                offered,
+            )
+        shapes, beside = without_weights(name), 0
         with suppress(MlxrunnerError):  # then it has no draft model, and a warning says so
             beside = self._of_draft(shapes.facts)
-        return demand.total(context, self.budget()) + beside
+        demand = self._demand(shapes, shapes.weight_bytes, offered)
+        return _needed(demand, min(self._context(shapes.facts), USUAL), offered) + beside
 
     def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
         """Load the model `name`, which with all that it stores takes at most `room` bytes.
@@ -93,14 +97,15 @@ class Opening:
         """
         loaded = self._read(name, room, progress)
         sees = isinstance(loaded.tokenizer, SeeingTokenizer)
-        fixed, least = self._fixed(loaded, room)
-        draft = None if sees else self._draft_for(loaded, room - fixed - least)
-        fixed += 0 if draft is None else self._of_draft(loaded.facts)
+        draft = None if sees else self._draft_for(loaded, room - self._smallest(loaded, room))
+        beside = 0 if draft is None else self._of_draft(loaded.facts)
+        cells, memory = self._cells(loaded, room - beside)
         parks = self.settings.parks
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.settings.slots,
-            memory=self._kept(loaded, room - fixed),
+            cells=cells,
+            memory=memory,
             reserve=self.ranks is None,
             park_bytes=self.settings.park_bytes if parks else 0,
             park_folder=parking_folder() if parks else None,
@@ -127,30 +132,37 @@ class Opening:
             return load_model(name, trust_remote_code=self.trust_remote_code, progress=progress)
 
         def check(unread: LoadedModel) -> None:
-            self._fixed(unread, room, is_read=False)
+            self._smallest(unread, room, is_read=False)
 
         return load_seeing(name, progress=progress, check=check)
 
-    def _kept(self, loaded: LoadedModel, room: int) -> int:
-        """Return the most bytes of conversations, of the `room` that this machine has for them."""
-        if self.ranks is None:
-            return room
-        return min(room, self._demand(loaded, 0).caches(self.ranks.room))
-
-    def _fixed(self, loaded: LoadedModel, room: int, *, is_read: bool = True) -> tuple[int, int]:
-        """Return the bytes that a model takes without any conversation, and with the least one.
+    def _smallest(self, loaded: LoadedModel, room: int, *, is_read: bool = True) -> int:
+        """Return the bytes that a model takes with a short context.
 
         `is_read`: the weights are there. Raise MemoryPlanError if `room` bytes are not enough.
         """
-        demand = self._demand(loaded, weights_of(loaded.model), is_read=is_read)
-        fixed = demand.weights + demand.batch.nbytes(self._context(loaded.facts)) + demand.pictures
-        least = demand.caches(min(SMALLEST_CONTEXT, loaded.facts.context))
-        if room - fixed < least:
+        demand = self._demand(loaded, weights_of(loaded.model), room, is_read=is_read)
+        needed = _needed(demand, min(SMALLEST_CONTEXT, self._context(loaded.facts)), room)
+        if needed > room:
             raise MemoryPlanError(
-                f"{loaded.name} takes {size(fixed)} without any conversation, and "
-                f"{size(max(0, room))} are left for it: give more --memory, or a smaller model"
+                f"{loaded.name} with {self.settings.slots} slots takes {size(needed)} for a short "
+                f"context, and {size(max(0, room))} are left for it: give more --memory, fewer "
+                "--slots, or a smaller model"
             )
-        return fixed, least
+        return needed
+
+    def _cells(self, loaded: LoadedModel, room: int) -> tuple[int, int]:
+        """Return the tokens of all conversations, and the bytes that are kept of them.
+
+        The model, they and the largest step, which looks at all of them, take `room` bytes.
+        """
+        demand = self._demand(loaded, weights_of(loaded.model), room)
+        most = self.settings.slots * self._context(loaded.facts)
+        cells = demand.largest_context(room, most)
+        memory = demand.caches(cells) + demand.drafts(cells) + demand.checkpoints(cells, room)
+        if self.ranks is not None:
+            memory = min(memory, demand.caches(self.ranks.room))
+        return cells, memory
 
     def _draft_for(self, loaded: LoadedModel, room: int) -> str | None:
         """Return the draft model for a loaded model, which may take `room` bytes.
@@ -184,17 +196,39 @@ class Opening:
         """Return the context of a model, in tokens, before memory narrows it."""
         return RunnerSettings.of(**self.runner).context or facts.context
 
-    def _demand(self, found: LoadedModel | Shapes, weights: int, *, is_read: bool = True) -> Demand:
-        """Return the memory that a model needs, if its weights take `weights` bytes."""
-        settings = EngineSettings(max_sequences=1, **self.runner)
-        options = cache_options(settings, found.facts.context)
-        demand = demand_of(
-            found.model, found.config, options, settings.prefill_step, weights=weights
+    def _demand(
+        self, found: LoadedModel | Shapes, weights: int, offered: int, *, is_read: bool = True
+    ) -> Demand:
+        """Return the memory that a model needs for all slots, as a function of their tokens.
+
+        Its weights take `weights` bytes, and `offered` are there for all of it.
+        """
+        slots = self.settings.slots
+        asked = OpenSettings.of(max_sequences=slots, **self.runner)
+        asked = replace(asked, context=self._context(found.facts))
+        options = replace(cache_options(asked, whole=False), context=None)
+        demand = demand_of_slots(
+            found.model,
+            found.config,
+            options,
+            asked,
+            slots=slots,
+            step=asked.step,
+            offered=offered,
         )
         sight = getattr(found.model, "sight", None)
-        return (
-            demand if sight is None else replace(demand, pictures=sight.work_bytes(tries=is_read))
-        )
+        pictures = 0 if sight is None else sight.work_bytes(tries=is_read)
+        return replace(demand, weights=weights, pictures=pictures)
+
+
+def _needed(demand: Demand, tokens: int, offered: int) -> int:
+    """Return the bytes in which all slots together find room for `tokens` tokens.
+
+    Checkpoints take what they would of `offered` bytes, but no larger share of the result.
+    """
+    total, checkpoints = demand.total(tokens, offered), demand.checkpoints(tokens, offered)
+    others = total - checkpoints
+    return others + min(checkpoints, -(-others // (CHECKPOINT_SHARE - 1)))
 
 
 def parking_folder() -> Path:
