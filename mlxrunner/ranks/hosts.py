@@ -9,9 +9,12 @@ from typing import Any
 
 from mlxrunner.errors import LaunchError
 from mlxrunner.system.reading import read_text
+from mlxrunner.terminal.text import one_line
 
 MOST_BYTES = 2**16
 """Most bytes of a file of hosts."""
+LONGEST = 40
+"""Most characters to show of another rank's version."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ def versions() -> dict[str, str]:
 
 def differing(found: Any) -> str:
     """Return which versions `found` are not those of rank 0, or nothing."""
+    theirs = found if isinstance(found, dict) else {}
     return ", ".join(
-        f"{name} {found.get(name)} (rank 0: {ours})"
+        f"{name} {one_line(str(theirs.get(name)), LONGEST)} (rank 0: {ours})"
         for name, ours in versions().items()
-        if found.get(name) != ours
+        if theirs.get(name) != ours
     )
