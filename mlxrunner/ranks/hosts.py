@@ -44,7 +44,7 @@ def read_hosts(file: str, port: int) -> Hosts:
     wanted = 'it has to be a list such as [{"ips": ["192.168.2.1"]}, {"ips": ["192.168.2.2"]}]'
     try:
         found: Any = json.loads(read_text(file, MOST_BYTES, given=True))
-        addresses = tuple(str(ipaddress.ip_address(one["ips"][0])) for one in found)
+        addresses = tuple(_address(one["ips"][0]) for one in found)
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         raise LaunchError(f"{file}: {wanted}") from error
     if len(addresses) < 2:
@@ -55,6 +55,13 @@ def read_hosts(file: str, port: int) -> Hosts:
             "ports from there on, and the last port is 65535"
         )
     return Hosts(addresses, port)
+
+
+def _address(given: Any) -> str:
+    """Return an address as it is usually written. Raise ValueError if it is none."""
+    if not isinstance(given, str) or not given.isprintable():  # the zone of IPv6 is any text
+        raise ValueError("not an address")
+    return str(ipaddress.ip_address(given))
 
 
 def versions() -> dict[str, str]:
