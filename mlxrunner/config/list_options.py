@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxrunner.config.arguments import listed
+from mlxrunner.config.json_options import MAX_SCHEMA
 from mlxrunner.errors import OptionError
 
 
@@ -36,9 +37,18 @@ def check_stop(stop: tuple[str, ...]) -> None:
 
 
 def check_choices(choices: tuple[str, ...]) -> None:
-    """Refuse anything but texts of at least one character that UTF-8 can hold."""
+    """Refuse anything but texts of at least one character that UTF-8 can hold.
+
+    Together they may have as many characters as a schema: they are compiled as one is.
+    """
     for text in choices:
         _check_text("choices: each one", text)
+    size = sum(map(len, choices))
+    if size > MAX_SCHEMA:
+        raise OptionError(
+            f"choices: {size} characters are too many, they may have at most {MAX_SCHEMA} together"
+        )
+    for text in choices:
         try:
             text.encode()
         except UnicodeEncodeError as error:

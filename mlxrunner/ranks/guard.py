@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from mlxrunner.errors import LaunchError
+from mlxrunner.ranks.arrivals import Arrivals
 from mlxrunner.ranks.hosts import Hosts, differing
 from mlxrunner.ranks.processes import Process, has_the_terminal, hurry, start, terminal_kept
 from mlxrunner.ranks.wire import BEAT_S, END, JOIN_S, JOINED, JOINS, PATIENCE_S, PAUSE, Link
@@ -58,10 +58,9 @@ class Guard:
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
         self._links: dict[int, Link] = {}
-        self._unknown: list[Link] = []
+        self._arrivals = Arrivals()
         self._greeted: set[int] = set()
         self._processes: dict[int, Process] = {}
-        self._server: socket.socket | None = None
         self._told: list[int] = []
         """The signals of the user that rank 0 has to be told of."""
         self._is_asked = 0
@@ -91,10 +90,9 @@ class Guard:
 
     def end(self) -> None:
         """Close all connections, and wait until the ranks of this machine have ended."""
-        for link in [*self._links.values(), *self._unknown]:
+        for link in self._links.values():
             link.close()
-        if self._server is not None:
-            self._server.close()
+        self._arrivals.close()
         limit = time.monotonic() + LEAVE_S
         for process in self._processes.values():
             process.wait(limit)
@@ -135,12 +133,8 @@ class Guard:
         for rank, address in enumerate(self.hosts.addresses):
             if rank == 0 or self.hosts.is_local(rank):
                 self._processes[rank], self._links[rank] = start(rank, command(rank))
-            elif self._server is None:
-                family = socket.AF_INET6 if ":" in first else socket.AF_INET
-                try:
-                    self._server = socket.create_server((first, port), family=family)
-                except OSError as error:
-                    raise LaunchError(f"rank 0 can't listen at {first}:{port}: {error}") from error
+            else:
+                self._arrivals.listen(first, port)
             if rank not in self._links:  # on another host
                 line = f"mlxrunner: rank {rank}: waiting for it to start on {address}\n"
                 with suppress(OSError):
@@ -148,22 +142,22 @@ class Guard:
 
     def _read(self, wait: float) -> None:
         """Take what the ranks say within `wait` seconds."""
-        links = [*self._links.items(), *((None, link) for link in self._unknown)]
+        links = self._links.items()
         known = {link.fileno(): (rank, link) for rank, link in links if not link.is_closed}
-        server = [] if self._server is None else [self._server.fileno()]
-        ready, _, _ = select.select([*known, *server], [], [], wait)
+        unknown = self._arrivals.descriptors()
+        ready, _, _ = select.select([*known, *unknown], [], [], wait)
         for number in ready:
             if number in known:
                 rank, link = known[number]
                 for message in link.read():
                     self._take(rank, link, message)
-            elif self._server is not None:
-                self._unknown.append(Link(self._server.accept()[0]))
+            elif (arrived := unknown[number]) is None:
+                self._arrivals.accept()
+            elif messages := arrived.read():
+                self._greet(arrived, messages)
 
-    def _take(self, rank: int | None, link: Link, message: Any) -> None:
-        if rank is None:
-            self._greet(link, message)
-        elif rank == 0:
+    def _take(self, rank: int, link: Link, message: Any) -> None:
+        if rank == 0:
             self._from_first(message)
         elif isinstance(message, dict) and "error" in message:
             if self._over is None:
@@ -175,21 +169,19 @@ class Guard:
         else:
             self._say([rank, message], [0])
 
-    def _greet(self, link: Link, message: Any) -> None:
-        """Take the first message of a rank that has connected from another host."""
-        rank = message.get("rank") if isinstance(message, dict) else None
-        if link not in self._unknown:
-            return
-        self._unknown.remove(link)
+    def _greet(self, link: Link, messages: list[Any]) -> None:
+        """Take the first messages of a rank that has connected from another host."""
+        rank = self._arrivals.greeted(link, messages[0])
         others = range(1, len(self.hosts.addresses))
-        if isinstance(rank, int) and rank in others and rank not in self._links:
+        if rank is not None and rank in others and rank not in self._links:
             self._links[rank] = link
-            self._compare(rank, message)
+            for message in messages:
+                self._take(rank, link, message)
         else:
             link.close()
 
     def _compare(self, rank: int, hello: Any) -> None:
-        if said := differing(hello.get("versions", {}) if isinstance(hello, dict) else {}):
+        if said := differing(hello.get("versions") if isinstance(hello, dict) else None):
             raise LaunchError(f"rank {rank} has other versions: {said}")
         self._greeted.add(rank)
         if len(self._greeted) == len(self.hosts.addresses) - 1:

@@ -9,9 +9,12 @@ from typing import Any
 
 from mlxrunner.errors import LaunchError
 from mlxrunner.system.reading import read_text
+from mlxrunner.terminal.text import one_line
 
 MOST_BYTES = 2**16
 """Most bytes of a file of hosts."""
+LONGEST = 40
+"""Most characters to show of another rank's version."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def read_hosts(file: str, port: int) -> Hosts:
     wanted = 'it has to be a list such as [{"ips": ["192.168.2.1"]}, {"ips": ["192.168.2.2"]}]'
     try:
         found: Any = json.loads(read_text(file, MOST_BYTES, given=True))
-        addresses = tuple(str(ipaddress.ip_address(one["ips"][0])) for one in found)
+        addresses = tuple(_address(one["ips"][0]) for one in found)
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         raise LaunchError(f"{file}: {wanted}") from error
     if len(addresses) < 2:
@@ -54,6 +57,13 @@ def read_hosts(file: str, port: int) -> Hosts:
     return Hosts(addresses, port)
 
 
+def _address(given: Any) -> str:
+    """Return an address as it is usually written. Raise ValueError if it is none."""
+    if not isinstance(given, str) or not given.isprintable():  # the zone of IPv6 is any text
+        raise ValueError("not an address")
+    return str(ipaddress.ip_address(given))
+
+
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all ranks."""
     from importlib.metadata import version
@@ -63,8 +73,9 @@ def versions() -> dict[str, str]:
 
 def differing(found: Any) -> str:
     """Return which versions `found` are not those of rank 0, or nothing."""
+    theirs = found if isinstance(found, dict) else {}
     return ", ".join(
-        f"{name} {found.get(name)} (rank 0: {ours})"
+        f"{name} {one_line(str(theirs.get(name)), LONGEST)} (rank 0: {ours})"
         for name, ours in versions().items()
-        if found.get(name) != ours
+        if theirs.get(name) != ours
     )

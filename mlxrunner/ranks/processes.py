@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from mlxrunner.ranks.wire import Link
+from mlxrunner.terminal.keyboard import SHOW_CURSOR, UNMARK_PASTES
+
+PLAIN = b"\x1b[0m"
+"""Ends bold, dim and coloured text."""
 
 
 class Process:
@@ -73,7 +77,11 @@ def start(rank: int, command: list[str]) -> tuple[Process, Link]:
 
 @contextmanager
 def terminal_kept() -> Iterator[None]:
-    """Restore the terminal's settings afterwards: a rank that is killed can't."""
+    """Restore the terminal's settings afterwards: a rank that is killed can't.
+
+    If there are others then, the rank may also have left pastes marked, text dim or the cursor
+    hidden.
+    """
     import termios
 
     try:
@@ -88,6 +96,8 @@ def terminal_kept() -> Iterator[None]:
         with suppress(termios.error, OSError):
             if os.tcgetpgrp(0) == os.getpgrp() and termios.tcgetattr(0) != before:
                 termios.tcsetattr(0, termios.TCSANOW, before)
+                if os.isatty(1):
+                    os.write(1, PLAIN + UNMARK_PASTES + SHOW_CURSOR)
         signal.signal(signal.SIGTTOU, told)
 
 

@@ -18,6 +18,8 @@ GUARD_PATIENCE_S = 20.0
 """Seconds without one after which the guard does: on a busy machine it may get no turn for some."""
 JOIN_S = 60
 """Seconds that joining the ring may take, in which MLX holds Python's lock: no sign of life."""
+MOST_LINE = 2**20
+"""Most bytes of a message."""
 END, PAUSE = "end", "pause"
 """Rank 0 needs the others no more; the guard is silent from here on until its next message."""
 JOINS, JOINED = "joins", "joined"
@@ -42,7 +44,7 @@ class Link:
         return self._connection.fileno()
 
     def read(self) -> list[Any]:
-        """Return the messages that are here."""
+        """Return the messages that are here. Close the connection if they are none."""
         try:
             data = self._connection.recv(65536)
         except OSError:
@@ -51,7 +53,13 @@ class Link:
             self.close()
         self.seen = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines if line]
+        try:
+            if len(self._rest) > MOST_LINE:
+                raise ValueError("a message without an end")
+            return [json.loads(line) for line in lines if line]
+        except (ValueError, RecursionError):  # not from a rank
+            self.close()
+            return []
 
     def send(self, line: bytes) -> None:
         """Send a line; a rank that is gone is found by reading."""

@@ -394,7 +394,18 @@ def test_a_rank_of_another_version_is_refused(tmp_path: Path) -> None:
         guard(hosts, lambda rank: [sys.executable, "-c", code if rank else idle])
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '[{"ips": ["host"]}]', '[{"ips": []}]', "3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        '[{"ips": ["host"]}]',
+        '[{"ips": []}]',
+        "3",
+        '[{"ips": [1]}, {"ips": [2]}]',
+        '[{"ips": ["::1"]}, {"ips": ["fe80::1%\\u001b[2J"]}]',
+    ],
+)
 def test_a_broken_file_of_hosts_is_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"
     file.write_text(text)

@@ -68,6 +68,19 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_choices_that_take_too_long_to_compile_are_refused(more: int) -> None:
+    """They are as long together as a schema may be; 20 MB of them took 30 s and 1.8 GB."""
+    size = MAX_SCHEMA // 2
+    choices = ["x" * size, "y" * (size + more)]
+    if not more:
+        assert GenerateOptions.of(choices=choices).choices == tuple(choices)
+        return
+    said = f"choices: {MAX_SCHEMA + 1} characters are too many, they may have at most {MAX_SCHEMA}"
+    with pytest.raises(OptionError, match=re.escape(said)):
+        GenerateOptions.of(choices=choices)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_schema_that_cannot_be_had_is_refused_in_one_line(name: str) -> None:
     """Before anything is evaluated: the entry is as it was, and the next request is a hit."""
