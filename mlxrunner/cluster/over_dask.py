@@ -6,14 +6,12 @@ A thread of its own runs Dask's event loop. Each call is a task that is bound to
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 import signal
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future as Waiting
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -21,21 +19,15 @@ from multiprocessing import active_children, resource_tracker
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from mlxrunner.cluster.answering import sign
+from mlxrunner.cluster import dask_cluster
+from mlxrunner.cluster.dask_cluster import SIGN, check_installed, connected
 from mlxrunner.cluster.keeping import Keeper
 from mlxrunner.cluster.machines import Reply
-from mlxrunner.cluster.options import ClusterOptions, Connection
-from mlxrunner.errors import CutOffError, OptionError
-from mlxrunner.terminal.text import one_line
+from mlxrunner.cluster.options import ClusterOptions
+from mlxrunner.errors import CutOffError
 
-THREADS = 256
-"""The calls that a worker takes at a time. They wait for its one model."""
-SIGN = "mlxrunner"
-"""The name of a worker's sign of life among Dask's metrics."""
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at the workers."""
-CONNECT_S = 10
-"""Seconds in which a scheduler has to answer."""
 LOST_S = 30
 """Seconds without an answer of the scheduler after which the cluster is given up."""
 CONNECTION_LOST = "the connection to the scheduler of the cluster is lost"
@@ -129,7 +121,7 @@ class DaskMachines:
 
     async def look(self) -> None:
         """Look at the workers once."""
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(dask_cluster.CONNECT_S):
             found = await (await self._scheduler()).identity(n_workers=-1)
         self.signs = {
             name: (one["last_seen"], one["metrics"].get(SIGN))
@@ -152,7 +144,7 @@ class DaskMachines:
                 await self.look()
                 silent = 0.0
             except (OSError, TimeoutError):
-                silent += LOOK_EVERY_S + min(self._loop.time() - began, CONNECT_S)
+                silent += LOOK_EVERY_S + min(self._loop.time() - began, dask_cluster.CONNECT_S)
             except RuntimeError:  # the client has closed its connections
                 self._lost = CONNECTION_LOST
                 return
@@ -249,7 +241,7 @@ async def _serve(
     """Hold the connection until the function that `opened` gives is called."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     try:
-        async with _connected(options) as client:
+        async with connected(options) as client:
             machines = DaskMachines(client, options.workers)
             await machines.look()
             looking = asyncio.create_task(machines.keep_looking())
@@ -260,137 +252,3 @@ async def _serve(
     except BaseException as error:
         if not opened.done():
             opened.set_exception(error)
-
-
-@asynccontextmanager
-async def _connected(options: ClusterOptions) -> AsyncIterator[Any]:
-    """Yield a client of the cluster that the options name, or of a new one on this machine."""
-    from distributed import Client, LocalCluster
-
-    _be_quiet()
-    async with AsyncExitStack() as stack:
-        if options.dask is not None:
-            where: Any = options.check_address(options.dask)
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-"))
-            local = LocalCluster(
-                n_workers=options.workers,
-                threads_per_worker=THREADS,
-                host="127.0.0.1",
-                protocol="tcp",
-                dashboard_address="127.0.0.1:0",
-                silence_logs=logging.CRITICAL,
-                local_directory=folder,
-                asynchronous=True,
-                **worker_settings(),
-            )
-            try:
-                where = await stack.enter_async_context(local)
-            except Exception as error:
-                why = one_line(str(error))
-                raise CutOffError(f"the workers did not start: {why}") from error
-        try:
-            client = Client(
-                where,
-                security=_security(options),
-                timeout=CONNECT_S,
-                asynchronous=True,
-                set_as_default=False,
-            )
-            yield await stack.enter_async_context(client)
-        except (OSError, TimeoutError) as error:
-            raise _nobody_at(options.dask, error) from error
-
-
-def _nobody_at(address: str | None, error: Exception) -> OptionError:
-    why = one_line(str(error))
-    return OptionError(
-        f"{address}: no scheduler answers there: is `dask scheduler` running, and are its "
-        f"certificates from the same authority? ({why})"
-    )
-
-
-def worker_settings() -> dict[str, Any]:
-    """Return the settings of a worker: no limits of memory, which the model's plan has."""
-    return {"memory_limit": 0, "metrics": {SIGN: sign}}
-
-
-def _security(options: Connection) -> Any:
-    """Return Dask's description of the certificates; None without any."""
-    if not options.has_tls:
-        return None
-    from distributed.security import Security
-
-    own = (options.tls_cert, options.tls_key)
-    return Security(
-        tls_ca_file=options.tls_ca,
-        tls_client_cert=own[0],
-        tls_client_key=own[1],
-        tls_worker_cert=own[0],
-        tls_worker_key=own[1],
-        require_encryption=True,
-    )
-
-
-def _be_quiet() -> None:
-    """Keep Dask's remarks off the terminal, and its pages off the network.
-
-    Let a supervisor start its worker again, however long that takes: Dask ends it after 15 s.
-    """
-    import dask
-    import distributed  # noqa: F401  # it makes its loggers
-
-    dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"})
-    dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
-    for name in list(logging.root.manager.loggerDict):  # some of them have a level of their own
-        if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def check_installed() -> None:
-    """Raise OptionError if Dask is not installed."""
-    try:
-        import distributed  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            "batches over several workers need Dask: pip install 'mlxrunner[dask]'"
-        ) from error
-
-
-async def work(address: str, options: Connection, say: Callable[[str], None]) -> None:
-    """Be a worker of the cluster at `address` until it is cancelled, and again after a crash.
-
-    Raise OptionError if no scheduler answers there.
-    """
-    from distributed import Nanny
-    from distributed.utils import get_ip
-
-    _be_quiet()
-    await _check_scheduler(address, options)
-    host = address.split("://")[1].rpartition(":")[0].strip("[]")
-    with tempfile.TemporaryDirectory(prefix="mlxrunner-") as folder:
-        nanny = Nanny(
-            address,
-            nthreads=THREADS,
-            host=get_ip(host),
-            security=_security(options),
-            local_directory=folder,
-            silence_logs=logging.CRITICAL,
-            **worker_settings(),
-        )
-        async with nanny:
-            say(f"a worker of {address}: Ctrl-C ends it")
-            await nanny.finished()
-
-
-async def _check_scheduler(address: str, options: Connection) -> None:
-    """Raise OptionError if none answers: the process of a worker would only fail to start."""
-    from distributed.comm import connect
-
-    security = _security(options)
-    arguments = {} if security is None else security.get_connection_args("worker")
-    try:
-        found = await connect(address, timeout=CONNECT_S, **arguments)
-    except (OSError, TimeoutError) as error:
-        raise _nobody_at(address, error) from error
-    await found.close()

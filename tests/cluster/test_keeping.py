@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from mlxrunner.cluster.dask_cluster import SIGN
 from mlxrunner.cluster.keeping import GONE_S, MOST_STARTS, Keeper
-from mlxrunner.cluster.over_dask import SIGN, DaskMachines
+from mlxrunner.cluster.over_dask import DaskMachines
 
 
 def test_processes_that_end_in_turn_are_counted_for_each_worker() -> None:
