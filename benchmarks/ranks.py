@@ -104,7 +104,7 @@ def measure(ranks: Ranks, model: Path, rounds: int) -> tuple[Comparison, str]:
 
     def ours() -> Tokens:
         runner.reset()
-        for chunk in runner.generate(prompt, max_tokens=ANSWER, stop_tokens=[]):
+        for chunk in runner.generate(prompt, max_tokens=ANSWER, stop_tokens=[], speculate="off"):
             assert chunk.token is not None
             yield chunk.token
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -13,6 +14,8 @@ from mlxrunner.config.file import COMMANDS, Config, config_path, read_config_fil
 from mlxrunner.config.layering import MODEL, Setting, layer, settled
 
 WIDTH = 20
+HIDDEN = "***"
+"""The value that is shown for a key."""
 
 
 @click.command()
@@ -28,7 +31,7 @@ def config(model: str, as_json: bool) -> None:
     found = read_config_file()
     suggested, note = _suggested(model)
     holding = {
-        command: settled(layer(suggested, MODEL), found.options(command, model))
+        command: _shown(settled(layer(suggested, MODEL), found.options(command, model)))
         for command in COMMANDS
     }
     if as_json:
@@ -59,6 +62,14 @@ def _suggested(model: str) -> tuple[dict[str, Any], str]:
         return {}, " (not on this machine yet)" if is_on_hub else " (there is no such model)"
     found = suggestion_of(folder)
     return found.options, "" if found.problem is None else f" ({found.problem})"
+
+
+def _shown(settings: dict[str, Setting]) -> dict[str, Setting]:
+    """Return the settings without the key, which others may see over a shoulder or in a log."""
+    hidden = (
+        {"api_key": replace(settings["api_key"], value=HIDDEN)} if "api_key" in settings else {}
+    )
+    return settings | hidden
 
 
 def _file(found: Config) -> str:

@@ -112,6 +112,7 @@ def serve(
         from mlxrunner.serve.server import (
             address_of,
             check_access,
+            check_origins,
             check_rules,
             listen,
             serve,
@@ -121,6 +122,7 @@ def serve(
 
     check_access(settings)
     check_rules(settings)
+    check_origins(settings)
     record = Record(events, log_text=log_text)
     with orderly_end(), listen(settings) as listening:
         opening = Opening(

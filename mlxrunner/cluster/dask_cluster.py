@@ -160,12 +160,12 @@ async def work(address: str, options: Connection, say: Callable[[str], None]) ->
 
 async def _check_scheduler(address: str, options: Connection) -> None:
     """Raise OptionError if none answers: the process of a worker would only fail to start."""
-    from distributed.comm import connect
+    from distributed.comm import connect as opened_connection
 
     security = _security(options)
     arguments = {} if security is None else security.get_connection_args("worker")
     try:
-        found = await connect(address, timeout=CONNECT_S, **arguments)
+        found = await opened_connection(address, timeout=CONNECT_S, **arguments)
     except (OSError, TimeoutError) as error:
         raise _nobody_at(address, error) from error
     await found.close()

@@ -124,7 +124,8 @@ PLACE_REMEDIES = {
     ),
     "tools": "send the same tools, in the same order and words, from the first request on",
     "template header": (
-        "the template's own text changes (a date, say): fix its variables, or use another template"
+        "the message has another role, or the template's own text changes (a date, say): send the "
+        "same messages, and fix the template's variables"
     ),
     "message end": (
         "a message goes on where it had ended before: send earlier messages back as they were"

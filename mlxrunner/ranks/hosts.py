@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrunner.errors import LaunchError
+from mlxrunner.errors import OptionError
 from mlxrunner.system.reading import read_text
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.text import count_of, one_line
 
 MOST_BYTES = 2**16
 """Most bytes of a file of hosts."""
@@ -39,18 +39,22 @@ class Hosts:
 def read_hosts(file: str, port: int) -> Hosts:
     """Read the hosts of `mlx.launch`'s format: a list of objects, each with `ips`.
 
-    Raise LaunchError if the file is another one.
+    Raise OptionError if the file is another one.
     """
-    wanted = 'it has to be a list such as [{"ips": ["192.168.2.1"]}, {"ips": ["192.168.2.2"]}]'
+    wanted = (
+        'it has to be a list such as [{"ips": ["192.168.2.1"]}, {"ips": ["192.168.2.2"]}], with '
+        "numbers as addresses, not names"
+    )
     try:
         found: Any = json.loads(read_text(file, MOST_BYTES, given=True))
         addresses = tuple(_address(one["ips"][0]) for one in found)
     except (ValueError, RecursionError, LookupError, TypeError) as error:
-        raise LaunchError(f"{file}: {wanted}") from error
+        raise OptionError(f"{file}: {wanted}") from error
     if len(addresses) < 2:
-        raise LaunchError(f"{file}: it names {len(addresses)} hosts, and a ring has 2 or more")
+        named = count_of(len(addresses), "host")
+        raise OptionError(f"{file}: it names {named}, and a ring has 2 or more")
     if port + len(addresses) > 65535:
-        raise LaunchError(
+        raise OptionError(
             f"--port {port}: {len(addresses)} hosts need the {1 + len(addresses)} "
             "ports from there on, and the last port is 65535"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -66,6 +67,16 @@ def check_rules(settings: ServeSettings) -> None:
             raise OptionError(
                 f"--no-rule {name}: there is no such rule: {did_you_mean(name, known)}"
                 f"there are {', '.join(known)}"
+            )
+
+
+def check_origins(settings: ServeSettings) -> None:
+    """Raise OptionError for an origin that no browser has."""
+    for origin in settings.origin:
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise OptionError(
+                f"--origin {origin}: has to be the beginning of a page's URL, as browsers send it, "
+                "such as http://localhost:3000"
             )
 
 

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxrunner import cli
-from mlxrunner.errors import LaunchError, ModelError, NotSupportedError
+from mlxrunner.errors import LaunchError, ModelError, NotSupportedError, OptionError
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.ranks import following
 from mlxrunner.ranks.following import follow
@@ -409,5 +409,5 @@ def test_a_rank_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_a_broken_file_of_hosts_is_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"
     file.write_text(text)
-    with pytest.raises(LaunchError, match="it has to be a list such as"):
+    with pytest.raises(OptionError, match="it has to be a list such as"):
         read_hosts(str(file), 41000)

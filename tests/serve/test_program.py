@@ -258,6 +258,22 @@ def test_a_key_of_the_environment_is_not_in_the_unit(
     assert ("secret" in result.output, result.stderr) == (False, "")
 
 
+@pytest.mark.parametrize("origin", ["foo", "http://", "http://a/b", "localhost:3000", "null"])
+def test_an_origin_that_no_page_has(origin: str) -> None:
+    result = CliRunner().invoke(main, ["serve", "--origin", origin])
+    assert result.exit_code == 2
+    assert f"--origin {origin}: has to be the beginning of a page's URL" in result.stderr
+
+
+def test_config_shows_no_key(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[serve]\napi_key = "secret"\n')
+    for more in ([], ["--json"]):
+        result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, ["config", *more])
+        assert (result.exit_code, "secret" in result.output) == (0, False)
+        assert "***" in result.output
+
+
 def test_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a section for the server; a wrong value is named with its line."""
     file = tmp_path / "config.toml"

@@ -165,7 +165,7 @@ def _check_complete(shards: Sequence[_Output]) -> None:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise OutputError(
             f"{'shard' if len(missing) == 1 else 'shards'} "
-            f"{', '.join(map(str, missing[:_SHOWN]))}{more} of {count} "
+            f"{', '.join(map(str, missing[:_SHOWN]))}{more} "
             f"{'is' if len(missing) == 1 else 'are'} missing: name "
             f"{'its output' if len(missing) == 1 else 'their outputs'}, too"
         )

@@ -78,7 +78,7 @@ class Opening:
         if self._sees(name):
             unread = unread_seeing(name)
             weights = weights_of(unread.model)
-            return _needed(
+            return self._needed(
                 self._demand(unread, weights, offered, is_read=False),
                 min(self._context(unread.facts), USUAL),
                 offered,
@@ -87,7 +87,19 @@ class Opening:
         with suppress(MlxrunnerError):  # then it has no draft model, and a warning says so
             beside = self._of_draft(shapes.facts)
         demand = self._demand(shapes, shapes.weight_bytes, offered)
-        return _needed(demand, min(self._context(shapes.facts), USUAL), offered) + beside
+        return self._needed(demand, min(self._context(shapes.facts), USUAL), offered) + beside
+
+    def _needed(self, demand: Demand, tokens: int, offered: int) -> int:
+        """Return the bytes in which all slots together find room for `tokens` tokens.
+
+        Checkpoints take what they would of `offered` bytes, but no larger share of the result,
+        unless the user gave their bytes.
+        """
+        total, checkpoints = demand.total(tokens, offered), demand.checkpoints(tokens, offered)
+        if self.runner.get("checkpoint_budget") is not None:
+            return total
+        others = total - checkpoints
+        return others + min(checkpoints, -(-others // (CHECKPOINT_SHARE - 1)))
 
     def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
         """Load the model `name`, which with all that it stores takes at most `room` bytes.
@@ -142,7 +154,7 @@ class Opening:
         `is_read`: the weights are there. Raise MemoryPlanError if `room` bytes are not enough.
         """
         demand = self._demand(loaded, weights_of(loaded.model), room, is_read=is_read)
-        needed = _needed(demand, min(SMALLEST_CONTEXT, self._context(loaded.facts)), room)
+        needed = self._needed(demand, min(SMALLEST_CONTEXT, self._context(loaded.facts)), room)
         if needed > room:
             raise MemoryPlanError(
                 f"{loaded.name} with {self.settings.slots} slots takes {size(needed)} for a short "
@@ -219,16 +231,6 @@ class Opening:
         sight = getattr(found.model, "sight", None)
         pictures = 0 if sight is None else sight.work_bytes(tries=is_read)
         return replace(demand, weights=weights, pictures=pictures)
-
-
-def _needed(demand: Demand, tokens: int, offered: int) -> int:
-    """Return the bytes in which all slots together find room for `tokens` tokens.
-
-    Checkpoints take what they would of `offered` bytes, but no larger share of the result.
-    """
-    total, checkpoints = demand.total(tokens, offered), demand.checkpoints(tokens, offered)
-    others = total - checkpoints
-    return others + min(checkpoints, -(-others // (CHECKPOINT_SHARE - 1)))
 
 
 def parking_folder() -> Path:

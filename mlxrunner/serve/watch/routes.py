@@ -65,7 +65,7 @@ def watch_router(house: House, record: Record) -> APIRouter:
             raise RefusedError(
                 404,
                 f"no request {request:.100} is known: it is running, or older than the last "
-                f"{REMEMBERED:,}; `mlxrunner explain FILE` reads the file of --events",
+                f"{REMEMBERED:,}; `mlxrunner explain FILE ID` reads the file of --events",
                 code="not_found",
             )
         return explained(event)

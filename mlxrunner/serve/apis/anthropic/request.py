@@ -73,7 +73,7 @@ class Message(Body):
 class CountRequest(Body):
     """The body of a request for the number of tokens of a prompt."""
 
-    model: str
+    model: str = ""
     messages: list[Message] = Field(min_length=1)
     system: str | list[Part] | None = None
     tools: list[Tool] | None = None

@@ -29,6 +29,7 @@ def router(answers: Answers) -> APIRouter:
     @routes.post("/v1/messages")
     async def create_message(body: MessageRequest, request: Request) -> Response:
         """Answer a conversation, as a message or as a stream of events."""
+        body.model = body.model or answers.card("").name
         user = body.metadata and body.metadata.user_id
         asked = read(body, client_of(request, user), request.state.id)
         marked, out = marks_cache(body), left_out(body)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from mlxrunner.batch.fields import form_of
 from mlxrunner.batch.translate import EFFORTS, translate
+from mlxrunner.config.arguments import shown
 from mlxrunner.config.option import names
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.apis.fields import Body, refuse
@@ -65,6 +66,10 @@ def options_of(
     given = {
         name: value for name, value in fields.items() if value is not None and name not in WISHES
     }
+    if given.get("top_k") == -1:
+        del given["top_k"]  # as vLLM says that all tokens count
+    if isinstance(seed := given.get("seed"), int) and seed < 0:
+        given["seed"] = seed % 2**64
     if "max_completion_tokens" in given:
         given.pop("max_tokens", None)  # the older name of the same
     translated = translate(given, {}, counts_logprobs=counts_logprobs)
@@ -108,7 +113,7 @@ def choice_of(given: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
         case _:
             raise RefusedError(
                 400,
-                f"tool_choice: {given!r:.80} is not supported; it has to be none, auto, required "
+                f"tool_choice: {shown(given)} is not supported; it has to be none, auto, required "
                 "or a function's name",
                 param="tool_choice",
             )
