@@ -433,6 +433,14 @@ def test_a_thread_is_not_kept(client: anthropic.Anthropic) -> None:
     assert body["error"]["details"] == {"error_code": "thread_not_found"}
 
 
+def test_a_request_that_names_no_model(url: str, answers: Scripted) -> None:
+    """It gets the server's first, and the answer names it."""
+    body = {name: value for name, value in ASK.items() if name != "model"}
+    answer = httpx.post(f"{url}/v1/messages", json=body)
+    assert answer.json()["model"] == answers.model.name
+    assert httpx.post(f"{url}/v1/messages/count_tokens", json=body).status_code == 200
+
+
 def test_probes(url: str) -> None:
     """HEAD says that it is there, GET how it is used."""
     assert httpx.head(f"{url}/v1/messages").status_code == 200

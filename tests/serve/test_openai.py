@@ -310,6 +310,23 @@ def test_effort(
     assert (answers.last.effort, answers.last.thinking) == (effort, thinking)
 
 
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"top_k": -1}, {}),
+        ({"seed": -1}, {"seed": 2**64 - 1}),
+        ({"seed": -(2**63)}, {"seed": 2**63}),
+        ({"seed": 3, "top_k": 0}, {"seed": 3, "top_k": 0}),
+    ],
+)
+def test_numbers_below_zero(
+    url: str, answers: Scripted, given: dict[str, int], options: dict[str, int]
+) -> None:
+    """As vLLM says that all tokens count, and seeds of 64 bits with a sign."""
+    assert httpx.post(f"{url}/v1/chat/completions", json=ASK | given).status_code == 200
+    assert answers.last.options == options
+
+
 def test_variables_of_the_template(url: str, answers: Scripted) -> None:
     """vLLM's name for them is known."""
     more = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 4, "metadata": {"a": "b"}}
