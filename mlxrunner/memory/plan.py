@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxrunner.cache.checkpoints import INTERVAL
+from mlxrunner.cache.checkpoints import SPACING
 from mlxrunner.cache.layers.layout import Layout
 from mlxrunner.terminal.text import size
 
@@ -18,7 +18,7 @@ They cover a system prompt, the last few messages and some places in between.
 """
 SMALL_CHECKPOINTS, SMALL_SHARE = 64, 100
 """The same for checkpoints that are one part in 100 at most, so that an edit anywhere goes back to
-one nearby. A context has no more of them than one every INTERVAL tokens.
+one nearby. A context has no more of them than one every SPACING tokens.
 """
 SMALLEST_CONTEXT = 256
 """Fewest tokens of a context that the advice recommends."""
@@ -29,7 +29,7 @@ def default_checkpoints(nbytes: int, context: int, offered: int, sequences: int 
 
     `context` is the most tokens of one of the `sequences`.
     """
-    small = min(SMALL_CHECKPOINTS, context // INTERVAL)
+    small = min(SMALL_CHECKPOINTS, context // SPACING)
     return max(
         min(sequences * CHECKPOINTS * nbytes, offered // CHECKPOINT_SHARE),
         min(sequences * small * nbytes, offered // SMALL_SHARE),

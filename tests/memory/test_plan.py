@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from support.models import tiny_config, write_model
 
 from mlxrunner import OptionError, Runner
-from mlxrunner.cache.checkpoints import INTERVAL
+from mlxrunner.cache.checkpoints import SPACING
 from mlxrunner.cache.layers.layout import Layout
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.plan import (
@@ -141,7 +141,7 @@ def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
     [
         (None, 100, 10**9, CHECKPOINTS * (3 * 10 + 5)),
         (None, 2**17, 10**9, SMALL_CHECKPOINTS * (3 * 10 + 5)),
-        (None, 10 * INTERVAL, 10**9, 10 * (3 * 10 + 5)),
+        (None, 10 * SPACING, 10**9, 10 * (3 * 10 + 5)),
         (None, 2**17, 50_000, 50_000 // SMALL_SHARE),
         (None, 2**17, 10_000, CHECKPOINTS * (3 * 10 + 5)),
         (None, 2**17, 1000, 1000 // CHECKPOINT_SHARE),
