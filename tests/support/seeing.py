@@ -168,8 +168,19 @@ def seeing_model(model: Any, sight: Sight) -> SeeingModel:
 
 
 def sharper(parameters: Any) -> Any:
-    """Return larger weights, so that tokens far away change the answer."""
-    return tree_map(lambda one: one * 3 if one.ndim > 1 else one, parameters)
+    """Return larger weights, so that tokens far away change the answer.
+
+    A matrix whose numbers are all the same is drawn anew. That of Gemma 3's pictures would add up
+    what has the mean 0, and its rows would be nothing but rounding.
+    """
+
+    def changed(one: mx.array) -> mx.array:
+        if one.ndim < 2:
+            return one
+        is_constant = bool(mx.all(one == one.reshape(-1)[0]))
+        return mx.random.normal(one.shape) / one.shape[0] ** 0.5 if is_constant else one * 3
+
+    return tree_map(changed, parameters)
 
 
 def open_gates(model: Any) -> None:
