@@ -322,7 +322,7 @@ def test_effort(
 def test_numbers_below_zero(
     url: str, answers: Scripted, given: dict[str, int], options: dict[str, int]
 ) -> None:
-    """As vLLM says that all tokens count, and seeds of 64 bits with a sign."""
+    """A top_k of -1 means all tokens, as in vLLM; a seed has 64 bits with a sign."""
     assert httpx.post(f"{url}/v1/chat/completions", json=ASK | given).status_code == 200
     assert answers.last.options == options
 
