@@ -15,6 +15,9 @@ import pytest
 from mlxrunner import cli, errors
 from mlxrunner.errors import MlxrunnerError
 
+# Each case runs in the sample, too: a rule that is broken shows in minutes.
+pytestmark = pytest.mark.exhaustive(1000)
+
 ROOT = Path(cli.__file__).parent.parent
 MODULES = {
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
