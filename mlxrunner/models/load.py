@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.eyes import HOW, has_eyes
 from mlxrunner.models.facts import ModelFacts, usable_facts
+from mlxrunner.models.parts import WeightFiles
 from mlxrunner.models.resolve import (
     HUB_ID,
     check_files,
@@ -28,12 +30,12 @@ from mlxrunner.models.resolve import (
     rope_settings,
 )
 from mlxrunner.models.settings import check_layers
-from mlxrunner.models.sharding import share
+from mlxrunner.models.sharding import is_sharing, share
 from mlxrunner.models.suggested import suggestion_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
 from mlxrunner.system import device, mlx_vlm_internals
-from mlxrunner.system.mlx_lm_internals import has_architecture
+from mlxrunner.system.mlx_lm_internals import classes_that_show, has_architecture, model_classes
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
@@ -75,8 +77,7 @@ def load_model(
     tokenizer = load_tokenizer(
         folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
     )
-    model, config = _load_weights(folder, trust_remote_code)
-    share(folder, model, config)
+    model, config = _load_unread(folder, trust_remote_code, progress)
     read_weights(folder, model, progress)
     facts = tried(name, model, usable_facts(folder, model, config))
     if HUB_ID.fullmatch(name) and not Path(name).is_dir():
@@ -105,10 +106,10 @@ def tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
 def unread_model(folder: Path) -> Any:
     """Return mlx-lm's model in `folder` with its types and shapes, without reading its weights.
 
-    Raise the same ModelError as `load_model`.
+    A rank that shares it reads its parts of tensors. Raise the same ModelError as `load_model`.
     """
     _check(folder)
-    model = _load_weights(folder, trust_remote_code=False)[0]
+    model, _ = _load_unread(folder, trust_remote_code=False)
     widen_windows(model)
     return model
 
@@ -146,17 +147,35 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _load_weights(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+def _load_unread(
+    folder: Path, trust_remote_code: bool, progress: LoadProgress = tell_nobody
+) -> tuple[Any, dict[str, Any]]:
+    """Return mlx-lm's model and its configuration; ranks that share it read their parts."""
+    if not is_sharing():
+        model, config = _of_mlx_lm(folder, trust_remote_code)
+    else:
+        files = WeightFiles(folder, partial(progress, "reading the weights"))
+        model, config = _of_mlx_lm(folder, trust_remote_code, classes_that_show(files.see))
+        share(folder, model, config, files)
+    dtype = device.preferred_dtype()
+    if dtype is not None and not config.get("quantization"):
+        model.set_dtype(dtype)
+    return model, config
+
+
+def _of_mlx_lm(
+    folder: Path, trust_remote_code: bool, classes: Callable[..., Any] = model_classes
+) -> tuple[Any, dict[str, Any]]:
     from mlx_lm.utils import load_model as mlx_lm_load
 
     try:
-        rope = rope_settings(read_config(folder))
         model, config = mlx_lm_load(
-            folder, lazy=True, model_config=rope, trust_remote_code=trust_remote_code
+            folder,
+            lazy=True,
+            model_config=rope_settings(read_config(folder)),
+            get_model_classes=classes,
+            trust_remote_code=trust_remote_code,
         )
-        dtype = device.preferred_dtype()
-        if dtype is not None and not config.get("quantization"):
-            model.set_dtype(dtype)
     except Exception as error:
         raise ModelError(f"{folder}: {explained(error)}") from error
     return model, config

@@ -12,7 +12,7 @@ from mlxrunner.errors import MissingFileError, ModelError, ReadError
 from mlxrunner.models.settings import check_settings
 from mlxrunner.options import EMBEDDED
 from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json
-from mlxrunner.system.tensorfile import HeaderError
+from mlxrunner.system.tensorfile import Header, HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
 
 if TYPE_CHECKING:
@@ -329,6 +329,14 @@ def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
 def read_header(file: Path) -> dict[str, Any]:
     """Return a safetensors file's header: name -> dtype, shape, data_offsets.
 
+    Raise ModelError as `tensors_of` does.
+    """
+    return tensors_of(file).entries
+
+
+def tensors_of(file: Path) -> Header:
+    """Return the checked header of a safetensors file.
+
     Raise ModelError if the file is cut off or is not a safetensors file.
     """
     try:
@@ -343,7 +351,7 @@ def read_header(file: Path) -> dict[str, Any]:
                     f"damaged: {name[:80]!r} has the shape {place.shape}, and {MOST_SIDE:,} is the "
                     "longest side"
                 )
-        return header.entries
+        return header
     except (HeaderError, OSError) as error:
         raise ModelError(f"{file}: {_one_line(error)}: download it again") from error
     finally:

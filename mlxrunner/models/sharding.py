@@ -12,6 +12,9 @@ from mlx_lm.models.pipeline import PipelineMixin
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.errors import ModelError
+from mlxrunner.models.parts import WeightFiles
+from mlxrunner.system.mlx_lm_internals import cutting
+from mlxrunner.terminal.text import one_line
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """The settings of config.json that each rank has an equal part of."""
@@ -71,10 +74,11 @@ def _has_pipeline(model: type) -> bool:
     )
 
 
-def share(folder: Path, model: Any, config: dict[str, Any]) -> None:
+def share(folder: Path, model: Any, config: dict[str, Any], files: WeightFiles) -> None:
     """Keep only this rank's part of `model`, whose weights are not read yet.
 
-    Raise ModelError if it can't be shared, or if a layer can't be rewound by itself.
+    The parts of tensors that `files` has seen are read. Raise ModelError if a file can't be read,
+    if the model can't be shared, or if a layer can't be rewound by itself.
     """
     for group, way in _groups:
         check_shares(folder, config, group.size(), way)
@@ -83,7 +87,13 @@ def share(folder: Path, model: Any, config: dict[str, Any]) -> None:
                 f"{folder}: the architecture {config['model_type']!r:.80} has layers other than "
                 "full attention, which several ranks can't keep equal"
             )
-        if way == "tensor-parallel":
-            model.shard(group)
-        else:
-            model.model.pipeline(group)
+        try:
+            if way == "pipeline":
+                model.model.pipeline(group)
+            else:
+                with cutting(files.part):
+                    model.shard(group)
+        except ValueError as error:  # a tensor whose sides do not follow from DIVIDED
+            raise ModelError(
+                f"{folder}: {group.size()} ranks can't share it equally: {one_line(str(error))}"
+            ) from error

@@ -1,4 +1,4 @@
-"""All code that relies on mlx-lm's private parts: names, attributes and code that may change.
+"""All code that relies on private parts of mlx-lm and MLX: names, attributes and code.
 
 The docstring of each function names its expectations. tests/system/test_mlx_lm_internals.py checks
 them against the installed mlx-lm, whose version has to be one of VERSIONS.
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map_with_path
 
 VERSIONS = ("0.32.2",)
 """Tested versions of mlx-lm; pyproject.toml allows 0.32.2 up to 0.33."""
@@ -36,6 +38,81 @@ def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
 
     model_class, arguments_class = _get_classes(config)
     return model_class, arguments_class
+
+
+def classes_that_show(
+    see: Callable[[Mapping[str, mx.array]], None],
+) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+    """Return the `get_model_classes` of a `load_model` that shows `see` the tensors of the files.
+
+    Expects that `load_model` calls `sanitize(tensors)` of the model where there is one.
+    """
+
+    def classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
+        model_class, arguments_class = model_classes(config)
+
+        def make(arguments: Any) -> Any:
+            model = model_class(arguments)
+            sanitize = getattr(model, "sanitize", dict)
+
+            def seen(tensors: dict[str, mx.array]) -> Any:
+                see(tensors)
+                del model.sanitize  # that of its class is back
+                return sanitize(tensors)
+
+            model.sanitize = seen
+            return model
+
+        return make, arguments_class
+
+    return classes
+
+
+@contextmanager
+def cutting(
+    part_of: Callable[[mx.array, int, list[int]], mx.array | None],
+) -> Iterator[None]:
+    """Let the `shard()` of a model take each part from `part_of(array, axis, indices)`.
+
+    Where that returns None, the part is cut from the array. Expects
+    `mlx.nn.layers.distributed._shard(parameters, predicate, group)`, whose predicate returns None,
+    an axis, or an axis and segments for a path and an array. Without it all parts are cut from
+    arrays.
+    """
+    from mlx.nn.layers import distributed
+
+    if not hasattr(distributed, "_shard"):
+        yield
+        return
+    whole = distributed._shard
+
+    def shard(parameters: Any, predicate: Callable[..., Any], group: Any = None) -> Any:
+        taken = set[str]()
+
+        def taken_part(path: str, array: Any) -> Any:
+            how = predicate(path, array) if isinstance(array, mx.array) else None
+            if how is None:
+                return array
+            axis, segments = how if isinstance(how, tuple) else (how, 1)
+            axis %= array.ndim
+            indices = {"": mx.arange(array.shape[axis])}
+            kept = whole(indices, lambda *_: (0, segments), group)[""]
+            part = part_of(array, axis, kept.tolist())
+            if part is None:
+                return array
+            taken.add(path)
+            return part
+
+        parts = tree_map_with_path(taken_part, parameters)
+        return whole(
+            parts, lambda path, array: None if path in taken else predicate(path, array), group
+        )
+
+    distributed._shard = shard  # type: ignore[assignment]  # called by position
+    try:
+        yield
+    finally:
+        distributed._shard = whole
 
 
 def has_architecture(model_type: str) -> bool:
