@@ -24,7 +24,8 @@ from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit, weights_of
-from mlxrunner.models.resolve import read_config, resolve
+from mlxrunner.models.files import read_config
+from mlxrunner.models.resolve import resolve
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size

@@ -19,7 +19,7 @@ from mlxrunner.errors import LaunchError, OptionError
 if TYPE_CHECKING:
     from socket import socket
 
-    from mlxrunner.models.sharding import Way
+    from mlxrunner.models.part import Way
     from mlxrunner.ranks.hosts import Hosts
 
 WAYS: dict[str, Way] = {"--tensor-parallel": "tensor-parallel", "--pipeline": "pipeline"}

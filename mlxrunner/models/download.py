@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlxrunner.errors import ModelError
+from mlxrunner.models.files import WEIGHTS
 from mlxrunner.system.writing import open_own
 from mlxrunner.terminal.progress import Progress
 from mlxrunner.terminal.text import duration, one_line, size
 
-FILES = (
+SETTINGS = (
     "*.json",
-    "model*.safetensors",
     "tokenizer.model",
     "*.tiktoken",
     "tiktoken.model",
@@ -37,7 +37,7 @@ FILES = (
     "*.jsonl",
     "*.jinja",
 )
-"""Files of a repository that are downloaded: weights, tokenizer, settings, templates."""
+"""Files of a repository that are downloaded beside the weights: tokenizer, settings, templates."""
 CODE = "*.py"
 """Files that are downloaded in addition for --trust-remote-code."""
 PARTIAL = ".mlxrunner.incomplete"
@@ -102,20 +102,38 @@ def tell_nobody(file: str, present: int, whole: int) -> None:
     """Do nothing."""
 
 
-def download(name: str, *, with_code: bool = False, tell: Tell = tell_nobody) -> Path:
+@contextmanager
+def in_turn(name: str) -> Iterator[None]:
+    """Wait until no other process of this machine is in this block for the repository `name`."""
+    folder = storage_of(name)
+    lock = folder.parent / ".locks" / folder.name / "mlxrunner.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(open_own(lock), "r+b") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def download(
+    name: str,
+    *,
+    with_code: bool = False,
+    weights: Sequence[str] = (WEIGHTS,),
+    tell: Tell = tell_nobody,
+) -> Path:
     """Download the present revision of the repository `name`, and return its folder.
 
     Check the disk first. Skip the files that are in the hub cache, and go on with a file that was
     cut off. Raise ModelError if the disk is too small, or if the download fails; what came is kept.
-    `with_code` downloads Python files, too. `tell` is told how far each file is. Errors of
-    huggingface_hub that concern the whole repository come as they are.
+    `with_code` downloads Python files, too. `weights` are the patterns of the weight files that are
+    needed. `tell` is told how far each file is. Errors of huggingface_hub that concern the whole
+    repository come as they are.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented
         disable_progress_bars,
     )
 
-    patterns = (*FILES, CODE) if with_code else FILES
+    patterns = (*SETTINGS, *weights, *((CODE,) if with_code else ()))
     commit, files = "", list[HubFile]()
     with suppress(Exception):  # snapshot_download meets the same error, and knows its meaning
         commit, files = _listed(name, patterns)

@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models.resolve import read_config, resolve
+from mlxrunner.models.files import read_config
+from mlxrunner.models.resolve import resolve
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.mlx_lm_internals import has_architecture
 

@@ -13,7 +13,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models.resolve import check_files, read_config, read_headers, resolve, rope_settings
+from mlxrunner.models.files import check_files, read_config, read_headers, rope_settings
+from mlxrunner.models.resolve import resolve
 from mlxrunner.models.settings import check_layers, size_of, text_settings
 from mlxrunner.system import device
 from mlxrunner.system.mlx_lm_internals import model_classes

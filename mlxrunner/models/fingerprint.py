@@ -23,7 +23,7 @@ import numpy as np
 
 from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.errors import ModelError, ReadError
-from mlxrunner.models.resolve import MOST_BYTES, read_config, read_headers
+from mlxrunner.models.files import MOST_BYTES, read_config, read_headers
 from mlxrunner.system.reading import is_there, open_file, read_bytes
 from mlxrunner.templates.rendering import read_json, read_template
 
@@ -70,9 +70,6 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
     `with_format` adds the format of its caches. Raise ModelError if the directory is broken.
     """
-    settings = read_json(folder / "tokenizer_config.json")
-    template = read_template(folder, settings)
-    words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
     return {
         "weights": _digest(
             *(
@@ -81,6 +78,33 @@ def fingerprint(folder: Path) -> dict[str, str]:
                 for part in _samples(file, header)
             )
         ),
+        **_settings(folder),
+    }
+
+
+def by_files(folder: Path) -> dict[str, str]:
+    """Return the fingerprint of a model by its files, of which each rank may have only some.
+
+    The weights are a digest for each file. Raise ModelError if the directory is broken.
+    """
+    weights = {
+        f"weights ({file.name})": _digest(*_samples(file, header))
+        for file, header in read_headers(folder).items()
+    }
+    return {**weights, **_settings(folder)}
+
+
+def different_files(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """List what differs between two fingerprints `by_files`, of what both have."""
+    return [name for name in one if name in other and one[name] != other[name]]
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """Return the digests of all but the weights."""
+    settings = read_json(folder / "tokenizer_config.json")
+    template = read_template(folder, settings)
+    words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
+    return {
         "config": digest(
             {name: value for name, value in read_config(folder).items() if name not in UNIMPORTANT}
         ),

@@ -19,16 +19,15 @@ from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.eyes import HOW, has_eyes
 from mlxrunner.models.facts import ModelFacts, usable_facts
-from mlxrunner.models.parts import WeightFiles
-from mlxrunner.models.resolve import (
-    HUB_ID,
+from mlxrunner.models.files import (
     check_files,
     eos_tokens,
     read_config,
-    read_headers,
-    resolve,
     rope_settings,
+    tensor_count,
 )
+from mlxrunner.models.part_reading import WeightFiles
+from mlxrunner.models.resolve import HUB_ID, resolve
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.sharding import is_sharing, share
 from mlxrunner.models.suggested import suggestion_of
@@ -118,7 +117,7 @@ def _check(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     check_files(folder)
     check_model_type(folder, config)
-    check_layers(folder / "config.json", config, sum(map(len, read_headers(folder).values())))
+    check_layers(folder / "config.json", config, tensor_count(folder))
     return config
 
 
@@ -155,7 +154,8 @@ def _load_unread(
         model, config = _of_mlx_lm(folder, trust_remote_code)
     else:
         files = WeightFiles(folder, partial(progress, "reading the weights"))
-        model, config = _of_mlx_lm(folder, trust_remote_code, classes_that_show(files.see))
+        classes = classes_that_show(files.take, files.see)
+        model, config = _of_mlx_lm(folder, trust_remote_code, classes, strict=files.is_whole)
         share(folder, model, config, files)
     dtype = device.preferred_dtype()
     if dtype is not None and not config.get("quantization"):
@@ -164,7 +164,10 @@ def _load_unread(
 
 
 def _of_mlx_lm(
-    folder: Path, trust_remote_code: bool, classes: Callable[..., Any] = model_classes
+    folder: Path,
+    trust_remote_code: bool,
+    classes: Callable[..., Any] = model_classes,
+    strict: bool = True,
 ) -> tuple[Any, dict[str, Any]]:
     from mlx_lm.utils import load_model as mlx_lm_load
 
@@ -174,6 +177,7 @@ def _of_mlx_lm(
             lazy=True,
             model_config=rope_settings(read_config(folder)),
             get_model_classes=classes,
+            strict=strict,
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:

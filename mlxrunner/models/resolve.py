@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mlxrunner.errors import MissingFileError, ModelError, ReadError
-from mlxrunner.models.settings import check_settings
+from mlxrunner.errors import ModelError
+from mlxrunner.models.files import WEIGHTS, check_weights, read_config, weight_patterns
+from mlxrunner.models.part import check_part, own_part
 from mlxrunner.options import EMBEDDED
-from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json
-from mlxrunner.system.tensorfile import Header, HeaderError
-from mlxrunner.system.tensorfile import read_header as read_tensors
 
 if TYPE_CHECKING:
     from mlxrunner.models.download import Tell
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-MOST_SETTINGS = 2**24
-"""Largest size of a config.json in bytes.
-
-The largest one in use, with a setting for each of a hundred thousand tensors, has half this size.
-"""
-MOST_HEADER = 2**26
-"""Largest size of the header of a weight file, in bytes."""
-MOST_SIDE = 2**31 - 1
-"""Largest side of a tensor: MLX counts with 32 bits."""
-MOST_BYTES = {
-    ".json": 2**27,
-    ".jinja": 2**20,
-    ".jsonl": 2**27,
-    ".txt": 2**26,
-    ".model": 2**27,
-    ".tiktoken": 2**26,
-    ".py": 2**22,
-}
-"""Largest size in bytes of a file that a tokenizer is made from, by its suffix.
-
-Each is several times the size of the largest file in use.
-"""
-LAST_TOKEN = 2**31 - 1
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
@@ -114,34 +90,59 @@ def lasting(name: str) -> str:
 
 
 def _from_hub(name: str, with_code: bool) -> Path:
-    """Return a model from the local hub cache if it is complete there, else download it."""
+    """Return a model from the local hub cache if it is complete there, else download it.
+
+    A rank downloads what it needs, once the model is known to be one that ranks can share.
+    """
+    part = own_part()
+    cached, partial = _cached(name, with_code, () if part is not None else (WEIGHTS,))
+    if cached is not None and _is_whole(cached):
+        return cached
+    if part is None:
+        return pull(name, with_code=with_code, partial=partial)
+    from mlxrunner.models.download import in_turn
+
+    with in_turn(name):
+        folder = pull(name, with_code=with_code, partial=cached or partial, weights=())
+        check_part(folder, read_config(folder))
+        needed = weight_patterns(folder)
+        return pull(name, with_code=with_code, partial=folder, weights=needed)
+
+
+def _cached(name: str, with_code: bool, weights: Sequence[str]) -> tuple[Path | None, Path | None]:
+    """Return the folder of a model in the local hub cache, and else the folder of a part of it.
+
+    Only settings and files of the patterns `weights` are looked for.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    from mlxrunner.models.download import CODE, FILES
+    from mlxrunner.models.download import CODE, SETTINGS
 
-    patterns = [*FILES, CODE] if with_code else [*FILES]
-    partial: Path | None = None
+    patterns = [*SETTINGS, *weights, *([CODE] if with_code else [])]
     try:
-        cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-        if _is_whole(cached):
-            return cached
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True)), None
     except LocalEntryNotFoundError as error:
         # Set if files of the repository are missing. They may be files that the model does not
         # need.
         found = getattr(error, "snapshot_path", None)
-        partial = Path(found) if found is not None else None
+        return None, Path(found) if found is not None else None
     except HFValidationError as error:
         raise ModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
-    return pull(name, with_code=with_code, partial=partial)
 
 
 def pull(
-    name: str, *, with_code: bool = False, partial: Path | None = None, tell: Tell | None = None
+    name: str,
+    *,
+    with_code: bool = False,
+    weights: Sequence[str] | None = None,
+    partial: Path | None = None,
+    tell: Tell | None = None,
 ) -> Path:
     """Download the present revision of a model of the hub, and return its directory.
 
-    `with_code` downloads its Python files, too. `tell` is told how far each file is. `partial` is
+    `with_code` downloads its Python files, too. `weights` are the patterns of the weight files that
+    are needed; None: all of them. `tell` is told how far each file is. `partial` is
     the directory of a part that is in the hub cache; it is returned if the hub can't be reached and
     all that is needed is there. Raise ModelError if the model can't be downloaded.
     """
@@ -157,7 +158,8 @@ def pull(
     if not HUB_ID.fullmatch(name):
         raise ModelError(f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME")
     try:
-        return download(name, with_code=with_code, tell=tell or tell_nobody)
+        chosen = (WEIGHTS,) if weights is None else weights
+        return download(name, with_code=with_code, weights=chosen, tell=tell or tell_nobody)
     except ModelError:
         raise
     except HFValidationError as error:
@@ -193,169 +195,6 @@ def _is_whole(folder: Path) -> bool:
     except ModelError:
         return False
     return True
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json after checking its values.
-
-    Raise ModelError if it is missing or broken.
-    """
-    file = folder / "config.json"
-    try:
-        config = read_json(file, MOST_SETTINGS)
-    except MissingFileError as error:
-        if is_there(file):
-            raise ModelError(str(error)) from error
-        raise ModelError(
-            f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer "
-            "files"
-        ) from error
-    except ReadError as error:
-        raise ModelError(str(error)) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{file}: has no model_type")
-    check_settings(file, config)
-    return config
-
-
-def eos_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
-    """Return the end-of-sequence ids of config.json and generation_config.json together.
-
-    The ids in its text_config count, too. Values that are not token ids are ignored.
-    """
-    sources = [config, config.get("text_config")]
-    with suppress(ReadError):
-        sources.append(read_json(folder / "generation_config.json", MOST_SETTINGS))
-    found: dict[int, None] = {}
-    for source in sources:
-        ids = source.get("eos_token_id") if isinstance(source, dict) else None
-        given = ids if isinstance(ids, list) else [ids]
-        found |= dict.fromkeys(
-            token for token in given if type(token) is int and 0 <= token <= LAST_TOKEN
-        )
-    return list(found)
-
-
-def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters`, as transformers 5 writes them, under the names that mlx-lm reads.
-
-    Without them a Llama would silently run with rotary positions that it was not trained with.
-    """
-    rope = config.get("rope_parameters")
-    if (
-        not isinstance(rope, dict) or "rope_theta" not in rope
-    ):  # a dict per kind of layer is read by the architecture itself
-        return {}
-    settings = {
-        "rope_theta": rope["rope_theta"],
-        "partial_rotary_factor": rope.get("partial_rotary_factor"),
-    }
-    if rope.get("rope_type", "default") != "default":
-        settings["rope_scaling"] = rope
-    return {
-        name: value
-        for name, value in settings.items()
-        if value is not None and config.get(name) is None
-    }
-
-
-def check_files(folder: Path) -> None:
-    """Raise ModelError for a file that is not a regular file of a sensible size.
-
-    The libraries open files by name without checks. A FIFO would block them, and a device would
-    feed them forever.
-    """
-    for place in (folder, folder / "additional_chat_templates"):
-        try:
-            names = sorted(os.listdir(place))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise ModelError(f"{place}: can't be read: {error.strerror or error}") from error
-        for name in names:
-            suffix = os.path.splitext(name)[1]
-            if suffix in MOST_BYTES or suffix == ".safetensors":
-                _check_file(place / name, MOST_BYTES.get(suffix))
-
-
-def _check_file(file: Path, limit: int | None) -> None:
-    if is_of_kernel(file):
-        raise ModelError(
-            f"{file}: is a file of the kernel, not a regular file: copy what it holds into a file"
-        )
-    try:
-        os.close(open_file(file, limit)[0])
-    except ReadError as error:
-        raise ModelError(str(error)) from error
-
-
-def check_weights(folder: Path) -> list[Path]:
-    """Return the weight files after comparing each one with its header.
-
-    Raise ModelError, which names the first bad file.
-    """
-    return list(read_headers(folder))
-
-
-def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Return the header of each weight file, as `read_header` reads it.
-
-    Raise ModelError if a file is missing or broken.
-    """
-    files = sorted(folder.glob("model*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if is_there(index):
-        try:
-            shards = {
-                str(shard) for shard in read_json(index, MOST_BYTES[".json"])["weight_map"].values()
-            }
-        except ReadError as error:
-            raise ModelError(f"{error}; it is the weight index") from error
-        except (KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index}: not a readable weight index: {_one_line(error)}") from error
-        missing = sorted(shard for shard in shards if not is_there(folder / shard))
-        if missing:
-            raise ModelError(
-                f"{folder / missing[0]}: missing: {len(missing)} of {len(shards)} weight files "
-                f"that {index.name} lists"
-            )
-    if not files:
-        raise ModelError(
-            f"{folder}: no weights: no model*.safetensors in it (other formats are not loaded)"
-        )
-    return {file: read_header(file) for file in files}
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """Return a safetensors file's header: name -> dtype, shape, data_offsets.
-
-    Raise ModelError as `tensors_of` does.
-    """
-    return tensors_of(file).entries
-
-
-def tensors_of(file: Path) -> Header:
-    """Return the checked header of a safetensors file.
-
-    Raise ModelError if the file is cut off or is not a safetensors file.
-    """
-    try:
-        descriptor, size = open_file(file)
-    except ReadError as error:
-        raise ModelError(str(error)) from error
-    try:
-        header = read_tensors(descriptor, size, MOST_HEADER)
-        for name, place in header.tensors.items():
-            if max(place.shape, default=0) > MOST_SIDE:
-                raise HeaderError(
-                    f"damaged: {name[:80]!r} has the shape {place.shape}, and {MOST_SIDE:,} is the "
-                    "longest side"
-                )
-        return header
-    except (HeaderError, OSError) as error:
-        raise ModelError(f"{file}: {_one_line(error)}: download it again") from error
-    finally:
-        os.close(descriptor)
 
 
 def _one_line(error: BaseException) -> str:

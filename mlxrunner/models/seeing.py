@@ -11,6 +11,7 @@ from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.eyes import ARCHITECTURES, HOW, runs_only_seeing
 from mlxrunner.models.facts import usable_facts
+from mlxrunner.models.files import check_files, eos_tokens, read_config, tensor_count
 from mlxrunner.models.load import (
     LoadedModel,
     LoadProgress,
@@ -21,14 +22,7 @@ from mlxrunner.models.load import (
     tell_nobody,
     tried,
 )
-from mlxrunner.models.resolve import (
-    HUB_ID,
-    check_files,
-    eos_tokens,
-    read_config,
-    read_headers,
-    resolve,
-)
+from mlxrunner.models.resolve import HUB_ID, resolve
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.sharding import is_sharing
 from mlxrunner.pictures.crossing import CrossingModel
@@ -136,7 +130,7 @@ def _check(folder: Path, config: dict[str, Any]) -> None:
                     f"{folder / name}: {key} names Python code of the model, and a model that "
                     "sees pictures may have none"
                 )
-    check_layers(file, config, sum(map(len, read_headers(folder).values())))
+    check_layers(file, config, tensor_count(folder))
 
 
 def _unread(folder: Path, config: dict[str, Any]) -> Any:

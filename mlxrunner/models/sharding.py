@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.pipeline import PipelineMixin
 
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.errors import ModelError
-from mlxrunner.models.parts import WeightFiles
+from mlxrunner.models.part import Part, check_part, own_part, take_part
+from mlxrunner.models.part_reading import WeightFiles
 from mlxrunner.system.mlx_lm_internals import cutting
 from mlxrunner.terminal.text import one_line
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """The settings of config.json that each rank has an equal part of."""
 
-Way = Literal["tensor-parallel", "pipeline"]
-"""Each rank has a part of every layer, or some of the layers."""
-
-_groups: list[tuple[mx.distributed.Group, Way]] = []
+_groups: list[mx.distributed.Group] = []
 
 
-def share_among(group: mx.distributed.Group | None, way: Way = "tensor-parallel") -> None:
-    """Share every model that this process loads from now on; None: no longer."""
-    _groups[:] = [] if group is None else [(group, way)]
+def share_among(group: mx.distributed.Group | None) -> None:
+    """Share every model that this process loads from now on as its part says; None: no longer."""
+    _groups[:] = [] if group is None else [group]
+
+
+def be_rank(part: Part) -> None:
+    """Download, check and load only `part` of each model from now on."""
+    take_part(part, check_shares)
 
 
 def is_sharing() -> bool:
@@ -35,13 +39,11 @@ def is_sharing() -> bool:
     return bool(_groups)
 
 
-def check_shares(
-    folder: Path, config: dict[str, Any], ranks: int, way: Way = "tensor-parallel"
-) -> None:
-    """Raise ModelError, with the name of the architecture, unless it can be shared by `ranks`."""
+def check_shares(folder: Path, config: dict[str, Any], part: Part) -> None:
+    """Raise ModelError, with the name of the architecture, unless ranks can share it as `part`."""
     from mlx_lm.utils import _get_classes
 
-    kind = config["model_type"]
+    kind, ranks, way = config["model_type"], part.ranks, part.way
     try:
         model = _get_classes(config)[0]
         known = hasattr(model, "shard") if way == "tensor-parallel" else _has_pipeline(model)
@@ -80,15 +82,17 @@ def share(folder: Path, model: Any, config: dict[str, Any], files: WeightFiles) 
     The parts of tensors that `files` has seen are read. Raise ModelError if a file can't be read,
     if the model can't be shared, or if a layer can't be rewound by itself.
     """
-    for group, way in _groups:
-        check_shares(folder, config, group.size(), way)
+    for group in _groups:
+        part = own_part()
+        assert part is not None
+        check_part(folder, config)
         if not all(type(cache) is FullAttentionCache for cache in make_layer_caches(model)):
             raise ModelError(
                 f"{folder}: the architecture {config['model_type']!r:.80} has layers other than "
                 "full attention, which several ranks can't keep equal"
             )
         try:
-            if way == "pipeline":
+            if part.way == "pipeline":
                 model.model.pipeline(group)
             else:
                 with cutting(files.part):
@@ -97,3 +101,5 @@ def share(folder: Path, model: Any, config: dict[str, Any], files: WeightFiles) 
             raise ModelError(
                 f"{folder}: {group.size()} ranks can't share it equally: {one_line(str(error))}"
             ) from error
+        parameters: Any = tree_flatten(model.parameters())
+        files.check(name for name, _ in parameters)

@@ -18,6 +18,7 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.engine.decode import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError
+from mlxrunner.models.part import Part
 from mlxrunner.ranks.bare import BARE, BareLoop
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts, versions
@@ -77,8 +78,8 @@ def _follow(hosts: Hosts, rank: int, wire: Wire, told: queue.SimpleQueue[Any]) -
         if order == DROP:
             order = told.get()
             continue
-        count = len(hosts.addresses)
-        checked_folder(order["model"], count, order["fingerprint"], order["way"])
+        part = Part(rank, len(hosts.addresses), order["way"])
+        checked_folder(order["model"], part, order["fingerprint"])
         wire.send({"number": order["number"]})
         if (message := told.get()) != LOAD:
             order = message  # None at the end, or another model
@@ -94,7 +95,7 @@ def _run_model(
     order: Any, group: mx.distributed.Group, wire: Wire, told: queue.SimpleQueue[Any]
 ) -> Any:
     """Load a model and run its passes. Return the message that is not one."""
-    runner = load_share(Runner, order["model"], order["settings"], group, order["way"])
+    runner = load_share(Runner, order["model"], order["settings"], group)
     wire.send({"number": order["number"], **share_of(runner)})
     sequences, bare = Sequences(runner), BareLoop(runner.model)
     does: dict[Any, Callable[..., None]] = {

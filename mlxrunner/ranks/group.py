@@ -15,9 +15,11 @@ import mlx.core as mx
 
 from mlxrunner.errors import LaunchError, ModelError
 from mlxrunner.memory.reserve import weights_of
-from mlxrunner.models.fingerprint import differences, fingerprint
-from mlxrunner.models.resolve import folder_if_here, read_config
-from mlxrunner.models.sharding import Way, check_shares, share_among
+from mlxrunner.models.files import read_config
+from mlxrunner.models.fingerprint import by_files, different_files
+from mlxrunner.models.part import Part, check_part
+from mlxrunner.models.resolve import resolve
+from mlxrunner.models.sharding import be_rank, share_among
 from mlxrunner.options import MOST_TOKENS
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.wire import JOIN_S
@@ -26,24 +28,18 @@ from mlxrunner.system import device
 from mlxrunner.system.writing import open_temporary
 
 
-def checked_folder(
-    model: str,
-    ranks: int,
-    expected: dict[str, str] | None = None,
-    way: Way = "tensor-parallel",
-) -> Path:
-    """Return the folder of `model`, which has to be on this machine; nothing is downloaded.
+def checked_folder(model: str, part: Part, expected: dict[str, str] | None = None) -> Path:
+    """Return the folder of `model`, of which this process has `part` from now on.
 
-    Raise ModelError if it is not, or can't be shared by `ranks`, and LaunchError if its fingerprint
-    is not the `expected` one.
+    What is missing of it is downloaded. Raise ModelError if it can't be, or can't be shared, and
+    LaunchError if its fingerprint is not the `expected` one.
     """
     if model.startswith("random:"):
         raise ModelError(f"{model}: ranks share no random weights: name a folder or a hub id")
-    folder = folder_if_here(model)
-    if folder is None:
-        raise ModelError(f"{model}: not on this machine: every rank needs it before it starts")
-    check_shares(folder, read_config(folder), ranks, way)
-    other = [] if expected is None else differences(expected, fingerprint(folder))
+    be_rank(part)
+    folder = resolve(model)
+    check_part(folder, read_config(folder))
+    other = [] if expected is None else different_files(expected, by_files(folder))
     if other:
         raise LaunchError(f"{model}: not the model of rank 0: {', '.join(other)}")
     return folder
@@ -79,10 +75,10 @@ def _bind_advice(hosts: Hosts, rank: int) -> str:
 
 
 def load_share(
-    kind: type[Runner], model: str, settings: dict[str, Any], group: mx.distributed.Group, way: Way
+    kind: type[Runner], model: str, settings: dict[str, Any], group: mx.distributed.Group
 ) -> Runner:
     """Load this rank's part of `model` into a runner of class `kind`."""
-    share_among(group, way)
+    share_among(group)
     try:
         return kind.load(model, reserve=False, **settings)
     finally:

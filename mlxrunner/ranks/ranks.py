@@ -16,10 +16,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.models.files import read_config
+from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import LoadedModel
-from mlxrunner.models.resolve import folder_if_here, read_config
-from mlxrunner.models.sharding import Way
+from mlxrunner.models.part import Part, Way, take_all
+from mlxrunner.models.resolve import resolve
+from mlxrunner.models.sharding import be_rank
 from mlxrunner.ranks.engine import ServedModel
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
@@ -29,6 +31,9 @@ from mlxrunner.ranks.wire import END, GUARD_PATIENCE_S, Wire
 from mlxrunner.results import logger
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.text import size
+
+WAITING_S: float | None = 10.0
+"""Seconds after which the user is told of a rank that is slow to get or read its part."""
 
 
 class Ranks:
@@ -45,6 +50,8 @@ class Ranks:
         """The ring, once a model is loaded."""
         self.shares: dict[int, dict[str, int]] = {}
         """The part of the last model that each rank has: `group.share_of`."""
+        self._part = Part(0, len(hosts.addresses), way)
+        be_rank(self._part)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> Ranks:
@@ -52,6 +59,7 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.tell(END)
+        take_all()
 
     def wait_for_all(self) -> None:
         """Wait until all ranks are there. The guard ends this process if one does not come."""
@@ -71,8 +79,7 @@ class Ranks:
         The first rank's part brings that engine. `room` says how many tokens they may have.
         """
         runner, tell = self._load(model, settings), partial(self._tell_of, self._number)
-        folder = folder_if_here(model)
-        assert folder is not None
+        folder = resolve(model)
         assert self.group is not None
         return LoadedModel(
             model,
@@ -91,16 +98,16 @@ class Ranks:
 
     def _load(self, model: str, settings: dict[str, Any]) -> Runner:
         """Load the parts of `model`; see `load`. The runner has this rank's part alone."""
-        folder = checked_folder(model, len(self.hosts.addresses), way=self.way)
+        folder = checked_folder(model, self._part)
         self.wait_for_all()
         self._number += 1
-        order = {"model": model, "settings": settings, "fingerprint": fingerprint(folder)}
+        order = {"model": model, "settings": settings, "fingerprint": by_files(folder)}
         self.tell({"number": self._number, "way": self.way, **order})
         self._answers()
         with undisturbed():
             self.tell(LOAD)
             self.group = self.group or join(self.hosts, 0)
-        runner = load_share(FirstRunner, model, settings, self.group, self.way)
+        runner = load_share(FirstRunner, model, settings, self.group)
         self.shares = {0: share_of(runner), **self._answers()}
         for rank, share in self.shares.items():
             logger.info(
@@ -161,9 +168,17 @@ class Ranks:
 
     def _answers(self) -> dict[int, Any]:
         """Wait for a reply of each rank to the last order. The guard ends this if one is lost."""
-        return {rank: self._answer(replies) for rank, replies in self._replies.items()}
+        return {rank: self._answer(rank) for rank in self._replies}
 
-    def _answer(self, replies: queue.SimpleQueue[Any]) -> Any:
-        while (reply := replies.get())["number"] != self._number:
-            pass  # to an order that was interrupted
-        return reply
+    def _answer(self, rank: int) -> Any:
+        replies, timeout = self._replies[rank], WAITING_S
+        while True:
+            try:
+                reply = replies.get(timeout=timeout)
+            except queue.Empty:
+                timeout = None
+                with suppress(OSError):
+                    os.write(2, f"mlxrunner: waiting for rank {rank} to get the model\n".encode())
+            else:
+                if reply["number"] == self._number:  # not of an order that was interrupted
+                    return reply

@@ -40,11 +40,15 @@ def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
     return model_class, arguments_class
 
 
-def classes_that_show(
-    see: Callable[[Mapping[str, mx.array]], None],
-) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
-    """Return the `get_model_classes` of a `load_model` that shows `see` the tensors of the files.
+Tensors = dict[str, mx.array]
 
+
+def classes_that_show(
+    take: Callable[[Tensors], Tensors], see: Callable[[Tensors], None]
+) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
+    """Return the `get_model_classes` of a `load_model` that shows the tensors of the files.
+
+    The model has those that `take(tensors)` returns, and `see` is shown what mlx-lm makes of them.
     Expects that `load_model` calls `sanitize(tensors)` of the model where there is one.
     """
 
@@ -55,10 +59,11 @@ def classes_that_show(
             model = model_class(arguments)
             sanitize = getattr(model, "sanitize", dict)
 
-            def seen(tensors: dict[str, mx.array]) -> Any:
-                see(tensors)
+            def seen(tensors: Tensors) -> Tensors:
                 del model.sanitize  # that of its class is back
-                return sanitize(tensors)
+                made: Tensors = sanitize(take(tensors))
+                see(made)
+                return made
 
             model.sanitize = seen
             return model

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from support.models import save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner.models.facts import facts_of
+from mlxrunner.models.files import read_header
 from mlxrunner.models.fingerprint import (
     differences,
     fingerprint,
@@ -22,7 +23,7 @@ from mlxrunner.models.fingerprint import (
     with_format,
 )
 from mlxrunner.models.load import load_model
-from mlxrunner.models.resolve import read_header, resolve
+from mlxrunner.models.resolve import resolve
 
 
 @pytest.fixture

@@ -9,13 +9,8 @@ import pytest
 from support.models import one_line, save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner import ModelError
-from mlxrunner.models.resolve import (
-    DEMO_FOLDER,
-    eos_tokens,
-    read_config,
-    resolve,
-    rope_settings,
-)
+from mlxrunner.models.files import eos_tokens, read_config, rope_settings
+from mlxrunner.models.resolve import DEMO_FOLDER, resolve
 
 # Names
 

@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from support.models import one_line, save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner import ModelError
-from mlxrunner.models.resolve import (
-    check_weights,
-    read_header,
-)
+from mlxrunner.models.files import check_weights, read_header
 
 # Weights
 

@@ -19,7 +19,8 @@ from click.testing import CliRunner
 
 from mlxrunner import cli
 from mlxrunner.errors import LaunchError, ModelError, NotSupportedError, OptionError
-from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.models.fingerprint import by_files
+from mlxrunner.models.part import Part
 from mlxrunner.ranks import following
 from mlxrunner.ranks.following import follow
 from mlxrunner.ranks.group import checked_folder, join
@@ -39,6 +40,7 @@ from tests.support.ranks import (
 )
 from tests.support.ranks_history import NOISE
 from tests.support.sample import fewer
+from tests.support.shares import sharing
 from tests.support.waiting import until
 
 TENSOR, PIPELINE = "tensor-parallel", "pipeline"
@@ -77,8 +79,10 @@ def test_warm_histories_are_equal_after_every_ending(
         assert sum(one["ended"].values()) >= turns
         assert turns == 1 or all(one["ended"].values())
         assert turns == 1 or all(one.get("told", {}).values())
-        assert min(one["compared"], one["reused"]) > 0
+        assert one["compared"] > 0
+        assert turns == 1 or one["reused"] > 0  # of a single turn the answers may all fail
         assert one["worst"] < NOISE
+    assert sum(one["reused"] for one in found) > 0
 
 
 def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
@@ -315,8 +319,9 @@ def test_a_model_that_cannot_be_shared_is_refused(
     """Its config.json says so, before weights are read."""
     settings = tiny_config(kind, **config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match=re.escape(said)):
-        checked_folder(str(tmp_path), 2, way=way)
+    part = Part(0, 2, way)
+    with sharing(part), pytest.raises(ModelError, match=re.escape(said)):
+        checked_folder(str(tmp_path), part)
 
 
 def test_each_rank_says_what_it_has(tmp_path: Path) -> None:
@@ -341,20 +346,16 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     """A rank compares the fingerprint of its files with that of the first rank."""
     write_model(tmp_path / "one")
     write_model(tmp_path / "other", seed=1)
-    first = fingerprint(tmp_path / "one")
-    assert checked_folder(str(tmp_path / "one"), 2, first) == tmp_path / "one"
-    with pytest.raises(LaunchError, match="not the model of rank 0: weights"):
-        checked_folder(str(tmp_path / "other"), 2, first)
+    first, part = by_files(tmp_path / "one"), Part(1, 2, "tensor-parallel")
+    with sharing(part):
+        assert checked_folder(str(tmp_path / "one"), part, first) == tmp_path / "one"
+        with pytest.raises(LaunchError, match="not the model of rank 0: weights"):
+            checked_folder(str(tmp_path / "other"), part, first)
 
 
 def test_random_weights_are_refused() -> None:
     with pytest.raises(ModelError, match="random:1M: ranks share no random weights: name a folder"):
-        checked_folder("random:1M", 2)
-
-
-def test_a_model_elsewhere_is_not_downloaded() -> None:
-    with pytest.raises(ModelError, match="not on this machine"):
-        checked_folder("nobody/no-such-model", 2)
+        checked_folder("random:1M", Part(0, 2, "pipeline"))
 
 
 def test_a_rank_says_for_whom_it_waits(

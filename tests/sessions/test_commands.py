@@ -20,7 +20,8 @@ from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
 from mlxrunner.errors import SessionError
-from mlxrunner.models.resolve import DEMO_FOLDER, read_config
+from mlxrunner.models.files import read_config
+from mlxrunner.models.resolve import DEMO_FOLDER
 from mlxrunner.sessions.store import SessionStore
 
 ANA, ZORBLIN, WHO = "My name is Ana.", "My name is Zorblin.", "What is my name?"

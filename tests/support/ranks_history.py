@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import StepFailedError
-from mlxrunner.models.sharding import Way
+from mlxrunner.models.part import Way
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard

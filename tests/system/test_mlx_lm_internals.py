@@ -12,8 +12,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.pipeline import PipelineMixin
 from support.models import tiny_config, tiny_model
 
+from mlxrunner.models.part import Part
 from mlxrunner.system import mlx_lm_internals as internals
 from mlxrunner.testing import UnknownCache
 
@@ -195,3 +197,14 @@ def test_parsers_of_tool_calls_have_tags() -> None:
     assert call == {"name": "look", "arguments": {"at": 1}}
     assert internals.tool_parser("none_such") is None
     assert internals.tool_parser("../os") is None
+
+
+@pytest.mark.parametrize("ranks", range(1, 7))
+def test_layers_of_a_pipeline_are_those_of_mlx_lm(ranks: int) -> None:
+    """A rank downloads the layers that mlx-lm lets it keep."""
+    for count in range(ranks, 40):
+        for rank in range(ranks):
+            part, share = Part(rank, ranks, "pipeline"), PipelineMixin()
+            share.layers = list(range(count))
+            share.pipeline(part)
+            assert part.layers(count) == range(share.start_idx, share.end_idx)

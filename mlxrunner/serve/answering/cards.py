@@ -10,7 +10,8 @@ from typing import Any
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.models.eyes import has_eyes, has_only_eyes
 from mlxrunner.models.facts import weight_bytes
-from mlxrunner.models.resolve import folder_if_here, read_config
+from mlxrunner.models.files import read_config
+from mlxrunner.models.resolve import folder_if_here
 from mlxrunner.serve.answering.answers import ModelCard
 from mlxrunner.serve.answering.loaded import Place
 from mlxrunner.templates.rendering import read_json, read_template

@@ -1,4 +1,4 @@
-"""Read one rank's part of the tensors that ranks share, and not the rest of them.
+"""Read one rank's part of a model that ranks share, and not the rest of it.
 
 mlx-lm's `shard()` takes a part of each tensor after MLX has read the whole of it. Where a
 parameter is a tensor of a file, unchanged, this module reads the part alone. The other parameters
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxrunner.errors import ModelError, ReadError
-from mlxrunner.models.resolve import check_weights, tensors_of
+from mlxrunner.models.files import check_weights, missing_files, read_config, tensors_of
+from mlxrunner.models.part import needed_tensors
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.tensorfile import Place
 
@@ -34,26 +35,53 @@ Runs = list[tuple[int, int]]
 
 
 class WeightFiles:
-    """The tensors in the weight files of a model, by the arrays that stand for them unread."""
+    """The tensors in the weight files of a model, by the arrays that stand for them unread.
+
+    Files of layers that this rank does not have may be missing.
+    """
 
     def __init__(self, folder: Path, progress: Callable[[int], None] = lambda nbytes: None) -> None:
         """`progress` is told the bytes of the parts that are read.
 
         Raise ModelError if a file is missing or broken.
         """
-        self._progress, self.nbytes = progress, 0
+        self._folder, self._progress, self.nbytes = folder, progress, 0
+        self.is_whole = not missing_files(folder)
+        """True if the files of the other ranks are here, too."""
         self._places: dict[str, tuple[Path, Place] | None] = {}
         self._names: dict[int, str] = {}
         self._arrays: list[mx.array] = []  # kept, so that each has an id of its own
+        self._made = set[str]()
         for file in check_weights(folder):
             for name, place in tensors_of(file).tensors.items():
                 is_twice = name in self._places
                 self._places[name] = None if is_twice else (file, place)
 
-    def see(self, tensors: Mapping[str, mx.array]) -> None:
-        """Remember the arrays that stand for the `tensors` of the files, by name."""
+    def take(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Remember the arrays that stand for the `tensors` of the files, by name.
+
+        Return those that this rank needs. A layer of another rank may be there in part only, and
+        mlx-lm would miss the rest.
+        """
         self._names |= {id(array): name for name, array in tensors.items()}
         self._arrays += tensors.values()
+        if self.is_whole:
+            return tensors
+        needed = needed_tensors(tensors, read_config(self._folder))
+        return {name: tensors[name] for name in needed}
+
+    def see(self, made: dict[str, mx.array]) -> None:
+        """Remember the parameters that mlx-lm has `made` of the tensors."""
+        self._made = set(made)
+
+    def check(self, parameters: Iterable[str]) -> None:
+        """Raise ModelError if one of a rank's `parameters` is in no file."""
+        missing = [] if self.is_whole else sorted(set(parameters) - self._made)
+        if missing:
+            raise ModelError(
+                f"{self._folder}: {len(missing)} tensors of this rank are in none of its files, "
+                f"the first is {missing[0][:80]!r}: download it again"
+            )
 
     def part(self, array: mx.array, axis: int, kept: list[int]) -> mx.array | None:
         """Read the indices `kept` of `axis` of the tensor that `array` stands for.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +17,21 @@ from mlx.utils import tree_flatten
 from support.architectures import build, settings_of
 from support.models import one_line, save_model, write_model
 from support.sample import examples
+from support.shares import sharing
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models import parts
+from mlxrunner.models import part_reading
 from mlxrunner.models.load import unread_model
-from mlxrunner.models.parts import WeightFiles
-from mlxrunner.models.sharding import share_among
+from mlxrunner.models.part import Part
+from mlxrunner.models.part_reading import WeightFiles
 
 KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "minimax", "glm4_moe", "deepseek_v3", "mistral4"]
 TYPES = [mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8, mx.bool_]
 
 
-@dataclass
-class Group:
-    """Stands for a group of MLX, of which loading asks only these two numbers."""
-
-    own: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.own
-
-    def size(self) -> int:
-        return self.ranks
-
-
-@contextmanager
-def sharing(rank: int, ranks: int) -> Iterator[None]:
-    """Load models in the block as one rank of several does."""
-    group: Any = Group(rank, ranks)
-    share_among(group)
-    try:
-        yield
-    finally:
-        share_among(None)
-
-
 def loaded(folder: Path, rank: int, ranks: int) -> dict[str, mx.array]:
     """Return the parameters of a rank."""
-    with sharing(rank, ranks):
+    with sharing(Part(rank, ranks, "tensor-parallel")):
         parameters: Any = tree_flatten(unread_model(folder).parameters())
     mx.eval([array for _, array in parameters])
     return dict(parameters)
@@ -106,12 +80,12 @@ def test_any_indices_of_any_axis(data: some.DataObject) -> None:
     dtype = data.draw(some.sampled_from(TYPES))
     array = (mx.arange(int(np.prod(shape))) * 7 % 251).reshape(shape).astype(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "DIRECT", data.draw(some.sampled_from([1, 8, 2**16])))
-        patch.setattr(parts, "BLOCK", data.draw(some.sampled_from([1, 24, 2**24])))
+        patch.setattr(part_reading, "DIRECT", data.draw(some.sampled_from([1, 8, 2**16])))
+        patch.setattr(part_reading, "BLOCK", data.draw(some.sampled_from([1, 24, 2**24])))
         folder = _folder({"before": mx.zeros(3), "it": array, "behind": mx.ones(2)})
         files = WeightFiles(folder)
         tensors: Any = mx.load(str(folder / "model.safetensors"))
-        files.see(tensors)
+        files.take(tensors)
         found = files.part(tensors["it"], axis, kept)
     assert found is not None
     assert found.dtype == dtype
@@ -139,12 +113,12 @@ def test_an_array_that_is_no_tensor_of_a_file_is_not_read(folder: Path) -> None:
     """One that mlx-lm has made of a tensor, or a tensor that two files have, is cut by MLX."""
     files = WeightFiles(_folder({"it": mx.ones((4, 4))}))
     tensors: Any = mx.load(str(folder / "model.safetensors"))
-    files.see(tensors)
+    files.take(tensors)
     assert files.part(tensors["it"] + 1, 0, [0]) is None
     assert files.part(tensors["it"], 0, []) is None
     mx.save_safetensors(str(folder / "model-2.safetensors"), {"it": mx.zeros((4, 4))})
     twice = WeightFiles(folder)
-    twice.see(tensors)
+    twice.take(tensors)
     assert twice.part(tensors["it"], 0, [0]) is None
 
 
@@ -152,7 +126,7 @@ def test_a_file_that_becomes_shorter_is_named(folder: Path) -> None:
     """Between the check of its header and the reading of a part."""
     files = WeightFiles(_folder({"it": mx.ones((400, 400))}))
     tensors: Any = mx.load(str(folder / "model.safetensors"))
-    files.see(tensors)
+    files.take(tensors)
     os.truncate(folder / "model.safetensors", 1000)
     with pytest.raises(ModelError, match="can't be read: it has become shorter") as error:
         files.part(tensors["it"], 0, [0, 1, 2])

@@ -1,0 +1,194 @@
+"""A rank of a pipeline downloads and reads the files that have its layers, and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+from mlx.utils import tree_flatten
+from support.architectures import build, settings_of
+from support.models import one_line, save_model, write_tokenizer
+from support.ranks import command, write_hosts
+from support.shares import sharing
+
+from mlxrunner import cli
+from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.models.fingerprint import by_files
+from mlxrunner.models.load import unread_model
+from mlxrunner.models.part import Part
+from mlxrunner.models.resolve import resolve
+from mlxrunner.ranks.group import checked_folder
+
+LAYERS = 5
+
+
+def save(folder: Path, kind: str = "qwen2") -> None:
+    """Write a model with a file for each layer and one for the rest."""
+    settings = {**settings_of(kind), "num_hidden_layers": LAYERS, "vocab_size": 300}
+    save_model(folder, build(kind, **settings), settings)
+    write_tokenizer(folder)
+    (file,) = folder.glob("model*.safetensors")
+    weights: Any = mx.load(str(file))
+    placed = {}
+    for name in weights:
+        number = name.split("layers.")[1].split(".")[0] if "layers." in name else "rest"
+        placed[name] = f"model-{number}.safetensors"
+    mx.eval(weights)
+    file.unlink()
+    for one in {*placed.values()}:
+        part = {name: array for name, array in weights.items() if placed[name] == one}
+        mx.save_safetensors(str(folder / one), part, {"format": "mlx"})
+    index = {"metadata": {}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model that is whole."""
+    save(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def model_hub(hub: Any, source: Path) -> Any:
+    """A hub that has it."""
+    hub.files = {file.name: file.read_bytes() for file in source.iterdir()}
+    return hub
+
+
+def weights_in(names: set[str]) -> set[str]:
+    return {name.removeprefix("model-")[:-12] for name in names if name.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("rank", "layers"), [(0, {"3", "4"}), (1, {"1", "2"}), (2, {"0"})], ids=str
+)
+def test_a_rank_downloads_its_layers(
+    rank: int, layers: set[str], model_hub: Any, source: Path
+) -> None:
+    """Its parameters are those that it takes of the whole model."""
+    part = Part(rank, 3, "pipeline")
+    with sharing(part):
+        folder = resolve("org/name")
+        assert weights_in(model_hub.downloaded()) == {"rest", *layers}
+        model_hub.seen.clear()
+        assert resolve("org/name") == folder
+        assert model_hub.seen == []
+        own: Any = tree_flatten(unread_model(folder).parameters())
+        whole: Any = dict(tree_flatten(unread_model(source).parameters()))
+    assert {name for name, _ in own} == whole.keys()
+    for name, array in own:
+        assert mx.array_equal(array, whole[name]), name
+
+
+def test_what_is_missing_comes_for_who_needs_it(model_hub: Any) -> None:
+    """Another rank of this machine, and then a process that has the model alone."""
+    with sharing(Part(2, 3, "pipeline")):
+        resolve("org/name")
+    with sharing(Part(1, 3, "pipeline")):
+        model_hub.seen.clear()
+        resolve("org/name")
+        assert weights_in(model_hub.downloaded()) == {"1", "2"}
+    model_hub.seen.clear()
+    resolve("org/name")
+    assert weights_in(model_hub.downloaded()) == {"3", "4"}
+
+
+def test_every_rank_of_tensors_needs_all_files(model_hub: Any) -> None:
+    with sharing(Part(1, 2, "tensor-parallel")):
+        resolve("org/name")
+    assert weights_in(model_hub.downloaded()) == {"rest", "0", "1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize("way", ["pipeline", "tensor-parallel"])
+def test_a_model_that_cannot_be_shared_is_not_downloaded(
+    way: Any, hub: Any, tmp_path: Path
+) -> None:
+    """Its settings say so."""
+    save(tmp_path / "source", "gemma3_text")
+    hub.files = {file.name: file.read_bytes() for file in (tmp_path / "source").iterdir()}
+    with sharing(Part(0, 2, way)), pytest.raises(ModelError, match="can't share the architecture"):
+        resolve("org/name")
+    assert "config.json" in hub.downloaded()
+    assert weights_in(hub.downloaded()) == set()
+
+
+def test_a_layer_that_is_partly_there(source: Path) -> None:
+    """A file has the end of another rank's layer, whose beginning is in a file that is not here."""
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    moved = [name for name in index["weight_map"] if ".layers.2.mlp" in name]
+    weights: Any = mx.load(str(source / "model-2.safetensors"))
+    rest: Any = mx.load(str(source / "model-rest.safetensors"))
+    rest |= {name: weights[name] for name in moved}
+    mx.eval(rest)
+    mx.save_safetensors(str(source / "model-rest.safetensors"), rest, {"format": "mlx"})
+    index["weight_map"] |= dict.fromkeys(moved, "model-rest.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / "model-2.safetensors").unlink()
+    with sharing(Part(0, 3, "pipeline")):
+        model = unread_model(source)
+    assert [layer is None for layer in model.model.layers] == [True, True, True, False, False]
+    mx.eval(model.parameters())
+
+
+def test_a_missing_file_is_named(source: Path) -> None:
+    """One that this rank needs, and no other one."""
+    (source / "model-1.safetensors").unlink()
+    with sharing(Part(0, 3, "pipeline")):
+        unread_model(source)
+    with sharing(Part(1, 3, "pipeline")), pytest.raises(ModelError, match="missing: 1 of 3") as e:
+        unread_model(source)
+    assert "model-1.safetensors" in one_line(e)
+
+
+def test_a_tensor_in_no_file_is_named(source: Path) -> None:
+    """A parameter is never left as it was made, at random."""
+    file, index = source / "model-4.safetensors", source / "model.safetensors.index.json"
+    weights: Any = mx.load(str(file))
+    mx.eval(weights)
+    name = next(name for name in weights if "q_proj.weight" in name)
+    del weights[name]
+    mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    found = json.loads(index.read_text())
+    del found["weight_map"][name]
+    index.write_text(json.dumps(found))
+    (source / "model-0.safetensors").unlink()
+    said = "1 tensors of this rank are in none of its files, the first is '.*layers.4.*q_proj"
+    with sharing(Part(0, 3, "pipeline")), pytest.raises(ModelError, match=said):
+        unread_model(source)
+
+
+def test_files_that_two_ranks_have_are_compared(source: Path, tmp_path: Path) -> None:
+    """One that only one of them has is not."""
+    file = "model-1.safetensors"
+    shutil.copytree(source, tmp_path / "other")
+    (tmp_path / "other" / "model-0.safetensors").unlink()
+    expected, part = by_files(source), Part(1, 3, "pipeline")
+    with sharing(part):
+        assert checked_folder(str(tmp_path / "other"), part, expected) == tmp_path / "other"
+        weights: Any = mx.load(str(tmp_path / "other" / file))
+        changed = {name: array + 1 for name, array in weights.items()}
+        mx.eval(changed)
+        mx.save_safetensors(str(tmp_path / "other" / file), changed, {"format": "mlx"})
+        with pytest.raises(LaunchError, match=r"not the model of rank 0: weights \(model-1.safet"):
+            checked_folder(str(tmp_path / "other"), part, expected)
+
+
+@pytest.mark.parametrize("way", ["--pipeline", "--tensor-parallel"])
+def test_launch_downloads_a_model(way: str, model_hub: Any, source: Path, tmp_path: Path) -> None:
+    """The ranks of one machine take turns; the answer is that of one process."""
+    ask = ["generate", "--raw", "--greedy", "--max-tokens", "5", "-m"]
+    env = {**os.environ, "HF_ENDPOINT": model_hub.address, "HF_HOME": str(tmp_path / "hf")}
+    line = command(write_hosts(tmp_path, 2), 2, *ask, "org/name", way, "Hello")
+    done = subprocess.run(line, env=env, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    whole = CliRunner().invoke(cli.main, [*ask, str(source), "Hello"])
+    assert done.stdout == whole.stdout_bytes
+    assert weights_in(model_hub.downloaded()) == {"rest", "0", "1", "2", "3", "4"}
