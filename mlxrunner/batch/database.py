@@ -63,15 +63,20 @@ PLACED = "SELECT line FROM places ORDER BY line"
 HELD = "SELECT line FROM lines ORDER BY line"
 _COLUMNS = "line, number, id, options, error, tokens, prompt, format, sum"
 LINE = f"SELECT {_COLUMNS} FROM lines WHERE line = ?"
-_PENDING = f"""
-SELECT {{place}}, {_COLUMNS} FROM {{table}}
-WHERE {{place}} > ? AND line NOT IN (SELECT line FROM results) ORDER BY {{place}}
-"""
-ALL = {
-    "prefix": _PENDING.format(place="place", table="places CROSS JOIN lines USING (line)"),
-    "input": _PENDING.format(place="line", table="lines"),
+_LEFT = "WHERE line NOT IN (SELECT line FROM results)"
+_ORDERS = {
+    "prefix": ("place", "places CROSS JOIN lines USING (line)"),
+    "input": ("line", "lines"),
 }
-NEXT = {order: f"{query} LIMIT 1" for order, query in ALL.items()}
+ALL = {
+    order: f"SELECT {_COLUMNS} FROM {table} {_LEFT} ORDER BY {place}"
+    for order, (place, table) in _ORDERS.items()
+}
+NEXT = {
+    order: f"SELECT {_COLUMNS}, {place} FROM {table} {_LEFT} AND {place} > ? "
+    f"ORDER BY {place} LIMIT 1"
+    for order, (place, table) in _ORDERS.items()
+}
 
 
 def tables() -> list[Any]:
@@ -83,14 +88,18 @@ def tables() -> list[Any]:
 
 def checksum(*columns: str | bytes | int | None) -> int:
     """Return a checksum of a row, which tells if a bit on the disk has flipped."""
-    parts = list[bytes]()
+    parts: list[bytes] = []
     for column in columns:
         if column is None:
             parts.append(b"NoneTypeNone")
+        elif type(column) is str:
+            parts.append(b"str")
+            parts.append(column.encode("utf-8", "surrogatepass"))
         elif type(column) is int:
             parts.append(b"int%d" % column)
         elif isinstance(column, bytes):
-            parts += (b"bytes", column)
+            parts.append(b"bytes")
+            parts.append(column)
         else:
             parts.append(f"{type(column).__name__}{column}".encode("utf-8", "surrogatepass"))
     return zlib.crc32(b"".join(parts))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mlxrunner.batch.records import shared_tokens
+
 NONE = -1
 
 
@@ -113,7 +115,7 @@ def _by_least_index(lines: Iterable[tuple[int, bytes]], count: int) -> array[int
     chains, opened = _Chains(count), list[_Node]()
     before = b""
     for index, key in lines:
-        shared = _shared(before, key)
+        shared = 4 * shared_tokens(before, key)
         if opened and opened[-1].depth > shared:
             _close(opened, shared, chains)
         if not opened or opened[-1].depth < len(key):
@@ -137,10 +139,3 @@ def _close(opened: list[_Node], depth: int, chains: _Chains) -> int:
         opened[-1].below.append(subtree)
         if opened[-1].depth == depth:
             return subtree
-
-
-def _shared(one: bytes, other: bytes) -> int:
-    """Return the bytes of the longest common prefix, in whole tokens of 4 bytes."""
-    size = min(len(one), len(other))
-    differing = int.from_bytes(one[:size]) ^ int.from_bytes(other[:size])
-    return (8 * size - differing.bit_length()) // 32 * 4

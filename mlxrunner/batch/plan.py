@@ -89,8 +89,9 @@ def survey(
         nonlocal longest, answer, expected, is_limited
         for line in lines:
             if line.error is None:
-                options = {**defaults, **line.options}
-                limit, tokens = limit_of(line, defaults), _within(context, line.tokens, options)
+                limit, tokens = limit_of(line, defaults), line.tokens
+                if len(tokens) >= context:
+                    tokens = _within(context, tokens, {**defaults, **line.options})
                 longest, answer = max(longest, len(tokens)), max(answer, limit or 0)
                 expected += mean if limit is None else min(mean, limit)
                 is_limited = is_limited and limit is not None
@@ -110,8 +111,8 @@ def limit_of(line: StoredLine | BriefLine, defaults: Mapping[str, Any]) -> int |
 
 
 def _within(context: int, tokens: TokenArray, options: Mapping[str, Any]) -> TokenArray:
-    """Return the tokens of a prompt that are run, after a shift if the prompt does not fit."""
-    if options.get("overflow") != "shift" or len(tokens) < context:
+    """Return the tokens that are run of a prompt that does not fit, after a shift if allowed."""
+    if options.get("overflow") != "shift":
         return tokens
     shift = Shift(context, min(options.get("keep") or 0, context - 2))
     return np.concatenate([tokens[: shift.keep], tokens[shift.keep + shift.discard(len(tokens)) :]])

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.results import Result, Usage
 from mlxrunner.templates.messages import PlainMessage
 
@@ -22,6 +22,8 @@ A line that can't be read is "unknown"; `finish` gives it the format of the firs
 CUT = "cut"
 """The name, among the parts of a shard, of the digest of the cut that it is a part of."""
 FORMATS = frozenset(get_args(Format))
+LONG_KEY = 1000
+"""The bytes of a sort key above which numpy finds a common prefix faster than whole numbers do."""
 Place = int | str
 """The number of a line in the only file, from 1, or a text of words that names its place."""
 
@@ -52,15 +54,25 @@ class StoredLine:
     prompt: str | Sequence[PlainMessage] | None = None
     """The text or the messages from which the tokens were made; None for token ids."""
 
+    @property
+    def key(self) -> bytes:
+        """The `sort_key` of the tokens."""
+        return sort_key(self.tokens)
+
 
 @dataclass(slots=True)
 class BriefLine:
     """The fields of a StoredLine on which its cost depends. It is made in less time."""
 
     index: int
-    tokens: TokenArray
+    key: bytes
     options: Mapping[str, Any]
     error: str | None
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The tokens of its prompt, which are made anew each time."""
+        return tokens_of(self.key)
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,15 @@ def tokens_of(key: bytes) -> TokenArray:
     return np.frombuffer(key, ">u4").astype(np.int32)
 
 
+def shared_tokens(one: bytes, other: bytes) -> int:
+    """Return the tokens of the longest common prefix of two sort keys."""
+    size = min(len(one), len(other))
+    if size > LONG_KEY:
+        return common_prefix(np.frombuffer(one, np.int32), np.frombuffer(other, np.int32))
+    differing = int.from_bytes(one[:size]) ^ int.from_bytes(other[:size])
+    return (8 * size - differing.bit_length()) // 32
+
+
 def line_of(
     index: Any,
     number: Any,
@@ -134,7 +155,9 @@ def brief_of(
 ) -> BriefLine:
     """Return the line of a row in brief. Raise what `line_of` raises, the prompt aside."""
     options = _options_of(index, number, name, options, error)
-    return BriefLine(index, tokens_of(tokens), options, error)
+    if not isinstance(tokens, bytes) or len(tokens) % 4:
+        raise TypeError("not the tokens of a line")
+    return BriefLine(index, tokens, options, error)
 
 
 def _options_of(index: Any, number: Any, name: Any, options: Any, error: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -30,7 +30,6 @@ from mlxrunner.batch.records import (
     brief_of,
     line_of,
     place_of,
-    sort_key,
 )
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
@@ -216,8 +215,7 @@ class Store:
     def _insert(self, line: StoredLine) -> None:
         options = json.dumps(dict(line.options)) if line.options else None
         prompt = None if line.prompt is None else json.dumps(line.prompt, default=str)
-        tokens = sort_key(line.tokens)
-        columns = (line.index, line.number, line.id, options, line.error, tokens, prompt)
+        columns = (line.index, line.number, line.id, options, line.error, line.key, prompt)
         row = (*columns, line.format)
         self._db.execute(sql.INSERT_LINE, (*row, sql.checksum(*row)))
 
@@ -279,7 +277,7 @@ class Store:
         """
         place = -1
         while (row := self._next(sql.NEXT[order], place)) is not None:
-            place, *columns = row
+            *columns, place = row
             yield self._read(columns, line_of)
 
     def left(self, order: Order = "prefix") -> Iterator[BriefLine]:
@@ -288,20 +286,20 @@ class Store:
         One question to the database brings them all, so no answer may come in the meantime.
         """
         with self._explained():
-            for _, *columns in self._db.execute(sql.ALL[order], (-1,)):
-                yield self._read(columns, brief_of)
+            for row in self._db.execute(sql.ALL[order]):
+                yield self._read(row, brief_of)
 
     def line(self, index: int) -> StoredLine:
         """Return line `index`, which has to be there."""
         row = self._next(sql.LINE, index)
         if row is None:
             raise self.damaged(f"line {index} is not found in it")
-        return self._read(list(row), line_of)
+        return self._read(row, line_of)
 
-    def _read(self, row: list[Any], made_of: Callable[..., T]) -> T:
+    def _read(self, row: Sequence[Any], made_of: Callable[..., T]) -> T:
         """Return what is made of a line's row. Raise DamagedStoreError if it has changed."""
-        *columns, written = row
-        if sql.checksum(*columns) != written or columns[-1] not in FORMATS:
+        columns = row[:-1]
+        if sql.checksum(*columns) != row[-1] or columns[-1] not in FORMATS:
             raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
         try:
             return made_of(*columns)

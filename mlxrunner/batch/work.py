@@ -28,7 +28,7 @@ from mlxrunner.batch.job import (
     store_to_plan,
 )
 from mlxrunner.batch.opening import context_of, lanes_of, open_runner, tokenizer_for
-from mlxrunner.batch.options import ORDERS, Order
+from mlxrunner.batch.options import Order
 from mlxrunner.batch.output import Writer
 from mlxrunner.batch.plan import (
     BatchPlan,
@@ -37,7 +37,7 @@ from mlxrunner.batch.plan import (
     survey,
 )
 from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.records import CUT, Counts
+from mlxrunner.batch.records import CUT, BriefLine, Counts
 from mlxrunner.batch.retry import (
     complete,
     copy_answers,
@@ -45,7 +45,7 @@ from mlxrunner.batch.retry import (
     made_from,
     opened_retry,
 )
-from mlxrunner.batch.shards.lines import Shard, costs_of, keep_shard
+from mlxrunner.batch.shards.lines import Costing, Shard, keep_shard
 from mlxrunner.batch.shards.plan import CutPlan
 from mlxrunner.batch.speed import Speed, known_speed, remember_speed
 from mlxrunner.batch.status import Status
@@ -178,17 +178,17 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
             tokenizer = tokenizer_for(job)
             _read(job, store, tokenizer, context, parts, progress, retried)
         counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
-        found = {order: _survey(job, store, order, context, progress, speed) for order in ORDERS}
-        parted = None if job.workers is None else _cut(job, store, found["prefix"], progress, speed)
+        costing = None if job.workers is None else Costing(job.defaults)
+        found: dict[Order, Survey] = {
+            "input": _survey(job, store, "input", context, progress, speed),
+            "prefix": _survey(job, store, "prefix", context, progress, speed, costing),
+        }
+        parted = None
+        if job.workers is not None and costing is not None:
+            expected = found["prefix"].answer_tokens
+            parted = CutPlan.of(costing.costs, job.workers, expected, speed)
     lanes, _ = lanes_of(job, found[job.order])
     return make_plan(counts, found, job.order, parallel=lanes, speed=speed, cut=parted)
-
-
-def _cut(job: Job, store: Store, found: Survey, progress: Progress, speed: Speed | None) -> CutPlan:
-    """Cut the lines that have no answer yet for the job's workers, and show the progress."""
-    _, costs = costs_of(_counted(store.left(), "cutting", progress), job.defaults)
-    progress.close()
-    return CutPlan.of(costs, job.workers or 1, found.answer_tokens, speed)
 
 
 def _read(
@@ -231,9 +231,15 @@ def _survey(
     context: int,
     progress: Progress,
     speed: Speed | None = None,
+    costing: Costing | None = None,
 ) -> Survey:
-    """Survey the lines that have no answer yet, and show the progress."""
-    lines = _counted(store.left(order), "planning", progress)
+    """Survey the lines that have no answer yet, and show the progress.
+
+    `costing` notes what they cost on the way.
+    """
+    lines: Iterable[BriefLine] = _counted(store.left(order), "planning", progress)
+    if costing is not None:
+        lines = costing.of(lines)
     found = survey(lines, job.defaults, context, speed)
     progress.close()
     return found

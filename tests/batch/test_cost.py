@@ -12,8 +12,8 @@ from support.prompts import shared_prefixes
 from support.sample import examples
 
 from mlxrunner.batch.prompts import Cost, cost
-from mlxrunner.batch.records import sort_key, tokens_of
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.batch.records import LONG_KEY, shared_tokens, sort_key, tokens_of
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.testing import oracle_runner
 
 PROMPTS = st.lists(
@@ -44,6 +44,18 @@ def test_bytes_are_in_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
     assert [tokens_of(key).tolist() for key in sorted(map(sort_key, arrays(prompts)))] == sorted(
         prompts
     )
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, LONG_KEY // 4, LONG_KEY // 4 + 1, 3 * LONG_KEY])
+@pytest.mark.parametrize("more", [0, 1, 300])
+def test_sort_keys_share_what_their_tokens_share(length: int, more: int) -> None:
+    """Short keys are compared as whole numbers, and long ones by numpy."""
+    numbers = random.Random(length)
+    one = as_tokens([numbers.randrange(2**31) for _ in range(length)])
+    for place in {0, length // 2, max(length - 1, 0), length}:
+        other = np.concatenate([one[:place], one[place:] ^ 256, np.arange(more, dtype=np.int32)])
+        found = shared_tokens(sort_key(one), sort_key(other))
+        assert found == common_prefix(one, other) == place
 
 
 @given(PROMPTS)

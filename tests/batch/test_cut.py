@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise
 
@@ -13,7 +14,7 @@ from support.prompts import shared_prefixes
 
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.records import sort_key
-from mlxrunner.batch.shards.cut import FREE, SLACK, Costs, cut, extra_of, split
+from mlxrunner.batch.shards.cut import BLOCK, FREE, SLACK, Costs, cut, extra_of, split
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 
 Prompts = Sequence[TokenArray]
@@ -104,6 +105,20 @@ def test_more_machines_than_lines_leave_some_empty() -> None:
     assert cut(one_document(2, 5_000), 4) == [0, 1, 2, 2, 2]
     assert cut(one_document(7, 0).between(0, 0), 3) == [0, 0, 0, 0]
     assert cut(one_document(7, 0), 1) == [0, 7]
+
+
+def test_a_cut_takes_a_sum_of_eight_bytes_for_each_line() -> None:
+    """Other numbers are made for BLOCK lines at a time, and the costliest may be in any block."""
+    costs = one_document(10 * BLOCK, 100)
+    costs.answers[7 * BLOCK] = 10**6
+    tracemalloc.start()
+    try:
+        cut(costs, 8)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 8 * len(costs) <= peak <= 12 * len(costs)
+    assert costs.costliest == costs.of(7 * BLOCK, 7 * BLOCK + 1) >= 10**6
 
 
 def test_many_machines_share_a_large_batch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from support.batch_command import run, write
 from support.prompts import shared_prefixes
 
+from mlxrunner.batch.options import Order
+from mlxrunner.batch.records import BriefLine
 from mlxrunner.batch.shards.cut import Costs
 from mlxrunner.batch.shards.plan import CutPlan, Part
 from mlxrunner.batch.speed import Speed, remember_speed
+from mlxrunner.batch.store import Store
 
 
 def documents(count: int, lines: int) -> Costs:
@@ -66,6 +70,24 @@ def test_the_command_says_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"cut for 3 workers: {whole:,} tokens evaluated" in table
     assert f"  worker 1: {parts[0]['lines']} lines, {parts[0]['evaluated']}" in table
     assert json.loads(run("in.jsonl", "--plan", "--json").stdout)["cut"] is None
+
+
+def test_a_plan_for_workers_reads_the_lines_no_more_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read them takes longest: once in each order, for the plan and for the cut."""
+    monkeypatch.chdir(tmp_path)
+    write({"prompt": "Who are you?"}, {"prompt": "What are you?"})
+    orders: list[str] = []
+    left = Store.left
+
+    def noted(store: Store, order: Order = "prefix") -> Iterator[BriefLine]:
+        orders.append(order)
+        return left(store, order)
+
+    monkeypatch.setattr(Store, "left", noted)
+    run("in.jsonl", "--plan", "--workers", 2)
+    assert sorted(orders) == ["input", "prefix"]
 
 
 def test_the_plan_for_eight_workers_evaluates_little_more(

@@ -11,14 +11,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.batches import entry, filled, indices
 
-from mlxrunner.batch.database import APPLICATION_ID, VERSION
+from mlxrunner.batch.database import APPLICATION_ID, VERSION, checksum
 from mlxrunner.batch.records import Counts
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import StoreError
+
+
+def test_a_checksum_is_that_of_stores_that_are_there() -> None:
+    """A store of an earlier version has it in each row, so it must never change."""
+    row: Any = (7, "\u00e9\ud800", None, b"\0\xff", -1, 2.5, "")
+    assert checksum(*row) == 3560878094
 
 
 def test_the_whole_input_is_there_or_none_of_it(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ SLACK = 0.02
 """The share by which a part may exceed the costliest part of the most even cut."""
 EVENNESS = 0.1
 """The tokens evaluated again that are worth one token less between a part and the even share."""
+BLOCK = 2**16
+"""The lines that are added up at a time, so that few sums are in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,14 @@ class Costs:
     def total(self) -> int:
         """The cost of all lines on one machine."""
         return int(self.sums[-1])
+
+    @property
+    def costliest(self) -> int:
+        """The cost of the costliest line on a machine of its own."""
+        return max(
+            int((own.evaluated + own.reused.astype(np.int64) + own.answers).max())
+            for own in (self.between(n, n + BLOCK) for n in range(0, len(self), BLOCK))
+        )
 
     def extra(self, first: int) -> int:
         """Return the tokens that are evaluated again if a part begins with line `first`."""
@@ -149,9 +159,7 @@ def _least(costs: Costs, parts: int) -> int:
 
     A part that begins later never costs more, so that taking as much as fits is best.
     """
-    whole = costs.evaluated + costs.reused.astype(np.int64) + costs.answers
-    low, high = max(int(whole.max()), -(-costs.total // parts)), costs.total
-    del whole
+    low, high = max(costs.costliest, -(-costs.total // parts)), costs.total
     while low < high:
         middle = (low + high) // 2
         if _fits(costs, parts, middle):
