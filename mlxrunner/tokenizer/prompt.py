@@ -140,7 +140,10 @@ def tokenize_prompt(
         )
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], dict):
         messages: Any = prompt
-        sees = isinstance(tokenizer, Seeing)
+        has_parts = any(
+            isinstance(one, dict) and not isinstance(one.get("content"), str) for one in messages
+        )
+        sees = has_parts and isinstance(tokenizer, Seeing)  # slow: it looks up every method
         if not sees and any(has_picture(message) for message in messages):
             raise PromptError(
                 "the model was loaded without its eyes: pictures need Runner.load(MODEL, "
@@ -179,7 +182,7 @@ def _tokenize_messages(
             )
     pictures = [picture for message in messages for picture in message.get("pictures", ())]
     views = None
-    if isinstance(tokenizer, Seeing) and pictures:
+    if pictures and isinstance(tokenizer, Seeing):
         tokens, views = tokenizer.tokens_of(text, pictures)
         text = tokenizer.spelled(tokenizer.filled(text, views), views)
         messages = tokenizer.worded(messages, views)

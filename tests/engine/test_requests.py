@@ -231,3 +231,18 @@ def test_a_message_that_is_none_is_refused(message: dict[str, Any], problem: str
     assert str(error.value).startswith("message 1")
     assert problem in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_conversation_of_texts_is_tokenized_without_a_look_for_eyes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That look compares the methods of a class, and a batch would do it for each line."""
+
+    class Eyes(type):
+        def __instancecheck__(cls, tokenizer: object) -> bool:
+            raise AssertionError(f"{tokenizer} was looked at")
+
+    monkeypatch.setattr("mlxrunner.tokenizer.prompt.Seeing", Eyes("Seeing", (), {}))
+    assert "weather" in text_of([USER])
+    with pytest.raises(AssertionError, match="was looked at"):
+        text_of([{"role": "user", "content": []}])
