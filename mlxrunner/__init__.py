@@ -10,6 +10,8 @@ Importing this package imports neither mlx nor mlx-lm nor numpy: the first use o
 
 from __future__ import annotations
 
+from mlxrunner.system.open_files import keep_limit
+
 TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
     from typing import Any
@@ -140,6 +142,7 @@ _HOMES = {
     "run_batch": "batch.run",
 }
 """The module of each name that is not an error."""
+keep_limit()  # before any module imports mlx-lm
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ from mlxrunner.serve.app import make_app
 from mlxrunner.serve.bodies import MOST_SECONDS
 from mlxrunner.serve.guard import Rules, hosts_of, is_loopback
 from mlxrunner.serve.prompts.rules import RULES
+from mlxrunner.serve.shortage import Shortage
 from mlxrunner.serve.watch.record import Record
 from mlxrunner.serve.watch.routes import watch_router
 from mlxrunner.terminal.signals import say_now, uninterrupted
@@ -169,12 +170,15 @@ class Door(H11Protocol):
     """
     unread = 60.0
     """Seconds for which a client may read nothing, once no more can be written."""
+    shortage = Shortage()
+    """All connections share the files of this process."""
     _limit: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the seconds until the first header."""
+        """Count the seconds until the first header, and say if this connection is the last one."""
         super().connection_made(transport)
+        self.shortage.notice(transport.get_extra_info("socket").fileno())
         self._count()
 
     def data_received(self, data: bytes) -> None:
