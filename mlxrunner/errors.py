@@ -84,12 +84,14 @@ class PromptError(MlxrunnerError, ValueError):
 class ContextLengthError(PromptError):
     """The prompt leaves no room for an answer in the context."""
 
-    def __init__(self, tokens: int, context: int) -> None:
+    def __init__(self, tokens: int, context: int, *, is_least: bool = False) -> None:
+        """`is_least`: the prompt was not tokenized, because it has at least `tokens` tokens."""
+        count = f"at least {tokens}" if is_least else str(tokens)
         super().__init__(
-            f"the prompt has {tokens} tokens, which leaves no room in the context of {context} "
+            f"the prompt has {count} tokens, which leaves no room in the context of {context} "
             "tokens: shorten it or load the model with a longer --context"
         )
-        self.tokens, self.context = tokens, context
+        self.tokens, self.context, self.is_least = tokens, context, is_least
 
 
 class TemplateLimitError(PromptError):

@@ -298,7 +298,7 @@ class Runner(Telling):
         """
         self._enter()
         check_callable("cancelled", cancelled, "no arguments")
-        tokenized = tokenize_prompt(self.tokenizer, prompt)
+        tokenized = tokenize_prompt(self.tokenizer, prompt, context=self.context)
         if not len(tokens := tokenized.tokens):
             return 0
         check_tokens(tokens, self.facts.vocab, has_pictures=tokenized.pictures > 0)

@@ -68,7 +68,9 @@ def tokenize_lines(
         tokens, options, error, made_of = as_tokens([]), line.options, line.error, line.prompt
         if error is None:
             try:
-                prompt, made_of = _tokenize(line, tokenizer, defaults or {}, picture_folder)
+                prompt, made_of = _tokenize(
+                    line, tokenizer, defaults or {}, picture_folder, context
+                )
                 check_tokens(prompt.tokens, has_pictures=prompt.pictures > 0)
                 options = _within(context, line, prompt, tokenizer, defaults or {})
                 tokens = prompt.tokens
@@ -90,19 +92,25 @@ def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[PlainMessage]]:
 
 
 def _tokenize(
-    line: Line, tokenizer: Tokenizer, defaults: Mapping[str, Any], picture_folder: str | None
+    line: Line,
+    tokenizer: Tokenizer,
+    defaults: Mapping[str, Any],
+    picture_folder: str | None,
+    context: int,
 ) -> tuple[TokenizedPrompt, Prompt]:
     """Tokenize a prompt with the template variables and tools of its line.
 
     Messages also get the template variables and tools of the defaults. Return what the line keeps
-    of the prompt, too.
+    of the prompt, too. Raise ContextLengthError if it certainly leaves no room in `context` tokens.
     """
     has_messages = is_text(line.prompt) and not isinstance(line.prompt, str)
     options = GenerateOptions.of(**{**(defaults if has_messages else {}), **line.options})
     if shows(line.prompt):
         messages: Any = line.prompt
         return tokenized(messages, tokenizer, options.variables, picture_folder)
-    return tokenize_prompt(tokenizer, line.prompt, options.variables), line.prompt
+    is_shifted = {**defaults, **line.options}.get("overflow") == "shift"
+    room = None if is_shifted else context
+    return tokenize_prompt(tokenizer, line.prompt, options.variables, room), line.prompt
 
 
 def _within(

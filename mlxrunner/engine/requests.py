@@ -24,6 +24,7 @@ from mlxrunner.tokenizer.prompt import (
     TokenizedPrompt,
     check_length,
     check_tokens,
+    room_of,
     shift_of,
     tokenize_prompt,
 )
@@ -76,7 +77,7 @@ def prepare(
     all tokens so far and the logits that return changed logits. Raise PromptError,
     ContextLengthError or OptionError if the request can't be run.
     """
-    tokenized = tokenize_prompt(tokenizer, prompt, options.variables)
+    tokenized = tokenize_prompt(tokenizer, prompt, options.variables, room_of(options, context))
     tokens = tokenized.tokens
     check_tokens(tokens, facts.vocab, has_pictures=bool(tokenized.pictures))
     _check_ends(options, facts.vocab)

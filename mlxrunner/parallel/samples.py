@@ -15,7 +15,7 @@ from mlxrunner.parallel.scheduling.slots import WORTH_WAITING
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, Result
-from mlxrunner.tokenizer.prompt import Prompt, check_length, shift_of, tokenize_prompt
+from mlxrunner.tokenizer.prompt import Prompt, check_length, room_of, shift_of, tokenize_prompt
 
 DEFAULT_MAX_TOKENS = 1024
 """Tokens of each answer without a limit. Its room has to be known before the first token."""
@@ -78,7 +78,8 @@ def _together(
     settings: dict[str, Any],
 ) -> Iterator[Result | Failed]:
     options = GenerateOptions.of(**each[0])
-    tokenized = tokenize_prompt(loaded.tokenizer, prompt, options.variables)
+    room = room_of(options, context)
+    tokenized = tokenize_prompt(loaded.tokenizer, prompt, options.variables, room)
     length, most = len(tokenized.tokens), options.max_tokens or min(DEFAULT_MAX_TOKENS, context)
     if shift_of(options, loaded.tokenizer, tokenized, context) is None:
         check_length(tokenized.tokens, context)

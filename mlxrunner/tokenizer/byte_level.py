@@ -30,6 +30,7 @@ class ByteTokenizer:
     stop_tokens = frozenset({EOS})
     message_ends = frozenset({EOS})
     template_stops: tuple[str, ...] = ()
+    letters_per_token = 1
 
     def encode(self, text: str) -> list[int]:
         """Return BOS and the tokens of `text`. Raise PromptError if `text` is not valid Unicode."""

@@ -21,6 +21,7 @@ from mlxrunner.templates.rendering import (
     render_jinja,
 )
 from mlxrunner.tokenizer.base import checked_text, with_bos
+from mlxrunner.tokenizer.longest import letters_per_token
 from mlxrunner.tokenizer.native import is_failure, panics_as_errors, quiet
 from mlxrunner.tokenizer.stream import DecodeStream
 from mlxrunner.tokenizer.tables import check_ids
@@ -155,6 +156,17 @@ class HuggingFaceTokenizer:
 
     def stream(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(self.decode, context)
+
+    @cached_property
+    def letters_per_token(self) -> int | None:
+        """The most letters of a token; None if a token may stand for any number of them.
+
+        Code that comes with a model may change a text in its own way.
+        """
+        tokenizer = transformers_tokenizer(self._wrapper)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        is_known = type(tokenizer).__module__.startswith("transformers.")
+        return letters_per_token(backend) if is_known and backend is not None else None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

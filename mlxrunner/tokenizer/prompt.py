@@ -20,6 +20,7 @@ from mlxrunner.results import Usage
 from mlxrunner.system.picture_files import pixels_of
 from mlxrunner.templates.messages import PlainMessage, check_messages, has_picture
 from mlxrunner.tokenizer.base import Tokenizer
+from mlxrunner.tokenizer.longest import check_text
 
 
 @runtime_checkable
@@ -122,14 +123,18 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | TokenizedPrompt
 
 
 def tokenize_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, variables: Mapping[str, Any] = MappingProxyType({})
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    context: int | None = None,
 ) -> TokenizedPrompt:
     """Tokenize `prompt`.
 
     A `str` is raw text, messages go through the chat template, and token ids are used unchanged.
     `variables`: the other variables of the template, `tools` among them. Raise OptionError if they
     are given without messages, or if the template does not use the tools. Raise PromptError for
-    anything else that can't be tokenized.
+    anything else that can't be tokenized. `context`: raise ContextLengthError at once if the prompt
+    certainly leaves no room in so many tokens.
     """
     if isinstance(prompt, TokenizedPrompt):
         return prompt
@@ -150,21 +155,26 @@ def tokenize_prompt(
                 "pictures=True), or ParallelRunner.load(MODEL, pictures=True, ...)"
             )
         checked = check_messages(messages, pixels_of if sees else None)
-        return _tokenize_messages(tokenizer, checked, variables)
+        return _tokenize_messages(tokenizer, checked, variables, context)
     if variables:
         raise OptionError(
             "template, tools: only messages go through the chat template, "
             "and this prompt is a text or tokens"
         )
     if isinstance(prompt, str):
+        check_text(tokenizer, prompt, context)
         return TokenizedPrompt(as_tokens(tokenizer.encode(prompt)), "text", text=prompt)
     return TokenizedPrompt(as_tokens(prompt))  # type: ignore[arg-type]
 
 
 def _tokenize_messages(
-    tokenizer: Tokenizer, messages: Sequence[PlainMessage], variables: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    messages: Sequence[PlainMessage],
+    variables: Mapping[str, Any],
+    context: int | None,
 ) -> TokenizedPrompt:
     text = tokenizer.render(messages, **variables)
+    check_text(tokenizer, text, context)
     if variables.get("tools") and text == _rendered(
         tokenizer, messages, {**variables, "tools": None}
     ):
@@ -240,6 +250,11 @@ def check_length(tokens: TokenArray, context: int) -> None:
     """Raise ContextLengthError for a prompt that leaves no room for an answer."""
     if len(tokens) >= context:
         raise ContextLengthError(len(tokens), context)
+
+
+def room_of(options: GenerateOptions, context: int) -> int | None:
+    """Return the tokens that a prompt has to fit into; None if a full context is shifted."""
+    return None if options.overflow == "shift" else context
 
 
 def shift_of(

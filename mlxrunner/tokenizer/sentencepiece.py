@@ -114,6 +114,14 @@ class SentencePieceTokenizer:
         return piece.replace(SPACE, " ").encode()
 
     @cached_property
+    def letters_per_token(self) -> int | None:
+        """The most letters of a token; None if a token may stand for all that is unknown."""
+        pieces = range(self._pieces)
+        if not any(map(self._model.is_byte, pieces)):
+            return None
+        return max(len(text) for text in (*map(self._model.id_to_piece, pieces), *self._special))
+
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(
             [

@@ -73,6 +73,17 @@ def test_a_prompt_that_is_too_long(length: int, overflow: str, by: str) -> None:
         )
 
 
+@pytest.mark.parametrize("overflow", ["stop", "shift"])
+def test_a_prompt_that_is_far_too_long(overflow: str) -> None:
+    """It is not tokenized, unless the context is shifted."""
+    line = Line(0, 1, "x" * 1000)
+    (found,) = spooled([line], context=99, defaults={"overflow": overflow})
+    if overflow == "shift":
+        assert (len(found.tokens), found.error) == (1001, None)
+    else:
+        assert str(found.error).startswith("line 1: the prompt has at least 99 tokens, which")
+
+
 def test_what_the_template_or_the_tokenizer_refuses() -> None:
     """Is the error of that line."""
 

@@ -321,6 +321,10 @@ def test_verbose_logs_one_line_a_request() -> None:
             ["generate", "-p", "word " * 3000],
             "mlxrunner: the prompt has 6017 tokens, which leaves no room in the context of 2048",
         ),
+        (
+            ["generate", "-p", "word " * 30_000],
+            "mlxrunner: the prompt has at least 2048 tokens, which leaves no room in the context",
+        ),
         (["generate", "-p", "x", "--context", "1"], "mlxrunner: context: 1 is out of range"),
         (
             ["generate", "-p", "x", "--prefill-step", "0"],

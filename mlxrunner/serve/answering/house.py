@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mlxrunner.errors import ClosedError, EngineError
+from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.results import Chunk, Usage
@@ -258,7 +258,10 @@ class Begun:
 
 def _begin(opened: Opened, asked: Asked, causes: Causes) -> Begun:
     """Make the prompt and submit it, in a worker thread. Raise RefusedError, or the runner's."""
-    made = opened.maker.make(asked)
+    try:
+        made = opened.maker.make(asked, opened.room)
+    except ContextLengthError as error:
+        raise too_long(error.tokens, opened.room, is_least=error.is_least) from error
     options = {**opened.defaults, **made.options}
     tokens = len(made.prompt.tokens)
     if tokens >= opened.room:

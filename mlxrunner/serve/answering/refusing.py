@@ -80,15 +80,18 @@ def check_counts(asked: Asked) -> None:
             )
 
 
-def too_long(tokens: int, room: int) -> RefusedError:
+def too_long(tokens: int, room: int, *, is_least: bool = False) -> RefusedError:
     """Return the refusal of a prompt of `tokens` tokens where `room` is the most there is.
+
+    `is_least`: it was not tokenized, because it has at least so many.
 
     Clients such as Claude Code and opencode shorten the conversation when an error has the words
     "prompt is too long".
     """
+    count = f"at least {tokens}" if is_least else tokens
     return RefusedError(
         400,
-        f"the prompt is too long: it has {tokens} tokens, and the context has room for {room} with "
+        f"the prompt is too long: it has {count} tokens, and the context has room for {room} with "
         "the answer: shorten it, or start the server with a longer --context or more --memory",
         code=TOO_LONG,
     )

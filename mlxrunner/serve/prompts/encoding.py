@@ -10,6 +10,7 @@ import numpy as np
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.templates.remembered import Bounded
 from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.longest import check_text
 
 MOST_BYTES = 64_000_000
 """Most bytes of texts whose tokens are remembered, and of the tokens."""
@@ -32,15 +33,22 @@ class Encoder:
         self._tokenizer = tokenizer
         self._known = Bounded[TokenArray](most)
 
-    def encode(self, text: str, fills: Sequence[Fill]) -> tuple[TokenArray, str]:
-        """Return the tokens of `text` with `fills` in their places, and their text."""
-        arrays, texts, at = [], [], 0
-        for fill in fills:
-            arrays += [self._piece(text[at : fill.begin], at == 0), fill.tokens]
-            texts += [text[at : fill.begin], fill.text]
-            at = fill.end
-        arrays.append(self._piece(text[at:], at == 0))
-        return np.concatenate(arrays), "".join([*texts, text[at:]])
+    def encode(
+        self, text: str, fills: Sequence[Fill], context: int | None = None
+    ) -> tuple[TokenArray, str]:
+        """Return the tokens of `text` with `fills` in their places, and their text.
+
+        Raise ContextLengthError if they are certainly `context` tokens or more. None: no limit.
+        """
+        begins = [0, *(fill.end for fill in fills)]
+        ends = [*(fill.begin for fill in fills), len(text)]
+        others = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        check_text(self._tokenizer, "".join(others), context)
+        arrays, texts = [self._piece(others[0], True)], others[:1]
+        for fill, other in zip(fills, others[1:], strict=True):
+            arrays += [fill.tokens, self._piece(other, False)]
+            texts += [fill.text, other]
+        return np.concatenate(arrays), "".join(texts)
 
     def _piece(self, text: str, is_first: bool) -> TokenArray:
         known = self._known.get((is_first, text))

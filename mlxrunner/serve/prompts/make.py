@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxrunner.cache.tokens import TokenArray, words
-from mlxrunner.errors import MlxrunnerError, PictureError, PromptError
+from mlxrunner.errors import ContextLengthError, MlxrunnerError, PictureError, PromptError
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import Chunk
@@ -123,18 +123,19 @@ class PromptMaker:
         name = parser if isinstance(parser, str) else None
         return cls(loaded.tokenizer, template, name, off=off, folder=folder)
 
-    def make(self, asked: Asked) -> Made:
+    def make(self, asked: Asked, context: int | None = None) -> Made:
         """Make the prompt of a request. Raise RefusedError if the model can't take it.
 
-        Raise PictureError if it can't see a picture.
+        Raise PictureError if it can't see a picture, and ContextLengthError if the prompt certainly
+        leaves no room in `context` tokens. None: no limit.
         """
         try:
             if asked.prompt is None:
-                return self._conversation(asked, time.perf_counter())
-            prompt = tokenize_prompt(self.tokenizer, asked.prompt)
+                return self._conversation(asked, time.perf_counter(), context)
+            prompt = tokenize_prompt(self.tokenizer, asked.prompt, context=context)
             return Made(prompt, _options(asked), opens=prompt.text[-TAIL:])
-        except PictureError:
-            raise  # it has codes of its own
+        except (PictureError, ContextLengthError):
+            raise  # they have codes of their own
         except MlxrunnerError as error:
             raise RefusedError(400, str(error)) from error
         except RecursionError as error:
@@ -168,7 +169,7 @@ class PromptMaker:
         said = Said.of(answer.text, self.form, made.tools, made.opens)
         self.kept.keep(made.link, made.rendered, answer, said, is_cut=is_cut)
 
-    def _conversation(self, asked: Asked, began: float) -> Made:
+    def _conversation(self, asked: Asked, began: float, context: int | None) -> Made:
         shown = None if self._eyes is None else Shown(self._eyes)
         known = self._checked(asked.messages, shown)
         source = [one.message for one in known]
@@ -187,7 +188,7 @@ class PromptMaker:
         call = forced(asked.tool_choice, asked.tools, self.form, text)
         closed = call.closed if call is not None else _closing(asked, text)
         rendered = text + (call.opening if call is not None else closed)
-        tokens, whole = self._encoder.encode(rendered, fills)
+        tokens, whole = self._encoder.encode(rendered, fills, context)
         said: Any = draft.messages
         views = [] if shown is None else shown.of(said)
         if shown is not None and views:

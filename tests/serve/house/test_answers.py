@@ -90,13 +90,14 @@ def test_a_queue_that_is_full(folder: Path) -> None:
     ("one", "status", "words"),
     [
         (asked("x" * 500), 400, r"the prompt is too long: it has 5\d\d tokens, .* room for 400"),
+        (asked("x" * 50_000), 400, r"too long: it has at least 400 tokens, .* room for 400"),
         (asked(model="gpt-4"), 404, "there is no model gpt-4: .*first, second, third"),
         (asked(options={"temperature": -1}), 400, "temperature: -1 is out of range"),
         (asked(model="../first"), 404, "there is no model"),
         (asked(messages=[{"role": "user", "content": ""}] * 20_001), 400, "20000 are the most"),
         (asked(tools=[{}] * 2_001), 400, "tools: there are 2001, and 2000 are the most"),
     ],
-    ids=["too long", "unknown", "option", "path", "messages", "tools"],
+    ids=["too long", "far too long", "unknown", "option", "path", "messages", "tools"],
 )
 @pytest.mark.exhaustive(6)
 def test_refusals(folder: Path, one: Asked, status: int, words: str) -> None:
@@ -108,6 +109,16 @@ def test_refusals(folder: Path, one: Asked, status: int, words: str) -> None:
                 await events_of(house, one)
             assert refused.value.status == status
             assert isinstance((await events_of(house, asked()))[-1], Ended)
+
+    in_house(run())
+
+
+def test_a_prompt_that_is_far_too_long_is_counted(folder: Path) -> None:
+    """Its tokens are counted, though the context has no room for them."""
+
+    async def run() -> None:
+        async with house_of(folder, opening()) as house:
+            assert await house.count(asked("x" * 50_000)) > 50_000
 
     in_house(run())
 
