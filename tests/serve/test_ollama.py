@@ -302,6 +302,15 @@ def test_what_would_change_the_answer_is_refused(url: str, name: str) -> None:
             assert httpx.post(f"{url}/api/generate", json=body).status_code == status
 
 
+def test_tokens_of_an_earlier_answer_are_refused_with_a_remedy(url: str) -> None:
+    """They are Ollama's older way to go on with a conversation."""
+    body = {"model": "tiny", "prompt": "Hi", "context": list(range(10_000))}
+    error = httpx.post(f"{url}/api/generate", json=body).json()["error"]
+    assert error.startswith("context: this server gives and takes no tokens")
+    assert "messages to /api/chat" in error
+    assert len(error) < 200
+
+
 def test_curl_names_no_type(url: str, answers: Scripted) -> None:
     """The body of a bare `curl -d` is JSON whatever its header says."""
     content = json.dumps({"model": "tiny", "prompt": "Hi", "stream": False})
@@ -366,6 +375,19 @@ def test_a_model_is_pulled(pulling: str, download: Download) -> None:
     assert (rest[-1].completed, rest[-1].total) == (20, 20)
     assert client.pull("org/name:latest").status == "success"
     assert download.names == ["org/name", "org/name"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:latest"])
+def test_a_model_that_is_not_of_the_hub_is_there(
+    pulling: str, download: Download, name: str
+) -> None:
+    """Nothing is downloaded, and the pull succeeds, as one of a model that Ollama has."""
+    client = ollama.Client(pulling)
+    assert client.pull(name).status == "success"
+    assert [one.status for one in client.pull(name, stream=True)][-1] == "success"
+    assert download.names == []
+    client.pull("huge")
+    assert download.names == ["huge"]  # which says what a name has to be
 
 
 def test_a_pull_that_fails_says_why(pulling: str, download: Download) -> None:

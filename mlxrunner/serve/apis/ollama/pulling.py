@@ -57,6 +57,12 @@ async def progress(name: str, pull: Pull = pull) -> AsyncGenerator[dict[str, Any
         await end(work)
 
 
+async def present() -> AsyncGenerator[dict[str, Any], None]:
+    """Yield what Ollama's clients are told of a model that is here, and not from the hub."""
+    yield {"status": "pulling manifest"}
+    yield {"status": "success"}
+
+
 async def lines(
     events: AsyncGenerator[dict[str, Any], None],
 ) -> AsyncGenerator[bytes, None]:

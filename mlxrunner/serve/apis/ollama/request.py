@@ -20,7 +20,6 @@ from mlxrunner.templates.parts import Content, Shown, content_of
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "template": ("",),
-    "context": ([],),
     "truncate": (True, False),
     "shift": (True, False),
 }
@@ -100,7 +99,15 @@ class GenerateRequest(Common):
 
 def read(body: ChatRequest | GenerateRequest, client: Client, request_id: str) -> Asked:
     """Return what a body asks for. Raise RefusedError or OptionError."""
-    refuse(body.model_extra or {}, NEUTRAL)
+    extra = body.model_extra or {}
+    refuse(extra, NEUTRAL)
+    if extra.get("context"):
+        raise RefusedError(
+            400,
+            "context: this server gives and takes no tokens of earlier answers: send the "
+            "conversation as messages to /api/chat, which reuses what it has evaluated",
+            param="context",
+        )
     is_raw = isinstance(body, GenerateRequest) and body.raw
     if isinstance(body, GenerateRequest) and body.raw and body.images:
         raise RefusedError(400, "images: a raw prompt has no place for pictures", param="images")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import Field
 
+from mlxrunner.models.resolve import HUB_ID
 from mlxrunner.models.resolve import pull as pull_model
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import frames, stream, while_connected
 from mlxrunner.serve.apis.fields import Body, headers
 from mlxrunner.serve.apis.ollama.catalog import described, listed, running
-from mlxrunner.serve.apis.ollama.pulling import Pull, lines, progress
+from mlxrunner.serve.apis.ollama.pulling import Pull, lines, present, progress
 from mlxrunner.serve.apis.ollama.request import (
     ChatRequest,
     GenerateRequest,
@@ -85,8 +86,9 @@ def router(answers: Answers, pull: Pull = pull_model) -> APIRouter:
 
     @routes.post("/api/pull")
     async def pull_from_hub(body: PullRequest, request: Request) -> Response:
-        """Download a model of the hub."""
-        events = progress(body.given.removesuffix(":latest"), pull)
+        """Download a model of the hub. One that is here and not of the hub succeeds at once."""
+        name = body.given.removesuffix(":latest")
+        events = present() if _is_only_here(answers, name) else progress(name, pull)
         if body.stream:
             return await stream(request, lines(events), NDJSON, request.state.id)
 
@@ -141,6 +143,13 @@ def _version() -> str:
         return version("mlxrunner")
     except PackageNotFoundError:
         return "unknown"
+
+
+def _is_only_here(answers: Answers, name: str) -> bool:
+    """Return True for a model with files on this machine, and with a name that the hub lacks."""
+    with suppress(RefusedError):
+        return not HUB_ID.fullmatch(name) and answers.card(name).bytes > 0
+    return False
 
 
 def _check_thinking(answers: Answers, asked: Asked) -> None:
