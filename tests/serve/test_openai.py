@@ -293,6 +293,38 @@ def test_the_choice_of_tools(
     assert (answers.last.tool_choice, answers.last.parallel_calls) == (choice, False)
 
 
+WRITE = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(client: openai.OpenAI, answers: Scripted, mode: Any) -> None:
+    """The model is told of the allowed ones alone, and may or must call one."""
+    few: Any = [{"type": "function", "function": {"name": "read"}}, {"type": "web_search"}]
+    client.chat.completions.create(
+        **ASK,
+        tools=[WRITE, READ],  # type: ignore[list-item]
+        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": few}},
+    )
+    assert [tool["function"]["name"] for tool in answers.last.tools] == ["read"]
+    assert answers.last.tool_choice == ToolChoice(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "said"),
+    [
+        ("none", "read", "tool_choice: mode 'none' is neither auto nor required"),
+        ("auto", "absent", "tool_choice: 'absent' is not among the tools"),
+        ("required", None, "tool_choice: there are no tools"),
+    ],
+)
+def test_what_is_wrong_with_allowed_tools(url: str, mode: str, name: str | None, said: str) -> None:
+    few = [] if name is None else [{"type": "function", "function": {"name": name}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": few}}
+    body = ASK | {"tools": [READ], "tool_choice": choice}
+    error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
+    assert (error["message"], error["param"]) == (said, "tool_choice")
+
+
 def test_a_tool_that_is_no_function_is_left_out(url: str, answers: Scripted) -> None:
     """The response says so."""
     tools = [{"type": "custom", "custom": {"name": "patch"}}, READ]
@@ -368,7 +400,25 @@ def test_variables_of_the_template(url: str, answers: Scripted) -> None:
         ({"modalities": ["audio"]}, "modalities: ['audio'] is not supported", "modalities"),
         ({"functions": [{"name": "a"}]}, "functions: ", "functions"),
         ({"web_search_options": {}}, "web_search_options: {} is not", "web_search_options"),
-        ({"chat_template_kwargs": {"messages": 1}}, "template: 'messages' is not", "template"),
+        (
+            {"chat_template_kwargs": {"messages": 1}},
+            "chat_template_kwargs: 'messages' is not",
+            "chat_template_kwargs",
+        ),
+        (
+            {"max_completion_tokens": 0},
+            "max_completion_tokens: 0 is out of range",
+            "max_completion_tokens",
+        ),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": "a"}, "top_logprobs: 'a' is not", "top_logprobs"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: -1 is out of range", "stop_token_ids"),
+        ({"guided_json": 5}, "guided_json has to be a JSON schema", "guided_json"),
+        (
+            {"structured_outputs": {"choice": []}},
+            "structured_outputs: the list is empty",
+            "structured_outputs",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and ":" not in value else "",
 )

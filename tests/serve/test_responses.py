@@ -360,6 +360,23 @@ def test_the_choice_of_tools(
     assert (answers.last.tool_choice, answers.last.parallel_calls) == (choice, False)
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(client: openai.OpenAI, answers: Scripted, mode: Any) -> None:
+    """The model is told of the allowed ones alone; the response has what the client sent."""
+    choice: Any = {
+        "type": "allowed_tools",
+        "mode": mode,
+        "tools": [{"type": "function", "name": "read"}],
+    }
+    write: Any = {**READ, "name": "write"}
+    found = client.responses.create(
+        model="tiny", input="Hi", tools=[write, READ], tool_choice=choice
+    )
+    assert [tool["function"]["name"] for tool in answers.last.tools] == ["read"]
+    assert answers.last.tool_choice == ToolChoice(mode)
+    assert found.to_dict()["tool_choice"] == choice
+
+
 def test_tokens_are_counted(client: openai.OpenAI, answers: Scripted) -> None:
     """The same prompt is counted that a response would have."""
     assert client.responses.input_tokens.count(model="tiny", input="Hi").input_tokens == 42

@@ -27,7 +27,7 @@ def refusal_of(error: Exception) -> RefusedError:
 
 def _field(message: str) -> str | None:
     """Return the field that a message names first, as in "temperature: ..." or "input 3: ..."."""
-    found = re.match(r"([a-z_.]+)(?: (\d+))?(?:: | has to be )", message)
+    found = re.match(r"([a-z_.]+)(?: (\d+))?(?:: | has to be | needs )", message)
     return ".".join(part for part in found.groups() if part) if found else None
 
 

@@ -68,7 +68,8 @@ class ChatRequest(Sampled):
 def read(body: ChatRequest, client: Client, request_id: str) -> list[Asked]:
     """Return what a body asks for, one request for each answer. Raise RefusedError."""
     options, variables = options_of(body.model_extra or {})
-    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
+    given = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
+    choice, tools = choice_of(body.tool_choice, given)
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
     return [
         Asked(
@@ -76,7 +77,7 @@ def read(body: ChatRequest, client: Client, request_id: str) -> list[Asked]:
             model=body.model,
             messages=messages,
             tools=tools,
-            tool_choice=choice_of(body.tool_choice, tools),
+            tool_choice=choice,
             parallel_calls=body.parallel_tool_calls is not False,
             thinking=False if body.reasoning_effort == "none" else None,
             effort=checked_effort(body.reasoning_effort, "reasoning_effort"),

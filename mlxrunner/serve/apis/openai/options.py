@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -10,7 +11,9 @@ from pydantic import Field
 from mlxrunner.batch.fields import form_of
 from mlxrunner.batch.translate import EFFORTS, translate
 from mlxrunner.config.arguments import shown
+from mlxrunner.config.names import SAME
 from mlxrunner.config.option import names
+from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.apis.fields import Body, refuse
 from mlxrunner.serve.asked import ToolChoice
@@ -18,9 +21,14 @@ from mlxrunner.serve.events import RefusedError
 
 OPTIONS = frozenset(names(GenerateOptions))
 """The names of our options, which a body may have, too."""
+FORMS = ("schema", "choices")
+"""Our options that vLLM's `structured_outputs` stands for."""
+CHOICE = "tool_choice"
 MOST_ANSWERS = 16
 """The most answers that one request may ask for."""
 
+Tools = Sequence[Mapping[str, Any]]
+"""Functions as `Asked` has them."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {"web_search_options": (), "audio": ()}
 """Fields that are not supported, beside those of `translate`, with the values that are accepted."""
 WISHES = frozenset(("verbosity",))
@@ -74,12 +82,24 @@ def options_of(
         given.pop("max_tokens", None)  # the older name of the same
     translated = translate(given, {}, counts_logprobs=counts_logprobs)
     options = {name: value for name, value in translated.items() if name in OPTIONS - {"tools"}}
-    options |= form_of(options, translated.get("response_format"), {})
-    variables = options.pop("template", None) or {}
-    if isinstance(options.get("stop"), str):
-        options["stop"] = [options["stop"]]
-    GenerateOptions.of(**options, template=variables)
+    try:
+        options |= form_of(options, translated.get("response_format"), {})
+        variables = options.pop("template", None) or {}
+        if isinstance(options.get("stop"), str):
+            options["stop"] = [options["stop"]]
+        GenerateOptions.of(**options, template=variables)
+    except OptionError as error:
+        raise OptionError(_as_sent(str(error), given)) from error
     return options, variables
+
+
+def _as_sent(message: str, given: Mapping[str, Any]) -> str:
+    """Return a message about one of our options, with the name that the client gave to it."""
+    sent = {SAME.get(name, name): name for name in given}
+    for name, meant in (("top_logprobs", ("logprobs",)), ("structured_outputs", FORMS)):
+        sent |= dict.fromkeys(meant, name) if name in given else {}
+    ours = re.split(": | has to be ", message, maxsplit=1)[0]
+    return sent.get(ours, ours) + message.removeprefix(ours)
 
 
 def checked_effort(effort: str | None, param: str) -> str | None:
@@ -97,8 +117,42 @@ def with_seed(options: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {**options, "seed": (options["seed"] + index) % 2**64}
 
 
-def choice_of(given: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    """Return the use of tools that `tool_choice` asks for. Raise RefusedError."""
+def choice_of(given: Any, tools: Tools) -> tuple[ToolChoice, Tools]:
+    """Return the use of tools that `tool_choice` asks for, and the tools that it allows.
+
+    Raise RefusedError.
+    """
+    match given:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(allowed)}}:
+            pass
+        case {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}:
+            pass
+        case _:
+            return _choice_of(given, tools), tools
+    if mode not in ("auto", "required"):
+        raise RefusedError(
+            400, f"tool_choice: mode {shown(mode)} is neither auto nor required", param=CHOICE
+        )
+    wanted = [name for tool in allowed for name in _named(tool)]
+    unknown = set(wanted) - {tool["function"]["name"] for tool in tools}
+    if unknown:
+        raise RefusedError(
+            400, f"tool_choice: {min(unknown)!r:.80} is not among the tools", param=CHOICE
+        )
+    few = [tool for tool in tools if tool["function"]["name"] in wanted]
+    return _choice_of(mode, few), few
+
+
+def _named(tool: Any) -> Iterator[str]:
+    """Yield the name of an allowed tool, if it is a function: the model is told of no others."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            yield name
+        case {"type": "function", "name": str(name)}:
+            yield name
+
+
+def _choice_of(given: Any, tools: Tools) -> ToolChoice:
     match given:
         case None | "auto":
             return ToolChoice()
@@ -113,12 +167,12 @@ def choice_of(given: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
         case _:
             raise RefusedError(
                 400,
-                f"tool_choice: {shown(given)} is not supported; it has to be none, auto, required "
-                "or a function's name",
-                param="tool_choice",
+                f"tool_choice: {shown(given)} is not supported; it has to be none, auto, required, "
+                "a function's name or allowed_tools",
+                param=CHOICE,
             )
     known = [tool["function"]["name"] for tool in tools]
     if not known or choice.name not in (None, *known):
         named = "there are no tools" if not known else f"{choice.name!r:.80} is not among the tools"
-        raise RefusedError(400, f"tool_choice: {named}", param="tool_choice")
+        raise RefusedError(400, f"tool_choice: {named}", param=CHOICE)
     return choice

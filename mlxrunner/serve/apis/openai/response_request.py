@@ -89,7 +89,8 @@ def read(
     messages, fields = read_response(given, keeps_thinking=True)
     _check_roles(messages)
     options, variables = options_of(fields)
-    tools, namespaces, left_out = _tools(body.tools or [])
+    functions, namespaces, left_out = _tools(body.tools or [])
+    choice, tools = choice_of(body.tool_choice, functions)
     wanted = body.reasoning.effort if body.reasoning else None
     effort = checked_effort(wanted, "reasoning.effort")
     asked = Asked(
@@ -97,7 +98,7 @@ def read(
         model=body.model,
         messages=messages,
         tools=tools,
-        tool_choice=choice_of(body.tool_choice, tools),
+        tool_choice=choice,
         parallel_calls=body.parallel_tool_calls is not False,
         thinking=False if effort == "none" else None,
         effort=effort,
