@@ -17,6 +17,7 @@ from support.events import as_event, example_event
 from support.scripted import serving
 
 from mlxrunner.config.serving import ServeSettings
+from mlxrunner.profiling.report.elements import Link, table
 from mlxrunner.profiling.schema import Event
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
@@ -59,6 +60,21 @@ def test_the_page_shows_who_runs_and_what_was_lost() -> None:
     for said in ("claude-cli", "12,345", "1 of 8 slots busy, 2 waiting", "req-2", "opencode"):
         assert said in text
     assert 'http-equiv="refresh"' in text
+
+
+def test_each_miss_leads_to_its_explanation() -> None:
+    """Only those of clients do: others have no request."""
+    text = status_page([], [event(2), event(1), as_event(example_event())])
+    assert re.findall(r'<a href="([^"]+)">([^<]+)</a>', text) == [
+        ("/explain/req-2", "req-2"),
+        ("/explain/req-1", "req-1"),
+    ]
+
+
+def test_a_link_names_nothing_but_its_path() -> None:
+    cell = table(["request"], [[Link(HOSTILE, f"/explain/{HOSTILE}")]])
+    assert f'href="/explain/{quote(HOSTILE)}"' in cell
+    assert "<script" not in cell
 
 
 def test_a_miss_has_the_remedy_of_its_cause() -> None:

@@ -6,6 +6,8 @@ Titles, names of columns and legends are the program's own. All other text is es
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import quote
 
 from mlxrunner.profiling.report import svg
 from mlxrunner.profiling.report.svg import safe
@@ -49,7 +51,14 @@ def legend(names: Mapping[str, str]) -> str:
     return f'<ul class="legend">{keys}</ul>'
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
+class Link(NamedTuple):
+    """A cell of a table that leads to another page."""
+
+    text: str
+    path: str
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str | Link]], *, kind: str = "") -> str:
     """Return a table; cells of the columns in FIGURES are aligned at the right.
 
     A table of the kind "stack" becomes a list of its rows where there is little room.
@@ -64,7 +73,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = 
     labels = [f' data-name="{name}"' if kind == "stack" else "" for name in columns]
     body = "".join(
         "<tr>"
-        + "".join(f"<td{k}{n}>{safe(v)}</td>" for v, k, n in zip(row, kinds, labels, strict=True))
+        + "".join(f"<td{k}{n}>{_cell(v)}</td>" for v, k, n in zip(row, kinds, labels, strict=True))
         + "</tr>\n"
         for row in rows
     )
@@ -72,6 +81,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = 
         return "<p>None.</p>"
     of_kind = f' class="{kind}"' if kind else ""
     return f"<table{of_kind}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: str | Link) -> str:
+    if isinstance(value, Link):
+        return f'<a href="{safe(quote(value.path))}">{safe(value.text)}</a>'
+    return safe(value)
 
 
 def bars_table(

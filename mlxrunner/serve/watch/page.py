@@ -85,7 +85,7 @@ def _misses(events: Sequence[Event]) -> str:
     lost = [event for event in events if event.lost_tokens][:MISSES]
     rows = [
         [
-            "" if event.caller is None else event.caller.request,
+            "" if event.caller is None else _explained(event.caller.request),
             moment(event.time),
             "" if event.caller is None else event.caller.client,
             number(event.prompt_tokens),
@@ -98,9 +98,13 @@ def _misses(events: Sequence[Event]) -> str:
         for event in lost
     ]
     columns = ["request", "at", "client", "prompt", "cached", "lost", "reason", "place", "remedy"]
-    text = "Requests that evaluated tokens again; /explain/{request} shows the two sides of one."
+    text = "Requests that evaluated tokens again. Each leads to its two sides, in words."
     table = elements.table(columns, rows, kind="stack")
     return elements.panel("The latest misses", text, table, is_wide=True)
+
+
+def _explained(request: str) -> elements.Link:
+    return elements.Link(request, f"/explain/{request}")
 
 
 def _helps(event: Event) -> str:
