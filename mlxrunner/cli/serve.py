@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import F, visible_text
 from mlxrunner.cli.settling import Configured
+from mlxrunner.config.file import read_config_file
 from mlxrunner.config.option import about, names
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
@@ -39,6 +40,10 @@ PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 """The packages of the extra `serve`."""
 RUNNER = names(RunnerSettings)
 """The settings of each model's runner."""
+KEY_NOTE = (
+    "the key is not in this file: put it into the config file, as api_key in [serve]; "
+    "mlxrunner config shows its path"
+)
 GUESSES = about(GenerateOptions.__dataclass_fields__["speculate"]).help + " [default: auto]"
 """Help of an option that says nothing by itself, so that the config file may."""
 
@@ -99,9 +104,6 @@ def serve(
     settings = ServeSettings(**options)
     if ranks is not None:
         settings = replace(settings, parks=False)  # files would have the part of one rank
-    if unit_kind is not None:
-        _print_unit(unit_kind, settings)
-        return
     for package in PACKAGES:
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
@@ -123,6 +125,10 @@ def serve(
     check_access(settings)
     check_rules(settings)
     check_origins(settings)
+    _warn_of_key_for_all()
+    if unit_kind is not None:
+        _print_unit(unit_kind, settings)
+        return
     record = Record(events, log_text=log_text)
     with orderly_end(), listen(settings) as listening:
         opening = Opening(
@@ -142,7 +148,6 @@ def serve(
 
 def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened]:
     """Load the first model, with a bar in a terminal."""
-    from mlxrunner.config.file import read_config_file
     from mlxrunner.models.resolve import resolve
     from mlxrunner.serve.answering.house import House
     from mlxrunner.serve.answering.names import ModelNames
@@ -161,19 +166,40 @@ def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened
 def _print_unit(kind: Any, settings: ServeSettings) -> None:
     from mlxrunner.serve.unit import unit
 
-    arguments = list(sys.argv[1:])
-    at = next(i for i, one in enumerate(arguments) if one.partition("=")[0] == "--unit")
-    del arguments[at : at + (1 if "=" in arguments[at] else 2)]
+    arguments = _without(("--unit", "--api-key"), sys.argv[1:])
     program = Path(sys.argv[0]).absolute()
     # What `python -m` runs is a file that no system can run by itself.
     is_module = program.name == "__main__.py"
     begin = [sys.executable, "-m", "mlxrunner"] if is_module else [str(program)]
     command, folder = [*begin, *arguments], Path.cwd()
-    text = unit(kind, command, folder, drain=settings.drain, environment=os.environ)
-    click.echo(text, nl=False)
     source = click.get_current_context().get_parameter_source("api_key")
-    if source is click.core.ParameterSource.ENVIRONMENT:
-        click.echo(
-            "the key is not in this file: put it into the config file, as api_key in [serve]",
-            err=True,
-        )
+    is_of_file = source is click.core.ParameterSource.DEFAULT
+    notes = () if is_of_file else (KEY_NOTE,)
+    environment = os.environ
+    text = unit(kind, command, folder, drain=settings.drain, environment=environment, notes=notes)
+    click.echo(text, nl=False)
+    for note in notes:
+        click.echo(note, err=True)
+
+
+def _without(flags: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return arguments without `flags` and their values."""
+    left, rest = list[str](), iter(arguments)
+    for one in rest:
+        flag, equals, _ = one.partition("=")
+        if flag not in flags:
+            left.append(one)
+        elif not equals:
+            next(rest, None)
+    return left
+
+
+def _warn_of_key_for_all() -> None:
+    """Say so if others can read the key in the config file."""
+    config = read_config_file()
+    if config.path is None or "api_key" not in config.sections["serve"]:
+        return
+    mode = config.path.stat().st_mode & 0o777
+    if mode & 0o044:
+        path = visible_text(str(config.path))
+        click.echo(f"others can read the key in {path} (mode {mode:04o}): chmod 600 it", err=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
@@ -150,6 +151,11 @@ class ParallelRunner(Several):
     def settings(self) -> dict[str, Any]:
         """The options that decide what is stored."""
         return self._stepper.settings
+
+    @property
+    def private_folder(self) -> Path | None:
+        """The folder of parked conversations if it goes with this process; None: it is kept."""
+        return self._stepper.private_folder
 
     def __repr__(self) -> str:
         if self._thread.is_closed:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
@@ -212,6 +213,12 @@ class Stepper(Several):
             "park_bytes": 0 if self._parking is None else self._parking.limit,
             "ways": sorted(set(self._adapted.ways)),
         }
+
+    @property
+    def private_folder(self) -> Path | None:
+        """The folder of parked conversations if it goes with this process; None: it is kept."""
+        parking = self._parking
+        return None if parking is None or parking.is_kept else parking.folder
 
     @property
     def parked_bytes(self) -> int:

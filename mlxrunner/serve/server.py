@@ -138,7 +138,9 @@ def welcome(
     runner = opened.runner
     shared = f"{ranks} ranks, " if ranks > 1 else ""
     places = f"{shared}{settings.slots} slots, {opened.room} tokens of context"
-    parked = f"; {size(settings.park_bytes)} on disk in {parking_folder()}"
+    private = runner.private_folder
+    where = parking_folder() if private is None else f"{private}, until this server ends"
+    parked = f"; {size(settings.park_bytes)} on disk in {where}"
     return [
         f"serving {shown} at {address} ({places})",
         f"memory: {size(opened.bytes)} with {runner.cells} tokens of conversations"

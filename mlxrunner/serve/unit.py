@@ -20,7 +20,7 @@ CARRIED = (
 """Variables that decide how a server runs; no secrets, which others could read in the file."""
 _SYSTEMD = """\
 # ~/.config/systemd/user/mlxrunner.service; then: systemctl --user enable --now mlxrunner
-[Unit]
+{notes}[Unit]
 Description=mlxrunner serve: language models for the programs on this machine
 
 [Service]
@@ -41,18 +41,26 @@ def unit(
     *,
     drain: float,
     environment: Mapping[str, str],
+    notes: Sequence[str] = (),
 ) -> str:
     """Return the file for `kind` that runs `command` in `folder`.
 
     `drain`: the seconds that running requests have to end; parking takes some more.
     `environment`: that of this process. The file gets what of it is in `CARRIED`.
+    `notes`: lines of text for the reader of the file.
     """
     stop = int(drain) + 30
     carried = {name: environment[name] for name in CARRIED if name in environment}
     if kind == "systemd":
         place = str(folder).replace("%", "%%")
         lines = "".join(f"Environment={_assigned(*pair)}\n" for pair in carried.items())
-        return _SYSTEMD.format(command=_quoted(command), folder=place, stop=stop, environment=lines)
+        return _SYSTEMD.format(
+            notes="".join(f"# {note}\n" for note in notes),
+            command=_quoted(command),
+            folder=place,
+            stop=stop,
+            environment=lines,
+        )
     found = plistlib.dumps(
         {
             "Label": LABEL,
@@ -67,7 +75,8 @@ def unit(
         sort_keys=False,
     ).decode()
     place = f"~/Library/LaunchAgents/{LABEL}.plist"
-    how = f"<!-- {place}; then: launchctl load {place} -->"
+    comments = (f"{place}; then: launchctl load {place}", *notes)
+    how = "\n".join(f"<!-- {comment} -->" for comment in comments)
     head, _, rest = found.partition("\n")
     return f"{head}\n{how}\n{rest}"
 

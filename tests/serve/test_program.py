@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import plistlib
+import re
 import signal
 import socket
 import subprocess
@@ -89,6 +90,18 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
         assert left(server.process)[0] == 0
 
 
+def test_a_second_server_names_its_own_folder(model: Path) -> None:
+    """The first one has the usual folder; the second one's goes with it, as its welcome says."""
+    with program(str(model)) as first, program(str(model)) as second:
+        assert re.search(r"on disk in \S+/serve\n", first.said)
+        found = re.search(r"on disk in (\S+/parked/own-\w+), until this server ends\n", second.said)
+        assert found is not None, second.said
+        assert Path(found[1]).is_dir()
+        second.process.send_signal(signal.SIGTERM)
+        assert left(second.process)[0] == 0
+        assert not Path(found[1]).exists()
+
+
 def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
     """It ends with an error that says why, and the server ends in order."""
     with program(str(model), "--no-park", "--drain", "0") as server:
@@ -171,6 +184,7 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
     ("arguments", "words"),
     [
         (["--host", "0.0.0.0"], "lets other machines ask: give --api-key KEY, or --no-key"),
+        (["--host", "0.0.0.0", "--unit", "systemd"], "lets other machines ask: give --api-key"),
         (["--api-key", "x", "--no-key"], "contradict each other"),
         (
             ["--host", "not.a.host.invalid", "--no-key"],
@@ -180,7 +194,7 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
         (["--port", "70000"], "port: 70000 is out of range"),
         (["--no-rule", "billing"], "there is no such rule: did you mean 'billing-header'?"),
     ],
-    ids=["no key", "both", "no host", "slots", "port", "rule"],
+    ids=["no key", "no key in a unit", "both", "no host", "slots", "port", "rule"],
 )
 @pytest.mark.exhaustive(6)
 def test_what_is_refused_at_once(arguments: list[str], words: str) -> None:
@@ -203,22 +217,24 @@ def test_a_port_in_use() -> None:
 def test_units() -> None:
     """Both run the same command in the same folder, with the variables that decide how it runs.
 
-    What means something to systemd is quoted, and no secret is in the file.
+    What means something to systemd is quoted, notes are comments, and no secret is in the file.
     """
-    command = ["/bin/mlxrunner", "serve", "my model", "--port", "9", "--api-key", "50%$x"]
+    command = ["/bin/mlxrunner", "serve", "my model", "--port", "9", "--events", "50%$x"]
     folder = Path("/home/me/100% mine")
     environment = {"HF_HOME": '/a "b" 5%', "MLXRUNNER_API_KEY": "secret", "HOME": "/home/me"}
-    agent = plistlib.loads(
-        unit("launchd", command, folder, drain=5, environment=environment).encode()
-    )
+    notes = ("Mind the gap.",)
+    text = unit("launchd", command, folder, drain=5, environment=environment, notes=notes)
+    assert "<!-- Mind the gap. -->" in text
+    agent = plistlib.loads(text.encode())
     assert agent["EnvironmentVariables"] == {"HF_HOME": '/a "b" 5%'}
     assert agent["ProgramArguments"] == command
     assert agent["WorkingDirectory"] == str(folder)
     assert agent["ExitTimeOut"] == 35
-    service = unit("systemd", command, folder, drain=5, environment=environment)
+    service = unit("systemd", command, folder, drain=5, environment=environment, notes=notes)
+    assert "\n# Mind the gap.\n[Unit]\n" in service
     assert 'Environment="HF_HOME=/a \\"b\\" 5%%"\n' in service
     assert service.count("Environment=") == 1
-    assert "ExecStart=/bin/mlxrunner serve 'my model' --port 9 --api-key '50%%$$x'\n" in service
+    assert "ExecStart=/bin/mlxrunner serve 'my model' --port 9 --events '50%%$$x'\n" in service
     assert "WorkingDirectory=/home/me/100%% mine\n" in service
     assert "TimeoutStopSec=35" in service
 
@@ -252,10 +268,45 @@ def test_a_key_of_the_environment_is_not_in_the_unit(
     assert "secret" not in result.output
     assert result.stderr.count("\n") == 1
     assert "api_key in [serve]" in result.stderr
+    assert "\n# the key is not in this file: put it into the config file" in result.stdout
     file = tmp_path / "config.toml"
     file.write_text('[serve]\napi_key = "secret"\n')
+    file.chmod(0o600)
     result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, arguments)
     assert ("secret" in result.output, result.stderr) == (False, "")
+
+
+@pytest.mark.parametrize("kind", ["launchd", "systemd"])
+@pytest.mark.parametrize("key", [["--api-key", "secret"], ["--api-key=secret"]], ids=str)
+def test_a_typed_key_is_not_in_the_unit(
+    kind: str, key: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody could read it there. A comment and one line say where it belongs."""
+    arguments = ["serve", *key, "--unit", kind, "--host", "0.0.0.0", "--slots", "3"]
+    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, "secret" in result.output) == (0, False)
+    assert "--api-key" not in result.stdout
+    assert "api_key in [serve]" in result.stdout
+    assert "api_key in [serve]" in result.stderr
+    assert result.stderr.count("\n") == 1
+    if kind == "systemd":
+        assert "serve --host 0.0.0.0 --slots 3\n" in result.stdout
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_a_key_that_others_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """One line says so, before the server starts."""
+    file = tmp_path / "config.toml"
+    file.write_text('[serve]\napi_key = "secret"\n')
+    file.chmod(mode)
+    arguments = ["serve", "--unit", "systemd"]
+    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
+    result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, arguments)
+    said = f"others can read the key in {file} (mode {mode:04o}): chmod 600 it\n"
+    assert (result.exit_code, result.stderr) == (0, "" if mode == 0o600 else said)
 
 
 @pytest.mark.parametrize("origin", ["foo", "http://", "http://a/b", "localhost:3000", "null"])
