@@ -153,9 +153,14 @@ class ParallelRunner(Several):
         return self._stepper.settings
 
     @property
-    def private_folder(self) -> Path | None:
-        """The folder of parked conversations if it goes with this process; None: it is kept."""
-        return self._stepper.private_folder
+    def parked_in(self) -> Path | None:
+        """The folder of parked conversations; None: they are lost."""
+        return self._stepper.parked_in
+
+    @property
+    def keeps_parked(self) -> bool:
+        """True if `parked_in` is found again after a restart. Else it goes with this process."""
+        return self._stepper.keeps_parked
 
     def __repr__(self) -> str:
         if self._thread.is_closed:

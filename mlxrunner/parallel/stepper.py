@@ -215,10 +215,14 @@ class Stepper(Several):
         }
 
     @property
-    def private_folder(self) -> Path | None:
-        """The folder of parked conversations if it goes with this process; None: it is kept."""
-        parking = self._parking
-        return None if parking is None or parking.is_kept else parking.folder
+    def parked_in(self) -> Path | None:
+        """The folder of parked conversations; None: they are lost."""
+        return None if self._parking is None else self._parking.folder
+
+    @property
+    def keeps_parked(self) -> bool:
+        """True if `parked_in` is found again after a restart. Else it goes with this process."""
+        return self._parking is not None and self._parking.is_kept
 
     @property
     def parked_bytes(self) -> int:

@@ -138,8 +138,9 @@ def welcome(
     runner = opened.runner
     shared = f"{ranks} ranks, " if ranks > 1 else ""
     places = f"{shared}{settings.slots} slots, {opened.room} tokens of context"
-    private = runner.private_folder
-    where = parking_folder() if private is None else f"{private}, until this server ends"
+    where = (
+        parking_folder() if runner.keeps_parked else f"{runner.parked_in}, until this server ends"
+    )
     parked = f"; {size(settings.park_bytes)} on disk in {where}"
     return [
         f"serving {shown} at {address} ({places})",

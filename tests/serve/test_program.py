@@ -90,6 +90,17 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
         assert left(server.process)[0] == 0
 
 
+def test_answers_are_stored_as_the_model_wrote_them() -> None:
+    """They are there after kill -9, in the folder of the conversations, for this user alone."""
+    with program("demo") as server:
+        answer = server.ask("Hello", model="", temperature=0).json()["content"][0]["text"]
+        parent = Path(server.said.partition("on disk in ")[2].splitlines()[0])
+        server.process.kill()
+    stored = [path for path in parent.glob("*/answers.jsonl") if answer in path.read_text()]
+    assert stored
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in stored)
+
+
 def test_a_second_server_names_its_own_folder(model: Path) -> None:
     """The first one has the usual folder; the second one's goes with it, as its welcome says."""
     with program(str(model)) as first, program(str(model)) as second:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,10 +14,6 @@ from mlxrunner.parallel.threads.workers import run_in_worker
 from mlxrunner.results import logger
 from mlxrunner.serve.answering.opened import Opened, Opening
 from mlxrunner.serve.answering.pace import look_at
-from mlxrunner.serve.prompts.kept import KeptTurns
-
-MOST_KEPT = 4
-"""The models whose answers are kept, loaded or not: those that were loaded last."""
 
 
 @dataclass(eq=False)
@@ -46,8 +41,6 @@ class LoadedModels:
         """Hold no model yet. `on_open` is called with each one that was loaded."""
         self._opening, self._on_open = opening, on_open
         self._places: dict[str, Place] = {}
-        self._kept = OrderedDict[str, KeptTurns]()
-        """The answers of each model by its digest; that of the last use is last."""
         self._leaving: list[Place] = []
         """Places that no new request gets, until their last request has ended."""
         self._door = asyncio.Lock()
@@ -67,7 +60,7 @@ class LoadedModels:
     def take_in(self, opened: Opened) -> None:
         """Add a model that was loaded before the server runs."""
         self._places[opened.name] = Place(opened.name, opened=opened, used=time.monotonic())
-        self._open(opened)
+        self._on_open(opened)
 
     def enter(self, name: str) -> Place:
         """Return the place of a model, for a request that has to `leave` it.
@@ -119,22 +112,11 @@ class LoadedModels:
             room = budget - self._bytes()
             opened = await run_in_worker(self._opening.load, place.name, room)
             try:
-                self._open(opened)
+                self._on_open(opened)
             except Exception:
                 await asyncio.to_thread(opened.runner.close)
                 raise
             place.opened, place.used = opened, time.monotonic()
-
-    def _open(self, opened: Opened) -> None:
-        """Give a model that comes back the answers of it that are kept as they were generated.
-
-        Its parked conversations have their tokens.
-        """
-        kept = self._kept.pop(opened.digest, opened.maker.kept)
-        opened.maker.kept = self._kept[opened.digest] = kept
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        self._on_open(opened)
 
     def _bytes(self) -> int:
         return sum(place.opened.bytes for place in self if place.opened)

@@ -35,6 +35,7 @@ from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import logger
+from mlxrunner.serve.prompts.kept_file import KeptFile
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.speculation.model import check_vocabularies
 from mlxrunner.system import device
@@ -273,6 +274,8 @@ class Opened:
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         folder = None if settings.picture_folder is None else Path(settings.picture_folder)
         maker = PromptMaker.of(loaded, off=settings.no_rule, folder=folder)
+        if runner.parked_in is not None:
+            maker.kept.store_in(KeptFile(runner.parked_in))
         return cls(loaded.name, loaded, runner, total, digest, maker, defaults)
 
     @property

@@ -10,10 +10,8 @@ off, the client may have seen any beginning: so much of it is filled as says the
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from threading import Lock
@@ -22,9 +20,10 @@ from typing import Any, NamedTuple
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.prompts.encoding import Fill
+from mlxrunner.serve.prompts.kept_file import KeptFile
 from mlxrunner.serve.prompts.reader import Calls, Said
+from mlxrunner.serve.prompts.turn import Turn
 from mlxrunner.templates.remembered import ENTRY, footprint
-from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer
 
 UNKNOWN = "\ue0f6\ue0f7"
@@ -33,58 +32,6 @@ MOST_BYTES = 128_000_000
 """Most bytes of answers that are kept."""
 MOST_FORMS = 4
 """Most texts that the template may write for an answer, whose places are known."""
-
-
-@dataclass(eq=False)
-class Turn:
-    """An answer as it was generated."""
-
-    length: int
-    """Characters of the text that it continues."""
-    before: bytes
-    """Digest of that text."""
-    text: str
-    """The text of its tokens, without the token that ended it."""
-    tokens: TokenArray
-    ends: Sequence[int]
-    """The number of characters up to each token's end."""
-    closing: str
-    """The text of the token that ended it, or nothing."""
-    said: Said
-    is_cut: bool = False
-    """True if the client left before its end."""
-    known: dict[str, Fill] = field(default_factory=dict)
-    """Fills by the text that the template writes for this answer, with `closing` behind it."""
-    forms: int = 0
-    """The number of texts that have been put into `known`."""
-    nbytes: int = 0
-    """Bytes in memory, at the last look."""
-
-    def after_thinking(self) -> tuple[int, int] | None:
-        """Return the number of characters and tokens up to the end of the thinking.
-
-        None if there is none, or if no token ends there.
-        """
-        at = len(self.text) - len(self.text[self.said.begins :].lstrip())
-        index = bisect_left(self.ends, at)
-        if self.said.begins == 0 or index >= len(self.ends) or self.ends[index] != at:
-            return None
-        return at, index + 1
-
-    def fill(self, begin: int, said: str) -> Fill | None:
-        """Return the tokens that `said`, at the place `begin`, begins with; None if with none.
-
-        The thinking may be missing there.
-        """
-        found = []
-        for at, first in filter(None, ((0, 0), self.after_thinking())):
-            most = bisect_right(self.ends, at + common(self.text[at:], said))
-            end = self.ends[most - 1] if most else 0
-            count = bisect_left(self.ends, end) + 1  # tokens behind it begin a character
-            if end > at:
-                whole = self.text[at:end], self.tokens[first:count]
-                found.append(Fill(begin, begin + end - at, *whole))
-        return max(found, key=lambda fill: fill.end, default=None)
 
 
 Read = Callable[[str, str], Said]
@@ -97,6 +44,7 @@ class KeptTurns:
     def __init__(self, most: int = MOST_BYTES) -> None:
         """Begin without answers. At most `most` bytes are kept, of those used last."""
         self._most = most
+        self._file: KeptFile | None = None
         self._turns: OrderedDict[tuple[bytes, int], Turn] = OrderedDict()
         self._places: dict[bytes, list[int]] = {}
         self._number = self._nbytes = 0
@@ -109,6 +57,12 @@ class KeptTurns:
     def nbytes(self) -> int:
         """Bytes of all answers that are kept."""
         return self._nbytes
+
+    def store_in(self, file: KeptFile) -> None:
+        """Take the answers of `file`, and write new ones to it."""
+        for link, turn in file.read():
+            self._add(link, turn)
+        self._file = file
 
     def keep(
         self, link: bytes, prompt: str, answer: Answer, said: Said, *, is_cut: bool = False
@@ -129,16 +83,23 @@ class KeptTurns:
             said,
             is_cut,
         )
+        if self._add(link, turn) and self._file is not None:
+            self._file.add(link, turn)
+
+    def _add(self, link: bytes, turn: Turn) -> bool:
+        """Add an answer, or the forms that are new of one that is known. Return False then."""
         with self._lock:
             for number in self._places.get(link, ()):
                 known = self._turns[link, number]
                 if (known.before, known.text) == (turn.before, turn.text):
                     self._turns.move_to_end((link, number))
-                    return
+                    _learn(known, turn.known)
+                    return False
             self._number += 1
             self._turns[link, self._number] = turn
             self._places.setdefault(link, []).append(self._number)
             self._weigh(turn)
+            return True
 
     def _weigh(self, turn: Turn) -> None:
         """Count the bytes of an answer, and drop others until all have room."""
@@ -167,7 +128,7 @@ class KeptTurns:
         `links`: a digest of the messages before each message. `without(i)`: the text with `UNKNOWN`
         in place of message `i`, or None if the template refuses that.
         """
-        found: list[Fill] = []
+        found, learned = list[Fill](), list[tuple[bytes, Turn]]()
         hashed, at = _hash(""), 0
         for number, key, turn in self._candidates(links):
             if turn.length < at or (found and turn.length < found[-1].end):
@@ -185,6 +146,10 @@ class KeptTurns:
                         self._turns.move_to_end(key)
                         if turn.forms != forms:
                             self._weigh(turn)
+                            learned.append((key[0], turn))
+        if self._file is not None:
+            for link, turn in learned:
+                self._file.add(link, turn)
         return found
 
     def _candidates(self, links: Sequence[bytes]) -> list[tuple[int, tuple[bytes, int], Turn]]:
@@ -222,11 +187,16 @@ def _fill(
         end = at
     filled = _checked(begin, end, turn, read(text[:begin], text[begin:end]))
     if filled is not None and turn.closing and text.startswith(turn.closing, end):
-        turn.known[text[begin:end] + turn.closing] = filled
-        turn.forms += 1
-        for written in [*turn.known][:-MOST_FORMS]:
-            turn.known.pop(written, None)
+        _learn(turn, {text[begin:end] + turn.closing: filled})
     return filled
+
+
+def _learn(turn: Turn, forms: Mapping[str, Fill]) -> None:
+    """Remember fills by the text that the template writes for an answer."""
+    turn.known |= forms
+    turn.forms += len(forms)
+    for written in [*turn.known][:-MOST_FORMS]:
+        turn.known.pop(written, None)
 
 
 def _checked(begin: int, end: int, turn: Turn, said: Said) -> Fill | None:

@@ -27,7 +27,6 @@ from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.answering.opened import Opened, Opening
 from mlxrunner.serve.events import Ended, Reading, RefusedError, Waiting
-from mlxrunner.serve.prompts.kept import KeptTurns
 from mlxrunner.serve.watch.record import Record
 
 
@@ -206,27 +205,6 @@ def test_keep_alive(folder: Path) -> None:
             assert next(iter(house.models())).expires is None
             await house.hold("first", 0)
             await reached(lambda: not list(house.models_held))
-
-    in_house(run())
-
-
-def test_answers_outlive_an_unloaded_model(folder: Path) -> None:
-    """It comes back with them as they were generated; another model does not get them."""
-
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-
-            async def kept(name: str) -> KeptTurns:
-                await house.hold(name, -1)
-                (found,) = (o.opened for o in house.models_held if Path(o.name).name == name)
-                assert found is not None
-                return found.maker.kept
-
-            before = await kept("first")
-            await house.hold("first", 0)
-            await reached(lambda: not list(house.models_held))
-            assert await kept("first") is before
-            assert await kept("second") is not before
 
     in_house(run())
 

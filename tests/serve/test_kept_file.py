@@ -1,0 +1,148 @@
+"""Answers are there after a restart, as they were generated, or they are not there at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from support.sample import examples
+from support.strict_templates import TEMPLATES, load_strict
+
+from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.serve.prompts import kept_file
+from mlxrunner.serve.prompts.encoding import Fill
+from mlxrunner.serve.prompts.kept import KeptTurns
+from mlxrunner.serve.prompts.kept_file import NAME, KeptFile
+from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.serve.prompts.reader import Said
+from mlxrunner.serve.prompts.turn import Turn
+from tests.serve.test_kept import FAMILIES, MERGED, Client, call_text
+
+
+def turn_of(text: str, **more: Any) -> Turn:
+    tokens = as_tokens([ord(letter) for letter in text])
+    said = Said("thought", text, (("look", '{"at":1}', None), ("see", "{}", "id")), 3)
+    values: dict[str, Any] = {"length": 7, "before": b"b" * 16, "closing": "<end>", "said": said}
+    return Turn(**values | {"text": text, "tokens": tokens, "ends": range(len(text))} | more)
+
+
+def same(one: Turn, other: Turn) -> bool:
+    names = ("length", "before", "text", "closing", "said", "is_cut", "forms")
+    return (
+        all(getattr(one, name) == getattr(other, name) for name in names)
+        and one.tokens.tolist() == other.tokens.tolist()
+        and one.tokens.dtype == other.tokens.dtype
+        and list(one.ends) == list(other.ends)
+        and str(one.known) == str(other.known)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_restart_loses_no_tokens(family: str, seed: int, tmp_path: Path) -> None:
+    """After each turn of a conversation, the tokens of all its answers come from the file."""
+    order = random.Random(seed)
+    tokenizer = load_strict(tmp_path / "model", family, words=MERGED)
+    maker = PromptMaker(tokenizer, TEMPLATES[family][0])
+    client = Client(maker, order, sends_thinking=False)
+    maker.kept.store_in(KeptFile(tmp_path))
+    made = client.ask({"role": "user", "content": "hello the file"})
+    for turn in range(4):
+        text = call_text(maker.form.name, 100 + turn, order)
+        if order.random() < 0.4:
+            header = "<|channel|>final<|message|>" if maker.form.kind == "channels" else ""
+            text = f"{header}the file: {{x}}"
+        written = client.answer(made, text)
+        maker.kept = KeptTurns()
+        maker.kept.store_in(KeptFile(tmp_path))
+        assert len(maker.kept) == turn + 1
+        is_call = "tool_calls" in client.messages[-2]
+        after = client.ask(*([] if is_call else [{"role": "user", "content": "go on"}]))
+        before = [*made.prompt.tokens.tolist(), *written]
+        assert after.prompt.tokens[: len(before)].tolist() == before
+        made = after
+
+
+def test_every_field_comes_back(tmp_path: Path) -> None:
+    """Half a character of JSON too, and what was cut off; twice is once."""
+    file, turns = KeptFile(tmp_path), [turn_of("one\u2028"), turn_of("\ud83d x", is_cut=True)]
+    turns[0].known["One<end>"] = Fill(3, 6, "one", as_tokens([1, 2]))
+    turns[0].forms = 1
+    for number, turn in enumerate(turns):
+        file.add(bytes([number]) * 16, turn)
+    found = list(KeptFile(tmp_path).read())
+    assert [link for link, _ in found] == [b"\0" * 16, b"\1" * 16]
+    assert all(same(one, turn) for (_, one), turn in zip(found, turns, strict=True))
+    kept = KeptTurns()
+    kept.store_in(file)
+    kept.store_in(file)
+    assert len(kept) == 2
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+@examples(200)
+@given(some.data())
+def test_damage_costs_answers_and_changes_none(data: some.DataObject) -> None:
+    """Bytes are changed, added, or missing at the end."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, turns = Path(name), [turn_of(f"{number} abc") for number in range(4)]
+        for turn in turns:
+            KeptFile(folder).add(b"l", turn)
+        content = bytearray((folder / NAME).read_bytes())
+        del content[data.draw(some.integers(0, len(content))) :]
+        for place in data.draw(some.lists(some.integers(0, max(0, len(content) - 1)), max_size=3)):
+            content[place : place + 1] = data.draw(some.binary(max_size=2))
+        (folder / NAME).write_bytes(content)
+        found = [turn for _, turn in KeptFile(folder).read()]
+        assert all(any(same(one, turn) for turn in turns) for one in found)
+        KeptFile(folder).add(b"l", turn_of("next"))
+        if content.endswith(b"\n"):
+            assert same([turn for _, turn in KeptFile(folder).read()][-1], turn_of("next"))
+
+
+def test_a_file_is_bounded(tmp_path: Path) -> None:
+    """The older half goes first."""
+    most = 20_000
+    for number in range(200):
+        KeptFile(tmp_path, most).add(b"l", turn_of(f"{number}"))
+        assert (tmp_path / NAME).stat().st_size <= most
+    found = [turn.text for _, turn in KeptFile(tmp_path, most).read()]
+    assert 10 < len(found) < 190
+    assert found == [f"{number}" for number in range(200 - len(found), 200)]
+
+
+@pytest.mark.parametrize("what", ["link", "fifo", "folder", "full"])
+def test_what_cannot_be_written_is_said_once(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is kept in memory, and nothing is read or written elsewhere."""
+    path = tmp_path / NAME
+    if what == "link":
+        (tmp_path / "other").write_text("other")
+        path.symlink_to(tmp_path / "other")
+    elif what == "fifo":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+
+        def full(descriptor: int, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(kept_file, "write_all", full)
+    file = KeptFile(tmp_path)
+    assert list(file.read()) == []
+    with caplog.at_level(logging.WARNING, logger="mlxrunner"):
+        file.add(b"l", turn_of("one"))
+        file.add(b"l", turn_of("two"))
+    assert len(caplog.messages) == 1
+    assert "an answer will not be known after a restart: " in caplog.messages[0]
+    if what == "link":
+        assert (tmp_path / "other").read_text() == "other"
