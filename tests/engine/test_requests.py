@@ -236,7 +236,7 @@ def test_a_message_that_is_none_is_refused(message: dict[str, Any], problem: str
 def test_a_conversation_of_texts_is_tokenized_without_a_look_for_eyes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That look compares the methods of a class, and a batch would do it for each line."""
+    """A look compares the methods of a class, and a batch would take one for each line."""
 
     class Eyes(type):
         def __instancecheck__(cls, tokenizer: object) -> bool:
