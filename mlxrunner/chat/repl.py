@@ -12,8 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from traceback import clear_frames
-from typing import Any, NoReturn
+from typing import Any
 
 from mlxrunner.chat.attachments import Attachments
 from mlxrunner.chat.branches import Branches
@@ -27,6 +26,7 @@ from mlxrunner.chat.commands.table import (
 )
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.full_context import full_context, more_room
+from mlxrunner.chat.loaded_model import LoadedModel
 from mlxrunner.chat.pictures import picture_paths
 from mlxrunner.chat.reader import Reader, StdinReader
 from mlxrunner.chat.taken import State, Taken
@@ -41,12 +41,7 @@ from mlxrunner.chat.view import (
     held_log,
     wrapped,
 )
-from mlxrunner.errors import ContextLengthError, MlxrunnerError, ModelError, PromptError
-from mlxrunner.loading import add_draft_model, plan_model
-from mlxrunner.memory.reserve import must_fit
-from mlxrunner.models.eyes import runs_only_seeing
-from mlxrunner.models.seeing import why_blind
-from mlxrunner.options import RunnerSettings
+from mlxrunner.errors import ContextLengthError, MlxrunnerError, PromptError
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.history import History
@@ -56,27 +51,13 @@ from mlxrunner.terminal.external import edit_outside
 from mlxrunner.terminal.inline import inline, shows_pictures
 from mlxrunner.terminal.keyboard import Keyboard
 from mlxrunner.terminal.progress import PrefillProgress
-from mlxrunner.terminal.progress import loading as loading_bar
-from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted
+from mlxrunner.terminal.signals import Interrupts, orderly_end
 from mlxrunner.terminal.text import FilteredStream
 
 logger = logging.getLogger("mlxrunner")
 
 PIECE_S = 0.4
 """Seconds of a prefill that Ctrl-C may have to wait for, in a terminal."""
-
-
-class NoRunner:
-    """Stands for a runner that was freed for another one. Using it raises ModelError."""
-
-    def __init__(self, why: str | None = None) -> None:
-        """Keep the error of loading the model again; None means that this was not tried yet."""
-        self.why = why
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise ModelError(
-            f"no model is loaded{f' ({self.why})' if self.why else ''}: /model NAME loads one"
-        )
 
 
 @dataclass
@@ -117,7 +98,7 @@ class Chat:
     def __post_init__(self) -> None:
         if self.interactive:
             self.conversation.piece_s = PIECE_S
-        self._known_runner = self.conversation.runner  # `after_load` is not called for it
+        self._loaded = LoadedModel(self, self._try)
         self._table = CommandTable()
         self._typeahead = self._type_ahead()
 
@@ -282,18 +263,12 @@ class Chat:
             sys.stderr.write(inline(*album.small(name), os.environ))
         self.open_eyes()
         if is_new and any(name in turn.user for turn in before.turns):  # as a text until now
-            self._forget_tokens()
+            self._loaded.forget_tokens()
         return name
 
     def open_eyes(self) -> None:
         """Load the model again if it was loaded without its eyes: see `ChatContext.open_eyes`."""
-        if not self.conversation.sees:
-            if (why := why_blind(self.model)) is not None:
-                raise ModelError(why)
-            self.say(f"{self.model} is loaded again, with its eyes")
-            self.reload(self.model, pictures=True)
-        if not self.conversation.sees:
-            raise PromptError("a model that several hosts share sees no pictures")
+        self._loaded.open_eyes()
 
     def answer(self, text: str, after: History | None = None, **options: Any) -> None:
         """Send `text` as it is, and print the answer: see `ChatContext.answer`.
@@ -350,83 +325,9 @@ class Chat:
                 act(self)
 
     def reload(self, name: str, **changes: Any) -> None:
-        """Load another model, or the same one with other options, and continue with it.
-
-        If the request itself is wrong, raise while the present model is still loaded.
-        """
-        loading = self.loading | changes
-        if name != self.model:
-            loading.pop("pictures", None)  # until one is shown
-        plan = vars(RunnerSettings.among(loading))
-        found = plan_model(name, **plan)
-        if loading.get("reserve", True):
-            must_fit(found)
-        # Two models at once may be too much, so the present one is freed first. After an interrupt
-        # here, `_run` loads it again.
-        self._known_runner = self.conversation.runner = NoRunner()  # type: ignore[assignment]
-        try:
-            runner = self._load(name, loading)
-        except Exception as error:
-            clear_frames(error.__traceback__)  # they hold what was loaded so far
-            self._try(self._complete_model)
-            raise
-        if name != self.model:
-            self._forget_tokens()
-        self.model, self.loading, self.conversation.runner = name, loading, runner
-        self._complete_model()
+        """Load another model, or other options: see `ChatContext.reload`."""
+        self._loaded.change(name, **changes)
 
     def _complete_model(self) -> None:
-        """Complete a change of models that an interrupt or an error has cut off.
-
-        Afterwards a model is loaded, and `after_load` has been called for it.
-        """
-        runner = self.conversation.runner
-        if isinstance(runner, NoRunner) and runner.why is None:
-            self.say(f"{self.model} is loaded again: it had been given up for the other model")
-            with uninterrupted():
-                self.conversation.runner = self._loaded_again()
-        if self.conversation.runner is not self._known_runner and not isinstance(
-            self.conversation.runner, NoRunner
-        ):
-            with uninterrupted():
-                branches = [self.conversation.branch, *self.branches.others.values()]
-                if any(branch.history.shows_pictures for branch in branches):
-                    self._forget_tokens()  # ids of pictures are those of the model that is gone
-                for act in self.after_load:
-                    act(self)
-                self._known_runner = self.conversation.runner
-
-    def _forget_tokens(self) -> None:
-        """Keep the conversation as texts, which the model that is loaded now tokenizes."""
-        self.conversation.history = self.conversation.history.without_tokens()
-        self.branches.forget_tokens()
-
-    def _loaded_again(self) -> Runner:
-        try:
-            return self._load(self.model, self.loading)
-        except Exception as error:
-            failed = NoRunner(" ".join(str(error).split()))
-            self.conversation.runner = failed  # type: ignore[assignment]
-            raise
-
-    def _load(self, model: str, loading: dict[str, Any]) -> Runner:
-        """Load a model in the middle of a chat, with a bar if that takes long.
-
-        If the draft model can't guess for it, say why, and go on without.
-        """
-        if self.load_elsewhere is not None:
-            return self.load_elsewhere(model, loading)
-        own, why = dict(loading), ""
-        draft = own.pop("draft_model", None)
-        draft = None if own.get("pictures") or runs_only_seeing(model) else draft
-        with loading_bar(model) as show:
-            runner = Runner.load(model, progress=show, **own)
-            try:
-                if draft is not None:
-                    trusts = bool(own.get("trust_remote_code"))
-                    add_draft_model(runner, draft, trust_remote_code=trusts, progress=show)
-            except MlxrunnerError as error:
-                why = str(error).partition("\n")[0]
-        if why:
-            self.say(f"{draft} guesses nothing for {model}: {why}")
-        return runner
+        """Complete a change of models that an interrupt or an error has cut off."""
+        self._loaded.complete()

@@ -89,9 +89,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         runner.name = name
         return runner
 
-    monkeypatch.setattr("mlxrunner.chat.repl.Runner.load", load)
-    monkeypatch.setattr("mlxrunner.chat.repl.plan_model", lambda name, **plan: None)
-    monkeypatch.setattr("mlxrunner.chat.repl.must_fit", lambda plan: None)
+    monkeypatch.setattr("mlxrunner.chat.loaded_model.Runner.load", load)
+    monkeypatch.setattr("mlxrunner.chat.loaded_model.plan_model", lambda name, **plan: None)
+    monkeypatch.setattr("mlxrunner.chat.loaded_model.must_fit", lambda plan: None)
     before = signal.getsignal(signal.SIGINT)
     yield loaded
     sys.settrace(None)
