@@ -8,7 +8,8 @@ import pytest
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.parallel.rows import proof
-from mlxrunner.parallel.rows.adapt import Adapted, Manner
+from mlxrunner.parallel.rows.adapt import Adapted
+from mlxrunner.parallel.rows.manner import Manner
 
 
 @pytest.fixture(scope="session")

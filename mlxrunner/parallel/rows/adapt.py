@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxrunner.cache.layers.extents import Window
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import Rotate, rotators
@@ -31,6 +29,7 @@ from mlxrunner.memory.reserve import shapes_of
 from mlxrunner.parallel.rows.apart import Apart, Plan, Step, class_apart, mixers, view_of
 from mlxrunner.parallel.rows.attention import Parts
 from mlxrunner.parallel.rows.engine import Engine, joined, marker
+from mlxrunner.parallel.rows.manner import Manner, falls_apart, shares, window_of, windows_of
 from mlxrunner.parallel.rows.views import (
     Enough,
     LayerView,
@@ -52,27 +51,6 @@ It reads all weights once more, which takes as long as evaluating about this num
 """
 
 
-class Sharing(Enum):
-    """The layers that lie in shared cells."""
-
-    PARTS = "attention, also where it is a part of a layer"
-    WHOLE = "layers that are nothing but attention"
-    NONE = "no layer"
-
-
-@dataclass(frozen=True)
-class Manner:
-    """The way in which a model is adapted."""
-
-    sharing: Sharing = Sharing.PARTS
-    splits: bool = True
-    """True if attention may be computed in parts."""
-    adds_starts: bool = False
-    """See `Step.adds_starts`."""
-    cuts_head: bool = True
-    """True if the last norm gets only the rows whose logits are wanted."""
-
-
 class Adapted(Engine):
     """A model that is adapted to rows of many sequences. `close` undoes everything."""
 
@@ -84,7 +62,7 @@ class Adapted(Engine):
         self.model, self._options, self.manner = model, options, manner
         self._wrapped: list[tuple[Any, str, Any]] = []
         likes = make_layer_caches(model, options)
-        super().__init__(_windows(likes, manner.sharing), options.rewind_slack)
+        super().__init__(windows_of(likes, manner.sharing), options.rewind_slack)
         self.step = Step(manner.adds_starts)
         self._caches: dict[int, list[LayerCache]] = {}
         self._rows: list[LayerView] = []
@@ -230,7 +208,8 @@ class Adapted(Engine):
             if self._head is not None:
                 self._head.rows = None
         if plan is not None:
-            mx.async_eval([view.end_forward() for view in self._apart])  # type: ignore[no-untyped-call]
+            ended = [view.end_forward() for view in self._apart]
+            mx.async_eval(ended)  # type: ignore[no-untyped-call]
         return logits if wanted is None or self._head is not None else logits[wanted]
 
     @contextmanager
@@ -294,7 +273,7 @@ class Adapted(Engine):
         `path`: the index of the cache among the model's, and then those of parts.
         """
         if shares(like, self.manner.sharing):
-            group = self._kinds.index(_window(like))
+            group = self._kinds.index(window_of(like))
             self._rows.append(LayerView(self, len(self._rows), path[0], group))
             return self._rows[-1]
         if falls_apart(like, self.manner.sharing):
@@ -337,30 +316,6 @@ class Adapted(Engine):
                 self.model, make_layer_caches(self.model, CacheOptions()), by
             )
         return self._rotations[by]
-
-
-def shares(like: LayerCache, sharing: Sharing) -> bool:
-    return like.stores_plain_rows and sharing is not Sharing.NONE
-
-
-def falls_apart(like: LayerCache, sharing: Sharing) -> bool:
-    """Return True if some parts of a composite layer, but not all, lie in shared cells.
-
-    A layer of nothing but attention reads its parts together: it chooses what to attend.
-    """
-    plain = {part.stores_plain_rows for part in like.parts}
-    return sharing is Sharing.PARTS and plain == {True, False}
-
-
-def _windows(likes: Sequence[LayerCache], sharing: Sharing) -> list[int]:
-    """Return the window of each layer in shared cells, in tokens; 0 for full attention."""
-    own = [_window(like) for like in likes if shares(like, sharing)]
-    parts = [_windows(like.parts, sharing) for like in likes if falls_apart(like, sharing)]
-    return own + [window for windows in parts for window in windows]
-
-
-def _window(like: LayerCache) -> int:
-    return like.extent.window if isinstance(like.extent, Window) else 0
 
 
 def _way(view: Any) -> str:

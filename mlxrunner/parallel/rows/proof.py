@@ -22,8 +22,9 @@ from mlxrunner.cache.layers.stock_extents import Chunk
 from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.shared.split import WORTH_SPLITTING
 from mlxrunner.models.chunks import DEPENDS
-from mlxrunner.parallel.rows.adapt import Adapted, Manner, Sharing, falls_apart, shares
+from mlxrunner.parallel.rows.adapt import Adapted
 from mlxrunner.parallel.rows.alone import OneAtATime
+from mlxrunner.parallel.rows.manner import Manner, Sharing, falls_apart, shares
 
 TOLERANCE = 0.02
 """Largest accepted difference of logits, as a share of the largest one.
