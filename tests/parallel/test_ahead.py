@@ -92,7 +92,7 @@ def test_a_step_without_logits_tells_nothing_of_their_width() -> None:
         scheduler: Any = runner._scheduler
         assert len(list(runner.submit(SHORT, max_tokens=2, stop_tokens=[]))) == 2
         runner.submit(PROMPT, max_tokens=1)
-        width = scheduler._width
+        width = scheduler._passes.width
         runner.step()
         assert scheduler._pending.sampled == []
-        assert scheduler._width == width == 300
+        assert scheduler._passes.width == width == 300

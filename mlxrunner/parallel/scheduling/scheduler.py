@@ -19,21 +19,21 @@ from functools import partial
 import mlx.core as mx
 
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
-from mlxrunner.engine.sampling import Sampled, dispatch
-from mlxrunner.errors import CacheFullError, FormError
+from mlxrunner.engine.sampling import Sampled
+from mlxrunner.errors import CacheFullError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.assign import Assigner
-from mlxrunner.parallel.scheduling.drafts import Drafts, sample, taken
+from mlxrunner.parallel.scheduling.drafts import Drafts, taken
 from mlxrunner.parallel.scheduling.endings import Ended, Endings, step_failed
 from mlxrunner.parallel.scheduling.making_room import RoomMaker
 from mlxrunner.parallel.scheduling.pace import StepPace
+from mlxrunner.parallel.scheduling.passes import Passes
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.residents import ParkingPlace, Residents
 from mlxrunner.parallel.scheduling.room import Room
-from mlxrunner.parallel.scheduling.row import Composer, Row, Step, stops_at, wanted_rows
+from mlxrunner.parallel.scheduling.row import Composer, Row, Step
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.results import Chunk
@@ -86,11 +86,8 @@ class Scheduler:
         pace = StepPace(settings.step, settings.step_ms if is_reusable else 0)
         self._composer = Composer(engine, self.requests, settings.step, pace)
         self._drafts = Drafts(facts, settings.step - settings.max_sequences)
-        self._width = 0
-        """Entries of the logits, once a step has run."""
+        self._passes = Passes(engine, self.residents, self._composer, self._endings)
         self._pending: Step | None = None
-        self._formless: list[tuple[ActiveRequest, FormError]] = []
-        """Requests whose form allows no further token, with the error that ends them."""
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
         self.on_first: Callable[[], object] = lambda: None
@@ -162,8 +159,8 @@ class Scheduler:
                     self._read(before)
                     before = None
                     row = [one for one in row if not one[0].finished]
-                row = self._drafts.add_to(row, self._width)
-                self._pending = self._forward(row, waited=waits) if row else None
+                row = self._drafts.add_to(row, self._passes.width)
+                self._pending = self._passes.forward(row, waited=waits) if row else None
                 self._read(before)
                 before = None
                 if self._pending is not None and self._pending.drafted:
@@ -218,7 +215,7 @@ class Scheduler:
         """End all requests, after an `error` in a step. The slots keep what is whole."""
         self._pending = None
         self._suspects.clear()
-        self._formless.clear()
+        self._passes.formless.clear()
         for request in list(self.requests):
             if request.finished:  # an interrupt came before it was removed
                 self.requests.remove(request)
@@ -246,82 +243,6 @@ class Scheduler:
         self._maker.grow()
         return self._composer.row(self.requests)
 
-    def _forward(self, row: Row, *, waited: bool = False) -> Step:
-        """Dispatch the forward pass of a row, and the sampling from it."""
-        clock = self._composer.clock
-        began, worked, prepared = time.perf_counter(), clock(), time.thread_time()
-        planned = self._composer.planned(row)
-        wanted, sampling = wanted_rows(row)
-        batch = Batch(
-            [
-                position
-                for request, count in row
-                for position in range(request.place, request.place + count)
-            ],
-            [request.slot.number for request, count in row for _ in range(count)],
-        )
-        tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        drafted = 0
-        for request, count in row:
-            if request.draft:
-                request.lease.hold(count)
-                drafted += len(request.draft)
-        if len(row) == 1:
-            request, count = row[0]
-            self._engine.look(request.lease.array, request.todo[request.place :][:count])
-        logits = self.residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
-        if wanted:
-            self._width = logits.shape[-1]
-        stops = [request for request, count in row if stops_at(request, count)]
-        for request, count in row:
-            request.advance(count)
-        sampled = self._sample(sampling, logits)
-        awaited = [array for _, own in sampled for one in own for array in one.arrays] or [logits]
-        dispatch(awaited)
-        took, work_s = time.perf_counter() - began, clock() - worked
-        late = time.thread_time() - prepared if waited and not drafted else 0.0
-        for request in stops:
-            dispatch(request.lease.checkpoint())
-        for request, _ in sampling:
-            if not request.said and not request.finished:
-                request.checkpoint_if_due()
-        more = len(batch) - len(row)
-        return Step(planned, sampled, awaited, drafted, more, late, took, work_s)
-
-    def _sample(
-        self, requests: list[tuple[ActiveRequest, range]], logits: mx.array
-    ) -> list[tuple[ActiveRequest, list[Sampled]]]:
-        """Sample the next tokens of each request from its rows, at once for all plain greedy ones.
-
-        A request whose form allows no token ends with a FormError, and one whose sampling fails
-        otherwise with a StepFailedError.
-        """
-        is_any_plain = any(request.next_token.is_plain for request, _ in requests)
-        best = mx.argmax(logits, axis=-1) if is_any_plain else None
-        sampled: list[tuple[ActiveRequest, list[Sampled]]] = []
-        for request, rows in requests:
-            row = rows.stop - 1
-            try:
-                if request.draft:
-                    sampled.append((request, sample(request, rows.stop, logits, best)))
-                    continue
-                if best is not None and request.next_token.is_plain:
-                    token = Sampled(best[row : row + 1])
-                else:
-                    token = request.next_token(logits[row : row + 1], request.history)
-            except FormError as error:
-                self._formless.append((request, error))  # its last token is not delivered yet
-                continue
-            except Exception as error:
-                self._endings.fail_alone(request, error)
-                continue
-            request.sampled += 1
-            request.last = token.token.astype(mx.int32)
-            if request.history is not None:
-                request.history = mx.concatenate([request.history, request.last])
-            sampled.append((request, [token]))
-        return sampled
-
     def _read(self, step: Step | None) -> None:
         """Wait for the end of a step and deliver its tokens."""
         if step is not None:
@@ -333,8 +254,8 @@ class Scheduler:
                 except Exception as error:
                     self._endings.fail_alone(request, error)
             self._drafts.ended(step, right, seconds)
-        while self._formless:
-            request, formless = self._formless.pop()
+        while self._passes.formless:
+            request, formless = self._passes.formless.pop()
             if not request.finished:
                 request.ending = "no token"
                 self._endings.fail(request, formless)
@@ -378,7 +299,7 @@ class Scheduler:
             is_lost = False
         except Exception:
             is_lost = True
-        self._formless.clear()
+        self._passes.formless.clear()
         for request in self.requests:
             request.go_back()
         if is_lost:
@@ -402,7 +323,7 @@ class Scheduler:
         try:
             self._maker.make_room_for([request for request in group if request in self.requests])
             row = self._composer.row([request for request in group if request in self.requests])
-            step = self._forward(row) if row else None
+            step = self._passes.forward(row) if row else None
             self._read(step)
         except CacheFullError as error:
             self._maker.make_way(error)
