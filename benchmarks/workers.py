@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 QUESTIONS = 20
 """The questions on each document."""
@@ -42,7 +43,7 @@ def write(lines: int) -> None:
     Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
 
 
-def run(name: str, *arguments: str) -> dict[str, object]:
+def run(name: str, *arguments: str) -> dict[str, Any]:
     """Run the batch into a folder of that name. Return what its workers did."""
     events = Path(f"{name}.events")
     options = ["--no-usage", "--no-reserve", "--seed", "11", "--events", str(events), "-q"]
@@ -97,7 +98,7 @@ def main() -> None:
         expected = Path("whole.jsonl").read_bytes()
         for found in results:
             found["same_bytes"] = Path(f"{found['run']}.jsonl").read_bytes() == expected
-            found["more"] = found["evaluated"] / results[0]["evaluated"] - 1  # type: ignore[operator]
+            found["more"] = found["evaluated"] / results[0]["evaluated"] - 1
             print(
                 f"{found['run']:10} {found['evaluated']:8,} tokens ({found['more']:+.1%}), of each "
                 f"{found['tokens']}, uneven by {found['uneven']:.1%}, last answers at "

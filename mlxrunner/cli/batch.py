@@ -181,24 +181,23 @@ def batch(
     if options["pictures"]:
         check_pictures(raw=options["raw"], options=recorded, by="--pictures")
     table = _table(output, only_plan, options)
-    own, loading = take(options, _OWN), take(options, (*LOADING, "draft_model"))
-    several = take(options, _SEVERAL)
-    if not is_given("prefill_step") and loading["prefill_step"] == RunnerSettings().prefill_step:
-        del loading["prefill_step"]  # several lines at a time have another default
+    written = lines_path(table) if table else output or STANDARD
+    own = take(options, _OWN) | {"inputs": inputs, "output": written, "model": model}
+    own |= {"loading": _loading(options), "several": take(options, _SEVERAL)}
     check_options(options, quiet=quiet)
-    job = Job(
-        inputs=inputs,
-        output=lines_path(table) if table else output or STANDARD,
-        model=model,
-        loading=loading,
-        several=several,
-        defaults=options,
-        **own,
-    )
+    job = Job(**own, defaults=options)
     typed = typed_options(ctx, options, greedy=greedy)
     job = replace(job, defaults=_reproducible(options_that_hold("batch", model, options, typed)))
     with orderly_end():
         _run(job, recorded, table, cluster, only_plan=only_plan, quiet=quiet, as_json=as_json)
+
+
+def _loading(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of loading the model out of `options`, and return them."""
+    loading = take(options, (*LOADING, "draft_model"))
+    if not is_given("prefill_step") and loading["prefill_step"] == RunnerSettings().prefill_step:
+        del loading["prefill_step"]  # several lines at a time have another default
+    return loading
 
 
 def _check_together(

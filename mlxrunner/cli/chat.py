@@ -138,7 +138,7 @@ def chat(
         model = _only_model(named, model if "model" in given else None)
         given.add("model")
     loading, keyboard, shared = take(options, LOADING), Keyboard(is_terminal()), loader()
-    own = {} if shared is None else {"load_elsewhere": shared}
+    own: dict[str, Any] = {} if shared is None else {"load_elsewhere": shared}
     if own:  # nothing is planned or saved for one rank alone
         loading["reserve"], no_cache_file = False, True
     with keyboard:  # first of all, to keep what is typed while the model loads
@@ -156,18 +156,10 @@ def chat(
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
-            opened, table = open_chat(
-                conversation,
-                *saving.commands,
-                plain=plain,
-                history=not no_history,
-                model=model,
-                loading=loading,
-                type_ahead=not no_type_ahead,
-                keyboard=keyboard,
-                **own,
-                after_load=[lambda chat: profile.watch(chat.runner), _take_usual_options],
-            )
+            own |= {"model": model, "loading": loading, "keyboard": keyboard}
+            own |= {"plain": plain, "history": not no_history, "type_ahead": not no_type_ahead}
+            own["after_load"] = [lambda chat: profile.watch(chat.runner), _take_usual_options]
+            opened, table = open_chat(conversation, *saving.commands, **own)
             _run(opened, table, saving, is_resumed=resumed is not None)
 
 

@@ -164,9 +164,7 @@ def generate(
         check_pictures(raw=raw, options=options)
         loading["pictures"] = True
     banner = sys.stderr.isatty() and not as_json
-    request: Any = text if raw else [{"role": "user", "content": content_of(text, images)}]
-    if system:
-        request.insert(0, {"role": "system", "content": system})
+    request = text if raw else _messages(system, content_of(text, images))
     with recording(options, "generate") as profile:
         check_options(options)
         typed = typed_options(ctx, options, greedy=greedy)
@@ -181,6 +179,12 @@ def generate(
         profile.watch(runner)
         for _ in range(repeat):
             _answer(runner, request, as_json, options)
+
+
+def _messages(system: str | None, content: Any) -> list[dict[str, Any]]:
+    """Return a conversation of one message, behind the system prompt if there is one."""
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": content}]
 
 
 def _check_count(count: int, repeat: int, options: dict[str, Any]) -> None:

@@ -110,27 +110,19 @@ def serve(
     from mlxrunner.terminal.signals import orderly_end, uninterrupted
 
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
+        from mlxrunner.serve import server
         from mlxrunner.serve.answering.opened import Opening
-        from mlxrunner.serve.server import (
-            address_of,
-            check_access,
-            check_origins,
-            check_rules,
-            listen,
-            serve,
-            welcome,
-        )
         from mlxrunner.serve.watch.record import Record
 
-    check_access(settings)
-    check_rules(settings)
-    check_origins(settings)
+    server.check_access(settings)
+    server.check_rules(settings)
+    server.check_origins(settings)
     _warn_of_key_for_all()
     if unit_kind is not None:
         _print_unit(unit_kind, settings)
         return
     record = Record(events, log_text=log_text)
-    with orderly_end(), listen(settings) as listening:
+    with orderly_end(), server.listen(settings) as listening:
         opening = Opening(
             settings=settings,
             runner=runner,
@@ -140,10 +132,11 @@ def serve(
             ranks=ranks,
         )
         house, opened = _loaded(model, opening, record)
-        address, count = address_of(listening, settings.host), len(ranks.shares) if ranks else 1
-        lines = welcome(opened, house.names.shown, address, settings, count)
+        address = server.address_of(listening, settings.host)
+        count = len(ranks.shares) if ranks else 1
+        lines = server.welcome(opened, house.names.shown, address, settings, count)
         shown = visible_text("\n".join(lines))
-        serve(house, record, settings, listening, lambda: click.echo(shown, err=True))
+        server.serve(house, record, settings, listening, lambda: click.echo(shown, err=True))
 
 
 def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened]:

@@ -137,8 +137,10 @@ CASES: list[tuple[str, str, Parts]] = [
     ),
     (
         "qwen3_coder",
-        '<tool_call>\n<function=look>\n<parameter=why>\n["\n</parameter>\n</function>\n</tool_call>\n'
-        '<tool_call>\n<function=look>\n<parameter=deep>\n["\n</parameter>\n</function>\n</tool_call>\n'
+        '<tool_call>\n<function=look>\n<parameter=why>\n["\n</parameter>\n'
+        "</function>\n</tool_call>\n"
+        '<tool_call>\n<function=look>\n<parameter=deep>\n["\n</parameter>\n'
+        "</function>\n</tool_call>\n"
         "<tool_call>\n<function=look>\n<parameter=at>\n1\n</parameter>\n</function>\n</tool_call>",
         [("look", {"why": '["'}), ("look", {"deep": '["'}), ONE],
     ),
