@@ -141,7 +141,7 @@ class PictureError(MlxrunnerError):
 
 
 class PicturesFullError(PictureError):
-    """Other requests hold so many pictures that this one finds no room until they have ended."""
+    """The pictures of a request find no room beside those of running requests: send it again."""
 
 
 class FileError(MlxrunnerError):

@@ -60,8 +60,8 @@ def tokenize_lines(
     batch, and `picture_folder` is the folder of pictures that lines name. A line gets an error if
     the tokenizer or the chat template refuses its prompt, or if the prompt leaves no room in the
     context. Where a full context is shifted, only the part that the shift keeps has to leave room.
-    Return True if the context of a line is shifted: what it then shares with others is not what its
-    tokens share, and only the order of the tokens is safe.
+    Return True if the context of a line will be shifted. Then the lines have to run in the order of
+    their tokens: what a shifted line shares with others is not what its tokens share.
     """
     is_shifted = False
     for line in lines:
@@ -209,7 +209,7 @@ class Begun:
 
     @classmethod
     def of(cls, store: Store, order: Order, *, parallel: bool) -> Begun:
-        """Make it for the lines of `store` that run in `order`."""
+        """Return a new one for the lines of `store`, which run in `order`."""
         counts, known = store.counts, None
         if order == "input":
             known = shared_before(store.pending("prefix"), store.size)

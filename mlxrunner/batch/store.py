@@ -247,7 +247,10 @@ class Store:
                 self._db.executemany("INSERT INTO places (line) VALUES (?)", zip(order))
 
     def keep(self, lines: Iterable[int]) -> None:
-        """Keep only these lines, in this order, of an input in its order: those of one shard."""
+        """Delete all lines but these, which are those of one shard, in the order in which they run.
+
+        Call `arrange` before.
+        """
         with self._explained():
             self._db.execute("DELETE FROM places")
             self._db.executemany("INSERT INTO places (line) VALUES (?)", zip(lines))
@@ -256,7 +259,7 @@ class Store:
             (self._broken,) = self._one("SELECT count(*) FROM lines WHERE error IS NOT NULL")
 
     def finish(self, meta: Mapping[str, str] | None = None, *, by_tokens: bool = False) -> None:
-        """Put the input into its order, unless it is, and commit everything.
+        """Commit the whole input, in prefix order. `arrange` need not have been called.
 
         Until then the store on the disk stays as it was. `meta` holds the parts that it was made
         from, among them the CUT of a shard. `by_tokens` is for `arrange`.

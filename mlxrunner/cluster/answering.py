@@ -35,7 +35,7 @@ PACKAGES = ("mlxrunner", "mlx", "mlx-lm")
 
 
 class NotOpenError(Exception):
-    """A worker was asked for a line of a batch that it has not begun, or does no longer run."""
+    """A worker was asked for a line of a batch that it has not begun, or that it has ended."""
 
 
 class Desk:
@@ -65,14 +65,14 @@ class Desk:
 
     @property
     def sign(self) -> Any:
-        """A value that changes while the desk lives: with each step, and always without lines."""
+        """A sign of life: a value that changes with each step; without lines, at each call."""
         return self._steps if self._waiting else time.time()
 
     def answer(self, line: StoredLine) -> Future[Plain]:
         """Return the future outcome of a line, with the events since the last outcome.
 
-        A line that is here already is answered once: the driver sends it again to a worker that it
-        had given up and that came back. Raise NotOpenError if the desk has ended.
+        The driver may send a line that is here already, because it had given up this worker for a
+        while. Such a line is answered once. Raise NotOpenError if the desk has ended.
         """
         with self._lock:
             if self._has_ended:
@@ -83,7 +83,7 @@ class Desk:
         return waiting
 
     def close(self) -> None:
-        """Answer the lines that are there, give the model's memory back, and end the thread."""
+        """Answer the lines that have come, free the model, and end the thread."""
         self._lines.put(None)
         self._thread.join()
 
@@ -219,6 +219,6 @@ def end(key: str) -> None:
 
 
 def sign(worker: object = None) -> Any:
-    """Return a value that changes while this worker lives."""
+    """Return a sign of life: a value that changes as long as this worker works."""
     desk = _desk
     return time.time() if desk is None else desk.sign

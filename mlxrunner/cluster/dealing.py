@@ -117,7 +117,7 @@ class Dealer:
         return None if self._has_its_share(own) else self._next(own)
 
     def answered(self, worker: str, index: int) -> StoredLine | None:
-        """Take a line from this worker that it has answered; None if it was answered before."""
+        """Note that this worker answered a line. Return it; None if it was answered before."""
         own = self._workers.get(worker)
         if own is not None and own.lines.pop(index, None) is not None:
             cost = own.costs.pop(index)
@@ -128,9 +128,10 @@ class Dealer:
         return self._open.pop(index, None)
 
     def lost(self, worker: str, *, is_to_blame: bool = True) -> list[StoredLine]:
-        """Take all lines from a worker that ended. Return those that have ended too many.
+        """Take back all lines of a worker that ended, for other workers.
 
-        With `is_to_blame` false its lines had no part in that.
+        Return the lines that have ended too many workers and are not tried again. `is_to_blame`:
+        True if one of its lines may have ended this worker.
         """
         own = self._workers.pop(worker, _Worker())
         if self._alone == worker:

@@ -24,7 +24,7 @@ class Keeper:
         self._gone_s = 0.0
 
     def look(self, processes: Iterable[int], taking_part: int, seconds: float) -> str | None:
-        """Note the living processes, and how many take part after `seconds` more.
+        """Note the processes that live, and how many of them take part, `seconds` after last time.
 
         Return why the workers are given up; None while they are not.
         """

@@ -27,7 +27,7 @@ class Machines(Protocol):
 
     @property
     def signs(self) -> Mapping[str, Any]:
-        """By the name of each worker that is there, a value that changes while it lives."""
+        """The last sign of life of each worker, by name: a value that changes while it lives."""
 
     def call(self, worker: str, function: Callable[..., Any], *arguments: Any) -> int:
         """Call a module's function with plain data on a worker. Return the number of the call.
@@ -36,7 +36,7 @@ class Machines(Protocol):
         """
 
     def forget(self, call: int) -> None:
-        """Expect no end of this call any more."""
+        """Drop a call: `replies` does not return it any more."""
 
     def replies(self, timeout: float) -> list[Reply]:
         """Return the calls that have ended; wait up to `timeout` seconds for the first.

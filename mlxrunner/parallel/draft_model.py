@@ -64,7 +64,7 @@ class DraftPlan:
 
     @property
     def context(self) -> int:
-        """Most tokens of an answer and its prompt that it guesses for."""
+        """Most tokens of a prompt and its answer for which the draft model can guess."""
         return self.options.context or 0
 
     @property

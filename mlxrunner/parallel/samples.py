@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Failed:
-    """An answer that an error has ended, up to there."""
+    """An answer that an error has ended, with its text up to the error."""
 
     text: str
     tokens: list[int]

@@ -26,7 +26,7 @@ class Arrivals:
         self._waiting: dict[Link, float] = {}
 
     def listen(self, address: str, port: int) -> None:
-        """Listen, unless it was begun already. Raise LaunchError if that can't be."""
+        """Open the port, unless it is open. Raise LaunchError if it can't be opened."""
         if self._server is not None:
             return
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -38,7 +38,7 @@ class Arrivals:
     def descriptors(self) -> dict[int, Link | None]:
         """Return the descriptors to wait for, with their connections; None is the port.
 
-        Those that have said nothing for too long, or nonsense, are closed and left out.
+        Connections that sent nothing for too long, or no message, are closed and left out.
         """
         now = time.monotonic()
         for link, began in list(self._waiting.items()):
@@ -56,7 +56,7 @@ class Arrivals:
                 self._waiting[Link(self._server.accept()[0])] = time.monotonic()
 
     def greeted(self, link: Link, message: Any) -> int | None:
-        """Return which rank `link` says to be in its first message, and wait for it no more."""
+        """Return the rank that `link` names in its first message, and stop waiting for it."""
         self._waiting.pop(link, None)
         rank = message.get("rank") if isinstance(message, dict) else None
         return rank if type(rank) is int else None

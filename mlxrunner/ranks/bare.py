@@ -26,9 +26,10 @@ class BareLoop:
             pass
 
     def steps(self, kept: int, rest: list[int], count: int) -> Generator[int, None, None]:
-        """Keep the `kept` first tokens of the last call, evaluate `rest`, and answer `count`.
+        """Yield `count` tokens that answer a prompt.
 
-        The loop runs to its end, also where its reader leaves: the other ranks do so, too.
+        The prompt is the first `kept` tokens of the last call, whose caches are kept, and then
+        `rest`. The loop runs to its end even if its reader leaves, because the other ranks do.
         """
         mx.synchronize()  # the loop has a stream of its own: sums of two streams must not mix
         if not kept:

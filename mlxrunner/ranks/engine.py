@@ -28,7 +28,7 @@ class ServedModel(LeadingModel):
 
 
 class LeadingEngine(OneAtATime):
-    """An engine whose steps all ranks run: what it copies and drops, the others do, too."""
+    """The first rank's engine. The other ranks run its steps, and copy and drop what it does."""
 
     model: ServedModel
 

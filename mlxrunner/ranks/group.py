@@ -86,10 +86,10 @@ def load_share(
 
 
 def share_of(runner: Runner) -> dict[str, int]:
-    """Describe this rank's part of a model.
+    """Describe this rank's part of a model to the other ranks.
 
-    The bytes of its weights and of a token, the context, and the tokens of all conversations that
-    find room together.
+    Return the bytes of its weights, the bytes that a token takes, the tokens of the context, and
+    the tokens of all conversations for which there is room.
     """
     demand = runner.growing
     assert demand is not None

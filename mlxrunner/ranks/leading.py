@@ -34,7 +34,7 @@ class Held:
         """The model whose sequences they are."""
 
     def of(self, model: LeadingModel) -> dict[int, int]:
-        """Return the tokens of the sequences of `model`. Those of another one count no more."""
+        """Return the tokens of each sequence of `model`. Forget those of any other model."""
         if self.model is not model:
             self.model, self.tokens = model, {}
         return self.tokens
@@ -131,7 +131,7 @@ def receive(count: int, group: mx.distributed.Group) -> mx.array:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold Ctrl-C and `kill` back until the block ends: a pass is begun by all ranks or by none."""
+    """Delay Ctrl-C and `kill` until the block ends, so that all ranks begin a pass or none does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -82,8 +82,8 @@ class Experience:
 class Drafting:
     """The drafts of one request.
 
-    Tell it of every token as soon as it is read. It compares each with its guess, drafted or not,
-    so that it knows at no cost how often a draft would have been right.
+    Call `add` with every token as soon as it is read. Each token is compared with the guess for it,
+    also where that guess was not drafted. So the share of right guesses is known at no cost.
     """
 
     def __init__(
@@ -98,11 +98,12 @@ class Drafting:
     ) -> None:
         """Begin the drafts of the answer to `prompt`.
 
-        `earlier`: tokens that the entry held where the prompt leaves it, and some before them, by
-        which the lookup finds the place. `forced`: returns the tokens that spell what has to
-        come next. `model`: returns at most so many tokens that a draft model says behind the text;
-        None: it will say no more. It is asked where the text does not repeat itself. `always`:
-        draft as much as there is, without asking what it costs.
+        `earlier`: tokens of an earlier text, which the answer may repeat: those that the entry held
+        behind the point where the prompt leaves it, with a few before that point. `forced`: a
+        function that returns the only tokens that may come next. `model`: a function from a text
+        and a number to at most that number of tokens, which a draft model expects behind the text;
+        it returns None when it will expect nothing more. It is called where the text does not
+        repeat itself. `always`: draft as many tokens as possible, whatever that costs.
         """
         experience.fade()
         experience.budget.begin()

@@ -78,20 +78,20 @@ class Costs:
         return own + (self.extra(first) if first < end else 0)
 
     def between(self, first: int, end: int) -> Costs:
-        """Return the costs of a stretch of the lines, without copying them."""
+        """Return the costs of the lines from `first` to before `end`, without copying them."""
         own = slice(first, end)
         return Costs(self.evaluated[own], self.reused[own], self.answers[own])
 
 
 def cut(costs: Costs, parts: int) -> list[int]:
-    """Return the `parts` + 1 places at which the parts begin and end.
+    """Cut the lines into `parts` stretches, and return the `parts` + 1 places where they meet.
 
-    Part i holds the lines from place i to place i + 1 of the order.
-
-    The costliest part costs about as little as possible. If that splits so many subtrees that more
-    than FREE is evaluated again, the cut is taken that has the least product of the cost of its
-    costliest part and the cost of all parts. Parts at the end may then be empty, as they are if
-    there are fewer lines than parts.
+    Part i, from 0, has the lines from place i to before place i + 1. Costs are counted in tokens.
+    The function tries to make the costliest part as cheap as it can be. Each part that begins
+    within a subtree evaluates a prefix again. If all parts together would evaluate more than the
+    share FREE again, another cut may be better: the one for which the cost of its costliest part
+    times the cost of all parts is least. The last parts are empty if there are too few lines, or if
+    more parts would cost more than they save.
     """
     if parts < 2 or len(costs) < 2:
         return [0, *[len(costs)] * parts]
@@ -117,12 +117,12 @@ def split(
     speed: float = 1.0,
     last: int | None = None,
 ) -> int | None:
-    """Return the place at which to split the rest of a running part, or None if it is not worth it.
+    """Return the line from which on another worker takes over a part; None if that gains nothing.
 
-    The rest are the lines from `first` to before `end`. Its worker has lines of the cost `held` to
-    do first. The lines from the place on are for another worker, which is `speed` times as fast and
-    ran line `last` before. Both then end at about the same time. It is not worth it if the other
-    worker would not end before the first one could do it all.
+    The lines from `first` to before `end` have not begun. The worker of the part has other lines to
+    finish first, which cost `held` tokens. The other worker is `speed` times as fast, and line
+    `last` is the one that it ran last. The place is where both workers end at about the same time.
+    Splitting gains nothing if the first worker alone would end as early.
     """
     rest = int(costs.sums[end] - costs.sums[first])
     earliest = first + (held == 0)
@@ -145,7 +145,7 @@ def _known(costs: Costs, last: int | None, place: int) -> int:
 
 
 def extra_of(costs: Costs, places: Sequence[int]) -> int:
-    """Return the tokens that the parts evaluate more than one machine does."""
+    """Return how many more tokens the parts evaluate together than one machine would."""
     return sum(costs.extra(first) for first, end in pairwise(places) if first < end)
 
 

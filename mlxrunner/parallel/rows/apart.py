@@ -102,9 +102,11 @@ class Step:
     """The offset that models read from a cache, as for one sequence: see `begin`."""
 
     def begin(self, batch: Batch) -> None:
-        """Begin a step: its positions are the offset, or starts to add to.
+        """Set the offset for the tokens of a step.
 
-        The tokens of one sequence have a number, as in a model that is not adapted.
+        In a step of one sequence the offset is a number, as in a model that is not adapted. Else it
+        has the position of each token, or with `adds_starts` a start to which the token's number in
+        the row is added.
         """
         self.tokens = len(batch)
         if batch.is_plain:
@@ -188,9 +190,10 @@ class Apart:
 
 
 class Chunks(Apart):
-    """A layer of attention within chunks, whose mask the model's body makes from its ints.
+    """A layer whose attention stays within chunks of the text.
 
-    The body gets zeros, and each sequence a mask of its own.
+    The model's body makes the mask of such a layer from the numbers in its cache. Here the body
+    gets zeros, and each sequence gets a mask of its own later.
     """
 
     offset = start_position = 0

@@ -56,7 +56,7 @@ class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
 
 
 class Enough(BaseException):
-    """Ends a pass that is to compute its first layers only, with what the next one would store."""
+    """Ends a pass after its first layers, and holds what the next layer would have stored."""
 
     def __init__(self, keys: mx.array, values: mx.array) -> None:
         self.arrays = keys, values

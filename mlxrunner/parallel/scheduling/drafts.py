@@ -69,7 +69,7 @@ class StepController(Controller):
     def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
         """Return how many tokens to draft: see `Controller.depth`.
 
-        A right guess saves one of the answers a step, so it counts as that part of one.
+        A right guess saves a step for one answer only, so it counts as that answer's share of it.
         """
         if not shares or self._answers > self._most:
             return 0
@@ -91,7 +91,7 @@ class StepController(Controller):
         """Do nothing: `settle` has the whole step."""
 
     def settle(self, answers: int, rows: int, tokens: int, late: float) -> None:
-        """Note that a step with `rows` beside one for each answer gave `tokens` in all.
+        """Note that a step gave `tokens` tokens in all, with `rows` rows beside one per answer.
 
         An answer that gets one token more saves its share of a step. `late`: see `Drafting.passed`.
         """
@@ -236,7 +236,7 @@ class Drafts:
 def sample(
     request: ActiveRequest, end: int, logits: mx.array, best: mx.array | None
 ) -> list[Sampled]:
-    """Begin to sample behind the current token of `request` and behind each one of its draft.
+    """Dispatch the sampling of the tokens behind the last token and behind each drafted token.
 
     Their rows of `logits` are those before `end`. `best`: the likeliest token of each row, if it
     was asked for.
@@ -251,7 +251,10 @@ def sample(
 
 
 def taken(request: ActiveRequest, sampled: list[Sampled]) -> list[Chunk]:
-    """Return the chunks of the tokens that count, and keep what the slot has of them."""
+    """Return the chunks of the drafted tokens that were right and of the token behind them.
+
+    The slot keeps those tokens and goes back behind the wrong ones.
+    """
     tokens, chunks = _judge(request, sampled), list[Chunk]()
     for decoded in tokens:
         chunks.append(request.answer.take(decoded, request.clock))

@@ -157,8 +157,9 @@ class Residents:
     def set_aside(self, slot: Slot, keep: int, request: ActiveRequest) -> None:
         """Park an idle slot of which `request` will keep only the first `keep` tokens.
 
-        Beside other slots, a prompt that misses the others, and for which they are not worth
-        restoring, is told so. A slot that is alone tells what `Runner` tells.
+        With several slots, the loss is remembered: a later prompt that misses the conversation, and
+        for which it is not worth restoring, learns the cause. With one slot, it learns what the
+        prompt of a `Runner` would.
         """
         if not goes_on(keep, len(slot.tokens)):
             self._park(slot)
@@ -211,7 +212,7 @@ class Residents:
     def lacks_files(self, slot: Slot) -> bool:
         """Return True if parking the conversation of a slot takes long enough to do it in pieces.
 
-        Else it is nowhere parked, or nearly all of it already is.
+        Return False if it can't be parked, or if nearly all of it is on disk already.
         """
         tokens, place = slot.tokens.array, self.parking
         if not isinstance(place, PiecemealPlace) or slot.cache.entry.is_shifted:

@@ -106,12 +106,10 @@ class Composer:
         return sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
 
     def wait(self, step: Step) -> float | None:
-        """Wait for the end of a step, note how long it took, and return the seconds of `clock`.
+        """Wait for the end of a step, note how long it took, and return its seconds of `clock`.
 
-        None: other work took place meanwhile.
-
-        Its dispatch and this wait are its part of the time, whether the device runs a step while it
-        is dispatched, or while the next one is.
+        Return None if other work took place meanwhile. The seconds of a step are those of its
+        dispatch and of this wait: the device may run the step during either of them.
         """
         began, worked = time.perf_counter(), self.clock()
         mx.eval(step.awaited)
