@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def turn_of(text: str, **more: Any) -> Turn:
     tokens = as_tokens([ord(letter) for letter in text])
     said = Said("thought", text, (("look", '{"at":1}', None), ("see", "{}", "id")), 3)
     values: dict[str, Any] = {"length": 7, "before": b"b" * 16, "closing": "<end>", "said": said}
-    return Turn(**values | {"text": text, "tokens": tokens, "ends": range(len(text))} | more)
+    return Turn(
+        **values | {"text": text, "tokens": tokens, "ends": array("q", range(len(text)))} | more
+    )
 
 
 def same(one: Turn, other: Turn) -> bool:

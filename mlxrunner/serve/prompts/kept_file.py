@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mlxrunner.cache.tokens import as_tokens
+import numpy as np
+
+from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.results import logger
 from mlxrunner.serve.prompts.encoding import Fill
@@ -25,7 +29,7 @@ from mlxrunner.system.reading import read_bytes
 from mlxrunner.system.writing import open_own, write_all, written
 
 NAME = "answers.jsonl"
-MOST_BYTES = 2**25
+MOST_BYTES = 2**24
 """Most bytes of a file. The older half of its answers is dropped then."""
 DIGEST = 32
 """Characters of a digest."""
@@ -87,8 +91,8 @@ def _line(link: bytes, turn: Turn) -> bytes:
         "length": turn.length,
         "before": turn.before.hex(),
         "text": turn.text,
-        "tokens": turn.tokens.tolist(),
-        "ends": list(turn.ends),
+        "tokens": _packed(turn.tokens),
+        "ends": _packed(turn.ends),
         "closing": turn.closing,
         "said": asdict(turn.said),
         "is_cut": turn.is_cut,
@@ -107,12 +111,13 @@ def _read(line: bytes) -> tuple[bytes, Turn] | None:
     said["calls"] = tuple((name, arguments, id_) for name, arguments, id_ in said["calls"])
     link = bytes.fromhex(value.pop("link"))
     known = {
-        written: Fill(begin, end, text, as_tokens(tokens))
+        written: Fill(begin, end, text, as_tokens(_numbers(tokens)))
         for written, begin, end, text, tokens in value.pop("known")
     }
     parts: dict[str, Any] = {
         "before": bytes.fromhex(value.pop("before")),
-        "tokens": as_tokens(value.pop("tokens")),
+        "tokens": as_tokens(_numbers(value.pop("tokens"))),
+        "ends": array("q", _numbers(value.pop("ends")).tolist()),
         "said": Said(**said),
         "known": known,
         "forms": len(known),
@@ -120,8 +125,17 @@ def _read(line: bytes) -> tuple[bytes, Turn] | None:
     return link, Turn(**value, **parts)
 
 
-def _fill(fill: Fill) -> tuple[int, int, str, list[int]]:
-    return fill.begin, fill.end, fill.text, fill.tokens.tolist()
+def _fill(fill: Fill) -> tuple[int, int, str, str]:
+    return fill.begin, fill.end, fill.text, _packed(fill.tokens)
+
+
+def _packed(numbers: Sequence[int] | TokenArray) -> str:
+    """Return numbers as text: base64 of 32 bits each."""
+    return b64encode(np.asarray(numbers, "<i4").tobytes()).decode()
+
+
+def _numbers(packed: str) -> TokenArray:
+    return np.frombuffer(b64decode(packed), "<i4").astype(np.int32)
 
 
 def _digest(content: bytes) -> bytes:
