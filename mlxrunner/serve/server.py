@@ -179,9 +179,11 @@ class Door(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the seconds until the first header, and say if this connection is the last one."""
+        """Count the seconds until the first header; close a connection that is one too many."""
         super().connection_made(transport)
-        self.shortage.notice(transport.get_extra_info("socket").fileno())
+        if self.shortage.closes(transport.get_extra_info("socket").fileno()):
+            transport.abort()
+            return
         self._count()
 
     def data_received(self, data: bytes) -> None:

@@ -1,4 +1,7 @@
-"""Say in the log that no file is left for another connection: the event loop does not."""
+"""Close connections that would take the last files of this process, and say so in the log.
+
+The server needs some for its own work: it parks conversations, loads models and imports modules.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from mlxrunner.system.open_files import limit
 
 EVERY_S = 60.0
 """Seconds from one line to the next."""
+KEPT = 32
+"""Most files that no connection gets; a quarter of the limit, if that is less."""
 
 
 class Shortage:
@@ -19,18 +24,20 @@ class Shortage:
         self._now = now
         self._next = -float("inf")
 
-    def notice(self, file: int) -> None:
-        """Say it if the file with the number `file` is the last one that this process may open.
+    def closes(self, file: int) -> bool:
+        """Return True if a connection has to be closed: its `file` is one of those that are kept.
 
         A system gives the lowest number that is free.
         """
         most = limit()
-        if file != most - 1 or self._now() < self._next:
-            return
-        self._next = self._now() + EVERY_S
-        logger.warning(
-            "no more connections can be accepted: all %d files that this process may have open are "
-            "in use; raise the limit with ulimit -n NUMBER (LimitNOFILE= in a systemd unit) before "
-            "the server starts",
-            most,
-        )
+        if most < 0 or file < most - min(KEPT, most // 4):
+            return False
+        if self._now() >= self._next:
+            self._next = self._now() + EVERY_S
+            logger.warning(
+                "no more connections can be accepted: all %d files that this process may have open "
+                "are in use, or kept for its own work; raise the limit with ulimit -n NUMBER "
+                "(LimitNOFILE= in a systemd unit) before the server starts",
+                most,
+            )
+        return True

@@ -1,4 +1,4 @@
-"""A server without a file for another connection says so, and answers again afterwards."""
+"""A server closes connections that would take its last files, and says so. It goes on answering."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from support.program import program
 
-from mlxrunner.serve.shortage import EVERY_S, Shortage
+from mlxrunner.serve.shortage import EVERY_S, KEPT, Shortage
 
 CODE = """\
 import resource
@@ -46,18 +46,42 @@ def test_more_connections_than_files() -> None:
         assert "files" not in rest.decode()
 
 
+def test_open_connections_are_answered_without_a_file_for_another_one() -> None:
+    """The first answer imports modules, and reading the page starts a thread: both take files."""
+    question = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    with (
+        program("demo", "--no-park", code=CODE) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+        ExitStack() as connections,
+    ):
+        assert client.get("/health").status_code == 200
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(80):
+            connections.enter_context(socket.create_connection((host, int(port))))
+        assert server.process.stderr is not None
+        assert b"in use" in server.process.stderr.readline()
+        answers = [client.get("/"), client.post("/v1/chat/completions", json=question)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+
+
 def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """The line comes with the last file only, and at most once a minute."""
+    """The line comes where no file is left for a connection, and at most once a minute."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = 0.0
     shortage = Shortage(lambda: now)
     with caplog.at_level(logging.WARNING, "mlxrunner"):
-        shortage.notice(most - 2)
+        assert not shortage.closes(most - KEPT - 1)
         assert caplog.messages == []
-        shortage.notice(most - 1)
-        shortage.notice(most - 1)
+        assert shortage.closes(most - KEPT)
+        assert shortage.closes(most - 1)
         assert len(caplog.messages) == 1
         now = EVERY_S
-        shortage.notice(most - 1)
+        assert shortage.closes(most - 1)
         assert len(caplog.messages) == 2
     assert f"all {most} files" in caplog.messages[0]
+
+
+def test_no_limit_closes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system may have no limit."""
+    monkeypatch.setattr("mlxrunner.serve.shortage.limit", lambda: -1)
+    assert not Shortage().closes(100_000)
