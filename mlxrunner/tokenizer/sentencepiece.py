@@ -24,6 +24,10 @@ from mlxrunner.tokenizer.stream import ByteStream
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 SPACE = "▁"
+NORMALIZER, NAME, CHARSMAP = 3, 1, 2
+"""Numbers of fields in sentencepiece_model.proto: `ModelProto` has the first."""
+RULES = frozenset({"identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"})
+"""Rules of SentencePiece that drop no letters, and join three at most."""
 
 
 class SentencePieceTokenizer:
@@ -113,11 +117,24 @@ class SentencePieceTokenizer:
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SPACE, " ").encode()
 
+    @property
+    def _has_own_rules(self) -> bool:
+        """True if texts are normalized by rules that are not those of SentencePiece."""
+        spec = _fields(self._model.serialized_model_proto()).get(NORMALIZER, b"")
+        fields = _fields(spec)
+        return (
+            bool(fields.get(CHARSMAP))
+            and fields.get(NAME, b"").decode("utf-8", "replace") not in RULES
+        )
+
     @cached_property
     def letters_per_token(self) -> int | None:
-        """The most letters of a token; None if a token may stand for all that is unknown."""
+        """The most letters of a token; None if a token may stand for any number of them.
+
+        It does for all that is unknown, or where a model's own rules drop or join letters.
+        """
         pieces = range(self._pieces)
-        if not any(map(self._model.is_byte, pieces)):
+        if not any(map(self._model.is_byte, pieces)) or self._has_own_rules:
             return None
         return max(len(text) for text in (*map(self._model.id_to_piece, pieces), *self._special))
 
@@ -178,3 +195,30 @@ class SentencePieceTokenizer:
         return (
             "" if token is None else self._texts.get(token) or str(self._model.id_to_piece(token))
         )
+
+
+def _fields(message: bytes) -> dict[int, bytes]:
+    """Return the last value of each field that has bytes, by its number, of a protobuf message."""
+    found, at = {}, 0
+    while at < len(message):
+        key, at = _number(message, at)
+        kind = key & 7
+        if kind == 0:
+            _, at = _number(message, at)
+            continue
+        size, at = _number(message, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+        if kind == 2:
+            found[key >> 3] = message[at : at + size]
+        at += size
+    return found
+
+
+def _number(message: bytes, at: int) -> tuple[int, int]:
+    """Return the number at the place `at` of a protobuf message, and the place behind it."""
+    number = shift = 0
+    while True:
+        byte = message[at]
+        number |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return number, at

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tokenizers import train_sentencepiece
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from mlxrunner import ContextLengthError
@@ -13,6 +14,7 @@ from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer import load_tokenizer
 from mlxrunner.tokenizer.longest import SHRINKS, check_text, letters_per_token
 from mlxrunner.tokenizer.prompt import tokenize_prompt
+from mlxrunner.tokenizer.sentencepiece import SentencePieceTokenizer
 
 CONTEXT = 50
 KNOWN = "byte_level byte_level_bos metaspace metaspace_legacy spm_prefix spm_plain".split()
@@ -120,3 +122,21 @@ def test_only_certain_tokenizers_have_a_longest_token(
 ) -> None:
     """There is none if something may be dropped, or is one token as unknown, however long."""
     assert letters_per_token(backend(**parts)) == longest
+
+
+@pytest.mark.parametrize("rules", ["nmt_nfkc", "nmt_nfkc_cf", "own"])
+def test_own_rules_of_sentencepiece_have_no_longest_token(tmp_path: Path, rules: str) -> None:
+    """A model's own rules may drop letters, so a text of them fits however long it is."""
+    dropping = tmp_path / "rules.tsv"
+    dropping.write_text("61\t\n")  # the letter a becomes nothing
+    own = {"normalization_rule_name": "", "normalization_rule_tsv": str(dropping)}
+    options = own if rules == "own" else {"normalization_rule_name": rules}
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(**options))
+    tokenizer = SentencePieceTokenizer(tmp_path)
+    text = "a" * 10_000
+    if rules == "own":
+        assert len(tokenizer.encode(text)) < CONTEXT
+        check_text(tokenizer, text, CONTEXT)
+    else:
+        with pytest.raises(ContextLengthError):
+            check_text(tokenizer, text, CONTEXT)
