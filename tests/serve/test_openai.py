@@ -395,6 +395,11 @@ def test_variables_of_the_template(url: str, answers: Scripted) -> None:
         ({"tools": [{"type": "function"}]}, "tools.0.function: ", "tools.0.function"),
         ({"tool_choice": "required"}, "tool_choice: there are no tools", "tool_choice"),
         ({"tools": [READ], "tool_choice": "all"}, "tool_choice: 'all' is not", "tool_choice"),
+        (
+            {"tools": [READ], "tool_choice": "read"},
+            "it has to be none, auto or required, or an object of the type function or allowed",
+            "tool_choice",
+        ),
         ({"reasoning_effort": "wild"}, "reasoning_effort: 'wild' is not", "reasoning_effort"),
         ({"response_format": {"type": "xml"}}, "response_format: ", "response_format"),
         ({"modalities": ["audio"]}, "modalities: ['audio'] is not supported", "modalities"),

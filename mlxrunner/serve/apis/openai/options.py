@@ -167,8 +167,8 @@ def _choice_of(given: Any, tools: Tools) -> ToolChoice:
         case _:
             raise RefusedError(
                 400,
-                f"tool_choice: {shown(given)} is not supported; it has to be none, auto, required, "
-                "a function's name or allowed_tools",
+                f"tool_choice: {shown(given)} is not supported; it has to be none, auto or "
+                "required, or an object of the type function or allowed_tools",
                 param=CHOICE,
             )
     known = [tool["function"]["name"] for tool in tools]
