@@ -390,6 +390,24 @@ def test_a_model_that_is_not_of_the_hub_is_there(
     assert download.names == ["huge"]  # which says what a name has to be
 
 
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "alias"])
+def test_what_has_a_name_like_one_of_the_hub_is_there(
+    answers: Scripted,
+    pulling: str,
+    download: Download,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_folder: bool,
+) -> None:
+    """A folder in another one that is served, or an alias: the hub's model is another one."""
+    monkeypatch.chdir(tmp_path)
+    if is_folder:
+        (tmp_path / "models" / "tiny").mkdir(parents=True)
+    answers.model = replace(CARD, name="models/tiny")
+    assert ollama.Client(pulling).pull("models/tiny").status == "success"
+    assert download.names == []
+
+
 def test_a_pull_that_fails_says_why(pulling: str, download: Download) -> None:
     """In the last line of the stream, or as an error."""
     download.error = ModelError("org/name: no such repository")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import aclosing, suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import Field
 
-from mlxrunner.models.resolve import HUB_ID
+from mlxrunner.models.resolve import HUB_ID, folder_if_here
 from mlxrunner.models.resolve import pull as pull_model
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import frames, stream, while_connected
@@ -146,9 +147,14 @@ def _version() -> str:
 
 
 def _is_only_here(answers: Answers, name: str) -> bool:
-    """Return True for a model with files on this machine, and with a name that the hub lacks."""
+    """Return True for a model with files on this machine that are not in the hub's cache.
+
+    A folder or an alias may have a name like one of the hub.
+    """
     with suppress(RefusedError):
-        return not HUB_ID.fullmatch(name) and answers.card(name).bytes > 0
+        is_here = answers.card(name).bytes > 0
+        named_so = HUB_ID.fullmatch(name) and not Path(name).is_dir()
+        return is_here and not (named_so and folder_if_here(name) is not None)
     return False
 
 
