@@ -154,8 +154,8 @@ def _load_unread(
         model, config = _of_mlx_lm(folder, trust_remote_code)
     else:
         files = WeightFiles(folder, partial(progress, "reading the weights"))
-        classes = classes_that_show(files.take, files.see)
-        model, config = _of_mlx_lm(folder, trust_remote_code, classes, strict=files.is_whole)
+        classes = classes_that_show(files.take, files.complete)
+        model, config = _of_mlx_lm(folder, trust_remote_code, classes)
         share(folder, model, config, files)
     dtype = device.preferred_dtype()
     if dtype is not None and not config.get("quantization"):
@@ -167,7 +167,6 @@ def _of_mlx_lm(
     folder: Path,
     trust_remote_code: bool,
     classes: Callable[..., Any] = model_classes,
-    strict: bool = True,
 ) -> tuple[Any, dict[str, Any]]:
     from mlx_lm.utils import load_model as mlx_lm_load
 
@@ -177,7 +176,6 @@ def _of_mlx_lm(
             lazy=True,
             model_config=rope_settings(read_config(folder)),
             get_model_classes=classes,
-            strict=strict,
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:

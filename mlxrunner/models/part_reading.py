@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -51,7 +51,6 @@ class WeightFiles:
         self._places: dict[str, tuple[Path, Place] | None] = {}
         self._names: dict[int, str] = {}
         self._arrays: list[mx.array] = []  # kept, so that each has an id of its own
-        self._made = set[str]()
         for file in check_weights(folder):
             for name, place in tensors_of(file).tensors.items():
                 is_twice = name in self._places
@@ -70,18 +69,17 @@ class WeightFiles:
         needed = needed_tensors(tensors, read_config(self._folder))
         return {name: tensors[name] for name in needed}
 
-    def see(self, made: dict[str, mx.array]) -> None:
-        """Remember the parameters that mlx-lm has `made` of the tensors."""
-        self._made = set(made)
+    def complete(
+        self, made: dict[str, mx.array], parameters: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        """Return what mlx-lm has `made` of the tensors, with the `parameters` of other ranks.
 
-    def check(self, parameters: Iterable[str]) -> None:
-        """Raise ModelError if one of a rank's `parameters` is in no file."""
-        missing = [] if self.is_whole else sorted(set(parameters) - self._made)
-        if missing:
-            raise ModelError(
-                f"{self._folder}: {len(missing)} tensors of this rank are in none of its files, "
-                f"the first is {missing[0][:80]!r}: download it again"
-            )
+        Those stand for tensors of files that are not here, and are dropped unread.
+        """
+        if self.is_whole:
+            return made
+        own = needed_tensors(parameters, read_config(self._folder))
+        return {name: parameters[name] for name in parameters.keys() - own} | made
 
     def part(self, array: mx.array, axis: int, kept: list[int]) -> mx.array | None:
         """Read the indices `kept` of `axis` of the tensor that `array` stands for.

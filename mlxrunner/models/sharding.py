@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.pipeline import PipelineMixin
 
 from mlxrunner.cache.layers.factory import make_layer_caches
@@ -101,5 +100,3 @@ def share(folder: Path, model: Any, config: dict[str, Any], files: WeightFiles) 
             raise ModelError(
                 f"{folder}: {group.size()} ranks can't share it equally: {one_line(str(error))}"
             ) from error
-        parameters: Any = tree_flatten(model.parameters())
-        files.check(name for name, _ in parameters)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 
 VERSIONS = ("0.32.2",)
 """Tested versions of mlx-lm; pyproject.toml allows 0.32.2 up to 0.33."""
@@ -45,12 +45,14 @@ Tensors = dict[str, mx.array]
 
 
 def classes_that_show(
-    take: Callable[[Tensors], Tensors], see: Callable[[Tensors], None]
+    take: Callable[[Tensors], Tensors], complete: Callable[[Tensors, Tensors], Tensors]
 ) -> Callable[[Mapping[str, Any]], tuple[Any, Any]]:
     """Return the `get_model_classes` of a `load_model` that shows the tensors of the files.
 
-    The model has those that `take(tensors)` returns, and `see` is shown what mlx-lm makes of them.
-    Expects that `load_model` calls `sanitize(tensors)` of the model where there is one.
+    The model has those that `take(tensors)` returns. It loads `complete(made, parameters)`: `made`
+    is what mlx-lm makes of them, and `parameters` are those that the model begins with.
+    Expects that `load_model` calls `sanitize(tensors)` of the model where there is one, and then
+    `load_weights(list of pairs, strict=...)`.
     """
 
     def classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -60,13 +62,18 @@ def classes_that_show(
             model = model_class(arguments)
             sanitize = getattr(model, "sanitize", dict)
 
-            def seen(tensors: Tensors) -> Tensors:
+            def taken(tensors: Tensors) -> Tensors:
                 del model.sanitize  # that of its class is back
                 made: Tensors = sanitize(take(tensors))
-                see(made)
                 return made
 
-            model.sanitize = seen
+            def load(weights: Iterable[tuple[str, mx.array]], strict: bool = True) -> Any:
+                del model.load_weights
+                parameters: Any = tree_flatten(model.parameters())
+                whole = complete(dict(weights), dict(parameters))
+                return model.load_weights([*whole.items()], strict=strict)
+
+            model.sanitize, model.load_weights = taken, load
             return model
 
         return make, arguments_class

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,74 @@ def test_a_tensor_in_no_file_is_named(source: Path) -> None:
     del found["weight_map"][name]
     index.write_text(json.dumps(found))
     (source / "model-0.safetensors").unlink()
-    said = "1 tensors of this rank are in none of its files, the first is '.*layers.4.*q_proj"
+    said = r"Missing 1 parameters: model\.layers\.4\.self_attn\.q_proj\.weight"
     with sharing(Part(0, 3, "pipeline")), pytest.raises(ModelError, match=said):
         unread_model(source)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["all files", "own files"])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("input_layernorm", (1,)), ("mlp.gate_proj", (1, 64))], ids=str
+)
+def test_a_tensor_of_another_shape_is_named(
+    is_whole: bool, name: str, shape: tuple[int, ...], source: Path
+) -> None:
+    """One that MLX would stretch to the right shape, too."""
+    file, tensor = source / "model-4.safetensors", f"model.layers.4.{name}.weight"
+    change(file, lambda weights: weights | {tensor: mx.ones(shape)})
+    if not is_whole:
+        (source / "model-0.safetensors").unlink()
+    said = f"Expected shape .* for parameter {tensor}"
+    with sharing(Part(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
+        unread_model(source)
+    one_line(error)
+
+
+def test_a_rank_has_its_files_of_a_model_in_the_format_of_awq(source: Path) -> None:
+    """Its tensors have other names than the parameters that mlx-lm makes of them."""
+    settings = json.loads((source / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    (source / "config.json").write_text(json.dumps(settings))
+    for file in source.glob("model-*.safetensors"):
+        change(file, awq)
+    part = Part(0, 3, "pipeline")
+    with sharing(part):
+        whole: Any = dict(tree_flatten(unread_model(source).parameters()))
+        (source / "model-0.safetensors").unlink()
+        own: Any = dict(tree_flatten(unread_model(source).parameters()))
+    assert own.keys() == whole.keys()
+    assert any(name.endswith("q_proj.biases") for name in own)
+    for name, array in own.items():
+        assert mx.array_equal(array, whole[name]), name
+
+
+def awq(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return the tensors of a file with random ones of AWQ in place of projections."""
+    made = {}
+    for name, array in weights.items():
+        if name.endswith("_proj.weight"):
+            rows, columns = array.shape
+            packed = mx.random.randint(0, 2**31 - 1, (columns, rows // 8)).astype(mx.int32)
+            made[name.replace(".weight", ".qweight")] = packed
+            made[name.replace(".weight", ".scales")] = mx.random.uniform(
+                shape=(columns // 32, rows)
+            )
+        else:
+            made[name] = array
+    return made
+
+
+def change(file: Path, how: Callable[[dict[str, mx.array]], dict[str, mx.array]]) -> None:
+    """Write other tensors into a weight file; the weight index names the file for each."""
+    weights: Any = mx.load(str(file))
+    mx.eval(weights)
+    changed = how(weights)
+    mx.eval(changed)
+    mx.save_safetensors(str(file), changed, {"format": "mlx"})
+    index = file.with_name("model.safetensors.index.json")
+    placed = json.loads(index.read_text())["weight_map"]
+    others = {name: other for name, other in placed.items() if other != file.name}
+    index.write_text(json.dumps({"weight_map": others | dict.fromkeys(changed, file.name)}))
 
 
 def test_files_that_two_ranks_have_are_compared(source: Path, tmp_path: Path) -> None:
