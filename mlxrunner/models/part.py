@@ -82,7 +82,5 @@ def needed_tensors(names: Iterable[str], config: Mapping[str, Any]) -> list[str]
     part, count = own_part(), config.get("num_hidden_layers")
     if part is None or part.way != "pipeline" or type(count) is not int or count < part.ranks:
         return list(names)
-    own = part.layers(count)
-    return [
-        name for name in names if (number := LAYER.search(name)) is None or int(number[1]) in own
-    ]
+    own = {str(number) for number in part.layers(count)}
+    return [name for name in names if (found := LAYER.search(name)) is None or found[1] in own]

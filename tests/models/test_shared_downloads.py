@@ -149,6 +149,17 @@ def test_a_missing_file_is_named(source: Path) -> None:
     assert "model-1.safetensors" in one_line(e)
 
 
+def test_a_number_of_a_layer_of_any_length(source: Path) -> None:
+    """A weight index may name a layer that is no layer of the model, and no rank has it."""
+    index = source / "model.safetensors.index.json"
+    placed = json.loads(index.read_text())["weight_map"]
+    placed[f"model.layers.{'9' * 5000}.weight"] = "model-9.safetensors"
+    index.write_text(json.dumps({"weight_map": placed}))
+    for rank in range(3):
+        with sharing(Part(rank, 3, "pipeline")):
+            mx.eval(unread_model(source).parameters())
+
+
 def test_a_tensor_in_no_file_is_named(source: Path) -> None:
     """A parameter is never left as it was made, at random."""
     file, index = source / "model-4.safetensors", source / "model.safetensors.index.json"
