@@ -104,11 +104,18 @@ def tell_nobody(file: str, present: int, whole: int) -> None:
 
 @contextmanager
 def in_turn(name: str) -> Iterator[None]:
-    """Wait until no other process of this machine is in this block for the repository `name`."""
+    """Wait until no other process of this machine is in this block for the repository `name`.
+
+    Raise ModelError if the hub cache can't be written to.
+    """
     folder = storage_of(name)
     lock = folder.parent / ".locks" / folder.name / "mlxrunner.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(open_own(lock), "r+b") as stream:
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_own(lock)
+    except OSError as error:
+        raise ModelError(f"{name}: can't be downloaded: {lock}: {error.strerror}") from error
+    with os.fdopen(descriptor, "r+b") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 

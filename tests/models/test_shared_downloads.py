@@ -258,6 +258,25 @@ def test_files_that_two_ranks_have_are_compared(source: Path, tmp_path: Path) ->
             checked_folder(str(tmp_path / "other"), part, expected)
 
 
+@pytest.mark.parametrize("kind", ["a file", "a link", "a FIFO"])
+def test_a_cache_that_ranks_cannot_lock_is_one_line(
+    kind: str, model_hub: Any, hub_cache: Path
+) -> None:
+    """A model that is whole in a read-only cache needs no lock."""
+    lock = hub_cache / ".locks" / "models--org--name" / "mlxrunner.lock"
+    if kind == "a file":
+        hub_cache.mkdir()
+        (hub_cache / ".locks").touch()
+    else:
+        lock.parent.mkdir(parents=True)
+        lock.symlink_to("elsewhere") if kind == "a link" else os.mkfifo(lock)
+    said = "org/name: can't be downloaded: .*mlxrunner.lock: "
+    with sharing(Part(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
+        resolve("org/name")
+    one_line(error)
+    assert model_hub.seen == []
+
+
 @pytest.mark.parametrize("way", ["--pipeline", "--tensor-parallel"])
 def test_launch_downloads_a_model(way: str, model_hub: Any, source: Path, tmp_path: Path) -> None:
     """The ranks of one machine take turns; the answer is that of one process."""
