@@ -116,7 +116,11 @@ def in_turn(name: str) -> Iterator[None]:
     except OSError as error:
         raise ModelError(f"{name}: can't be downloaded: {lock}: {error.strerror}") from error
     with os.fdopen(descriptor, "r+b") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            Progress().say(f"waiting for another process, which downloads {name}")
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +182,12 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def weight_patterns(folder: Path) -> list[str]:
-    """Return the names or patterns of the weight files that this process needs."""
-    return sorted(_needed(folder)) or [WEIGHTS]
+    """Return the patterns of the weight files that this process needs.
+
+    Other files that the weight index may name are none, and its names are no patterns.
+    """
+    named = sorted(escape(name) for name in _needed(folder) if fnmatch(name, WEIGHTS))
+    return named or [WEIGHTS]
 
 
 def _needed(folder: Path) -> set[str]:

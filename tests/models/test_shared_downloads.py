@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from support.architectures import build, settings_of
 from support.models import one_line, save_model, write_tokenizer
 from support.ranks import command, write_hosts
 from support.shares import sharing
+from support.waiting import until
 
 from mlxrunner import cli
 from mlxrunner.errors import LaunchError, ModelError
+from mlxrunner.models.download import in_turn
 from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import unread_model
 from mlxrunner.models.part import Part
@@ -100,6 +103,39 @@ def test_what_is_missing_comes_for_who_needs_it(model_hub: Any) -> None:
     model_hub.seen.clear()
     resolve("org/name")
     assert weights_in(model_hub.downloaded()) == {"3", "4"}
+
+
+def test_names_of_an_index_are_no_patterns(model_hub: Any, source: Path) -> None:
+    """It can't make a rank download the code of a model, nor all its weights."""
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= {"one": "*", "other": "model-*.safetensors", "third": "../x"}
+    model_hub.files["model.safetensors.index.json"] = json.dumps(index).encode()
+    model_hub.files["modeling.py"] = b"code"
+    with sharing(Part(2, 3, "pipeline")):
+        folder = resolve("org/name")
+        with pytest.raises(ModelError, match="missing: 3 of 5 weight files"):
+            unread_model(folder)
+    assert weights_in(model_hub.downloaded()) == {"rest", "0"}
+    assert "modeling.py" not in model_hub.downloaded()
+
+
+def test_a_rank_says_that_it_waits_for_another_download(
+    hub_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes of one machine download a model one after the other."""
+    entered = []
+
+    def enter() -> None:
+        with in_turn("org/name"):
+            entered.append(True)
+
+    with in_turn("org/name"):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        until(lambda: "waiting for another process, which" in capsys.readouterr().err)
+        assert not entered
+    thread.join()
+    assert entered
 
 
 def test_every_rank_of_tensors_needs_all_files(model_hub: Any) -> None:
