@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -27,8 +28,8 @@ class _Finder:
         found = (finder.find_spec(name, path, target) for finder in others)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: _run_keeping(run, module)  # type: ignore[method-assign]
+            loader: Any = spec.loader
+            loader.exec_module = partial(_run_keeping, loader.exec_module)
         return spec
 
 

@@ -128,13 +128,15 @@ def tokenize_prompt(
     variables: Mapping[str, Any] = MappingProxyType({}),
     context: int | None = None,
 ) -> TokenizedPrompt:
-    """Tokenize `prompt`.
+    """Return the tokens of `prompt`.
 
     A `str` is raw text, messages go through the chat template, and token ids are used unchanged.
-    `variables`: the other variables of the template, `tools` among them. Raise OptionError if they
-    are given without messages, or if the template does not use the tools. Raise PromptError for
-    anything else that can't be tokenized. `context`: raise ContextLengthError at once if the prompt
-    certainly leaves no room in so many tokens.
+    `variables` are the other variables of the template, such as `tools`. `context` is the number of
+    tokens that the prompt and its answer may have; None: any number.
+
+    Raise OptionError if there are variables without messages, or if the template does not use the
+    tools. Raise ContextLengthError, before anything is tokenized, if the prompt is certainly too
+    long. Raise PromptError for anything else that can't be tokenized.
     """
     if isinstance(prompt, TokenizedPrompt):
         return prompt
