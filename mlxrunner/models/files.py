@@ -173,12 +173,14 @@ def tensor_count(folder: Path) -> int:
     Raise ModelError as `read_headers` does.
     """
     here = sum(map(len, read_headers(folder).values()))
-    return max(here, len(_placed(folder))) if missing_files(folder) else here
+    return max(here, len(placed_tensors(folder))) if missing_files(folder) else here
 
 
 def missing_files(folder: Path) -> list[str]:
     """Return the weight files that the weight index names, and that are not there."""
-    return sorted(file for file in {*_placed(folder).values()} if not is_there(folder / file))
+    return sorted(
+        file for file in {*placed_tensors(folder).values()} if not is_there(folder / file)
+    )
 
 
 def weight_patterns(folder: Path) -> list[str]:
@@ -192,13 +194,13 @@ def weight_patterns(folder: Path) -> list[str]:
 
 def _needed(folder: Path) -> set[str]:
     """Return the weight files that the weight index names, and that this process needs."""
-    placed = _placed(folder)
+    placed = placed_tensors(folder)
     if not placed or own_part() is None:
         return set(placed.values())
     return {placed[name] for name in needed_tensors(placed, read_config(folder))}
 
 
-def _placed(folder: Path) -> dict[str, str]:
+def placed_tensors(folder: Path) -> dict[str, str]:
     """Return the name of the file of each tensor by the weight index, or nothing without one."""
     index = folder / INDEX
     if not is_there(index):

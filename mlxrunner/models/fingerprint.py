@@ -23,7 +23,7 @@ import numpy as np
 
 from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.errors import ModelError, ReadError
-from mlxrunner.models.files import MOST_BYTES, read_config, read_headers
+from mlxrunner.models.files import MOST_BYTES, placed_tensors, read_config, read_headers
 from mlxrunner.system.reading import is_there, open_file, read_bytes
 from mlxrunner.templates.rendering import read_json, read_template
 
@@ -85,12 +85,17 @@ def fingerprint(folder: Path) -> dict[str, str]:
 def by_files(folder: Path) -> dict[str, str]:
     """Return the fingerprint of a model by its files, of which each rank may have only some.
 
-    The weights are a digest for each file. Raise ModelError if the directory is broken.
+    The weights are a digest for each file, and one of the file in which each tensor is: where that
+    is the same, a file that only one rank has is one that the other rank does not need. Raise
+    ModelError if the directory is broken.
     """
+    headers, placed = read_headers(folder), placed_tensors(folder)
+    others = sorted({file.name for file in headers} - {*placed.values()})
     weights = {
         f"weights ({file.name})": _digest(*_samples(file, header))
-        for file, header in read_headers(folder).items()
+        for file, header in headers.items()
     }
+    weights["division of the weights into files"] = digest([placed, others])
     return {**weights, **_settings(folder)}
 
 

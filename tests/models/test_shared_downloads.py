@@ -313,6 +313,34 @@ def test_a_cache_that_ranks_cannot_lock_is_one_line(
     assert model_hub.seen == []
 
 
+@pytest.mark.parametrize("what", ["one file", "another file", "another index"])
+@pytest.mark.parametrize("way", ["pipeline", "tensor-parallel"])
+def test_weights_in_other_files_are_another_model(
+    what: str, way: Any, source: Path, tmp_path: Path
+) -> None:
+    """No file is left out of the comparison because the first rank has none of its name."""
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    index = other / "model.safetensors.index.json"
+    if what == "one file":
+        weights: dict[str, mx.array] = {}
+        for file in other.glob("model-*.safetensors"):
+            weights |= mx.load(str(file))  # type: ignore[arg-type]
+        mx.eval(weights)
+        for file in (*other.glob("model-*.safetensors"), index):
+            file.unlink()
+        changed = {name: array + 1 for name, array in weights.items()}
+        mx.save_safetensors(str(other / "model.safetensors"), changed, {"format": "mlx"})
+    elif what == "another file":
+        mx.save_safetensors(str(other / "model-x.safetensors"), {"model.norm.weight": mx.ones(64)})
+    else:
+        (other / "model-0.safetensors").rename(other / "model-zero.safetensors")
+        index.write_text(index.read_text().replace("model-0.", "model-zero."))
+    expected, part = by_files(source), Part(1, 2, way)
+    with sharing(part), pytest.raises(LaunchError, match="division of the weights into files"):
+        checked_folder(str(other), part, expected)
+
+
 @pytest.mark.parametrize("way", ["--pipeline", "--tensor-parallel"])
 def test_launch_downloads_a_model(way: str, model_hub: Any, source: Path, tmp_path: Path) -> None:
     """The ranks of one machine take turns; the answer is that of one process."""
