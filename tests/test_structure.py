@@ -42,12 +42,11 @@ batch.output batch.plan batch.prompts batch.responses batch.shards.cut batch.sha
 batch.shards.merge batch.shards.plan batch.speed
 batch.store batch.translate
 config.arguments config.json_options config.list_options config.option
-cache.lease cache.shared.sight terminal.logs
+cache.lease terminal.logs
 cluster.dealing cluster.keeping cluster.machines cluster.options
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
-cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.shared.cells
-cache.shared.forward cache.shared.sequences cache.shared.split
-cache.shared.stretches cache.tokens cache.worth chat.branches
+cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.pool.attention_split
+cache.pool.cells cache.pool.interface cache.tokens cache.worth chat.branches
 chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
 config.file config.layering config.lines memory.plan models.fingerprint models.suggested

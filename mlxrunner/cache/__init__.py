@@ -1,6 +1,7 @@
 """The prefix-cache entry, its layer caches, and the caches that several sequences share.
 
-Bookkeeping modules never import mlx. Classes that hold tensors are imported at their first use.
+Bookkeeping modules never import mlx. `CausalCache` holds tensors and is imported at its
+first use.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.protocol import LayerCache, RewindError
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.pool.interface import END, Batch, Cache, WrapperCache
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.shared.sequences import END, Batch, Cache
 from mlxrunner.cache.tokens import TokenBuffer, common_prefix
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 if TYPE_CHECKING:
-    from mlxrunner.cache.shared.causal import CausalCache
-    from mlxrunner.cache.shared.wrapper import WrapperCache
+    from mlxrunner.cache.pool.causal import CausalCache
 
 __all__ = [
     "END",
@@ -39,10 +39,8 @@ __all__ = [
     "common_prefix",
 ]
 
-_WITH_TENSORS = {"CausalCache": "causal", "WrapperCache": "wrapper"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TENSORS:
+    if name != "CausalCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.shared.{_WITH_TENSORS[name]}"), name)
+    return import_module(f"{__name__}.pool.causal").CausalCache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import check_quantized
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import OptionError
 from mlxrunner.loading import cache_options

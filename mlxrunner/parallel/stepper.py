@@ -237,7 +237,7 @@ class Stepper(Several):
     def attend_at_once(self) -> None:
         """Compute each attention as one product from now on, never in parts.
 
-        Parts (`mlxrunner.cache.shared.split`) add their sums in another order.
+        Parts (`mlxrunner.cache.pool.attention_split`) add their sums in another order.
         """
         self._adapted.can_split = False
 

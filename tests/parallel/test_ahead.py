@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.histories import tiny_parts
 
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.rows import adapt
 from mlxrunner.parallel.stepper import Stepper

@@ -19,7 +19,7 @@ from support.architectures import CONFIGS, VOCAB, build, settings_of
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.parallel.rows.adapt import Adapted

@@ -16,7 +16,7 @@ from support.histories import tiny_parts
 from support.sample import fewer
 
 from mlxrunner import ParallelRunner
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
 from mlxrunner.parallel.scheduling.row import Composer, Step

@@ -20,8 +20,8 @@ from mlxrunner import (
     Runner,
     SessionError,
 )
-from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.shared.split import WORTH_SPLITTING
+from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.errors import (
     CacheFullError,
     NoFreeSlotError,

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of

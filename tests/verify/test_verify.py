@@ -18,8 +18,8 @@ from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.cache.lease import EntryLease
-from mlxrunner.cache.shared.causal import CausalCache
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.parallel.rows.adapt import Adapted
 from mlxrunner.parallel.rows.views import PerTokenRope
 from mlxrunner.parallel.stepper import Stepper

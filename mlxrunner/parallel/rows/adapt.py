@@ -21,9 +21,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import Rotate, rotators
-from mlxrunner.cache.shared.causal import CausalCache
-from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.shared.split import WORTH_SPLITTING
+from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
+from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.errors import NotSupportedError
 from mlxrunner.memory.reserve import shapes_of
 from mlxrunner.parallel.rows.apart import Apart, Plan, Step, class_apart, mixers, view_of

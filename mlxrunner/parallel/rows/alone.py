@@ -11,8 +11,8 @@ import numpy as np
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
-from mlxrunner.cache.shared.causal import CausalCache
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.pipeline import SEED_TOKENS, Look
 from mlxrunner.parallel.rows.engine import Engine, marker

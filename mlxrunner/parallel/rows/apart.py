@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.interface import Batch
 
 Tree = Any
 """An array, or a tuple or list of trees; anything else is left as it is."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxrunner.cache.shared.parts import (
+from mlxrunner.cache.pool.attention_split import (
     AnyPart,
     Gathered,
     Level,
@@ -22,8 +22,7 @@ from mlxrunner.cache.shared.parts import (
     Split,
     StackedParts,
 )
-from mlxrunner.cache.shared.runs import runs
-from mlxrunner.cache.shared.sight import Bools
+from mlxrunner.cache.pool.cells import Bools, runs
 from mlxrunner.system.mlx_lm_internals import Attention
 
 MANY_RUNS = 8

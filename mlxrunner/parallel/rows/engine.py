@@ -10,10 +10,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.shared.causal import CausalCache
-from mlxrunner.cache.shared.layer import CellsLayer
-from mlxrunner.cache.shared.sequences import Batch, Cache
-from mlxrunner.cache.shared.wrapper import WrapperCache
+from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.interface import Batch, Cache, WrapperCache
+from mlxrunner.cache.pool.layer import CellsLayer
 from mlxrunner.cache.tokens import TokenArray
 
 WINDOWS_KEEP = 64

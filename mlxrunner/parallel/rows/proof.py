@@ -19,8 +19,8 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.rotate import Probe
 from mlxrunner.cache.layers.stock_extents import Chunk
-from mlxrunner.cache.shared.sequences import Batch
-from mlxrunner.cache.shared.split import WORTH_SPLITTING
+from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.parallel.rows.adapt import Adapted
 from mlxrunner.parallel.rows.alone import OneAtATime

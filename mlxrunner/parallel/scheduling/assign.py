@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.lease import Source
-from mlxrunner.cache.shared.sequences import END
+from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.chunks import DEPENDS

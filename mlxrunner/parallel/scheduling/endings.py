@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from mlxrunner.cache.shared.sequences import END
+from mlxrunner.cache.pool.interface import END
 from mlxrunner.errors import MlxrunnerError, StepFailedError, TimeLimitError
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.residents import Residents

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlxrunner.cache.shared.sequences import END
+from mlxrunner.cache.pool.interface import END
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.assign import Assigner

@@ -9,7 +9,7 @@ import time
 
 import mlx.core as mx
 
-from mlxrunner.cache.shared.sequences import Batch
+from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.sampling import Sampled, dispatch
 from mlxrunner.errors import FormError
 from mlxrunner.parallel.rows.engine import Engine

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Evicted, Lookup
-from mlxrunner.cache.shared.sequences import END
+from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.tokens import TokenArray, as_tokens, words
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of

@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.lookup import Evicted, LostTokens
+from mlxrunner.cache.pool.interface import END
+from mlxrunner.cache.pool.layer import CellsLayer
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.saved import SavedEntry
-from mlxrunner.cache.shared.layer import CellsLayer
-from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
 from mlxrunner.cache.worth import GreedyDual, worth
 from mlxrunner.errors import CacheFullError

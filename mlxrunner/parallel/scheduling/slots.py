@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.shared.sequences import END
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix, goes_on
 from mlxrunner.errors import NoFreeSlotError
 

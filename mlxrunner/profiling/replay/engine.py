@@ -15,10 +15,10 @@ import mlx.core as mx
 from mlxrunner.cache.layers.extents import Extent, Window
 from mlxrunner.cache.layers.logged_extents import read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
+from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.pool.layer import CellsLayer
 from mlxrunner.cache.saved import Saved
-from mlxrunner.cache.shared.causal import CausalCache
-from mlxrunner.cache.shared.layer import CellsLayer
-from mlxrunner.cache.shared.sequences import Batch
 from mlxrunner.parallel.rows.alone import passes
 from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer

@@ -1,6 +1,6 @@
 """Replay requests that ran side by side, with the real scheduler. Nothing is computed.
 
-`mlxrunner.parallel.scheduling` and `mlxrunner.cache.shared.cells` themselves decide who gets which
+`mlxrunner.parallel.scheduling` and `mlxrunner.cache.pool.cells` themselves decide who gets which
 slot, who waits for whom, what a window still has, and who lacks room. This module has the order in
 which requests come and end; those of `runner.py` repeat the answers of the log.
 """

@@ -15,20 +15,28 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
-from mlxrunner.cache.shared.cells import Cells
-from mlxrunner.cache.shared.parts import AnyPart, Block, Gathered, Part, Split, StackedParts
-from mlxrunner.cache.shared.runs import Run
-from mlxrunner.cache.shared.sight import Bools, Sight
-from mlxrunner.cache.shared.split import LONG, MOST_SHARED, blocks_of, split
+from mlxrunner.cache.pool.attention_split import (
+    LONG,
+    MOST_SHARED,
+    AnyPart,
+    Block,
+    Gathered,
+    Part,
+    Split,
+    StackedParts,
+    blocks_of,
+    split,
+)
+from mlxrunner.cache.pool.cells import AttentionWindow, Bools, Cells, Run
 from mlxrunner.parallel.rows.attention import Parts
 
 SEQUENCES = 6
 SIGHTS = [
-    Sight(),
-    Sight(window=5),
-    Sight(window=3, memory=9),
-    Sight(chunk=4),
-    Sight(window=80, memory=90),
+    AttentionWindow(),
+    AttentionWindow(window=5),
+    AttentionWindow(window=3, memory=9),
+    AttentionWindow(chunk=4),
+    AttentionWindow(window=80, memory=90),
 ]
 
 
@@ -76,8 +84,8 @@ def _count_stack(counts: np.ndarray[Any, Any], stack: StackedParts) -> None:
 class History:
     """Cells after random steps, forks, cuts and shifts."""
 
-    def __init__(self, rng: random.Random, sight: Sight, num_cells: int = 160) -> None:
-        self.rng, self.cells = rng, Cells.empty(num_cells, SEQUENCES, sight)
+    def __init__(self, rng: random.Random, window: AttentionWindow, num_cells: int = 160) -> None:
+        self.rng, self.cells = rng, Cells.empty(num_cells, SEQUENCES, window)
 
     def step(self, sequences: int, most: int) -> tuple[Batch, Bools] | None:
         """Place a batch of some sequences; return it with its mask, or None without room."""
@@ -95,7 +103,9 @@ class History:
 
     def change(self) -> None:
         one, other, at = self.rng.randrange(6), self.rng.randrange(6), self.rng.randrange(40)
-        what = self.rng.choice(["share", "share", "share", "cut", "close", "lane", "lane", "pack"])
+        what = self.rng.choice(
+            ["share", "share", "share", "cut", "close", "reservation", "reservation", "pack"]
+        )
         with suppress(CacheFullError):
             if what == "share":
                 self.cells = self.cells.with_prefix(one, other, at)
@@ -103,20 +113,20 @@ class History:
                 self.cells, _ = self.cells.without(one, at, END)
             elif what == "close":
                 self.cells, _ = self.cells.without(one, at, at + self.rng.randrange(3))
-            elif what == "lane":
+            elif what == "reservation":
                 self.cells = self.cells.expecting(one, self.rng.randint(1, 40))
             else:
                 self.cells, _ = self.cells.packed()
 
 
-@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@pytest.mark.parametrize("window", SIGHTS, ids=str)
 @examples(400)
 @given(st.randoms(), st.booleans())
 def test_attention_in_parts_is_that_of_the_mask(
-    sight: Sight, rng: random.Random, with_sinks: bool
+    window: AttentionWindow, rng: random.Random, with_sinks: bool
 ) -> None:
     """Each visible cell counts once, and the sums agree, after any history, with any groups."""
-    history = History(rng, sight)
+    history = History(rng, window)
     shape = (1, 2, history.cells.num_cells, 4)
     mx.random.seed(rng.randrange(1000))
     keys, values = mx.random.normal(shape), mx.random.normal(shape)
@@ -155,10 +165,12 @@ def _blocks(cells: Cells, batch: Batch) -> list[Block]:
     return blocks
 
 
-def stored(tokens: int, lanes: dict[int, int] | None = None, num_cells: int = 20_000) -> Cells:
-    """Return cells in which sequence 0 has `tokens` tokens, and others lanes of some sizes."""
-    cells = Cells.empty(num_cells, 8, Sight())
-    for sequence, size in (lanes or {}).items():
+def stored(
+    tokens: int, reservations: dict[int, int] | None = None, num_cells: int = 20_000
+) -> Cells:
+    """Return cells: sequence 0 has `tokens` tokens, others have reservations of some sizes."""
+    cells = Cells.empty(num_cells, 8, AttentionWindow())
+    for sequence, size in (reservations or {}).items():
         cells = cells.expecting(sequence, size)
     for begin in range(0, tokens, 5000):
         positions = range(begin, min(tokens, begin + 5000))
@@ -176,7 +188,7 @@ def apart(cells: Cells, *counts: tuple[int, int], worth: float = 1.2) -> tuple[C
 
 
 def drawn(found: Split | None) -> list[str]:
-    """Draw each part: its queries, and its cells; the lanes of a stack with a bar between."""
+    """Draw each part: its queries and its cells, with a bar between reservations of a stack."""
     if found is None:
         return ["one product"]
     rows = [f"own {own.begin}-{own.end - 1}: {len(own.cells)} cells" for own in found.own]
@@ -195,7 +207,7 @@ def drawn(found: Split | None) -> list[str]:
 
 
 def test_each_group_reads_its_trunk_once() -> None:
-    """Two groups of two with a trunk each, below one that all share; lanes are one stack."""
+    """Two groups of two with a trunk each, below one that all share; reservations are one stack."""
     cells = stored(1000, dict.fromkeys(range(1, 8), 30))
     cells = cells.with_prefix(0, 1, 500)
     for tokens in range(0, 2000, 500):
@@ -206,7 +218,7 @@ def test_each_group_reads_its_trunk_once() -> None:
         cells = cells.expecting(sequence, 30)
     for _ in range(3):
         cells, found = apart(cells, (2, 1), (3, 1), (4, 1), (5, 1))
-    first = cells.lanes[2].run.begin
+    first = cells.reservations[2].run.begin
     assert drawn(found) == [
         f"level 0: 0,1,2,3: {first}+3 of 32 x 4",
         "level 1: 0,1,2,3: 224-723",
@@ -244,7 +256,7 @@ def test_lanes_far_apart_are_no_stack() -> None:
 
 def test_short_sequences_between_each_other_are_gathered() -> None:
     """One copy of what they see is less work than a product over all that lies between."""
-    cells = Cells.empty(4000, 8, Sight())
+    cells = Cells.empty(4000, 8, AttentionWindow())
     for _ in range(3):
         cells, _ = apart(cells, *[(sequence, 10) for sequence in range(8)])
     cells, found = apart(cells, *[(sequence, 1) for sequence in range(8)])
@@ -256,7 +268,7 @@ def test_short_sequences_between_each_other_are_gathered() -> None:
 
 def test_long_sequences_are_not_copied() -> None:
     """A part for each of them costs less than a copy."""
-    cells = Cells.empty(9000, 4, Sight())
+    cells = Cells.empty(9000, 4, AttentionWindow())
     for _ in range(2):
         cells, _ = apart(cells, *[(sequence, 500) for sequence in range(4)])
     _, found = apart(cells, *[(sequence, 1) for sequence in range(4)])
@@ -279,8 +291,8 @@ def test_one_product_where_it_is_less_work() -> None:
 
 
 def test_tokens_that_lie_between_each_other_are_one_masked_part() -> None:
-    """Sequences without lanes decode into every other cell; their prompts are parts."""
-    cells = Cells.empty(9000, 2, Sight())
+    """Sequences without reservations decode into every other cell; their prompts are parts."""
+    cells = Cells.empty(9000, 2, AttentionWindow())
     for sequence in (0, 1):
         cells, _ = apart(cells, (sequence, 4000))
     for _ in range(10):
@@ -321,7 +333,7 @@ def test_scores_of_shared_cells_are_bounded() -> None:
 
 def test_scattered_sequences_have_a_mask() -> None:
     """They lie in too many pieces to list; beside a long piece, what one query sees is copied."""
-    cells = Cells.empty(1000, 3, Sight())
+    cells = Cells.empty(1000, 3, AttentionWindow())
     for _ in range(50):
         cells, found = apart(cells, (0, 1), (1, 1), (2, 1), worth=0)
     assert drawn(found) == ["one product"]
@@ -342,4 +354,4 @@ def test_scattered_sequences_have_a_mask() -> None:
 )
 def test_tokens_in_another_order_have_a_mask(batch: Batch) -> None:
     """A scheduler never makes such a step."""
-    assert blocks_of(Cells.empty(20, 2, Sight()).place(batch).after, batch) is None
+    assert blocks_of(Cells.empty(20, 2, AttentionWindow()).place(batch).after, batch) is None

@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlxrunner.cache.layers.extents import Everything, Extent, Window
 from mlxrunner.cache.layers.layout import Layout
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
+from mlxrunner.cache.pool.causal import CausalCache, Rows
+from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.saved import Saved
-from mlxrunner.cache.shared.causal import CausalCache, Rows
-from mlxrunner.cache.shared.sequences import END
 
 
 class CellsLayer(LayerCache):

@@ -8,7 +8,7 @@ import pytest
 from support.causal import DIMS, HEADS, drawn, made, put, stored
 
 from mlxrunner.cache import Batch, CausalCache
-from mlxrunner.cache.shared.buffers import Places
+from mlxrunner.cache.pool.causal import Places
 
 
 def test_buffers_are_allocated_once_and_written_in_place() -> None:

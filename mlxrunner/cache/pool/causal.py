@@ -14,15 +14,115 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.shared.buffers import Layer, Places, read, write
-from mlxrunner.cache.shared.cells import Cells, Placement
-from mlxrunner.cache.shared.forward import Forward
-from mlxrunner.cache.shared.parts import Split
-from mlxrunner.cache.shared.runs import Lift, Move, Run
-from mlxrunner.cache.shared.sequences import END, Batch, Cache, Commit, Lifecycle
-from mlxrunner.cache.shared.sight import Sight
-from mlxrunner.cache.shared.split import WORTH_SPLITTING
+from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Forward, Split
+from mlxrunner.cache.pool.cells import (
+    AttentionWindow,
+    Cells,
+    Ints,
+    Move,
+    Placement,
+    PositionShift,
+    Run,
+    runs,
+)
+from mlxrunner.cache.pool.interface import END, Batch, Cache, Commit, Lifecycle
 from mlxrunner.errors import CacheFullError, NotSupportedError
+
+MANY_RUNS = 64
+"""Number of runs beyond which one gather is faster than a slice for each run."""
+SOME_RUNS, SHORT = 4, 8
+"""More than SOME_RUNS runs, on average shorter than SHORT cells, are written by one scatter.
+
+That is faster than a slice for each run.
+"""
+
+
+class Places:
+    """Cells that rows are written to, prepared once for all layers."""
+
+    def __init__(self, cells: Ints) -> None:
+        self._runs = runs(cells)
+        scattered = len(self._runs) > SOME_RUNS and len(cells) < SHORT * len(self._runs)
+        self._cells: slice | mx.array | None = None
+        if scattered:
+            self._cells = _stride(cells) or mx.array(cells)
+
+    def put(self, buffer: mx.array, rows: mx.array) -> None:
+        """Write `rows [1, heads, n, dim]` into `buffer [1, heads, cells, dim]`, in place."""
+        if self._cells is not None:
+            buffer[:, :, self._cells, :] = rows
+            return
+        done = 0
+        for run in self._runs:
+            following = done + run.end - run.begin
+            buffer[..., run.begin : run.end, :] = rows[..., done:following, :]
+            done = following
+
+
+@dataclass
+class Layer:
+    """The buffers of one layer: `[1, kv_heads, rows, head_dim]`. The values may be wider."""
+
+    keys: mx.array
+    values: mx.array
+
+    @classmethod
+    def like(cls, keys: mx.array, values: mx.array, rows: int, dtype: mx.Dtype) -> Layer:
+        """Allocate the buffers at once, so that an allocation that does not fit fails here."""
+        layer = cls(
+            *(mx.zeros((1, part.shape[1], rows, part.shape[3]), dtype) for part in (keys, values))
+        )
+        mx.eval(layer.keys, layer.values)
+        return layer
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def check(self, index: int, keys: mx.array, values: mx.array) -> None:
+        """Raise ValueError unless `keys` and `values` have the shape of this layer's rows."""
+        for name, rows, buffer in (("keys", keys, self.keys), ("values", values, self.values)):
+            if rows.shape != (expected := (*buffer.shape[:2], rows.shape[2], buffer.shape[3])):
+                raise ValueError(
+                    f"layer {index}: {name} of shape {rows.shape}, "
+                    f"but the cache was allocated for {expected}"
+                )
+
+    def write(self, places: Places, keys: mx.array, values: mx.array) -> None:
+        places.put(self.keys, keys.astype(self.keys.dtype))
+        places.put(self.values, values.astype(self.values.dtype))
+
+    def read(self, run: Run) -> tuple[mx.array, mx.array]:
+        return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
+
+
+def _stride(cells: Ints) -> slice | None:
+    """Return `cells` as a slice if each has the same distance to the one before."""
+    first, last, by = int(cells[0]), int(cells[-1]), int(cells[1] - cells[0])
+    if by < 1 or (cells[1:] - cells[:-1] != by).any():
+        return None
+    return slice(first, last + 1, by)
+
+
+def read(buffer: mx.array, cells: Ints) -> mx.array:
+    """Return an evaluated copy of these rows: a view would make the next write copy the buffer."""
+    found = runs(cells)
+    if len(found) > MANY_RUNS:
+        rows = mx.take(buffer, mx.array(cells), axis=2)
+    else:
+        rows = mx.contiguous(
+            mx.concatenate(
+                [buffer[..., run.begin : run.end, :] for run in found or [Run(0, 0)]], axis=2
+            )
+        )
+    mx.eval(rows)
+    return rows
+
+
+def write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
+    Places(cells).put(buffer, rows)
+    mx.eval(buffer)
+
 
 Shift = Callable[[int, mx.array, mx.array], mx.array]
 """A function of a layer index, keys and offsets that returns the re-rotated keys.
@@ -62,10 +162,10 @@ class CausalCache(Cache):
         memory: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        self._shift, self._sight = shift, Sight(window, memory, chunk)
+        self._shift, self._attention_window = shift, AttentionWindow(window, memory, chunk)
         self._lifecycle = Lifecycle()
         self._dtype, self._max_batch, self._rows = mx.float32, 0, Run(0, 0)
-        self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
+        self._cells = self._no_cells = Cells.empty(0, 0, self._attention_window)
         self._layers: dict[int, Layer] = {}
         self._layer = 0
         self._pass: Pass | None = None
@@ -73,12 +173,12 @@ class CausalCache(Cache):
 
     @property
     def window(self) -> int | None:
-        return self._sight.window
+        return self._attention_window.window
 
     @property
     def memory(self) -> int | None:
         """Tokens kept per sequence, by default the window; None: all."""
-        return self._sight.memory
+        return self._attention_window.memory
 
     @property
     def mask(self) -> mx.array:
@@ -145,12 +245,12 @@ class CausalCache(Cache):
         return layer.read(forward.history if alone is None else alone.cells)
 
     def expect(self, sequence: int, count: int) -> None:
-        """Reserve a lane, so that the next `count` tokens of the sequence lie side by side.
+        """Reserve a reservation, so that the next `count` tokens of the sequence lie side by side.
 
-        Without enough room there is no lane. Caches with a memory never have lanes.
+        Without enough room there is no reservation. Caches with a memory never have reservations.
         """
         self._lifecycle.check()
-        if self._sight.memory is None:
+        if self._attention_window.memory is None:
             self._become(self._cells.expecting(sequence, count))
 
     def num_used_by(self, sequences: Sequence[int], prefix: tuple[int, int] = (0, 0)) -> int:
@@ -232,9 +332,9 @@ class CausalCache(Cache):
             max_sequences=max_sequences, capacity=capacity, max_batch=max_batch
         )
         self._dtype, self._max_batch = dtype, max_batch
-        num_cells = self._sight.num_cells(max_sequences, capacity, max_batch)
+        num_cells = self._attention_window.num_cells(max_sequences, capacity, max_batch)
         self._rows = Run(0, num_cells)
-        self._cells = self._no_cells = Cells.empty(num_cells, max_sequences, self._sight)
+        self._cells = self._no_cells = Cells.empty(num_cells, max_sequences, self._attention_window)
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         self._undo = None
@@ -303,17 +403,17 @@ class CausalCache(Cache):
                 "this cache was made without a shift function for their keys; "
                 "remove all from a position on, and evaluate the rest again"
             )
-        after, lift = self._cells.without(sequence, begin, end)
-        if lift is None or self._shift is None:
+        after, shift = self._cells.without(sequence, begin, end)
+        if shift is None or self._shift is None:
             return partial(self._become, after)
-        offsets = mx.full(lift.sources.shape, lift.by, mx.int32)
+        offsets = mx.full(shift.sources.shape, shift.by, mx.int32)
         rows = {}
         for index, layer in self._layers.items():
-            keys = self._shift(index, read(layer.keys, lift.sources), offsets).astype(self._dtype)
-            rows[index] = keys, read(layer.values, lift.copies.sources)
+            keys = self._shift(index, read(layer.keys, shift.sources), offsets).astype(self._dtype)
+            rows[index] = keys, read(layer.values, shift.copies.sources)
             layer.check(index, *rows[index])
         mx.eval(rows)
-        return partial(self._lift, lift, rows, after)
+        return partial(self._apply_shift, shift, rows, after)
 
     def defragment(self) -> None:
         """Close all holes between cells in use.
@@ -333,7 +433,7 @@ class CausalCache(Cache):
     def close(self) -> None:
         self._lifecycle.close()
         self._layers.clear()
-        self._cells = self._no_cells = Cells.empty(0, 0, self._sight)
+        self._cells = self._no_cells = Cells.empty(0, 0, self._attention_window)
         self._pass = self._undo = None
 
     def _current(self) -> Pass:
@@ -372,9 +472,9 @@ class CausalCache(Cache):
                 write(buffer, targets, read(buffer, move.sources))
         self._cells = after
 
-    def _lift(self, lift: Lift, rows: Rows, after: Cells) -> None:
+    def _apply_shift(self, shift: PositionShift, rows: Rows, after: Cells) -> None:
         self._forget()
         for index, (keys, values) in rows.items():
-            write(self._layers[index].keys, lift.targets, keys)
-            write(self._layers[index].values, lift.copies.targets, values)
+            write(self._layers[index].keys, shift.targets, keys)
+            write(self._layers[index].values, shift.copies.targets, values)
         self._cells = after

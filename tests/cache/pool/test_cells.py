@@ -19,11 +19,15 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
-from mlxrunner.cache.shared.cells import Cells
-from mlxrunner.cache.shared.lanes import Lane
-from mlxrunner.cache.shared.runs import Run, runs
-from mlxrunner.cache.shared.sight import Sight
-from mlxrunner.cache.shared.stretches import MOST_STRETCHES, Stretch
+from mlxrunner.cache.pool.cells import (
+    MAX_SPANS,
+    AttentionWindow,
+    Cells,
+    Reservation,
+    Run,
+    Span,
+    runs,
+)
 
 
 def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
@@ -43,8 +47,8 @@ def drawn(cells: Cells) -> str:
     )
 
 
-def cells(num_cells: int = 6, max_sequences: int = 3, **sight: int) -> Cells:
-    return Cells.empty(num_cells, max_sequences, Sight(**sight))
+def cells(num_cells: int = 6, max_sequences: int = 3, **window: int) -> Cells:
+    return Cells.empty(num_cells, max_sequences, AttentionWindow(**window))
 
 
 def test_a_batch_goes_to_the_first_room_that_holds_it() -> None:
@@ -112,7 +116,8 @@ def test_a_batch_drops_what_is_beyond_each_memory(
     before = placed(cells(6, 2), (1, 3), (1, 4), (0, 3), (0, 4), (1, 2), (0, 2))
     assert drawn(before) == "1@3 1@4 0@3 0@4 1@2 0@2"
     assert (
-        drawn(placed(Cells(before.positions, before.owners, Sight(window=3)), *batch)) == expected
+        drawn(placed(Cells(before.positions, before.owners, AttentionWindow(window=3)), *batch))
+        == expected
     )
 
 
@@ -132,11 +137,11 @@ def test_closing_a_gap_moves_positions_and_copies_what_is_shared() -> None:
     """The other sequence keeps its cells."""
     shared = placed(cells(6), (0, 0), (0, 1), (0, 2), (0, 3)).with_prefix(0, 1, 3)
     assert drawn(shared) == "01@0 01@1 01@2 0@3 . ."
-    after, lift = shared.without(0, 0, 1)
+    after, shift = shared.without(0, 0, 1)
     assert drawn(after) == "1@0 1@1 1@2 0@2 0@0 0@1"
-    assert lift is not None
-    assert (lift.sources.tolist(), lift.targets.tolist(), lift.by) == ([1, 2, 3], [4, 5, 3], -1)
-    assert (lift.copies.sources.tolist(), lift.copies.targets.tolist()) == ([1, 2], [4, 5])
+    assert shift is not None
+    assert (shift.sources.tolist(), shift.targets.tolist(), shift.by) == ([1, 2, 3], [4, 5, 3], -1)
+    assert (shift.copies.sources.tolist(), shift.copies.targets.tolist()) == ([1, 2], [4, 5])
 
 
 def test_a_gap_that_can_not_be_closed_for_want_of_cells() -> None:
@@ -160,12 +165,12 @@ def test_a_gap_that_can_not_be_closed_for_want_of_cells() -> None:
 def test_removing_nothing_changes_nothing(args: tuple[int, int, int]) -> None:
     """It moves nothing."""
     some = placed(cells(), (0, 0), (0, 1), (0, 2), (0, 3)).with_prefix(0, 1, 4)
-    after, lift = some.without(*args)
-    assert (drawn(after), lift) == (drawn(some), None)
+    after, shift = some.without(*args)
+    assert (drawn(after), shift) == (drawn(some), None)
 
 
 @pytest.mark.parametrize(
-    ("sight", "positions", "first"),
+    ("window", "positions", "first"),
     [
         ({}, [0, 7], [0, 0]),
         ({"window": 3}, [0, 2, 3, 7], [0, 0, 1, 5]),
@@ -174,13 +179,13 @@ def test_removing_nothing_changes_nothing(args: tuple[int, int, int]) -> None:
     ],
     ids=["all", "window", "chunk", "both"],
 )
-def test_where_sight_begins(sight: dict[str, int], positions: list[int], first: list[int]) -> None:
+def test_where_sight_begins(window: dict[str, int], positions: list[int], first: list[int]) -> None:
     """The query's own position is always inside."""
-    assert Sight(**sight).first_seen(np.array(positions, np.int32)).tolist() == first
+    assert AttentionWindow(**window).first_seen(np.array(positions, np.int32)).tolist() == first
 
 
 @pytest.mark.parametrize(
-    ("sight", "expected"),
+    ("window", "expected"),
     [
         ({}, 300),
         ({"window": 10}, 46),
@@ -190,13 +195,13 @@ def test_where_sight_begins(sight: dict[str, int], positions: list[int], first: 
     ],
     ids=["all", "window", "memory", "never-more", "chunk"],
 )
-def test_how_many_cells(sight: dict[str, int], expected: int) -> None:
+def test_how_many_cells(window: dict[str, int], expected: int) -> None:
     """Three sequences of 100 tokens, batches of 16."""
-    assert Sight(**sight).num_cells(3, 100, 16) == expected
+    assert AttentionWindow(**window).num_cells(3, 100, 16) == expected
 
 
 @pytest.mark.parametrize(
-    "sight",
+    "window",
     [
         {"window": 0},
         {"chunk": -1},
@@ -206,10 +211,10 @@ def test_how_many_cells(sight: dict[str, int], expected: int) -> None:
     ],
     ids=str,
 )
-def test_a_memory_has_to_hold_what_is_seen(sight: dict[str, int]) -> None:
+def test_a_memory_has_to_hold_what_is_seen(window: dict[str, int]) -> None:
     """Otherwise a query would miss something without a word."""
     with pytest.raises(ValueError, match=r"at least 1|does not hold"):
-        Sight(**sight)
+        AttentionWindow(**window)
 
 
 @given(st.lists(st.integers(0, 40), unique=True))
@@ -223,16 +228,16 @@ def test_runs_are_the_cells_again(numbers: list[int]) -> None:
 @examples(200)
 @given(st.data())
 def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
-    """Any cells, any batch, any sight, any part of the history."""
+    """Any cells, any batch, any window, any part of the history."""
     number = st.integers(0, 12)
-    sight = data.draw(
+    window = data.draw(
         st.sampled_from(
             [
-                Sight(),
-                Sight(window=3),
-                Sight(chunk=4),
-                Sight(window=4, chunk=3),
-                Sight(window=2, memory=7),
+                AttentionWindow(),
+                AttentionWindow(window=3),
+                AttentionWindow(chunk=4),
+                AttentionWindow(window=4, chunk=3),
+                AttentionWindow(window=2, memory=7),
             ]
         )
     )
@@ -251,7 +256,7 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
     owners[:, start : start + n] = [
         [sequence == other for other in batch.sequences] for sequence in range(2)
     ]
-    some = Cells(positions, owners, sight)
+    some = Cells(positions, owners, window)
     history = Run(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 10)))
     expected = []
     for query, sequence in zip(batch.positions, batch.sequences, strict=True):
@@ -261,8 +266,8 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
                 seen.append(False)
                 continue
             at = int(positions[cell])
-            near = (sight.window is None or at > query - sight.window) and (
-                sight.chunk is None or at >= query - query % sight.chunk
+            near = (window.window is None or at > query - window.window) and (
+                window.chunk is None or at >= query - query % window.chunk
             )
             seen.append(at <= query and near)
         expected.append(seen)
@@ -316,10 +321,10 @@ def test_the_interface_comes_without_mlx() -> None:
     script = (
         "import sys; from mlxrunner.cache import Cache, Batch, CacheFullError, "
         "NotSupportedError, END\n"
-        "import mlxrunner.cache.shared.cells, mlxrunner.cache; assert not [name for name in "
+        "import mlxrunner.cache.pool.cells, mlxrunner.cache; assert not [name for name in "
         "sys.modules if name.split('.')[0].startswith('mlx_') "
         "or name.split('.')[0] == 'mlx']\n"
-        "from mlxrunner.cache import CausalCache, WrapperCache; assert 'mlx.core' in "
+        "from mlxrunner.cache import CausalCache; assert 'mlx.core' in "
         "sys.modules\n"
         "try: mlxrunner.cache.Nothing\n"
         "except AttributeError as error: print(error)"
@@ -331,89 +336,96 @@ def test_the_interface_comes_without_mlx() -> None:
 
 
 def test_a_lane_keeps_the_tokens_of_a_sequence_side_by_side() -> None:
-    """The others go beside the lanes, and a lane ends where it was filled."""
-    cells = Cells.empty(200, 3, Sight()).expecting(0, 30).expecting(1, 20)
-    assert cells.lanes == {0: Lane(Run(0, 32), 0), 1: Lane(Run(32, 64), 32)}
+    """The others go beside the reservations, and a reservation ends where it was filled."""
+    cells = Cells.empty(200, 3, AttentionWindow()).expecting(0, 30).expecting(1, 20)
+    assert cells.reservations == {0: Reservation(Run(0, 32), 0), 1: Reservation(Run(32, 64), 32)}
     first = cells.place(Batch([0, 1, 0, 0, 1], [0, 0, 1, 2, 2]))
     assert first.cells.tolist() == [0, 1, 32, 64, 65]
     second = first.after.place(Batch([2, 1, 2], [0, 1, 2]))
     assert second.cells.tolist() == [2, 33, 66]
-    assert second.after.lanes == {0: Lane(Run(0, 32), 3), 1: Lane(Run(32, 64), 34)}
+    assert second.after.reservations == {
+        0: Reservation(Run(0, 32), 3),
+        1: Reservation(Run(32, 64), 34),
+    }
     third = second.after.place(Batch(range(3, 33), [0] * 30))
-    assert third.cells.tolist() == [*range(67, 97)]  # more than was left of the lane
-    assert third.after.lanes == {1: Lane(Run(32, 64), 34)}
+    assert third.cells.tolist() == [*range(67, 97)]  # more than was left of the reservation
+    assert third.after.reservations == {1: Reservation(Run(32, 64), 34)}
 
 
 def test_lanes_come_in_few_sizes_and_begin_at_multiples_of_them() -> None:
     """Lanes have 32, 64, 128 ... cells, up to a sequence's equal share of them."""
-    cells = Cells.empty(300, 3, Sight()).place(Batch([0], [0])).after
-    assert cells.expecting(1, 1).lanes[1].run == Run(32, 64)
-    assert cells.expecting(1, 33).lanes[1].run == Run(64, 128)
-    assert cells.expecting(1, 70).lanes[1].run == Run(100, 200)
-    assert cells.expecting(1, 101).lanes == cells.expecting(1, 0).lanes == {}
+    cells = Cells.empty(300, 3, AttentionWindow()).place(Batch([0], [0])).after
+    assert cells.expecting(1, 1).reservations[1].run == Run(32, 64)
+    assert cells.expecting(1, 33).reservations[1].run == Run(64, 128)
+    assert cells.expecting(1, 70).reservations[1].run == Run(100, 200)
+    assert cells.expecting(1, 101).reservations == cells.expecting(1, 0).reservations == {}
 
 
 def test_a_conversation_goes_on_in_the_cells_behind_it() -> None:
-    """Each turn has a lane; the one behind the last token is taken if nobody else has it."""
-    cells = Cells.empty(400, 3, Sight()).expecting(0, 30)
+    """Each turn has a reservation; the one behind the last token is taken if nobody else has it."""
+    cells = Cells.empty(400, 3, AttentionWindow()).expecting(0, 30)
     for begin in range(0, 120, 20):
         cells = cells.expecting(0, 30).place(Batch(range(begin, begin + 20), [0] * 20)).after
-    assert [tuple(one) for one in cells.stretches(0) or ()] == [(0, 120, 0)]
+    assert [tuple(one) for one in cells.spans(0) or ()] == [(0, 120, 0)]
     beside = cells.place(Batch([0], [1])).after
-    assert beside.expecting(0, 30).lanes[0].run == Run(160, 192)  # a cell behind it is taken
+    assert beside.expecting(0, 30).reservations[0].run == Run(160, 192)  # a cell behind it is taken
     shared = cells.with_prefix(0, 1, 120)
-    assert shared.expecting(0, 30).lanes[0].run == Run(128, 160)  # both go on: lanes of one size
-    assert cells.without(0, 50, 120)[0].expecting(0, 30).lanes[0].run == Run(50, 80)
+    assert shared.expecting(0, 30).reservations[0].run == Run(
+        128, 160
+    )  # both go on: reservations of one size
+    assert cells.without(0, 50, 120)[0].expecting(0, 30).reservations[0].run == Run(50, 80)
 
 
 def test_lanes_give_way_where_there_is_no_other_room() -> None:
     """They are a wish: everything that would fit without them fits."""
-    cells = Cells.empty(64, 2, Sight()).expecting(0, 6)
+    cells = Cells.empty(64, 2, AttentionWindow()).expecting(0, 6)
     placement = cells.place(Batch(range(40), [1] * 40))
     assert placement.cells.tolist() == [*range(40)]
-    assert placement.after.lanes == {}
+    assert placement.after.reservations == {}
     assert placement.before.num_free == 64
     assert cells.place(Batch(range(20), [1] * 20)).cells.tolist() == [*range(32, 52)]
 
 
 def test_a_lane_whose_cells_were_taken_is_no_lane() -> None:
     """Copies that a shift needs may land in it."""
-    cells = Cells.empty(64, 2, Sight()).expecting(0, 6)
+    cells = Cells.empty(64, 2, AttentionWindow()).expecting(0, 6)
     taken = replace(cells, owners=cells.owners.copy())
     taken.owners[1, 1] = True
     placement = taken.place(Batch([0, 1], [0, 0]))
     assert placement.cells.tolist() == [2, 3]
-    assert placement.after.lanes == {}
+    assert placement.after.reservations == {}
 
 
 def test_packing_forgets_the_lanes() -> None:
     """Their cells are somewhere else now."""
-    cells = Cells.empty(64, 2, Sight()).place(Batch([0], [0])).after.expecting(1, 3)
-    assert cells.lanes
-    assert cells.packed()[0].lanes == {}
+    cells = Cells.empty(64, 2, AttentionWindow()).place(Batch([0], [0])).after.expecting(1, 3)
+    assert cells.reservations
+    assert cells.packed()[0].reservations == {}
 
 
 def listed(cells: Cells, sequence: int) -> list[tuple[int, int]] | None:
-    """Return (cell, position) of each token, from the stretches; None for a scattered sequence."""
-    found = cells.stretches(sequence)
+    """Return (cell, position) of each token, from the spans; None for a scattered sequence."""
+    found = cells.spans(sequence)
     if found is None:
         return None
     assert sorted(found) == list(found)
     return [
-        (cell, stretch.position + cell - stretch.begin)
-        for stretch in found
-        for cell in range(stretch.begin, stretch.end)
+        (cell, span.position + cell - span.begin)
+        for span in found
+        for cell in range(span.begin, span.end)
     ]
 
 
-@pytest.mark.parametrize("sight", [{}, {"window": 3}, {"window": 2, "memory": 5}], ids=str)
+@pytest.mark.parametrize("window", [{}, {"window": 3}, {"window": 2, "memory": 5}], ids=str)
 @examples(200)
-@given(st.lists(st.sampled_from(["place"] * 5 + ["share", "cut", "lane", "pack"])), st.randoms())
+@given(
+    st.lists(st.sampled_from(["place"] * 5 + ["share", "cut", "reservation", "pack"])), st.randoms()
+)
 def test_stretches_are_kept_up_to_date(
-    sight: dict[str, int], calls: list[str], rng: random.Random
+    window: dict[str, int], calls: list[str], rng: random.Random
 ) -> None:
     """After any calls they are the cells and positions of the tables, however they were grown."""
-    some = cells(40, 3, **sight)
+    some = cells(40, 3, **window)
     for call in calls:
         one, other = rng.randrange(3), rng.randrange(3)
         if call == "place":
@@ -430,7 +442,7 @@ def test_stretches_are_kept_up_to_date(
             begin = rng.randrange(12)
             with suppress(CacheFullError):
                 some, _ = some.without(one, begin, rng.choice([END, begin + 2]))
-        elif call == "lane":
+        elif call == "reservation":
             some = some.expecting(one, rng.randrange(12))
         else:
             some, _ = some.packed()
@@ -443,10 +455,8 @@ def test_stretches_are_kept_up_to_date(
 def test_a_sequence_in_many_pieces_is_scattered() -> None:
     """Its pieces are not listed one by one."""
     some = cells(200, 2)
-    for position in range(MOST_STRETCHES + 1):
-        assert some.stretches(0) is not None
+    for position in range(MAX_SPANS + 1):
+        assert some.spans(0) is not None
         some = placed(some, (0, position), (1, position))
-    assert some.stretches(0) is None
-    assert some.without(1, 0, END)[0].packed()[0].stretches(0) == (
-        Stretch(0, MOST_STRETCHES + 1, 0),
-    )
+    assert some.spans(0) is None
+    assert some.without(1, 0, END)[0].packed()[0].spans(0) == (Span(0, MAX_SPANS + 1, 0),)
