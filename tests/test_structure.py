@@ -45,7 +45,8 @@ config.arguments config.json_options config.list_options config.option
 cache.lease terminal.logs
 cluster.dealing cluster.keeping cluster.machines cluster.options
 bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
-cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved cache.pool.attention_split
+cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved
+cache.pool.attention_split
 cache.pool.cells cache.pool.interface cache.tokens cache.worth chat.branches
 chat.commands.table
 chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
