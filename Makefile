@@ -1,6 +1,5 @@
 # make chat: talk with the demo model.  make lint: ruff and mypy.  make bench: measure this machine.
 # make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
-# make test-rest: what make test leaves out.
 # make test-agents: let Claude Code, Codex and opencode do a job (installs them with npm).
 # make docs: build the documentation into site/.
 # Each makes .venv first, with uv where it is installed, else with venv and pip.
@@ -19,7 +18,7 @@ HINT := @echo "note: without OpenBLAS everything is much slower; get it with:" \
   "sudo apt-get install libopenblas0-pthread"
 endif
 
-.PHONY: chat test test-all test-rest agents test-agents lint docs bench demo clean
+.PHONY: chat test test-all agents test-agents lint docs bench demo clean
 
 chat: $(STAMP)
 	$(HINT)
@@ -28,17 +27,11 @@ chat: $(STAMP)
 # A process per core; one that has nothing left to do takes tests from another.
 PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test: $(STAMP)
+test test-all: $(STAMP)
 	$(HINT)
-	$(PYTEST)
+	$(PYTEST) $(ARGS)
 
-test-all: $(STAMP)
-	$(HINT)
-	$(PYTEST) --everything
-
-test-rest: $(STAMP)
-	$(HINT)
-	$(PYTEST) --rest
+test-all: ARGS = --everything
 
 # The coding agents themselves, of tests/serve/agents/package.json, in build/agents (1 GB).
 agents: build/agents/node_modules
@@ -52,7 +45,7 @@ build/agents/node_modules: tests/serve/agents/package.json
 ALONE = $(shell command -v ip >/dev/null && unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
 
 test-agents: $(STAMP) agents
-	$(ALONE) env $(RUN) $(BIN)/python -m pytest --everything tests/serve/agents/test_programs.py
+	$(ALONE) env $(RUN) AGENTS=1 $(BIN)/python -m pytest --everything tests/serve/agents/test_programs.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

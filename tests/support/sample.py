@@ -3,10 +3,9 @@
 A test with many cases runs CASES of them, or as many as its mark `exhaustive(count)` says. A
 property runs fewer random examples, and a test that loops over its cases asks `fewer`. The sample
 is the same each time, so a failure can be repeated, `git bisect` finds the commit that broke a
-test, and two people see the same. `make test-all` runs what the sample leaves out, too, with new
-random examples each time; `make test-rest` runs only what it leaves out, or tries with fewer
-examples. Where the variable CI is set, they are the same each time, too: a commit passes
-or fails by what it changes.
+test, and two people see the same. `make test-all` runs everything, with new random examples each
+time. Where the variable CI is set, they are the same each time, too: a commit passes or fails by
+what it changes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from hashlib import sha256
-from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,23 +33,17 @@ def add_options(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the exhaustive tests whole and all random examples, not a sample of them",
     )
-    parser.addoption(
-        "--rest",
-        action="store_true",
-        help="run what the sample leaves out: with it, everything has run",
-    )
 
 
 def configure(config: pytest.Config) -> None:
     """Choose between everything and the sample, before any test module is imported."""
     global _is_everything
-    is_everything = config.getoption("--everything") or config.getoption("--rest")
-    _is_everything = is_everything
+    _is_everything = config.getoption("--everything")
     settings.register_profile(
         "mlxrunner",
         max_examples=_scaled(100),
         deadline=None,
-        derandomize=not is_everything or "CI" in os.environ,
+        derandomize=not _is_everything or "CI" in os.environ,
         database=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -74,39 +66,20 @@ def fewer(count: int, least: int) -> int:
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the sample of each test in `items`, or the rest.
+    """Leave the sample of each test in `items`.
 
     Tests that are asked for by name (`file.py::test`) run whole.
     """
-    is_rest = config.getoption("--rest")
-    if (_is_everything and not is_rest) or any("::" in argument for argument in config.args):
+    if _is_everything or any("::" in argument for argument in config.args):
         return
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function):
             tests[item.nodeid.partition("[")[0]].append(item)
-    sample = {item for cases in tests.values() for item in drawn(cases)}
-    if is_rest:
-        left_out = {item for item in sample if not _has_parts(item.module)}
-    else:
-        left_out = {item for cases in tests.values() for item in cases} - sample
+    left_out = {case for cases in tests.values() for case in {*cases} - {*drawn(cases)}}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-
-
-def _has_parts(module: ModuleType) -> bool:
-    """Return True if a test of `module` may run in part: it has `fewer`, or random examples."""
-    return any(
-        value in (fewer, examples) or _package(value) == "hypothesis"
-        for value in vars(module).values()
-        if isinstance(value, ModuleType) or callable(value)
-    )
-
-
-def _package(value: object) -> str:
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(name).partition(".")[0]
 
 
 def drawn(cases: list[pytest.Function]) -> list[pytest.Function]:
