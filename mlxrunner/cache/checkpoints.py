@@ -83,6 +83,7 @@ def places_of(
         roles[before[0] - NEAR_END if before[0] >= SPACING else before[0]] = "system"
         last, here = before[-1], -1 if at is None or at in roles else at
         roles[here if 0 <= here < last <= here + NEAR_END else last] = "message"
+        roles.pop(0, None)  # a cold start is there without a checkpoint
     if not ahead and answer > 0:
         roles[answer] = "answer"
     return Places(roles, ends, max(answer, 0), ahead)
@@ -199,8 +200,10 @@ class Checkpoints:
     def add(self, new: Checkpoint) -> bool:
         """Add `new`, make room for it, and return True if it is kept.
 
-        Return False if its offset already has a checkpoint, or if it exceeds the budget.
+        Return False if its offset is 0 or already has a checkpoint, or if it exceeds the budget.
         """
+        if new.offset == 0:
+            return False
         self._offered = max(self._offered, new.offset)
         if self.at(new.offset) is not None or new.nbytes > self.budget:
             return False

@@ -115,11 +115,13 @@ def read_parked(
 
     Raise ValueError, TypeError or KeyError if it can't be one.
     """
-    sizes = {str(one[0]): int(one[3]) for one in (*found["rows"], *found["states"])}
+    # Version 0.2 wrote checkpoints at 0, which are no use.
+    kept = [one for one in found["states"] if int(one[1]) != 0]
+    sizes = {str(one[0]): int(one[3]) for one in (*found["rows"], *kept)}
     rows = [Rows(str(name), int(begin), int(end)) for name, begin, end, _ in found["rows"]]
     states = [
         State(str(name), int(offset), next((one for one in ROLES if one == role), None))
-        for name, offset, role, _ in found["states"]
+        for name, offset, role, _ in kept
     ]
     begins, ends = [piece.begin for piece in rows], [piece.end for piece in rows]
     offsets = [state.offset for state in states]

@@ -247,7 +247,10 @@ class Parking:
             yield
 
     def _read_all(self) -> None:
-        """Find again what is in the folder; remove what is damaged, or used by nothing."""
+        """Find again what is in the folder; remove what is damaged, or used by nothing.
+
+        One line of the log says how many conversations are damaged.
+        """
         folder, shelf = self._place.folder, self._shelf
         files: dict[str, os.stat_result] = {}
         for name in filter(FILE.fullmatch, folder.names()):
@@ -258,15 +261,24 @@ class Parking:
                 else:
                     files[name] = found
         heads = [name for name in files if name.startswith("talk-")]
+        damaged: list[str] = []
         for name in sorted(heads, key=lambda name: files[name].st_mtime_ns):
-            with suppress(SessionError):
+            try:
                 parked, sizes = self._read(Reader(folder, lambda name: None), name)
-                if all(
-                    piece in files and files[piece].st_size == size for piece, size in sizes.items()
-                ):
-                    for piece, size in {**sizes, name: files[name].st_size}.items():
-                        shelf.wrote(piece, size)
-                    shelf.add(parked)
+                for piece, size in sizes.items():
+                    if piece not in files or files[piece].st_size != size:
+                        raise SessionError(f"{piece} is missing or damaged")
+            except SessionError as error:
+                damaged.append(str(error))
+                continue
+            for piece, size in {**sizes, name: files[name].st_size}.items():
+                shelf.wrote(piece, size)
+            shelf.add(parked)
+        if damaged:
+            self._say(
+                f"{len(damaged)} of {len(heads)} conversations in {folder.path} can't be restored, "
+                f"and are evaluated again when they go on: {damaged[0]}"
+            )
         for name in files.keys() - shelf.sizes.keys():
             with suppress(OSError):
                 folder.remove(name)

@@ -167,6 +167,25 @@ def test_damage_costs_a_cold_evaluation(
         assert first <= second <= good
 
 
+@pytest.mark.parametrize("kind", ["talk", "rows", "state"])
+def test_a_restart_says_which_conversations_are_damaged(
+    make_parking: Make, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line of the log counts them; an undamaged folder has none."""
+    parking = make_parking()
+    park_all(parking)
+    make_parking()
+    assert not caplog.records
+    there = len(parking)
+    os.truncate(next(parking.folder.glob(f"{kind}-*")), 100)
+    lost = there - len(make_parking())
+    (line,) = caplog.messages
+    assert lost > 0
+    assert line.startswith(f"{lost} of {there} conversations in {parking.folder} can't be restored")
+    make_parking()
+    assert len(caplog.records) == 1
+
+
 BY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 
 

@@ -94,6 +94,14 @@ def test_the_last_message_begins_where_its_prompt_is_evaluated_to(
     assert places.roles == {100: "system", place: "message", 340: "answer"}
 
 
+@pytest.mark.parametrize("first", [1, NEAR_END, NEAR_END + 1])
+def test_no_place_is_at_the_beginning(first: int) -> None:
+    """A cold start is as good there."""
+    roles = places_of(first + 40, [first, first + 36], at=0).roles
+    role = "system" if first <= NEAR_END else "message"
+    assert roles == {first: role, first + 36: "answer"}
+
+
 def test_while_a_draft_is_typed_the_place_of_the_last_answer_keeps_its_role() -> None:
     """The answer may still be regenerated instead."""
     some = Checkpoints(4)
