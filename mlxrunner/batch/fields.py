@@ -16,6 +16,7 @@ from mlxrunner.batch.pictures import named
 from mlxrunner.batch.records import Format
 from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
 from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
+from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import names
 from mlxrunner.engine.constrain import check_form
@@ -282,6 +283,7 @@ def _schema_text(schema: Any) -> str:
 
 def _read_openai(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt, dict[str, Any]]:
     """Return the prompt and the options of a line of OpenAI's batch files."""
+    record = without_nulls(record)
     _check_envelope(record)
     body = {
         name: value

@@ -10,6 +10,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlxrunner.config.arguments import without_nulls
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.templates.parts import Content, Shown, content_of, picture_of
@@ -56,7 +57,7 @@ def _messages(given: Any, keeps_thinking: bool) -> list[dict[str, Any]]:
         raise PromptError("input has to be a text or a list of at least one item")
     reader = _ItemReader(keeps_thinking)
     for number, item in enumerate(given):
-        reader.add(number, item)
+        reader.add(number, without_nulls(item) if isinstance(item, dict) else item)
     return reader.messages
 
 
@@ -175,9 +176,12 @@ def _translate_text(fields: dict[str, Any]) -> None:
     text = fields.pop("text", None)
     if text is None:
         return
-    if not isinstance(text, dict) or not text.keys() <= {"format", "verbosity"}:
+    if not isinstance(text, dict):
+        raise OptionError(f"text: {text!r:.80} is not an object")
+    text = without_nulls(text)
+    if not text.keys() <= {"format", "verbosity"}:
         raise OptionError(f"text: {text!r:.80} is not supported, only format in it")
-    if text.get("verbosity") is not None:
+    if "verbosity" in text:
         fields["verbosity"] = text["verbosity"]
     match text.get("format"):
         case None:
@@ -224,7 +228,7 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
     """Return a tool as a chat has it, where the function is an object of its own."""
     match tool:
         case {"type": "function", "name": str(), **_rest}:
-            function = {name: value for name, value in tool.items() if name != "type"}
+            function = without_nulls({name: tool[name] for name in tool if name != "type"})
             return {"type": "function", "function": function}
     raise OptionError(
         f'tools: number {number} has to be {{"type": "function", "name": text, ...}}, not '

@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mlxrunner.config.arguments import as_whole, without_nulls
 from mlxrunner.config.names import SAME, did_you_mean, nearest
-from mlxrunner.config.option import names
+from mlxrunner.config.option import names, read_json
 from mlxrunner.errors import OptionError
-from mlxrunner.options import RunnerSettings
+from mlxrunner.options import GenerateOptions, RunnerSettings
 
 WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "resume"))
 """The names of options that are for the whole batch."""
@@ -68,7 +69,7 @@ def translate(
     as everywhere but in OpenAI's chats. Raise OptionError for a value that is not supported. Fields
     that are not known stay as they are.
     """
-    fields = _renamed(given)
+    fields = read_json(GenerateOptions, _renamed(given))
     _translate_logprobs(fields, counts_logprobs)
     _translate_form(fields)
     _translate_variables(fields, defaults)
@@ -120,7 +121,7 @@ def _translate_logprobs(fields: dict[str, Any], counts: bool) -> None:
     if top and not wanted:
         raise OptionError("top_logprobs needs logprobs to be true")
     if wanted:
-        fields["logprobs"] = 0 if top is None else top
+        fields["logprobs"] = 0 if top is None else as_whole(top)
 
 
 def _translate_form(fields: dict[str, Any]) -> None:
@@ -179,10 +180,22 @@ def _translate_tools(fields: dict[str, Any], defaults: Mapping[str, Any]) -> Non
     """Leave the tools out where the model must not use any, because `tool_choice` is "none"."""
     if fields.get("tool_choice") == "none":
         fields["tools"] = []
+    if isinstance(fields.get("tools"), list):
+        fields["tools"] = list(map(_plain_tool, fields["tools"]))
     if fields.get("tools") == [] and not defaults.get("tools"):
         del fields["tools"]
     if not fields.get("tools"):
         fields.pop("parallel_tool_calls", None)
+
+
+def _plain_tool(tool: Any) -> Any:
+    """Return a tool without the fields that are null."""
+    if not isinstance(tool, dict):
+        return tool
+    plain = without_nulls(tool)
+    if isinstance(plain.get("function"), dict):
+        plain["function"] = without_nulls(plain["function"])
+    return plain
 
 
 def check_functions(tools: Any) -> None:

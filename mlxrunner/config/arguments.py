@@ -22,6 +22,16 @@ def shown(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
+def as_whole(value: Any) -> Any:
+    """Return a float without a fraction as an integer, as JSON means it, and others as they are."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an object of JSON that are given: null means that one is not."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def check_whole(name: str, value: Any) -> None:
     """Refuse anything but a whole number."""
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -15,7 +15,7 @@ from typing import Any
 from mlxrunner.config.layering import Setting, settled
 from mlxrunner.config.lines import MOST_PARTS, line_of, line_of_long_key
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.option import names
+from mlxrunner.config.option import names, read_json
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MissingFileError, OptionError
 from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, chat_options
@@ -203,10 +203,11 @@ class _Reader:
         """Return the value of an option as the program holds it. Raise OptionError if wrong."""
         try:
             if name in REQUEST:
-                checked = GenerateOptions.of(**{name: value})
+                checked = GenerateOptions.of(**read_json(GenerateOptions, {name: value}))
                 return checked.variables if name == "template" else getattr(checked, name)
             if name in SETTINGS:
-                return getattr(RunnerSettings.of(**{name: value}), name)
+                given = read_json(RunnerSettings, {name: value})
+                return getattr(RunnerSettings.of(**given), name)
         except OptionError as error:
             raise self._error(key, str(error)) from error
         except TypeError as error:
@@ -224,7 +225,7 @@ class _Reader:
         listed = (value,) if name in LISTS and isinstance(value, str) else value
         try:
             given: Any = tuple(listed) if isinstance(listed, list | tuple) else listed
-            return getattr(ServeSettings(**{name: given}), name)
+            return getattr(ServeSettings(**read_json(ServeSettings, {name: given})), name)
         except (OptionError, TypeError) as error:
             raise self._error(key, str(error)) from error
 

@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from mlxrunner.config.arguments import (
+    as_whole,
     check_above,
     check_flag,
     check_range,
@@ -97,6 +98,23 @@ def about(one: Field[Any]) -> Option:
     """Return the description of a field that `option` made."""
     found: Option = one.metadata["option"]
     return found
+
+
+def read_json(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields that came as JSON or TOML, with whole floats as integers where options are.
+
+    `kind` is the dataclass of the options. Other fields stay as they are.
+    """
+    whole = {
+        one.name for one in fields(kind) if "option" in one.metadata and about(one).kind is int
+    }
+    return {
+        name: value if name not in whole else _each_whole(value) for name, value in given.items()
+    }
+
+
+def _each_whole(value: Any) -> Any:
+    return list(map(as_whole, value)) if isinstance(value, list) else as_whole(value)
 
 
 def names(kind: type) -> tuple[str, ...]:

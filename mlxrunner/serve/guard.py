@@ -126,6 +126,13 @@ class Guard:
                 f"{origin:.100} if they should",
                 code="origin_not_allowed",
             )
+        if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
+            raise RefusedError(
+                415,
+                f"the body has the Content-Encoding {encoding:.60}, which is not read here: send "
+                "it without one, not compressed",
+                code="unsupported_encoding",
+            )
         is_open = (scope["method"], scope["path"]) in OPEN or _is_preflight(scope, headers)
         if self._rules.key and not is_open:
             self._check_key(self._rules.key, headers)

@@ -194,8 +194,8 @@ def _tool_call(index: int, call: Any) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PromptError(f"message {index}: a tool call has to be {TOOL_CALL}, not {shown(call)}")
-    kind = call.get("type", "function")
-    if kind != "function":
+    kind = call.get("type")
+    if kind not in (None, "function"):
         raise PromptError(
             f'message {index}: a tool call of type {shown(kind)} is not supported, only "function"'
         )
@@ -210,7 +210,8 @@ def _tool_call(index: int, call: Any) -> ToolCall:
 
 def _arguments(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments as an object, the form that chat templates expect."""
-    given = function.get("arguments", {})
+    given = function.get("arguments")
+    given = {} if given is None else given
     arguments = given
     why = ""
     try:

@@ -5,37 +5,60 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
-from mlxrunner.config.arguments import shown
+from mlxrunner.config.arguments import as_whole, shown, without_nulls
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import Ended, RefusedError
 from mlxrunner.templates.parts import Content, Shown, content_of, picture_of
 
 
-def _stop_early(schema: Any) -> None:
-    """Let each list of a pydantic schema end its check at the first wrong item."""
-    if isinstance(schema, dict):
-        if schema.get("type") == "list":
-            schema["fail_fast"] = True
-        for part in schema.values():
-            _stop_early(part)
-    elif isinstance(schema, list | tuple):
+def _read_as_json(schema: Any) -> None:
+    """Change a pydantic schema, and those in it, so that they read values as JSON has them.
+
+    A whole float is an integer, and a boolean is no number. A list ends its check at its first
+    wrong item: a body has room for millions of them.
+    """
+    if isinstance(schema, list | tuple):
         for part in schema:
-            _stop_early(part)
+            _read_as_json(part)
+    if not isinstance(schema, dict):
+        return
+    if schema.get("type") == "list":
+        schema["fail_fast"] = True
+        items = schema.get("items_schema", {})
+        if items.get("type") == "int" and not items.get("strict"):
+            # Python is called for floats only: a prompt may have a million tokens.
+            exact = {**items, "strict": True}
+            float_too = core_schema.no_info_before_validator_function(as_whole, {**exact})
+            either = {"type": "union", "choices": [exact, float_too], "mode": "left_to_right"}
+            schema["items_schema"] = either
+    if schema.get("type") == "float":
+        schema["strict"] = True
+    if schema.get("type") == "int" and not schema.get("strict"):
+        exact = {**schema, "strict": True}
+        schema.clear()
+        schema.update(core_schema.no_info_before_validator_function(as_whole, exact))
+    for part in schema.values():
+        _read_as_json(part)
 
 
 class Body(BaseModel):
-    """An object of a request. Fields that are not known are kept, and ignored."""
+    """An object of a request. A null counts as not given. Fields that are not known are kept."""
 
     model_config = ConfigDict(extra="allow", strict=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return without_nulls(given) if isinstance(given, dict) else given
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check lists up to their first wrong item: a body has room for millions of them."""
+        """Return the schema of the class, changed by `_read_as_json`."""
         schema = handler(source)
-        _stop_early(schema)
+        _read_as_json(schema)
         return schema
 
 

@@ -42,6 +42,12 @@ class CheckedRequest(Request):
         """
         try:
             return msgspec.json.decode(await self.body())
+        except msgspec.ValidationError as error:  # nothing but a number can be one too many
+            raise HTTPException(
+                400,
+                f"the body is not valid JSON: {error}; a number has to be between -1.8e308 and "
+                "1.8e308, with at most 4,300 digits",
+            ) from error
         except RecursionError as error:
             raise HTTPException(400, "the body is nested too deeply") from error
         except (msgspec.MsgspecError, UnicodeError) as error:

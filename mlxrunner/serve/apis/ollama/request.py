@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mlxrunner.batch.fields import ANY_OBJECT
+from mlxrunner.config.arguments import without_nulls
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.apis.fields import Body, refuse
 from mlxrunner.serve.apis.openai.options import checked_effort, options_of
@@ -208,19 +209,19 @@ def _calls(number: int, calls: list[Call]) -> list[dict[str, Any]]:
 def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, tool in enumerate(given):
         match tool:
-            case {"function": {"name": str()}} if tool.get("type", "function") == "function":
+            case {"function": {"name": str()}} if tool.get("type") in (None, "function"):
                 continue
         where = f"tools.{number}"
         raise RefusedError(
             400, f"{where}: it has to be a function with a name, not {tool!r:.80}", param=where
         )
-    return [{"type": "function", "function": tool["function"]} for tool in given]
+    return [{"type": "function", "function": without_nulls(tool["function"])} for tool in given]
 
 
 def _options(body: Common) -> dict[str, Any]:
     given = body.options or {}
     refuse(given, NEUTRAL_OPTIONS)
-    own = {name: value for name, value in given.items() if name in SAMPLING and value is not None}
+    own = {name: value for name, value in without_nulls(given).items() if name in SAMPLING}
     # Where Ollama has a number for "no limit" or "by chance", we have nothing.
     for name in ("num_predict", "seed", "repeat_last_n"):
         if isinstance(own.get(name), int | float) and own[name] < 0:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from mlxrunner.config.arguments import without_nulls
 from mlxrunner.serve.apis.fields import Body, Part, content_with, openai_picture
 from mlxrunner.serve.apis.openai.options import (
     Sampled,
@@ -104,7 +105,7 @@ def _tool(number: int, tool: Tool) -> dict[str, Any]:
     if tool.function is None or not isinstance(tool.function.get("name"), str):
         where = f"tools.{number}.function"
         raise RefusedError(400, f"{where}: it has to be an object with a name", param=where)
-    return {"type": "function", "function": tool.function}
+    return {"type": "function", "function": without_nulls(tool.function)}
 
 
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:

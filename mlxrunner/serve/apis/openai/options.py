@@ -10,7 +10,7 @@ from pydantic import Field
 
 from mlxrunner.batch.fields import form_of
 from mlxrunner.batch.translate import EFFORTS, translate
-from mlxrunner.config.arguments import shown
+from mlxrunner.config.arguments import as_whole, shown
 from mlxrunner.config.names import SAME
 from mlxrunner.config.option import names
 from mlxrunner.errors import OptionError
@@ -76,7 +76,7 @@ def options_of(
     }
     if given.get("top_k") == -1:
         del given["top_k"]  # as vLLM says that all tokens count
-    if isinstance(seed := given.get("seed"), int) and seed < 0:
+    if type(seed := as_whole(given.get("seed"))) is int and seed < 0:
         given["seed"] = seed % 2**64
     if "max_completion_tokens" in given:
         given.pop("max_tokens", None)  # the older name of the same
