@@ -27,7 +27,7 @@ from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.owner import Owned
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Pipeline, Progress
-from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated, mark
 from mlxrunner.engine.sampling import LogitsProcessor
 from mlxrunner.engine.telling import Telling
@@ -96,8 +96,7 @@ class Runner(Telling):
         """The sampling that the model suggests, for `generate(prompt, **suggested_options)`."""
         self.growing: Demand | None = None
         """The memory that tokens need, if it is taken as the conversation grows."""
-        self._discarded = 0
-        self._running: weakref.ref[Owned[Chunk]] | None = None
+        self._answers: weakref.WeakSet[Owned[Chunk]] = weakref.WeakSet()
         self._options = cache_options(chosen, facts.context, whole=whole)
         self._sight = getattr(model, "sight", None)
         check_quantized(model, self._options)
@@ -165,15 +164,15 @@ class Runner(Telling):
         if self.owner.is_closed:
             return
         self.owner.check()
-        running = self._running() if self._running is not None else None
-        if running is not None:
-            if running.is_running:
-                raise BusyError()
-            running.close()
+        answers = list(self._answers)
+        if any(answer.is_running for answer in answers):
+            raise BusyError()
+        for answer in answers:
+            answer.close()
         self._enter()
         self._cache.reset()
         self._cache, self.sources = PrefixCache(list), Sources(self.facts)
-        self._pipeline = self.model = self._sight = None
+        self.model = self._sight = None
         self.owner.close()
         mx.clear_cache()
 
@@ -202,11 +201,6 @@ class Runner(Telling):
         """The entry as it is between requests."""
         self.owner.check()
         return self._cache.current
-
-    @property
-    def shifted_tokens(self) -> int:
-        """Tokens that the last request, running or not, dropped because the context was full."""
-        return self._discarded + (self._pipeline.shifted if self._pipeline is not None else 0)
 
     def reset(self) -> None:
         """Free the entry: the next request reuses nothing."""
@@ -277,16 +271,12 @@ class Runner(Telling):
             began=began,
             processors=logits_processors,
         )
-        self._forget_what_may_differ()
-        shift, discarded = request.shift, request.discarded
-        if shift is not None and discarded:
-            self._cache.prepare(request.prompt.tokens, shift.keep, discarded, self._rotate)
         self._must_have_room(len(request.tokens) + min(chosen.max_tokens or HEADROOM, HEADROOM))
         lease = self._cache.begin(request.tokens)
-        self._pipeline, self._discarded, self.usage = None, discarded, None
-        answered = Owned(self._run(Run(request, lease, progress)), self.owner)
-        self._running = weakref.ref(answered)
-        return answered
+        self._note(request.discarded)
+        answer = Owned(self._run(Run(request, lease, progress)), self.owner)
+        self._answers.add(answer)
+        return answer
 
     def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
         """Evaluate `prompt` in advance, and return the number of tokens evaluated.
@@ -336,28 +326,38 @@ class Runner(Telling):
         if self.growing is not None:
             must_have_room(self.growing, min(tokens, self.context), self.prefill_step)
 
-    def _forget_what_may_differ(self) -> None:
-        """Free the entry of a model whose answers depend on chunks, so that nothing is reused."""
-        if self.facts.depends_on_chunks and not self._cache.is_busy:
+    def _prepare_entry(self, request: Request) -> None:
+        """Change the entry as `request` needs it, at its begin. Raise BusyError while one runs.
+
+        Nothing is reused if the model's answers depend on chunks. A prompt that was too long is
+        shortened, and so is the entry.
+        """
+        self._enter()
+        if self.facts.depends_on_chunks:
             self._cache.reset(DEPENDS)
+        shift, discarded = request.shift, request.discarded
+        if shift is not None and discarded:
+            self._cache.prepare(request.prompt.tokens, shift.keep, discarded, self._rotate)
 
     def _rotate(self, caches: Sequence[LayerCache], by: int) -> Any:
         return rotators(self.model, caches, by)
 
     def _chunks(self, run: Run) -> Iterator[Chunk]:
-        mx.reset_peak_memory()
-        run.active_bytes = mx.get_active_memory()
         request, lease = run.request, run.lease
         options, clock = request.options, request.clock
+        self._prepare_entry(request)
         clock.lookup_began = time.perf_counter()
         with lease:
+            self._note(request.discarded, run)
+            mx.reset_peak_memory()
+            run.active_bytes = mx.get_active_memory()
             coming = min(request.limit, options.max_tokens or HEADROOM)
             for cache in lease.caches:
                 cache.reserve(min(len(lease.prompt) + coming, self.context))
             clock.lookup_s = time.perf_counter() - clock.lookup_began
             lookup = lease.lookup
             log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
-            pipeline = self._pipeline = Pipeline(
+            pipeline = run.pipeline = Pipeline(
                 self.model,
                 lease,
                 self.prefill_step,

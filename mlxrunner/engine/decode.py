@@ -246,9 +246,9 @@ class Decoding(ABC):
                 yield decoded
         finally:
             if lease.forwarded > lease.recorded:
-                self.logits = logits[:, shown - 1, :]
                 self._together = rows[:shown]
                 if lease.is_here:
+                    self.logits = logits[:, shown - 1, :]
                     lease.accept(rows[:shown])
                 else:
                     lease.record(rows[:shown])  # the layers follow before the owner's next use

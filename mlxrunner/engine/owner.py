@@ -6,10 +6,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from mlxrunner.errors import ClosedError, WrongThreadError
+from mlxrunner.errors import BusyError, ClosedError, WrongThreadError
 
 T = TypeVar("T")
 
@@ -70,21 +69,30 @@ class Owned(Iterator[T]):
     """A generator that only its owner advances and closes."""
 
     def __init__(self, inner: Generator[T, None, None], owner: Owner) -> None:
-        self._inner, self._owner = inner, owner
+        self._inner: Any = inner  # whose state typing does not know
+        self._owner = owner
 
     def __iter__(self) -> Owned[T]:
         return self
 
     def __next__(self) -> T:
+        self._check_idle()
         self._owner.check()
-        return next(self._inner)
+        value: T = next(self._inner)
+        return value
 
     @property
     def is_running(self) -> bool:
         """True while the generator computes its next value, as seen from a callback."""
-        return getgeneratorstate(self._inner) == GEN_RUNNING
+        return bool(self._inner.gi_running)
 
     def close(self) -> None:
         """Close the generator. A second call is allowed, also after the runner was closed."""
-        self._owner.check_thread()
+        self._check_idle()
         self._inner.close()
+
+    def _check_idle(self) -> None:
+        """Raise WrongThreadError in another thread, and BusyError in a callback of its own."""
+        self._owner.check_thread()
+        if self.is_running:
+            raise BusyError()

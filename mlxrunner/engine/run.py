@@ -37,6 +37,15 @@ class Run:
     """The name of the exception that ended the request; None if no exception did."""
     is_told: bool = False
     """True once the observers were called."""
+    pipeline: Pipeline | None = None
+    """The passes of the model; None until the request has the entry."""
+    is_over: bool = False
+    """True once its iterator has ended."""
+
+    @property
+    def shifted(self) -> int:
+        """Tokens that were dropped because the context was full."""
+        return self.request.discarded + (0 if self.pipeline is None else self.pipeline.shifted)
 
     def counted(self, answer: AnswerStream, pipeline: Pipeline, entry: CacheEntry) -> Usage:
         """Return the usage of the request after the end of `answer`."""
@@ -49,7 +58,7 @@ class Run:
             request.prompt.earlier,
             evaluated_tokens=min(evaluated, lookup.prompt_tokens - lookup.cached),
             trimmed_tokens=lookup.entry_tokens - lookup.reused,
-            shifted_tokens=request.discarded + pipeline.shifted,
+            shifted_tokens=self.shifted,
             reevaluated_tokens=pipeline.reevaluated,
             prefill_s=pipeline.prefill_s,
             cache_bytes=entry.nbytes,
@@ -58,11 +67,9 @@ class Run:
             **drafted(pipeline.drafting),
         )
 
-    def observation(
-        self, usage: Usage, entry: CacheEntry, pipeline: Pipeline | None
-    ) -> Observation:
+    def observation(self, usage: Usage, entry: CacheEntry) -> Observation:
         """Return the request as observers see it, with the entry after the request."""
-        request, lease = self.request, self.lease
+        request, lease, pipeline = self.request, self.lease, self.pipeline
         has_logits = lease.forwarded == len(entry.tokens) and not entry.is_shifted
         return Observation(
             prepared=request.prompt,

@@ -9,10 +9,11 @@ import mlx.core as mx
 import pytest
 from support.architectures import build, settings_of
 
-from mlxrunner import Runner
-from mlxrunner.models.facts import facts_of
+from mlxrunner import ParallelRunner, Runner
+from mlxrunner.models.facts import ModelFacts, facts_of
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.testing import ByteTokenizer
+from mlxrunner.testing import VOCAB as ORACLES
+from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
 
 VOCAB, LONG = 20_000, 300
 
@@ -61,3 +62,28 @@ def test_a_model_that_depends_on_chunks_gets_those_of_runner(length: int) -> Non
     assert alone.logprobs is not None
     pairs = zip(found.logprobs, alone.logprobs, strict=True)
     assert max(abs(ours[0] - its[0]) for ours, its in pairs) < 1e-4
+
+
+@pytest.mark.parametrize("budget", [0, 10**6], ids=["no-checkpoints", "checkpoints"])
+@pytest.mark.parametrize("kinds", [["recurrent", "full"], ["unknown", "composite"]], ids="+".join)
+def test_each_turn_takes_the_passes_of_runner(kinds: list[str], budget: int) -> None:
+    """A short turn behind a long conversation is one pass, as in a short conversation."""
+    facts = ModelFacts("oracle", 4096, True, {kind: kinds.count(kind) for kind in kinds}, ORACLES)
+    given = {"context": 512, "checkpoint_budget": budget, "prefill_step": 64}
+    theirs, ours = OracleModel(kinds), OracleModel(kinds)
+    with (
+        oracle_runner(model=theirs, **given) as one,
+        ParallelRunner(ours, ByteTokenizer(), facts, max_sequences=1, step_ms=0, **given) as many,
+    ):
+        assert many.why_alone is not None
+        for cold in (5, 17, 100, 200):
+            talk = [(7 * place) % 200 + 5 for place in range(cold)]
+            for turn in (0, 1, 8, 16, 17, 40, 70):
+                talk = [*talk, *[9] * turn]
+                passes = []
+                for runner, model in ((one, theirs), (many, ours)):
+                    model.forwards.clear()
+                    runner.complete(talk, max_tokens=1)
+                    passes.append([*model.forwards])
+                assert passes[0] == passes[1], (cold, turn)
+                assert budget or turn > 16 or len(passes[1]) == 1 or turn == 0

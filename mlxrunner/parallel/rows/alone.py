@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.checkpoints import HEADER
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
@@ -30,6 +31,7 @@ class OneAtATime(Engine):
         self.sequences: dict[int, list[LayerCache]] = {}
         """The layer caches of each sequence."""
         self._num_layers = len(make_layer_caches(model, options))
+        self._prompts = PromptPasses()
         self._sees: Look | None = getattr(model, "look", None)
         self._before = self._coming = as_tokens([])
 
@@ -60,7 +62,7 @@ class OneAtATime(Engine):
         if len(found := sorted(set(batch.sequences))) > 1:
             raise ValueError(f"a step of this model carries one sequence, not {found}")
         caches = make_layer_caches(self.model, self._options) if reserve else self.caches(found[0])
-        *ahead, last = passes(batch, rows)
+        *ahead, last = self._prompts.of(batch, rows, self.has_stops(caches))
         for count in ahead:
             self._look(0, count)
             self._pass(tokens[:count], caches)
@@ -116,11 +118,26 @@ class OneAtATime(Engine):
         raise AssertionError("there are no layers in shared cells")
 
 
-def passes(batch: Batch, rows: Sequence[int]) -> list[int]:
-    """Return the tokens of each forward pass of a step of one sequence.
+class PromptPasses:
+    """The forward passes of each step of one sequence, cut as `Runner` cuts them."""
 
-    As in `Runner`, a pass computes no logits but those of the last token of a long prompt.
-    """
-    before = min(rows, default=0)
-    is_long = batch.positions[-1] >= SEED_TOKENS
-    return [before, len(batch) - before] if before and is_long else [len(batch)]
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[int, int]] = {}
+        """For each prompt that was evaluated in part: where it goes on, and its tokens so far."""
+
+    def of(self, batch: Batch, rows: Sequence[int], has_stops: bool) -> list[int]:
+        """Return the tokens of each pass of a step.
+
+        `rows`: the tokens whose logits are wanted; none in a piece that does not end its prompt. A
+        long prompt gets a pass of its own for its last token, because a pass computes the logits of
+        all its tokens. `has_stops`: the prompt is cut at checkpoints, and the last piece is short.
+        """
+        sequence, begin = batch.sequences[0], batch.positions[0]
+        goes_on, tokens = self._begun.pop(sequence, (begin, 0))
+        tokens = len(batch) + (tokens if goes_on == begin else 0)
+        if not rows:
+            self._begun[sequence] = (batch.positions[-1] + 1, tokens)
+            return [len(batch)]
+        before = min(rows)
+        is_long = len(batch) > HEADER if has_stops else tokens > SEED_TOKENS
+        return [before, len(batch) - before] if before and is_long else [len(batch)]

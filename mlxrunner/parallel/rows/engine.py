@@ -28,6 +28,9 @@ class Engine(ABC):
     An engine stores the keys and values of each sequence.
     """
 
+    takes_checkpoints = True
+    """False if there is no budget for checkpoints of its sequences."""
+
     def __init__(self, windows: Iterable[int], memory: int = WINDOWS_KEEP) -> None:
         """Make one group of cells for each width of window.
 
@@ -56,6 +59,10 @@ class Engine(ABC):
         and ends a pass in the latter.
         """
         return [CellsLayer(group, sequence) for group in self.groups]
+
+    def has_stops(self, caches: Sequence[LayerCache]) -> bool:
+        """Return True if prompts are cut where checkpoints of `caches` are taken."""
+        return self.takes_checkpoints and any(cache.needs_checkpoints for cache in caches)
 
     def look(self, before: TokenArray, tokens: TokenArray) -> None:  # noqa: B027  # most see none
         """Prepare for a pass of `tokens`, which are known, behind those `before` of a sequence.

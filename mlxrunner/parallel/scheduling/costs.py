@@ -21,7 +21,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._decode: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
-        self._pieces: dict[int, _Line] = defaultdict(_Line)
+        self._pieces: dict[int, _Line] = {}
 
     def measure(self, rows: int, prefill: int, cells: int, seconds: float) -> None:
         """Note that a step took `seconds`.
@@ -30,7 +30,9 @@ class StepCosts:
         """
         if prefill:
             own = seconds - (self.decode(rows) or 0.0)
-            self._pieces[_size(prefill)].add(prefill, cells, max(own, 0.0) / prefill)
+            line = self._pieces.get(_size(prefill)) or _Line()
+            line.add(prefill, cells, max(own, 0.0) / prefill)
+            self._pieces[_size(prefill)] = line  # an interrupt leaves no line without a sample
         elif rows:
             self._decode[_size(rows)].append(seconds)
 
@@ -70,7 +72,8 @@ class _Line:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, int, float]] = deque(maxlen=RECENT)
-        self._size = self._start = self._slope = 0.0
+        self._fit = (0.0, 0.0, 0.0)
+        """The usual size of the pieces, and the line: its start and its slope."""
 
     def add(self, prefill: int, cells: int, seconds: float) -> None:
         """Add the `seconds` of each token of a piece.
@@ -83,13 +86,15 @@ class _Line:
             for (_, there, before), (_, here, took) in combinations(self._samples, 2)
             if abs(here - there) >= FAR
         ]
-        self._slope = max(0.0, median(slopes)) if slopes else 0.0
-        self._size = median(size for size, _, _ in self._samples)
-        self._start = median(took - self._slope * seen for _, seen, took in self._samples)
+        slope = max(0.0, median(slopes)) if slopes else 0.0
+        size = median(size for size, _, _ in self._samples)
+        start = median(took - slope * seen for _, seen, took in self._samples)
+        self._fit = (size, start, slope)
 
     def point(self, cells: int) -> tuple[float, float]:
         """Return the usual size of these pieces, and the seconds of one that sees `cells` cells."""
-        return self._size, self._size * max(0.0, self._start + self._slope * cells)
+        size, start, slope = self._fit
+        return size, size * max(0.0, start + slope * cells)
 
 
 def _size(count: int) -> int:

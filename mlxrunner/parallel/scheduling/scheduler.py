@@ -71,6 +71,7 @@ class Scheduler:
         self.requests: list[ActiveRequest] = []
         """The running requests, in order of arrival. A request waits only for earlier ones."""
         self._engine = engine
+        engine.takes_checkpoints = budget > 0
         capacity, cells = settings.context or 0, settings.cells or 0
         room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends

@@ -19,7 +19,7 @@ from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.pool.layer import CellsLayer
 from mlxrunner.cache.saved import Saved
-from mlxrunner.parallel.rows.alone import passes
+from mlxrunner.parallel.rows.alone import PromptPasses
 from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
 
@@ -41,7 +41,7 @@ class ReplayedEngine(Engine):
         self._apart: dict[int, list[ReplayedLayer]] = {}
         slack = process["rewind_slack"] if "memory" in process else WINDOWS_KEEP
         super().__init__(self._rows, slack)
-        self._logits = mx.zeros((1, 1))
+        self._logits, self._prompts = mx.zeros((1, 1)), PromptPasses()
         self.hook: Callable[[], None] = lambda: None
         """Called in each forward pass when its tokens have their cells. It may raise an error."""
 
@@ -59,9 +59,11 @@ class ReplayedEngine(Engine):
             self.cache.start_forward(batch)
         self.hook()
         for sequence, count in Counter(batch.sequences).items():
-            is_alone = self.most_sequences == 1
-            for part in passes(batch, rows) if is_alone else [count]:
-                for layer in self._layers_apart(sequence):
+            layers, parts = self._layers_apart(sequence), [count]
+            if self.most_sequences == 1:
+                parts = self._prompts.of(batch, rows, self.has_stops(layers))
+            for part in parts:
+                for layer in layers:
                     layer.end_forward(part)
         return self._logits
 
