@@ -172,6 +172,13 @@ class GenerateOptions:
         is_list=True,
         in_chat=False,
     )
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        int,
+        "Further token ids that end the answer.",
+        is_list=True,
+        in_chat=False,
+    )
     template: str | None = option(
         None,
         str,
@@ -190,7 +197,8 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_stop(self.stop)
-        _check_stop_tokens(self.stop_tokens)
+        _check_stop_tokens("stop_tokens", self.stop_tokens or ())
+        _check_stop_tokens("stop_token_ids", self.stop_token_ids)
         check_choices(self.choices)
         check_schema(self.schema)
         if self.choices and self.schema is not None:
@@ -213,7 +221,8 @@ class GenerateOptions:
 
     def ends(self, default: frozenset[int]) -> frozenset[int]:
         """Return the tokens that end the answer. `default` are those of the tokenizer."""
-        return default if self.stop_tokens is None else frozenset(self.stop_tokens)
+        own = default if self.stop_tokens is None else frozenset(self.stop_tokens)
+        return own.union(self.stop_token_ids)
 
     def stops(self, default: Sequence[str]) -> tuple[str, ...]:
         """Return the texts before which the answer ends. `default` are those of the template."""
@@ -228,10 +237,11 @@ class GenerateOptions:
         value is wrong.
         """
         _check_names(cls, options)
-        ends = options.pop("stop_tokens", None)
+        ends, more = options.pop("stop_tokens", None), options.pop("stop_token_ids", None) or ()
         return cls(
             stop=as_texts("stop", options.pop("stop", None)),
             stop_tokens=None if ends is None else tuple(listed("stop_tokens", ends, "[2, 5]")),
+            stop_token_ids=tuple(listed("stop_token_ids", more, "[2, 5]")),
             schema=json_text("schema", options.pop("schema", None), dict),
             template=json_text("template", options.pop("template", None), dict),
             tools=json_text("tools", options.pop("tools", None), list, tuple),
@@ -267,6 +277,7 @@ class GenerateKwargs(TypedDict, total=False):
     speculate: Literal["auto", "lookup", "off"]
     logprobs: int | None
     stop_tokens: Sequence[int] | None
+    stop_token_ids: Sequence[int] | None
 
 
 class SubmitKwargs(GenerateKwargs, total=False):
@@ -362,10 +373,10 @@ def _of_the_runner(name: str, kind: type) -> str:
     return "" if found is None else f"{found!r} is a setting of the runner (Runner.load); "
 
 
-def _check_stop_tokens(tokens: tuple[int, ...] | None) -> None:
-    for token in tokens or ():
-        check_whole("stop_tokens", token)
-        check_range("stop_tokens", token, 0, LARGEST_TOKEN)
+def _check_stop_tokens(name: str, tokens: tuple[int, ...]) -> None:
+    for token in tokens:
+        check_whole(name, token)
+        check_range(name, token, 0, LARGEST_TOKEN)
 
 
 def chat_options() -> Iterator[tuple[str, Option]]:

@@ -15,6 +15,7 @@ from mlxrunner.cli.options import MEMORY_OPTIONS, debug_option, json_option, tog
 from mlxrunner.cli.program import visible_text
 from mlxrunner.cli.settling import named_model
 from mlxrunner.cli.words import model_words
+from mlxrunner.errors import ModelError
 
 
 @click.command()
@@ -23,14 +24,21 @@ from mlxrunner.cli.words import model_words
 @debug_option
 def show(model: str, as_json: bool) -> None:
     """Say what is known about MODEL without loading its weights: architecture, layers by kind,
-    context, bytes per token.
+    context, bytes per token, and the tokens and texts that end its answers.
     """
-    from mlxrunner.models.description import describe
-    from mlxrunner.terminal.text import size
+    from dataclasses import asdict
+
+    from mlxrunner.models.description import describe, ends_of
+    from mlxrunner.terminal.text import one_line, size
 
     facts = describe(model)
+    try:
+        ends, problem = ends_of(model), ""
+    except ModelError as error:
+        ends, problem = [], one_line(str(error))
     if as_json:
-        click.echo(json.dumps(facts.as_dict()))
+        listed = None if problem else list(map(asdict, ends))
+        click.echo(json.dumps({**facts.as_dict(), "ends": listed}))
         return
     context = f"{facts.context} tokens" + (
         "" if facts.context_is_known else " (not stated: a guess)"
@@ -45,9 +53,17 @@ def show(model: str, as_json: bool) -> None:
         + (f" and {size(facts.cache.fixed)} whatever the length" if facts.cache.fixed else "")
         + f"; {size(facts.cache.per_token * facts.context + facts.cache.fixed)} "
         "for the whole context",
+        "ends": "; ".join(map(_end_text, ends)) or (f"not known: {problem}" if problem else "none"),
     }
     for name, value in rows.items():
         click.echo(f"{name:13} {visible_text(value)}")
+
+
+def _end_text(end: Any) -> str:
+    """Return an end of answers, such as `<|im_end|> (2: config.json, chat template)`."""
+    number = "" if end.token is None else f"{end.token}: "
+    text = end.text if end.token is not None else repr(end.text)
+    return f"{text} ({number}{', '.join(end.places)})"
 
 
 @click.command()

@@ -137,7 +137,7 @@ TEMPLATE = ("template", "tools")
 SAMPLING = tuple(
     name
     for name in names(GenerateOptions)
-    if name not in (*FULL_CONTEXT, *FORM, *TEMPLATE, "logprobs", "stop_tokens")
+    if name not in (*FULL_CONTEXT, *FORM, *TEMPLATE, "logprobs", "stop_tokens", "stop_token_ids")
 )
 MEMORY_OPTIONS = _options_of(RunnerSettings, [n for n in names(RunnerSettings) if n != INTERVAL])
 

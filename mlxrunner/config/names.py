@@ -19,7 +19,6 @@ SAME: dict[str, str] = {
     "guided_choice": "choices",
     "guided_json": "schema",
     "prompt_token_ids": "prompt",
-    "stop_token_ids": "stop_tokens",
     # llama.cpp and ollama
     "json_schema": "schema",
     "n_predict": "max_tokens",

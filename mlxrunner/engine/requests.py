@@ -108,10 +108,11 @@ def prepare(
 
 def _check_ends(options: GenerateOptions, vocab: int) -> None:
     """Raise OptionError for a stop token beyond the vocabulary, which could never come."""
-    for token in options.stop_tokens or ():
-        if vocab and token >= vocab:
+    for name in ("stop_tokens", "stop_token_ids"):
+        beyond = [token for token in getattr(options, name) or () if vocab and token >= vocab]
+        if beyond:
             raise OptionError(
-                f"stop_tokens: {token} is beyond the model's vocabulary, it has to be between 0 "
+                f"{name}: {beyond[0]} is beyond the model's vocabulary, it has to be between 0 "
                 f"and {vocab - 1}"
             )
 

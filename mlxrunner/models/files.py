@@ -43,6 +43,8 @@ MOST_BYTES = {
 Each is several times the size of the largest file in use.
 """
 LAST_TOKEN = 2**31 - 1
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Names of the settings of the part of a model that writes text."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -68,22 +70,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def eos_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
-    """Return the end-of-sequence ids of config.json and generation_config.json together.
+def eos_tokens(folder: Path, config: dict[str, Any]) -> dict[int, tuple[str, ...]]:
+    """Return the end-of-sequence ids of config.json and generation_config.json, with their files.
 
-    The ids in its text_config count, too. Values that are not token ids are ignored.
+    The ids in the settings of a part that writes text count, too. Values that are not token ids are
+    ignored.
     """
-    sources = [config, config.get("text_config")]
+    sources: list[tuple[str, Any]] = [("config.json", config)]
+    sources += [("config.json", config.get(name)) for name in TEXT_PARTS]
     with suppress(ReadError):
-        sources.append(read_json(folder / "generation_config.json", MOST_SETTINGS))
-    found: dict[int, None] = {}
-    for source in sources:
+        file = "generation_config.json"
+        sources.append((file, read_json(folder / file, MOST_SETTINGS)))
+    found: dict[int, tuple[str, ...]] = {}
+    for file, source in sources:
         ids = source.get("eos_token_id") if isinstance(source, dict) else None
-        given = ids if isinstance(ids, list) else [ids]
-        found |= dict.fromkeys(
-            token for token in given if type(token) is int and 0 <= token <= LAST_TOKEN
-        )
-    return list(found)
+        for token in ids if isinstance(ids, list) else [ids]:
+            if type(token) is int and 0 <= token <= LAST_TOKEN:
+                found[token] = tuple(dict.fromkeys((*found.get(token, ()), file)))
+    return found
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from mlxrunner.models.part_reading import WeightFiles
 from mlxrunner.models.resolve import HUB_ID, resolve
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.sharding import is_sharing, share
-from mlxrunner.models.suggested import suggestion_of
+from mlxrunner.models.suggested import stop_strings, suggestion_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
 from mlxrunner.system import device, mlx_vlm_internals
@@ -73,9 +73,7 @@ def load_model(
     """
     folder = resolve(name, with_code=trust_remote_code)
     config = _check(folder)
-    tokenizer = load_tokenizer(
-        folder, eos_tokens(folder, config), trust_remote_code=trust_remote_code
-    )
+    tokenizer = tokenizer_in(folder, config, trust_remote_code=trust_remote_code)
     model, config = _load_unread(folder, trust_remote_code, progress)
     read_weights(folder, model, progress)
     facts = tried(name, model, usable_facts(folder, model, config))
@@ -128,8 +126,21 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """
     folder = resolve(name, with_code=trust_remote_code)
     check_files(folder)
+    return tokenizer_in(folder, read_config(folder), trust_remote_code=trust_remote_code)
+
+
+def tokenizer_in(
+    folder: Path, config: dict[str, Any], *, trust_remote_code: bool = False
+) -> Tokenizer:
+    """Return the tokenizer in `folder`, with the ends that all of its files name.
+
+    Raise ModelError, which names the missing or broken file.
+    """
     return load_tokenizer(
-        folder, eos_tokens(folder, read_config(folder)), trust_remote_code=trust_remote_code
+        folder,
+        eos_tokens(folder, config),
+        stops=stop_strings(folder),
+        trust_remote_code=trust_remote_code,
     )
 
 

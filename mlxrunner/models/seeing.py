@@ -11,7 +11,7 @@ from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.eyes import ARCHITECTURES, HOW, runs_only_seeing
 from mlxrunner.models.facts import usable_facts
-from mlxrunner.models.files import check_files, eos_tokens, read_config, tensor_count
+from mlxrunner.models.files import check_files, read_config, tensor_count
 from mlxrunner.models.load import (
     LoadedModel,
     LoadProgress,
@@ -20,6 +20,7 @@ from mlxrunner.models.load import (
     read_weights,
     suggested,
     tell_nobody,
+    tokenizer_in,
     tried,
 )
 from mlxrunner.models.resolve import HUB_ID, resolve
@@ -32,7 +33,7 @@ from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.reading import is_there, read_bytes, read_json
-from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+from mlxrunner.tokenizer import Tokenizer
 
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 """The files that decide what the processor makes of pixels."""
@@ -64,7 +65,7 @@ def unread_seeing(name: str) -> LoadedModel:
     config = read_config(folder)
     check_files(folder)
     _check(folder, config)
-    tokenizer = load_tokenizer(folder, eos_tokens(folder, config))
+    tokenizer = tokenizer_in(folder, config)
     model, seeing_tokenizer = with_eyes(folder, _unread(folder, config), tokenizer)
     facts = usable_facts(folder, model, config)
     return LoadedModel(name, folder, model, seeing_tokenizer, facts, config, suggested(folder))

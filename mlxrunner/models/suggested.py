@@ -1,10 +1,11 @@
-"""Read the sampling that a model's generation_config.json suggests.
+"""Read the sampling and the stop strings that a model's generation_config.json suggests.
 
 The file may come from anybody. A value that cannot be used is left out, and named in one line.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,23 @@ class Suggestion:
     """Options of a request. It is empty if the model suggests nothing."""
     problem: str | None = None
     """One line about what is ignored, or None."""
+
+
+def stop_strings(folder: Path) -> tuple[str, ...]:
+    """Return the texts before which an answer of the model in `folder` ends.
+
+    These are `stop_strings`. Texts that cannot be used are left out: `suggestion_of` names them.
+    """
+    with suppress(ReadError):
+        found = read_json(folder / FILE, LARGEST)
+        return _stop_strings(found) if isinstance(found, dict) else ()
+    return ()
+
+
+def _stop_strings(found: dict[str, Any]) -> tuple[str, ...]:
+    given = found.get("stop_strings")
+    listed = given if isinstance(given, list) else [given]
+    return tuple(dict.fromkeys(text for text in listed if isinstance(text, str) and text))
 
 
 def suggestion_of(folder: Path) -> Suggestion:
@@ -81,4 +99,8 @@ def _read(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             options[name] = float(value) if name != "top_k" else value
     if found.get("do_sample") not in (None, True, False):
         problems.append(f"do_sample: {found['do_sample']!r:.80} is neither true nor false")
+    given = found.get("stop_strings")
+    listed = given if isinstance(given, list) else [given]
+    if given is not None and not all(isinstance(text, str) and text for text in listed):
+        problems.append(f"stop_strings: {given!r:.80} is not a list of texts")
     return options, problems

@@ -18,11 +18,6 @@ from mlxrunner.templates.plain import plain
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
 """Texts before which an answer in the fallback format ends."""
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-"""Ends of a turn that some conversions forget to list as end-of-sequence tokens.
-
-They are used only if the template writes them.
-"""
 END_OF_MESSAGE = ("<|end|>", "[/INST]")
 """Ends of a message that do not end an answer."""
 

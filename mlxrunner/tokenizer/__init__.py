@@ -5,30 +5,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mlxrunner.system.reading import is_there
-from mlxrunner.tokenizer.base import TextStream, Tokenizer
+from mlxrunner.tokenizer.base import Ends, TextStream, Tokenizer
 from mlxrunner.tokenizer.tables import check_tables
 
 __all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
 
 
 def load_tokenizer(
-    folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False
+    folder: Path,
+    eos_tokens: Ends | Iterable[int] = (),
+    *,
+    stops: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> Tokenizer:
     """Load the tokenizer of a model directory.
 
-    `eos_tokens`: tokens that end an answer according to the model's configuration. A tokenizer.json
-    is preferred to a tokenizer.model, because it also holds additions after the training. Raise
-    ModelError if the tokenizer is missing or damaged.
+    `eos_tokens`: tokens that end an answer according to the model's configuration, with the files
+    that say so. `stops`: texts before which an answer ends. A tokenizer.json is preferred to a
+    tokenizer.model, because it also holds additions after the training. Raise ModelError if the
+    tokenizer is missing or damaged.
     """
     check_tables(folder)
     if is_there(folder / "tokenizer.model") and not is_there(folder / "tokenizer.json"):
         from mlxrunner.tokenizer.sentencepiece import SentencePieceTokenizer
 
-        return SentencePieceTokenizer(folder, eos_tokens)
+        return SentencePieceTokenizer(folder, eos_tokens, stops)
     from mlxrunner.tokenizer.huggingface import HuggingFaceTokenizer
 
-    return HuggingFaceTokenizer(folder, eos_tokens, trust_remote_code=trust_remote_code)
+    return HuggingFaceTokenizer(folder, eos_tokens, stops, trust_remote_code=trust_remote_code)

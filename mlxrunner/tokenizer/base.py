@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mlxrunner.errors import PromptError
@@ -25,6 +25,26 @@ class TextStream(Protocol):
         ...
 
 
+FROM_CONFIG, FROM_TEMPLATE = "tokenizer_config.json", "chat template"
+"""Places that say which tokens end an answer."""
+Ends = Mapping[int, tuple[str, ...]]
+"""The places that say so, for each token that ends an answer."""
+
+
+def joined_ends(*several: tuple[str, Iterable[int]], first: Ends | Iterable[int] = ()) -> Ends:
+    """Return the ends of `first` and of further places, each with its tokens.
+
+    `first` may be tokens alone, which the caller gave.
+    """
+    ends: dict[int, tuple[str, ...]] = (
+        dict(first) if isinstance(first, Mapping) else dict.fromkeys(first, ("given",))
+    )
+    for place, tokens in several:
+        for token in sorted(tokens):
+            ends[token] = (*ends.get(token, ()), place)
+    return ends
+
+
 class Tokenizer(Protocol):
     """A converter between text and token ids that also renders the chat template."""
 
@@ -37,13 +57,21 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def ends(self) -> Ends:
+        """The places that name each of `stop_tokens`, such as "config.json"."""
+        ...
+
+    @property
     def message_ends(self) -> frozenset[int]:
         """Tokens that end a message of any role. The next prompt may differ from there on."""
         ...
 
     @property
     def template_stops(self) -> tuple[str, ...]:
-        """Stop strings that the fallback template needs. Empty if the model has a template."""
+        """Texts before which an answer ends: the model's own, and those of the fallback template.
+
+        The model's are `stop_strings` of generation_config.json.
+        """
         ...
 
     def encode(self, text: str) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from mlxrunner.templates.messages import PlainMessage, check_messages
@@ -29,6 +30,7 @@ class ByteTokenizer:
     vocab_size = VOCAB
     stop_tokens = frozenset({EOS})
     message_ends = frozenset({EOS})
+    ends: Mapping[int, tuple[str, ...]] = MappingProxyType({EOS: ("tokenizer",)})
     template_stops: tuple[str, ...] = ()
     letters_per_token = 1
 

@@ -11,16 +11,23 @@ from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError, PromptError
 from mlxrunner.system.mlx_lm_internals import transformers_tokenizer
+from mlxrunner.templates.ends import turn_ends
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
-    END_OF_TURN,
     FALLBACK_STOPS,
     read_json,
     render_chat,
     render_jinja,
 )
-from mlxrunner.tokenizer.base import checked_text, with_bos
+from mlxrunner.tokenizer.base import (
+    FROM_CONFIG,
+    FROM_TEMPLATE,
+    Ends,
+    checked_text,
+    joined_ends,
+    with_bos,
+)
 from mlxrunner.tokenizer.longest import letters_per_token
 from mlxrunner.tokenizer.native import is_failure, panics_as_errors, quiet
 from mlxrunner.tokenizer.stream import DecodeStream
@@ -39,25 +46,32 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(
-        self, folder: Path, eos_tokens: Iterable[int] = (), *, trust_remote_code: bool = False
+        self,
+        folder: Path,
+        eos_tokens: Ends | Iterable[int] = (),
+        stops: Sequence[str] = (),
+        *,
+        trust_remote_code: bool = False,
     ) -> None:
+        """Load what is in `folder`; the other arguments are those of `load_tokenizer`."""
         try:
             with quiet(), panics_as_errors():
-                self._load(folder, list(eos_tokens), trust_remote_code)
+                self._load(folder, joined_ends(first=eos_tokens), trust_remote_code)
         except Exception as error:
             for name in JSON_FILES:
                 read_json(folder / name)  # raises the better error if this file is broken
             raise ModelError(
                 f"{folder}: no tokenizer could be loaded: {_explain(folder, error)}"
             ) from error
+        self.template_stops = (*stops, *(() if self._has_template else FALLBACK_STOPS))
 
-    def _load(self, folder: Path, eos_tokens: list[int], trust_remote_code: bool) -> None:
+    def _load(self, folder: Path, eos_tokens: Ends, trust_remote_code: bool) -> None:
         """Load the tokenizer, and try all functions once, so that a broken tokenizer fails here."""
         from mlx_lm.utils import load_tokenizer
 
         # Always pass a value: without one transformers asks on the terminal.
         trust = {"trust_remote_code": trust_remote_code}
-        self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=eos_tokens or None)
+        self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=[*eos_tokens] or None)
         _bound_template(self._wrapper)
         bos: int | None = self._wrapper.bos_token_id
         # Not read from the configuration, because the post-processor of tokenizer.json decides.
@@ -67,11 +81,16 @@ class HuggingFaceTokenizer:
         self._bos = bos if wants_bos else None
         self._anchor = str(self._wrapper.eos_token or "")
         self._has_template = bool(self._wrapper.has_chat_template)
-        self.template_stops = () if self._has_template else FALLBACK_STOPS
-        template, vocab = str(self._wrapper.chat_template), self._wrapper.get_vocab()
+        vocab = self._wrapper.get_vocab()
         check_ids(folder / "tokenizer.json", vocab.values())
-        ends = {vocab[text] for text in END_OF_TURN if text in template and text in vocab}
-        self.stop_tokens = frozenset({*self._wrapper.eos_token_ids, *ends})
+        own = transformers_tokenizer(self._wrapper).eos_token_id
+        written = turn_ends(self.render, self.encode_more, self._is_mark)
+        self.ends = joined_ends(
+            (FROM_CONFIG, () if own is None else [own]),
+            (FROM_TEMPLATE, written if self._has_template else ()),
+            first=eos_tokens,
+        )
+        self.stop_tokens = frozenset(self.ends)
         self.message_ends = self.stop_tokens | {
             vocab[text] for text in END_OF_MESSAGE if text in vocab
         }
@@ -82,6 +101,17 @@ class HuggingFaceTokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._wrapper)
+
+    @cached_property
+    def _marks(self) -> frozenset[int]:
+        """The special and added tokens that are not white space alone."""
+        added = self._wrapper.added_tokens_decoder
+        special = {*self._wrapper.all_special_ids} - {*added}
+        named = {token for token, one in added.items() if str(one).strip(" \t\r\n▁")}
+        return frozenset(named | special)
+
+    def _is_mark(self, token: int) -> bool:
+        return token in self._marks
 
     def encode(self, text: str) -> list[int]:
         return with_bos(self._encode(checked_text(text)), self._bos)

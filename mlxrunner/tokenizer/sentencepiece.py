@@ -9,17 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError
+from mlxrunner.templates.ends import turn_ends
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
-    END_OF_TURN,
     FALLBACK_STOPS,
     jinja_renderer,
     read_json,
     read_template,
     render_chat,
 )
-from mlxrunner.tokenizer.base import checked_text, with_bos
+from mlxrunner.tokenizer.base import (
+    FROM_CONFIG,
+    FROM_TEMPLATE,
+    Ends,
+    checked_text,
+    joined_ends,
+    with_bos,
+)
 from mlxrunner.tokenizer.stream import ByteStream
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
@@ -36,7 +43,10 @@ class SentencePieceTokenizer:
     The special tokens come from tokenizer_config.json and added_tokens.json.
     """
 
-    def __init__(self, folder: Path, eos_tokens: Iterable[int] = ()) -> None:
+    def __init__(
+        self, folder: Path, eos_tokens: Ends | Iterable[int] = (), stops: Sequence[str] = ()
+    ) -> None:
+        """Load what is in `folder`; the other arguments are those of `load_tokenizer`."""
         import sentencepiece
 
         file = folder / "tokenizer.model"
@@ -61,13 +71,14 @@ class SentencePieceTokenizer:
         template = read_template(folder, config)
         names = {"bos_token": self._text(bos), "eos_token": self._text(eos)}
         self._render = jinja_renderer(template, names) if template is not None else None
-        self.template_stops = () if self._render else FALLBACK_STOPS
-        ends = {
-            self._special.get(text, self._piece(text))
-            for text in END_OF_TURN
-            if template and text in template
-        }
-        self.stop_tokens = frozenset(t for t in {*eos_tokens, eos, *ends} if t is not None)
+        self.template_stops = (*stops, *(() if self._render else FALLBACK_STOPS))
+        written = turn_ends(self.render, self.encode_more, self._is_mark)
+        self.ends = joined_ends(
+            (FROM_CONFIG if config.get("eos_token") else file.name, () if eos is None else [eos]),
+            (FROM_TEMPLATE, written if self._render else ()),
+            first=eos_tokens,
+        )
+        self.stop_tokens = frozenset(self.ends)
         others = (self._special.get(text, self._piece(text)) for text in END_OF_MESSAGE)
         self.message_ends = self.stop_tokens | {token for token in others if token is not None}
 

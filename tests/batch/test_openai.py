@@ -116,7 +116,7 @@ def test_a_line_of_a_completion() -> None:
         ({"structured_outputs": {"choice": ["a"], "json": None}}, {"choices": ["a"]}),
         ({"structured_outputs": {"json": {}}}, {"schema": "{}"}),
         ({"structured_outputs": {"json_object": True}}, {"schema": '{"type": "object"}'}),
-        ({"stop_token_ids": [5]}, {"stop_tokens": [5]}),
+        ({"stop_token_ids": [5]}, {"stop_token_ids": [5]}),
         ({"min_tokens": 0, "ignore_eos": False, "length_penalty": 1.0, "priority": 3}, {}),
         (
             {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},

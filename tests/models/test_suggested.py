@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import mlxrunner
-from mlxrunner import ParallelRunner, Runner
+from mlxrunner import ParallelRunner, Runner, cli
 from mlxrunner.models.suggested import LARGEST, suggestion_of
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
@@ -128,3 +129,45 @@ def test_a_runner_knows_what_its_model_suggests(
         assert many.suggested_options == OWN
     with Runner.load("demo", reserve=False) as demo:
         assert demo.suggested_options == {}
+
+
+NAME = [{"role": "user", "content": "My name is Bo. What is my name?"}]
+
+
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, whose file asks for a stop text."""
+    folder = tmp_path_factory.mktemp("stopping") / "demo"
+    shutil.copytree(DEMO, folder)
+    given = {"eos_token_id": [2], "stop_strings": [" is", 5, ""]}
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    return folder
+
+
+def test_stop_strings_end_every_answer(stopping: Path) -> None:
+    """With a runner, a runner of many, and beside stop texts and tokens of the request."""
+    with Runner.load(str(stopping), context=256) as runner:
+        assert runner.complete(NAME).text == "Your name"
+        assert runner.complete(NAME, stop="zebra", stop_token_ids=[7]).text == "Your name"
+        assert runner.complete(NAME, stop=" name").text == "Your"
+        assert runner.complete(NAME, choices=["it is so"]).text == "it is so"
+    with ParallelRunner.load(str(stopping), context=256, max_sequences=2) as runner:
+        assert runner.complete(NAME).text == "Your name"
+
+
+def test_a_stop_string_that_is_no_text_is_named(stopping: Path) -> None:
+    """The others count."""
+    assert "stop_strings: [' is', 5, ''] is not a list of texts" in str(
+        suggestion_of(stopping).problem
+    )
+
+
+def test_show_prints_the_ends(stopping: Path) -> None:
+    """Tokens with their ids and texts, and the files that name them."""
+    shown = CliRunner().invoke(cli.main, ["show", str(stopping)]).output
+    assert "<|im_end|> (4: config.json, tokenizer_config.json, chat template)" in shown
+    assert "' is' (generation_config.json)" in shown
+    ends = json.loads(CliRunner().invoke(cli.main, ["show", str(stopping), "--json"]).output)[
+        "ends"
+    ]
+    assert {"text": " is", "token": None, "places": ["generation_config.json"]} in ends

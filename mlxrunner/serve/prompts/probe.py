@@ -11,19 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from mlxrunner.errors import PromptError
+from mlxrunner.templates.ends import CALL_ID, TOOL
 
 MARK = "\ue0f4{}\ue0f5"
 """Stands for a text: private characters with a number."""
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "probetool",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"p": {"type": "string"}}},
-    },
-}
-CALL_ID = "probe0001"
-"""The id of a call that all templates take: Mistral's have nine letters or digits."""
 
 
 class Probe:
