@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlxrunner.errors import OutputError, ReadError
-from mlxrunner.system.reading import read_text
-from mlxrunner.system.writing import written
+from mlxrunner.system.reading import read_json
+from mlxrunner.system.writing import sealed, written
 
 LARGEST = 2**22
 """The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
@@ -38,8 +38,8 @@ class Completion:
     @classmethod
     def read(cls, path: Path) -> Completion | None:
         """Read the record from `path`. Return None if there is no such file or it is damaged."""
-        with suppress(ReadError, ValueError, TypeError, RecursionError):
-            found = cls(**json.loads(read_text(path, LARGEST)))
+        with suppress(ReadError, TypeError):
+            found = cls(**read_json(path, LARGEST, sealed=True))
             if found._is_whole():
                 return found
         return None
@@ -58,6 +58,6 @@ class Completion:
         """Write the whole record to the disk, with mode 0600. Raise OutputError if that fails."""
         try:
             with written(path) as stream:
-                json.dump(asdict(self), stream, indent=1)
+                stream.write(sealed(json.dumps(asdict(self), indent=1)))
         except OSError as error:
             raise OutputError(f"{path}: can't be written: {error.strerror}") from error

@@ -16,7 +16,7 @@ from typing import Any
 from mlxrunner.errors import ReadError
 from mlxrunner.system.folders import cache_folder
 from mlxrunner.system.reading import read_json
-from mlxrunner.system.writing import written
+from mlxrunner.system.writing import sealed, written
 
 MOST_MODELS = 100
 """The number of models whose speed is kept, those used last, so that the file stays small."""
@@ -69,7 +69,7 @@ def remember_speed(model: str, speed: Speed) -> None:
         file = speed_file()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with written(file) as stream:
-            json.dump(dict(list(models.items())[-MOST_MODELS:]), stream, indent=1)
+            stream.write(sealed(json.dumps(dict(list(models.items())[-MOST_MODELS:]), indent=1)))
 
 
 def _is_measured(value: Any) -> bool:
@@ -90,7 +90,7 @@ def _key(model: str) -> str:
 def _speeds() -> dict[str, Any]:
     """Return the speeds in the file by model; empty if it can't be read."""
     with suppress(ReadError, RuntimeError):  # RuntimeError: there is no home directory
-        found = read_json(speed_file(), LARGEST)
+        found = read_json(speed_file(), LARGEST, sealed=True)
         if isinstance(found, dict):
             return found
     return {}

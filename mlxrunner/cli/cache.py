@@ -56,8 +56,17 @@ def export(session: str, file: str, force: bool) -> None:
 @click.option(
     "--kv-bits", type=int, metavar="B", help="8 or 4, for a file with quantized keys and values."
 )
+@click.option(
+    "--trust",
+    is_flag=True,
+    help=(
+        "Take your word for what FILE can't tell: that MODEL made it, and of exactly these tokens."
+    ),
+)
 @debug_option
-def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int | None) -> None:
+def import_(
+    file: str, name: str, model: str, tokens: str | None, kv_bits: int | None, trust: bool
+) -> None:
     """Make a session of FILE, a prompt cache of mlx-lm: a chat whose prompt begins with its tokens
     goes on from there.
     """
@@ -66,7 +75,12 @@ def import_(file: str, name: str, model: str, tokens: str | None, kv_bits: int |
     from mlxrunner.sessions.exchange import import_session
 
     count = import_session(
-        Path(file), name, model, None if tokens is None else _tokens(tokens), kv_bits
+        Path(file),
+        name,
+        model,
+        None if tokens is None else _tokens(tokens),
+        kv_bits,
+        trust=trust,
     )
     click.echo(
         f"{count} tokens: in `mlxrunner chat --session {name}`, a prompt that begins with them "

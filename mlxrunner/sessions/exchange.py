@@ -58,13 +58,15 @@ def import_session(
     tokens: Sequence[int] | None,
     kv_bits: int | None = None,
     sessions: SessionStore | None = None,
+    *,
+    trust: bool = False,
 ) -> int:
     """Make a session from a prompt-cache file of mlx-lm, and return its number of tokens.
 
     `tokens` are those that the file was made from; None takes them from the file, if it holds them.
-    `kv_bits` (4, 8 or None) tells in how many bits the file stores keys and values. Raise
-    SessionError if a session `name` exists or if `file` does not fit `model`, and OptionError if
-    the model does not support `kv_bits`.
+    `kv_bits` (4, 8 or None) tells in how many bits the file stores keys and values. `trust`: see
+    `import_file`. Raise SessionError if a session `name` exists or if `file` does not fit `model`,
+    and OptionError if the model does not support `kv_bits`.
     """
     if kv_bits not in (None, 4, 8):
         raise OptionError(f"kv_bits: {kv_bits} is out of range, it has to be 4 or 8")
@@ -76,7 +78,7 @@ def import_session(
     folder = resolve(model)
     unread, options = unread_model(folder), CacheOptions(kv_bits=kv_bits)
     layouts_of(unread, options)  # raises OptionError for kv_bits that the model can't have
-    entry = import_file(file, unread, options, tokens)
+    entry = import_file(file, unread, options, tokens, folder, trust=trust)
     known = with_format(fingerprint(folder), outline_of(unread, options))
     packed = pack(entry.export(), known)
     with sessions.lock(name):

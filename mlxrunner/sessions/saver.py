@@ -21,6 +21,12 @@ from mlxrunner.stored.folder import Folder
 from mlxrunner.terminal.text import size
 from mlxrunner.tokenizer import Tokenizer
 
+CHANGED = (
+    "its file was changed by something else: its texts and settings are kept as they are there, "
+    "its tokens and caches are dropped"
+)
+"""The note on a session whose checksum is wrong, as after an edit by hand."""
+
 
 class Saver:
     """Saves the conversation of one runner, in the thread that owns the runner."""
@@ -83,6 +89,8 @@ class Saver:
             tokenizer or self.runner.tokenizer, self.runner.facts.vocab
         )
         self.runner.reset()
+        if session.is_changed:
+            return session, CHANGED
         return session, self._restore(name, known) + (
             "; it is tokenized anew: its tokens do not spell its text" if mismatched else ""
         )

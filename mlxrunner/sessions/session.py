@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlxrunner.errors import PictureError, PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
 from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
+from mlxrunner.system.reading import said_once, unsealed
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
 
@@ -28,6 +29,10 @@ LATEST = 4e9
 """The latest accepted time of saving, in seconds since 1970: in the year 2096."""
 HALF = "\ufffd"
 """The character that stands for bytes that are not a whole character."""
+NAMES = {
+    *("schema", "model", "branches", "branch", "settings", "fingerprint", "saved_at", "pictures")
+}
+"""Names of the fields in the JSON of a session."""
 SAVED_AS = {"rendering": "spelling"}
 """Names of fields that have another name in the JSON of a session."""
 
@@ -56,6 +61,8 @@ class Session:
     """The time of the last save in seconds since 1970, or 0."""
     pictures: dict[str, list[int]] = field(default_factory=dict)
     """The pictures among the tokens, by digest, with their ids; see `mlxrunner.pictures.stored`."""
+    is_changed: bool = False
+    """True if the file is not as this program left it: then the texts are all that was read."""
 
     @property
     def system(self) -> str | None:
@@ -116,21 +123,31 @@ class Session:
         if not self.pictures:
             branches = {name: _lasting(branch) for name, branch in branches.items()}
         fields = {"schema": SCHEMA, **vars(self), "branches": branches}
+        del fields["is_changed"]
         return json.dumps(fields, default=_fields)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Session:
-        """Return the session in `text`.
+        """Return the session in `text`, or only its texts and settings if its checksum is wrong.
 
         Raise SessionError if it is damaged or in another format.
         """
+        is_whole, content = unsealed(text.encode() if isinstance(text, str) else text)
         try:
-            found = json.loads(text, parse_constant=_refuse)
+            found = json.loads(
+                content if is_whole is None else content.decode(errors="replace"),
+                parse_constant=_refuse,
+                object_pairs_hook=said_once,
+            )
         except (ValueError, RecursionError) as error:
             raise SessionError(
                 f"is not readable as JSON ({' '.join(str(error).split())[:100]})"
             ) from error
-        read = _Reader(found, "the session")
+        # A name that is not known may be a damaged one, as that of the checksum.
+        is_changed = not is_whole and (
+            is_whole is False or (isinstance(found, dict) and bool(found.keys() - NAMES))
+        )
+        read = _Reader(_only_texts(found) if is_changed else found, "the session")
         schema = read.take("schema", int)
         if schema != SCHEMA:
             raise SessionError(
@@ -149,12 +166,47 @@ class Session:
             },
             saved_at=float(min(max(read.take("saved_at", float, int), 0), LATEST)),
             pictures=read.take("pictures", dict, None) or {},
+            is_changed=is_changed,
         )
         if session.branch not in branches:
             raise SessionError(
                 f"has no branch {session.branch[:50]!r}, which it says is the present one"
             )
         return session
+
+
+def _only_texts(found: Any) -> dict[str, Any]:
+    """Return the JSON of a session whose file was changed, with its texts and settings only.
+
+    Nothing tells if its tokens are still those of its words. Raise SessionError if a text is not
+    found under its name.
+    """
+    read = _Reader(found, "the session")
+    branches = {
+        name: _only_texts_of(_Reader(branch, "a branch"))
+        for name, branch in read.take("branches", dict).items()
+    }
+    present, model, settings = (found.get(name) for name in ("branch", "model", "settings"))
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "branches": branches,
+        "branch": present if present in [*branches] else next(iter(branches), None),
+        "settings": settings,
+        "fingerprint": {},
+        "saved_at": 0,
+    }
+
+
+def _only_texts_of(branch: _Reader) -> dict[str, Any]:
+    history = _Reader(branch.take("history", dict), "a history")
+    turns = [_Reader(turn, "a turn") for turn in history.take("turns", list)]
+    texts = [
+        {"user": turn.take("user", str), "answer": turn.take("answer", str), "closing": ""}
+        for turn in turns
+    ]
+    nothing = {"spelling": {"text": "", "tokens": []}, "first": 0, "dropped": 0}
+    return {"system": branch.text_or_null("system"), "history": {"turns": texts, **nothing}}
 
 
 def _lasting(branch: Branch) -> Branch:
@@ -180,6 +232,12 @@ class _Reader:
         if not isinstance(found, dict):
             raise SessionError(f"is damaged: {what} is not an object")
         self._found, self._what = found, what
+
+    def text_or_null(self, name: str) -> str | None:
+        if name not in self._found:  # it may be there under a damaged name
+            raise SessionError(f"is damaged: {self._what} has no {name!r}")
+        found: str | None = self.take(name, str, None)
+        return found
 
     def take(self, name: str, *types: type | None) -> Any:
         value = self._found.get(name)

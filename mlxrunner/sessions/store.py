@@ -29,7 +29,7 @@ from mlxrunner.sessions.session import Session
 from mlxrunner.stored.folder import Folder
 from mlxrunner.stored.tensors import Buffer, TensorFile, write
 from mlxrunner.system.folders import data_folder
-from mlxrunner.system.writing import write_all
+from mlxrunner.system.writing import sealed, write_all
 
 NAME = re.compile(r"\w[\w.-]{0,47}")
 TEXT, CACHE = "conversation.json", "cache.safetensors"
@@ -274,7 +274,7 @@ def _read(folder: Folder, name: str, file: str) -> Session:
 
 
 def _write(folder: Folder, name: str, file: str, session: Session) -> None:
-    text = session.to_json().encode()
+    text = sealed(session.to_json()).encode()
     if len(text) > MOST_TEXT:
         raise SessionError(
             f"the session {name!r} could not be saved: {len(text)} of at most {MOST_TEXT} "

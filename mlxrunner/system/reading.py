@@ -13,6 +13,7 @@ import re
 import select
 import stat
 import sys
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,7 @@ PIECE = 2**20
 PATIENCE = 2.0
 """Seconds after which the user is told which stream has sent nothing yet."""
 HANDED_OVER = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,9})|/dev/(stdin)")
+_SEAL = re.compile(rb'\{"crc32": "([0-9a-f]{8})", ')
 _KINDS = (
     (stat.S_ISLNK, "a link"),
     (stat.S_ISDIR, "a directory"),
@@ -170,14 +172,21 @@ def _decoded(path: str | os.PathLike[str], content: bytes) -> str:
         ) from error
 
 
-def read_json(path: str | os.PathLike[str], limit: int, *, given: bool = False) -> Any:
+def read_json(
+    path: str | os.PathLike[str], limit: int, *, given: bool = False, sealed: bool = False
+) -> Any:
     """Return the value in a JSON file, read as `read_bytes` does.
 
-    Raise ReadError as `open_file` does, and for text that is not JSON or nests too deep.
+    `sealed`: this program wrote it, and the checksum that it may have is taken out. Raise ReadError
+    as `open_file` does, and for text that is not JSON, nests too deep, or has another checksum.
     """
     content = read_bytes(path, limit, given=given)
+    if sealed:
+        seal, content = unsealed(content)
+        if seal is False:
+            raise ReadError(f"{os.fspath(path)}: was changed: its checksum is another one")
     try:
-        found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_said_once)
+        found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=said_once)
         if _depth(found) > MOST_NESTED:
             raise ValueError(f"nested more than {MOST_NESTED} times")
     except (ValueError, RecursionError) as error:
@@ -187,7 +196,19 @@ def read_json(path: str | os.PathLike[str], limit: int, *, given: bool = False) 
     return found
 
 
-def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unsealed(content: bytes) -> tuple[bool | None, bytes]:
+    """Return the JSON object that `writing.sealed` was given, and True if it has not changed.
+
+    None stands for a file without a checksum, which versions up to 0.2 wrote.
+    """
+    seal = _SEAL.match(content)
+    if seal is None:
+        return None, content
+    rest = content[seal.end() :]
+    return int(seal[1], 16) == zlib.crc32(rest), b"{" + rest
+
+
+def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs as an object.
 
     Raise ValueError if a name has two different values, because readers would choose differently.

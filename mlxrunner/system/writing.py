@@ -14,6 +14,7 @@ import re
 import sqlite3
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -237,6 +238,15 @@ def _remove_unfinished(folder: Path, prefix: str) -> None:
                 os.unlink(name)
             finally:
                 os.close(handle)
+
+
+def sealed(text: str) -> str:
+    """Return the text of a JSON object that has fields, with a checksum of them as its first one.
+
+    `reading.unsealed` compares it.
+    """
+    rest = text[1:].lstrip()
+    return f'{{"crc32": "{zlib.crc32(rest.encode()):08x}", {rest}'
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -19,6 +19,7 @@ from mlxrunner.batch.shards import merge as merging
 from mlxrunner.batch.shards.lines import Shard
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import OptionError
+from mlxrunner.system.writing import sealed
 from mlxrunner.terminal.text import count_of
 
 PARTS = ("part1.jsonl", "part2.jsonl", "part3.jsonl")
@@ -158,8 +159,9 @@ def rewritten(name: str, **changed: str) -> None:
     """Change what the record of a shard says."""
     record = Path(f"{name}.done")
     content: dict[str, Any] = json.loads(record.read_text())
+    del content["crc32"]
     content["made_from"] |= changed
-    record.write_text(json.dumps(content))
+    record.write_text(sealed(json.dumps(content)))
 
 
 REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
@@ -183,6 +185,13 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     ),
     "damaged record": (
         lambda: Path("part2.jsonl.done").write_text("{"),
+        PARTS,
+        "part2.jsonl.done is missing or damaged",
+    ),
+    "record of another digit": (
+        lambda: Path("part2.jsonl.done").write_text(
+            Path("part2.jsonl.done").read_text().replace('"failed": 0', '"failed": 1')
+        ),
         PARTS,
         "part2.jsonl.done is missing or damaged",
     ),
@@ -257,7 +266,9 @@ def recorded(name: str, content: bytes) -> None:
     Path(name).write_bytes(content)
     record = Path(f"{name}.done")
     fitting = {"digest": merging.output_digest(Path(name)), "size": len(content)}
-    record.write_text(json.dumps(json.loads(record.read_text()) | fitting))
+    found: dict[str, Any] = json.loads(record.read_text()) | fitting
+    del found["crc32"]
+    record.write_text(sealed(json.dumps(found)))
 
 
 def last_of(name: str) -> bytes:

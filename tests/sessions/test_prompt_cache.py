@@ -123,7 +123,7 @@ def test_we_go_on_from_a_file_of_mlx_lm(
     made = Tiny(*tiny)
     said = np.random.default_rng(1).integers(0, 290, length).tolist()
     save_prompt_cache(str(tmp_path / "x.safetensors"), made.their_cache(said))
-    entry = import_file(tmp_path / "x.safetensors", made.model, made.options, said)
+    entry = import_file(tmp_path / "x.safetensors", made.model, made.options, said, trust=True)
     assert entry.offsets == [length] * len(entry.caches)
     runner = made.runner()
     runner.cache.adopt(entry.export())
@@ -149,6 +149,73 @@ def test_our_own_file_comes_back_without_being_told_the_tokens(tmp_path: Path) -
         list(import_file(tmp_path / "x.safetensors", made.model, made.options, None).tokens)
         == exported.tokens.tolist()
     )
+
+
+@pytest.mark.exhaustive(8)
+@tinies
+@pytest.mark.parametrize("surplus", [-1, 1, 5])
+def test_a_file_of_more_or_fewer_tokens_is_refused(
+    tmp_path: Path, tiny: tuple[str, int | None], surplus: int
+) -> None:
+    """Keys and values count their tokens. Of states alone nothing is believed."""
+    made, file = Tiny(*tiny), tmp_path / "x.safetensors"
+    said = np.random.default_rng(1).integers(0, 290, 50).tolist()
+    save_prompt_cache(str(file), made.their_cache(said[: 40 + surplus]))
+    with pytest.raises(SessionError, match=r"tokens, not 40 tokens|has states only"):
+        import_file(file, made.model, made.options, said[:40])
+
+
+def exported(made: Tiny, file: Path, tokens: list[int]) -> None:
+    """Export an entry with these tokens."""
+    runner = made.runner()
+    runner.evaluate(tokens)
+    export_file(file, made.model, "tiny", made.options, runner.entry.export())
+
+
+@pytest.mark.parametrize("name", ["mamba2", "recurrent_gemma", "gemma3_text", "llama", "lfm2"])
+@pytest.mark.parametrize("more", [0, 1, 3])
+def test_tokens_that_mlx_lm_left_in_a_file_it_went_on_from_are_not_believed(
+    tmp_path: Path, name: str, more: int
+) -> None:
+    """A program that keeps the metadata keeps the tokens of the states before."""
+    made, file = Tiny(name), tmp_path / "x.safetensors"
+    exported(made, file, list(range(1, 30)))
+    cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+    for token in range(more):
+        made.model(mx.array([[token]]), cache=cache)
+    save_prompt_cache(str(file), cache, metadata)
+    if not more:
+        assert len(import_file(file, made.model, made.options, None).tokens) == 29
+        return
+    with pytest.raises(SessionError, match="does not say which tokens it is of"):
+        import_file(file, made.model, made.options, None)
+    with pytest.raises(SessionError, match=r"tokens, not 29 tokens|has states only"):
+        import_file(file, made.model, made.options, list(range(1, 30)))
+
+
+def test_states_that_we_have_exported_are_of_their_own_tokens(tmp_path: Path) -> None:
+    """Given are the same, or the caller has to take the responsibility."""
+    made, file = Tiny("mamba2"), tmp_path / "x.safetensors"
+    exported(made, file, [1, 2, 3])
+    assert import_file(file, made.model, made.options, [1, 2, 3]).offsets == [3, 3]
+    with pytest.raises(SessionError, match="add --trust"):
+        import_file(file, made.model, made.options, [1, 2])
+    assert import_file(file, made.model, made.options, [1, 2], trust=True).offsets == [2, 2]
+
+
+def test_a_file_that_names_another_model_of_this_machine_is_refused(tmp_path: Path) -> None:
+    """Other weights in the same shapes make other keys."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(folders):
+        write_model(folder, "llama", seed=seed)
+    made, file = Tiny("llama"), tmp_path / "x.safetensors"
+    for name, is_refused in [(str(folders[0]), True), (str(folders[1]), False), ("o/x", False)]:
+        save_prompt_cache(str(file), made.their_cache(list(range(40))), {"model": name})
+        arguments = (file, made.model, made.options, list(range(40)), folders[1])
+        if is_refused:
+            with pytest.raises(SessionError, match="other weights: name the model that made it"):
+                import_file(*arguments)
+        assert list(import_file(*arguments, trust=is_refused).tokens) == [*range(40)]
 
 
 @pytest.fixture

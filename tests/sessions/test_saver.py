@@ -338,3 +338,23 @@ def test_bfloat16_comes_back_bit_by_bit(saver: Make) -> None:
         for name, array in cache.export().arrays.items():
             assert array.dtype == mx.bfloat16
             assert mx.array_equal(array, original.export().arrays[name])
+
+
+@pytest.mark.parametrize("kinds", [["full"], ["sliding", "recurrent"]], ids="-".join)
+def test_a_changed_digit_of_the_tokens_costs_a_cold_turn(
+    saver: Make, store: SessionStore, kinds: list[str]
+) -> None:
+    """It is said, and neither the tokens nor the caches are used."""
+    runner = oracle_runner(kinds)
+    answer(runner, PROMPT)
+    save(saver(runner))
+    file = store.folder / "one" / TEXT
+    text = file.read_text()
+    file.write_text(text.replace(f"[{PROMPT[0]}, ", f"[{PROMPT[0] + 1}, ", 1))
+    assert file.read_text() != text
+    restored = oracle_runner(kinds)
+    found, line = saver(restored).load("one")
+    assert line.startswith("its file was changed by something else: its texts and settings are")
+    assert [turn.user for turn in found.history.turns] == ["hello"]
+    assert found.history.rendering.tokens == ()
+    assert last(restored, PROMPT).cached_tokens == 0

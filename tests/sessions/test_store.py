@@ -18,13 +18,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.sample import examples
 
 from mlxrunner.errors import SessionError
-from mlxrunner.sessions.history import History, Rendering, Turn
+from mlxrunner.sessions.history import History, Position, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
 from mlxrunner.stored.folder import Folder
 from mlxrunner.stored.tensors import Buffer
+from mlxrunner.system.writing import sealed
 
 
 def session(text: str = "hello", tokens: int = 5) -> Session:
@@ -237,8 +241,8 @@ def test_a_text_with_a_wrong_value_is_one_line(
     """Types, bounds and what belongs together are checked."""
     store.save("one", session())
     file = store.folder / "one" / TEXT
-    content = json.loads(file.read_text())
-    place = content
+    place = content = json.loads(file.read_text())
+    del content["crc32"]
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
@@ -246,6 +250,81 @@ def test_a_text_with_a_wrong_value_is_one_line(
     with pytest.raises(SessionError) as caught:
         store.load("one")
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_an_older_version_keeps_its_tokens(store: SessionStore) -> None:
+    """Files of up to version 0.2 have no checksum."""
+    store.save("one", session())
+    file = store.folder / "one" / TEXT
+    content = json.loads(file.read_text())
+    del content["crc32"]
+    file.write_text(json.dumps(content))
+    assert store.load("one").to_json() == json.dumps(content)
+
+
+@pytest.mark.parametrize("begin", ['{"crc32": "', '{"crc32": "00000000", ', "", '{"crd32": "'])
+def test_tokens_go_with_a_checksum_that_is_wrong_and_texts_stay(
+    store: SessionStore, begin: str
+) -> None:
+    """It is the same for the session and for a state of it, and for a damaged name of it."""
+    store.save("one", session("ten cats"))
+    store.save_state("one", session("two cats"))
+    folder = store.folder / "one"
+    for file in (folder / TEXT, folder / "state-1.json"):
+        text = file.read_text().replace("cats", "dogs")
+        file.write_text(begin + text[len(begin) :])
+    found, (state,) = store.load("one"), store.load_states("one")
+    if begin:
+        assert (found.is_changed, state.is_changed) == (True, True)
+        assert found.history == History((Turn("ten dogs", "ten dogs"),))
+        assert (found.system, found.settings) == ("be brief", {"options": {"temperature": 0.5}})
+        assert found.fingerprint == {}
+    assert state.history == History((Turn("two dogs", "two dogs"),))
+    store.save("one", found)
+    assert not store.load("one").is_changed
+
+
+LONG = Session(
+    "demo",
+    {
+        name: Branch(
+            system,
+            History(
+                (Turn("I have 5 cats", "5", Position(13, 3), Position(14, 4), "<end>"),) * 1,
+                Rendering("I have 5 cats5", (5, 17, 4711, 9)),
+                first=1,
+                dropped=2,
+            ),
+        )
+        for name, system in (("main", None), ("other", "You count."))
+    },
+    settings={"options": {"temperature": 0.5}},
+    fingerprint={"weights": "w1", "template": "t"},
+    saved_at=17.5,
+)
+
+
+@examples(400)
+@given(data=st.data())
+def test_no_change_of_a_file_changes_tokens_or_loses_words(data: st.DataObject) -> None:
+    """A changed file is refused, or its words are all there is and each of them is there."""
+    content = sealed(LONG.to_json()).encode()
+    at = data.draw(st.integers(0, len(content)))
+    end = min(at + data.draw(st.integers(0, 1) | st.integers(0, 30)), len(content))
+    changed = content[:at] + data.draw(st.binary(max_size=2)) + content[end:]
+    try:
+        found = Session.from_json(changed)
+    except SessionError:
+        return
+    if changed == content:
+        assert found == LONG
+        return
+    assert found.is_changed
+    assert [one.history.rendering for one in found.branches.values()] == [Rendering()] * 2
+    counts = [len(one.history.turns) for one in found.branches.values()]
+    assert counts == [1, 1]
+    kept = json.dumps([[one.system, one.history.turns[0].user] for one in found.branches.values()])
+    assert abs(len(kept) - len('[[null, "I have 5 cats"], ["You count.", "I have 5 cats"]]')) < 40
 
 
 def test_a_full_disk_costs_nothing_that_was_there(store: SessionStore) -> None:
@@ -349,10 +428,11 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from mlxrunner.sessions.history import History, Rendering, Turn
+from mlxrunner.sessions.history import History, Position, Rendering, Turn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.stored.tensors import Buffer
+from mlxrunner.system.writing import sealed
 assert "mlx" not in sys.modules
 
 folder = Path(sys.argv[1])

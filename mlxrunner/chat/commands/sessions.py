@@ -316,7 +316,9 @@ class Saving:
         self._saved[name] = _Saved.of(self._session(chat), session.saved_at)
         states = self.store.load_states(name)
         chat.taken.restart(State(one.branch, one.branches[one.branch]) for one in states[::-1])
-        return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}{back}"
+        changed = sum(one.is_changed for one in states)
+        undone = f"; {changed} of its states for /undo changed, too" if changed else ""
+        return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}{back}{undone}"
 
     def _store(self, chat: ChatContext, name: str, *, force: bool = False) -> None:
         """Save the chat. With `force`, keep nothing of what was saved under the name before."""
