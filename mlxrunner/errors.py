@@ -20,6 +20,7 @@ MlxrunnerError               exit code 1
 ├── SessionError             exit code 2: a saved session is missing, damaged or in use
 ├── ContextFullError         exit code 1: the answer filled the context (`overflow="error"`)
 ├── FormError                exit code 1: no token continues an answer in the requested form
+├── LogitsError              exit code 1: the model computed NaN or only infinities, and no token
 ├── CancelledError           exit code 1: the request was cancelled before it ended
 ├── CacheFullError           exit code 1: a cache for many sequences has too few free cells
 ├── NotSupportedError        exit code 2: a cache or a model cannot do this at all
@@ -177,6 +178,10 @@ class FormError(MlxrunnerError):
             f"asked for{reason}"
         )
         self.tokens = tokens
+
+
+class LogitsError(MlxrunnerError):
+    """The logits of the next token are NaN or infinite; the message names the likely reason."""
 
 
 class CancelledError(MlxrunnerError):

@@ -31,7 +31,7 @@ from mlxrunner.engine.requests import Request, prepare
 from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated, mark
 from mlxrunner.engine.sampling import LogitsProcessor
 from mlxrunner.engine.telling import Telling
-from mlxrunner.errors import BusyError
+from mlxrunner.errors import BusyError, LogitsError
 from mlxrunner.loading import cache_options, load
 from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import must_have_room
@@ -251,7 +251,7 @@ class Runner(Telling):
 
         The prompt and the options are checked before this returns. Raise OptionError if an option
         is wrong, PromptError if the prompt cannot be run, and ContextLengthError if it is too long.
-        FormError and ContextFullError are raised during the answer.
+        FormError, ContextFullError and LogitsError are raised during the answer.
 
         Closing the iterator ends the request. However the request ends, the entry holds exactly the
         evaluated tokens. If another thread drops the last reference to the iterator, that thread
@@ -379,6 +379,9 @@ class Runner(Telling):
                     if answer.count % HEADROOM == 0:
                         self._must_have_room(lease.recorded + HEADROOM)
                     yield chunk
+            except LogitsError:
+                lease.free("logits that were NaN or infinite")
+                raise
             except Exception:
                 keep_only_what_can_be_evaluated(lease)
                 raise

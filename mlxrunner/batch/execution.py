@@ -24,6 +24,7 @@ from mlxrunner.errors import (
     CacheFullError,
     ContextFullError,
     FormError,
+    LogitsError,
     MlxrunnerError,
     NoFreeSlotError,
     OptionError,
@@ -54,6 +55,7 @@ KINDS: dict[type[Exception], str] = {
     TimeLimitError: "timeout",
     ContextFullError: "context_full",
     FormError: "form",
+    LogitsError: "logits",
     CacheFullError: "memory",
 }
 """The names of failures in the summary of a batch."""

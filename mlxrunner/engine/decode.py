@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator
+from contextlib import suppress
 
 import mlx.core as mx
 
@@ -17,7 +18,7 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
-from mlxrunner.errors import FormError
+from mlxrunner.errors import FormError, LogitsError
 from mlxrunner.speculation.controller import DEEPEST
 from mlxrunner.speculation.drafting import Drafting
 from mlxrunner.system.device import work_clock
@@ -130,7 +131,8 @@ class Decoding(ABC):
         finally:
             if on_its_way is not None and lease.forwarded > lease.recorded:
                 # Interrupted between a forward pass and the reading of its token.
-                lease.record((*pending, on_its_way.read()))
+                with suppress(LogitsError):
+                    lease.record((*pending, on_its_way.read()))
         if self.drafting is not None and count < self._most:
             is_usual = count > 1 and (is_unread or self._waited)
             seconds = self._clock() - began + self._waited if is_usual else None
@@ -237,13 +239,15 @@ class Decoding(ABC):
                 left = self._clock()
                 yield current.decoded(token)
                 paused = self._clock() - left
-            right = self._judge(sampled, draft)
+            right, broken = self._judge(sampled, draft)
             assert self.drafting is not None
             seconds = self._clock() - began - paused
             self.drafting.judge(len(draft), len(right), seconds, shown - 1)
             for decoded in right:
                 shown += 1
                 yield decoded
+            if broken is not None:
+                raise broken
         finally:
             if lease.forwarded > lease.recorded:
                 self._together = rows[:shown]
@@ -263,11 +267,19 @@ class Decoding(ABC):
         dispatch([array for one in sampled for array in one.arrays])
         return sampled
 
-    def _judge(self, sampled: list[Sampled], draft: list[int]) -> list[Decoded]:
-        """Return the tokens of `draft` that were sampled, and go on with the sample behind them."""
+    def _judge(
+        self, sampled: list[Sampled], draft: list[int]
+    ) -> tuple[list[Decoded], LogitsError | None]:
+        """Return the tokens of `draft` that were sampled, and go on with the sample behind them.
+
+        The error is that of the sample behind them, or None.
+        """
         right: list[Decoded] = []
         for one, guess in zip(sampled, [*draft, None], strict=True):
-            token = one.read()
+            try:
+                token = one.read()
+            except LogitsError as error:
+                return right, error
             self._count += 1
             self._tell(token)
             if token != guess:
@@ -277,7 +289,7 @@ class Decoding(ABC):
         self._next_token.keep(sampled[: len(right) + 1])
         if self._history is not None and len(right) < len(draft):
             self._history = self._history[: len(right) - len(draft)]
-        return right
+        return right, None
 
 
 def _ends_alone(cache: LayerCache, behind: int) -> bool:

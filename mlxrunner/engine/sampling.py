@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logi
 
 from mlxrunner.config.arguments import check_callable, listed
 from mlxrunner.engine.constrain import Constraint
-from mlxrunner.errors import OptionError
+from mlxrunner.errors import LogitsError, OptionError
 from mlxrunner.options import GenerateOptions
 
 COLDEST = 1e-4
@@ -35,6 +35,58 @@ class Decoded:
     """True if this token completes the form that was asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The largest logits, which show if there is a token at all. The device may compute them.
+
+    One is NaN if any logit is, -inf if all are, and +inf if any is. A single -inf does not show.
+    """
+
+    own: mx.array
+    """The largest logit that the model gave in each row `[n]`."""
+    row: int = 0
+    final: mx.array | None = None
+    """The same of this row after penalties, functions and the form; None if there are none."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.own] if self.final is None else [self.own, self.final]
+
+    @property
+    def error(self) -> LogitsError | None:
+        """The error that names the likely reason; None if there is a token."""
+        found: Any = self.own.tolist()
+        if not math.isfinite(found[self.row]):
+            return LogitsError(_broken(found[self.row], self.own.dtype))
+        last: Any = 0.0 if self.final is None else self.final.item()
+        if math.isfinite(last):
+            return None
+        return LogitsError(
+            f"no token is left to sample: after penalties, logits_processors and the form that was "
+            f"asked for, {_named(last)}, although the model's own are numbers: allow more tokens"
+        )
+
+
+def _broken(peak: float, dtype: mx.Dtype) -> str:
+    if dtype == mx.float16:
+        reason = (
+            "most likely a number exceeds 65504, the largest of float16: use a bfloat16 or float32 "
+            "version of the model"
+        )
+    else:
+        reason = (
+            "most likely its weights are damaged or were converted wrongly: download or convert it "
+            "again, and try it without kv_bits if they are set"
+        )
+    return f"the model computed no next token: {_named(peak)}; {reason}"
+
+
+def _named(peak: float) -> str:
+    if math.isnan(peak):
+        return "its logits are NaN (not a number)"
+    return "some logits are +infinity" if peak > 0 else "all logits are -infinity"
+
+
 @dataclass(frozen=True)
 class Sampled:
     """A token that the device may still be computing."""
@@ -47,10 +99,19 @@ class Sampled:
     """The most likely tokens `[k]`, unordered; None if they were not asked for."""
     top_logprobs: mx.array | None = None
     """The log-probabilities of `top_tokens`, `[k]`."""
+    peaks: Peaks | None = None
+    """The largest of the logits; None: they are known to be numbers."""
+
+    @property
+    def error(self) -> LogitsError | None:
+        """The error if the logits were NaN or infinite, once the token is there."""
+        return None if self.peaks is None else self.peaks.error
 
     def read(self) -> int:
-        """Wait for the token and return its id."""
+        """Wait for the token and return its id. Raise LogitsError if there is none."""
         token: Any = self.token.item()
+        if (error := self.error) is not None:
+            raise error
         return int(token)
 
     def decoded(self, token: int) -> Decoded:
@@ -63,11 +124,12 @@ class Sampled:
     @property
     def arrays(self) -> list[mx.array]:
         """The arrays of this token, to be evaluated."""
-        return [
+        found = [
             a
             for a in (self.token, self.logprob, self.top_tokens, self.top_logprobs)
             if a is not None
         ]
+        return found if self.peaks is None else found + self.peaks.arrays
 
     def top(self) -> dict[int, float] | None:
         """Return log-probabilities by token id, most likely first; None if not asked for."""
@@ -174,9 +236,10 @@ class NextToken:
 
         Raise FormError if no token fits the form.
         """
+        own = Peaks(mx.max(logits, axis=-1))
         if self._constraint is None:
-            return self._next(logits, history)
-        self._before = self._held(self._next(self._masked(logits, self._constraint), history))
+            return self._next(logits, history, own)
+        self._before = self._held(self._next(self._masked(logits, self._constraint), history, own))
         return self._before
 
     def rows(
@@ -189,16 +252,18 @@ class NextToken:
         """
         count = logits.shape[1]
         self._keys = []
+        peaks = mx.max(logits[0], axis=-1)
         if self.is_plain:
             tokens = mx.argmax(logits[0], axis=-1)
-            return [Sampled(tokens[row : row + 1]) for row in range(count)]
+            return [plain(tokens, peaks, row) for row in range(count)]
         before = 0 if history is None else history.shape[0] - count + 1
         sampled = []
         for row in range(count):
             here = logits[:, row, :]
             if masks and masks[row] is not None:
                 here = mx.where(mx.array(masks[row]), here, -mx.inf)
-            one = self._next(here, None if history is None else history[: before + row])
+            seen = None if history is None else history[: before + row]
+            one = self._next(here, seen, Peaks(peaks, row))
             sampled.append(one if self._constraint is None else self._held(one, row))
             self._keys.append(self._key)
         return sampled
@@ -244,9 +309,8 @@ class NextToken:
     def _held(self, sampled: Sampled, later: int = 0) -> Constrained:
         """Return `sampled` so that its first read advances the form."""
         assert self._constraint is not None
-        arrays = sampled.token, sampled.logprob, sampled.top_tokens, sampled.top_logprobs
         place = self._constraint.count + later
-        return Constrained(*arrays, constraint=self._constraint, place=place)
+        return Constrained(**vars(sampled), constraint=self._constraint, place=place)
 
     def _masked(self, logits: mx.array, constraint: Constraint) -> mx.array:
         """Return the logits of the tokens that may come next, -inf for the others.
@@ -260,22 +324,31 @@ class NextToken:
             return logits
         return mx.where(mx.array(constraint.mask(logits.shape[-1])), logits, -mx.inf)
 
-    def _next(self, logits: mx.array, history: mx.array | None) -> Sampled:
+    def _next(self, logits: mx.array, history: mx.array | None, peaks: Peaks) -> Sampled:
         if self._processors:
             logits = mx.array(logits)  # some change it in place, and observers see the model's own
         for process in self._processors:
             logits = _processed(process, history, logits) if history is not None else logits
+        if self._has_own:  # +inf means that this token has to come
+            logits = mx.minimum(logits, mx.finfo(logits.dtype).max)
+        if self._processors or self._constraint is not None:
+            peaks = replace(peaks, final=mx.max(logits))
         if self._logprobs is None and not self._needs_normalized:
-            return Sampled(self._sample(logits))
+            return Sampled(self._sample(logits), peaks=peaks)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         token = self._sample(logprobs)
         if self._logprobs is None:
-            return Sampled(token)
+            return Sampled(token, peaks=peaks)
         row = logprobs[0].astype(mx.float32)
         if self._logprobs == 0:
-            return Sampled(token, row[token])
+            return Sampled(token, row[token], peaks=peaks)
         best = mx.argpartition(-row, kth=self._logprobs - 1)[: self._logprobs]
-        return Sampled(token, row[token], best, row[best])
+        return Sampled(token, row[token], best, row[best], peaks)
+
+
+def plain(tokens: mx.array, peaks: mx.array, row: int) -> Sampled:
+    """Return the token of a row, the likeliest of which are `tokens [n]`, with `peaks [n]`."""
+    return Sampled(tokens[row : row + 1], peaks=Peaks(peaks, row))
 
 
 def checked_processors(processors: Any) -> list[LogitsProcessor]:

@@ -47,6 +47,23 @@ def depends_on_chunks(model: Any, vocab: int) -> bool:
         return False
 
 
+def computes_only_nan(model: Any, vocab: int) -> bool:
+    """Return True if the logits of `model` are NaN, or all infinite, after each of some prompts.
+
+    Return False for a model that can't be run.
+    """
+    try:
+        prompts = (_prompt(number, vocab) for number in range(PROMPTS))
+        if any(mx.isfinite(_logits(model, one, (TOKENS,)).max()).item() for one in prompts):
+            return False
+        caches = make_layer_caches(model)  # as wide as they are: narrow ones may see nothing
+        prompt = mx.array([_prompt(PROMPTS, vocab)])
+        logits = model(prompt, cache=[cache.model_cache for cache in caches])
+        return not mx.isfinite(logits[0, -1].max()).item()
+    except Exception:  # running the model raises the same error
+        return False
+
+
 def _prompt(number: int, vocab: int) -> list[int]:
     return [
         (11 + 7 * number + (13 + number) * place) % max(min(vocab, 251), 2)

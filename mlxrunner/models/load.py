@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlxrunner.errors import ModelError
 from mlxrunner.models.catalog import remember_use
-from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
+from mlxrunner.models.chunks import DEPENDS, computes_only_nan, depends_on_chunks
 from mlxrunner.models.eyes import HOW, has_eyes
 from mlxrunner.models.facts import ModelFacts, usable_facts
 from mlxrunner.models.files import (
@@ -91,7 +91,12 @@ def suggested(folder: Path) -> dict[str, Any]:
 
 
 def tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
-    """Test the model with a few tokens, and warn in the log if its answers depend on chunks."""
+    """Test the model with a few tokens, and warn in the log if its answers depend on chunks.
+
+    Raise ModelError if it computes NaN, or only infinities, whatever it is given.
+    """
+    if computes_only_nan(model, facts.vocab):
+        raise ModelError(f"{name}: {_why_nan(model)}")
     found = depends_on_chunks(model, facts.vocab)
     if found:
         logger.warning(
@@ -238,6 +243,25 @@ def _check_numbers(folder: Path, model: Any) -> None:
                 f"{folder}: the {array.size} values of the tensor {name} are all NaN: the weights "
                 "are damaged, download them again"
             )
+
+
+def _why_nan(model: Any) -> str:
+    """Return why a model computes NaN: the first tensor with NaN, or a type that is too small."""
+    parameters: Any = tree_flatten(getattr(model, "inner", model).parameters())
+    floats = [(name, array) for name, array in parameters if _may_be_nan(array)]
+    damaged = next((name for name, one in floats if mx.any(mx.isnan(one)).item()), None)
+    if damaged is not None:
+        return (
+            f"the tensor {damaged} holds NaN (not a number), and so do all answers: the weights "
+            "are damaged or were converted wrongly, download or convert them again"
+        )
+    is_half = any(array.dtype == mx.float16 for _, array in floats)
+    return "the model computes NaN (not a number) or only infinities for every prompt: " + (
+        "most likely its numbers exceed 65504, the largest of float16: use a bfloat16 or float32 "
+        "version of it"
+        if is_half
+        else "its weights are damaged or were converted wrongly, download or convert them again"
+    )
 
 
 def _may_be_nan(array: mx.array) -> bool:

@@ -5,6 +5,7 @@ Whatever it guesses, the larger model checks it: the answer does not depend on i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.engine.sampling import dispatch
-from mlxrunner.errors import OptionError
+from mlxrunner.errors import LogitsError, OptionError
 from mlxrunner.tokenizer import Tokenizer
 
 Guess = Callable[[mx.array], mx.array]
@@ -50,6 +51,8 @@ class DraftModel:
         self._context = options.context
         self._cache = PrefixCache(partial(make_layer_caches, model, options), budget)
         self._lease: EntryLease | None = None
+        self._peaks: list[mx.array] = []
+        """The largest logit of each pass of the draft under way."""
         self._begun: tuple[int, TokenArray] | None = None
         """The offset where the last draft began, and the tokens of its passes."""
 
@@ -68,12 +71,15 @@ class DraftModel:
             return []
         rows = tokens[lease.recorded :]
         lease.begin_draft(len(rows), *[1] * (most - 1))
+        self._peaks = list[mx.array]()
         guesses = [guess(self._forward(lease, mx.array(rows)))]
         for _ in range(most - 1):
             lease.begin_next()
             guesses.append(guess(self._forward(lease, guesses[-1])))
-        dispatch(guesses)
+        dispatch([*guesses, *self._peaks])
         found = [int(token.item()) for token in guesses]  # type: ignore[arg-type]
+        if not all(map(math.isfinite, (peak.item() for peak in self._peaks))):  # type: ignore[arg-type]
+            raise LogitsError("the logits of the draft model are NaN or infinite")
         fed = np.concatenate([rows, np.array(found[:-1], np.int32)])
         self._begun = (lease.recorded, fed)
         return found
@@ -149,6 +155,7 @@ class DraftModel:
         logits: mx.array = self._model(tokens[None], cache=lease.model_caches)
         lease.end_forward(tokens.shape[0])
         known = logits[:, -1, : self._vocab]
+        self._peaks.append(mx.max(known))
         lacking = self._vocab - known.shape[1]
         return mx.pad(known, [(0, 0), (0, lacking)], constant_values=-mx.inf) if lacking else known
 

@@ -7,7 +7,9 @@ from functools import partial
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.engine.sampling import NextToken
+from mlxrunner.errors import LogitsError
 from mlxrunner.models.facts import ModelFacts
+from mlxrunner.results import logger
 from mlxrunner.speculation.drafting import Drafting, Experience
 from mlxrunner.speculation.model import DraftModel
 from mlxrunner.speculation.seats import DraftSeats, Seat
@@ -45,4 +47,10 @@ class Sources:
 def _said(
     seat: DraftModel | Seat, next_token: NextToken, text: TokenArray, most: int
 ) -> list[int] | None:
-    return seat.draft(text, most, next_token.guesses())
+    try:
+        return seat.draft(text, most, next_token.guesses())
+    except LogitsError as error:
+        if isinstance(seat, DraftModel):
+            seat.forget()
+        logger.warning("the draft model failed, and an answer goes on without: %s", error)
+        return None

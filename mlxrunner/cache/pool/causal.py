@@ -13,6 +13,7 @@ from functools import partial
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Forward, Split
 from mlxrunner.cache.pool.cells import (
@@ -281,6 +282,22 @@ class CausalCache(Cache):
         All tokens `first .. end - 1` are stored; both are 0 if there are none.
         """
         return self._cells.stored(sequence)
+
+    def broken(self, number: int) -> NDArray[np.bool_] | None:
+        """Return which cells of the layer `number` hold NaN or infinities, `[cells]`; None if none.
+
+        Such a value reaches all that reads the buffer: where it is masked it is multiplied by 0.
+        """
+        layer = self._layers.get(number)
+        if layer is None:
+            return None
+        wrong = [~mx.isfinite(part).all(axis=(0, 1, 3)) for part in (layer.keys, layer.values)]
+        cells: NDArray[np.bool_] = np.array(wrong[0] | wrong[1])
+        return cells if cells.any() else None
+
+    def owners_of(self, cells: NDArray[np.bool_]) -> set[int]:
+        """Return the sequences that own any of `cells`."""
+        return {*map(int, np.flatnonzero((self._cells.owners & cells).any(axis=1)))}
 
     def num_own(self, sequence: int) -> int:
         """Return the number of cells that no other sequence owns."""

@@ -221,6 +221,13 @@ class Adapted(Engine):
         finally:
             self._caches = kept
 
+    def broken(self) -> set[int] | None:
+        for row in self._rows:  # in a later layer, others have seen it
+            group = self.groups[row.group]
+            if (cells := group.broken(row.number)) is not None:
+                return group.owners_of(cells)
+        return None
+
     def forget(self) -> None:
         super().forget()
         for caches in self._caches.values():

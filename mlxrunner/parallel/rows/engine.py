@@ -101,6 +101,13 @@ class Engine(ABC):
         Return None if some keys can't be moved. See `mlxrunner.cache.entry.Rotators`.
         """
 
+    def broken(self) -> set[int] | None:
+        """Return the sequences that have brought NaN or infinities into what all others read.
+
+        There may be none any more. Return None if no such value is there.
+        """
+        return None
+
     def forget(self) -> None:
         """Drop all buffers, after a forward pass that can't be evaluated."""
         for group in self.groups:

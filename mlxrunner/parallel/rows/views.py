@@ -67,7 +67,7 @@ class LayerView:
 
     def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
         """View layer `layer`, whose rows are the buffers `number` of its group."""
-        self._step, self._number, self.layer, self.group = step, number, layer, group
+        self._step, self.number, self.layer, self.group = step, number, layer, group
         self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -96,7 +96,7 @@ class LayerView:
             raise Enough(keys, values)
         cache = self._step.groups[self.group]
         self._step.layer = self.layer
-        cache.set_layer(self._number)
+        cache.set_layer(self.number)
         cache.put(keys, values)
         self._fetched = cache.fetch()
         return self._fetched

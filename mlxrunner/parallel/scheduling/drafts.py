@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import mlx.core as mx
 
-from mlxrunner.engine.sampling import Decoded, Sampled
-from mlxrunner.errors import FormError
+from mlxrunner.engine.sampling import Decoded, Sampled, plain
+from mlxrunner.errors import FormError, LogitsError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.row import Row, Step
@@ -234,20 +234,34 @@ class Drafts:
 
 
 def sample(
-    request: ActiveRequest, end: int, logits: mx.array, best: mx.array | None
+    request: ActiveRequest,
+    end: int,
+    logits: mx.array,
+    best: tuple[mx.array, mx.array] | None,
 ) -> list[Sampled]:
     """Dispatch the sampling of the tokens behind the last token and behind each drafted token.
 
-    Their rows of `logits` are those before `end`. `best`: the likeliest token of each row, if it
-    was asked for.
+    Their rows of `logits` are those before `end`. `best`: the likeliest token and the largest logit
+    of each row, if they were asked for.
     """
     begin, next_token = end - len(request.draft) - 1, request.next_token
     if best is not None and next_token.is_plain:
-        return [Sampled(best[row : row + 1]) for row in range(begin, end)]
+        return [plain(*best, row) for row in range(begin, end)]
     history = request.history
     if history is not None:
         history = mx.concatenate([history, mx.array(request.draft, mx.int32)])
     return next_token.rows(logits[None, begin:end], history, request.masks)
+
+
+def error_of(request: ActiveRequest, sampled: list[Sampled]) -> LogitsError | None:
+    """Return the error of the token that the answer goes on with, or of a right guess before it.
+
+    The logits behind a wrong guess may be anything.
+    """
+    for one, guess in zip(sampled, [*request.draft, None], strict=False):
+        if (error := one.error) is not None or one.token.item() != guess:
+            return error
+    return None
 
 
 def taken(request: ActiveRequest, sampled: list[Sampled]) -> list[Chunk]:

@@ -10,8 +10,8 @@ import time
 import mlx.core as mx
 
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.engine.sampling import Sampled, dispatch
-from mlxrunner.errors import FormError
+from mlxrunner.engine.sampling import Sampled, dispatch, plain
+from mlxrunner.errors import FormError, LogitsError
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.drafts import sample
 from mlxrunner.parallel.scheduling.endings import Endings
@@ -85,7 +85,7 @@ class Passes:
         otherwise with a StepFailedError.
         """
         is_any_plain = any(request.next_token.is_plain for request, _ in requests)
-        best = mx.argmax(logits, axis=-1) if is_any_plain else None
+        best = (mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)) if is_any_plain else None
         sampled: list[tuple[ActiveRequest, list[Sampled]]] = []
         for request, rows in requests:
             row = rows.stop - 1
@@ -94,11 +94,13 @@ class Passes:
                     sampled.append((request, sample(request, rows.stop, logits, best)))
                     continue
                 if best is not None and request.next_token.is_plain:
-                    token = Sampled(best[row : row + 1])
+                    token = plain(*best, row)
                 else:
                     token = request.next_token(logits[row : row + 1], request.history)
             except FormError as error:
                 self.formless.append((request, error))  # its last token is not delivered yet
+                continue
+            except LogitsError:  # the token before is not there: whoever reads it finds out
                 continue
             except Exception as error:
                 self._endings.fail_alone(request, error)

@@ -56,6 +56,8 @@ class PiecemealPlace(ParkingPlace, Protocol):
 
     def lacks(self, tokens: TokenArray) -> int: ...
 
+    def drop(self, parked: Any) -> None: ...
+
 
 class Residents:
     """The conversations in the slots, within a budget of bytes."""
@@ -128,6 +130,13 @@ class Residents:
         else:
             slot.cache.reset(why)
         self._remember_losses()
+
+    def distrust(self, request: ActiveRequest) -> None:
+        """Drop the conversation on disk of which `request` was restored: it may hold NaN."""
+        if isinstance(self.parking, PiecemealPlace) and request.lookup.restored:
+            found = self.parking.find(request.tokens)
+            if found is not None:
+                self.parking.drop(found[0])
 
     def give_up(
         self, slot: Slot, request: ActiveRequest | None, cause: Literal["slot", "memory"]

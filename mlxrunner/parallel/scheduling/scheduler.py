@@ -21,11 +21,11 @@ import mlx.core as mx
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.sampling import Sampled
-from mlxrunner.errors import CacheFullError
+from mlxrunner.errors import CacheFullError, LogitsError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.assign import Assigner
-from mlxrunner.parallel.scheduling.drafts import Drafts, taken
+from mlxrunner.parallel.scheduling.drafts import Drafts, error_of, taken
 from mlxrunner.parallel.scheduling.endings import Ended, Endings, step_failed
 from mlxrunner.parallel.scheduling.making_room import RoomMaker
 from mlxrunner.parallel.scheduling.pace import StepPace
@@ -157,7 +157,8 @@ class Scheduler:
                     self.on_first()
                 row = self._next_row()
                 if waits := self._drafts.is_worth_waiting(row):
-                    self._read(before)
+                    if not self._read(before):
+                        row = []
                     before = None
                     row = [one for one in row if not one[0].finished]
                 row = self._drafts.add_to(row, self._passes.width)
@@ -171,8 +172,7 @@ class Scheduler:
                 running = len(self.requests)
                 for request, _ in row:
                     request.draft = []
-                self._read(before)
-                if len(self.requests) == running:
+                if self._read(before) and len(self.requests) == running:
                     self._maker.make_way(error)
             except Exception as error:
                 self._recover(before, row, error)
@@ -244,22 +244,82 @@ class Scheduler:
         self._maker.grow()
         return self._composer.row(self.requests)
 
-    def _read(self, step: Step | None) -> None:
-        """Wait for the end of a step and deliver its tokens."""
+    def _read(self, step: Step | None) -> bool:
+        """Wait for the end of a step and deliver its tokens. Return False after a new start."""
+        broken: list[tuple[ActiveRequest, LogitsError]] = []
         if step is not None:
             seconds, right = self._composer.wait(step), 0
             for request, sampled in step.sampled:
                 try:
-                    if not request.finished:
+                    if request.finished:
+                        continue
+                    if (wrong := error_of(request, sampled)) is not None:
+                        broken.append((request, wrong))
+                    else:
                         right += self._deliver(request, sampled)
                 except Exception as error:
                     self._endings.fail_alone(request, error)
             self._drafts.ended(step, right, seconds)
+        if broken:
+            return self._end_broken(broken)
         while self._passes.formless:
             request, formless = self._passes.formless.pop()
             if not request.finished:
                 request.ending = "no token"
                 self._endings.fail(request, formless)
+        return True
+
+    def _end_broken(self, broken: list[tuple[ActiveRequest, LogitsError]]) -> bool:
+        """End requests whose logits are NaN or infinite. Return False if all others start anew.
+
+        What a request stored is freed. If it stored NaN in cells that others read, these got NaN,
+        too: they go on with new cells, and it is the only one that ends.
+        """
+        guilty = self._engine.broken()
+        for request, error in broken:
+            if guilty is None or request.slot.number in guilty:
+                self._end_and_clear(request, error)
+        if guilty is None:
+            return True
+        for request in [one for one in self.requests if one.is_placed and one.left]:
+            if request.slot.number in guilty:  # of which no logits were asked for yet
+                self._end_and_clear(request, broken[0][1])
+        self._pending = None
+        self._suspects.clear()
+        for request in self.requests:
+            if request.drafting is not None:
+                request.drafting.close()
+                request.drafting = None  # a wrong guess may be what stored NaN
+        self._go_back(is_lost=True)
+        return False
+
+    def _end_and_clear(self, request: ActiveRequest, error: LogitsError) -> None:
+        """End a request, and free what it stored, and what it was stored from."""
+        request.ending = "failed"
+        why = "logits that were NaN or infinite"
+        self.residents.distrust(request)
+        self.residents.clear(request.slot, why)
+        for slot in self.slots:
+            if not slot.is_busy and request.lookup.cached and slot.shared_with(request.tokens):
+                self.residents.clear(slot, why)
+        self._endings.fail(request, error)
+
+    def _go_back(self, *, is_lost: bool) -> None:
+        """Let all requests go on from the tokens that were read.
+
+        `is_lost`: drop all buffers, so that all tokens are evaluated again.
+        """
+        self._passes.formless.clear()
+        for request in self.requests:
+            request.go_back()
+        if is_lost:
+            self._engine.forget()
+            for request in self.requests:
+                request.stop_errand()
+            for slot in self.slots:
+                self.residents.clear(slot, "a failed step")
+        for request in self.requests:
+            request.restart()
 
     def _deliver(self, request: ActiveRequest, sampled: list[Sampled]) -> int:
         """Deliver a token, and those that were guessed right. Return the number of these."""
@@ -300,17 +360,7 @@ class Scheduler:
             is_lost = False
         except Exception:
             is_lost = True
-        self._passes.formless.clear()
-        for request in self.requests:
-            request.go_back()
-        if is_lost:
-            self._engine.forget()
-            for request in self.requests:
-                request.stop_errand()
-            for slot in self.slots:
-                self.residents.clear(slot, "a failed step")
-        for request in self.requests:
-            request.restart()
+        self._go_back(is_lost=is_lost)
         running = [request for request, _ in row if not request.finished]
         if len(running) == 1:
             self._endings.fail_alone(running[0], error)

@@ -9,6 +9,7 @@ from mlxrunner.errors import (
     ContextLengthError,
     EngineError,
     FormError,
+    LogitsError,
     MemoryPlanError,
     MlxrunnerError,
     ModelError,
@@ -45,6 +46,7 @@ STATUS: tuple[tuple[type[MlxrunnerError], int, str], ...] = (
     (EngineError, 503, "engine_failed"),
     (ClosedError, 503, "stopping"),
     (StepFailedError, 500, "request_failed"),
+    (LogitsError, 500, "broken_logits"),
 )
 """The status and the code for each class of errors; the first that fits counts."""
 
