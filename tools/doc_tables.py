@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
@@ -16,6 +17,9 @@ def with_tables(text: str) -> str:
         "chat commands": _chat_commands,
         "event fields": _event_fields,
         "errors": _errors,
+        "field names": lambda before: _field_names(),
+        "ignored fields": lambda before: _ignored_fields(),
+        "refused fields": lambda before: _refused_fields(),
         "options": lambda before: _request_options(),
         "settings": lambda before: _settings(),
         "settings of many": lambda before: _settings_of_many(),
@@ -48,6 +52,34 @@ def _errors(before: str) -> str:
 
     tree = re.findall(r"(?m)^(?:[├└│ ]|Mlxrunner).*", errors.__doc__ or "")
     return "\n".join(["```text", *tree, "```", ""])
+
+
+def _field_names() -> str:
+    """List the names of other programs for options of ours."""
+    from mlxrunner.config.names import SAME
+
+    rows = [f"| `{name}` | `{ours}` |" for name, ours in sorted(SAME.items())]
+    return _table("field | option", rows)
+
+
+def _refused_fields() -> str:
+    """List the fields that would change an answer, with the values that don't."""
+    from mlxrunner.config.request_fields import REFUSED
+
+    rows = [
+        f"| `{name}` | {one.apis} | {', '.join(_code(json.dumps(v)) for v in one.neutral)} | "
+        f"{_escaped(one.why)} |"
+        for name, one in sorted(REFUSED.items())
+    ]
+    return _table("field | of | passes | instead", rows)
+
+
+def _ignored_fields() -> str:
+    """List the fields that change no answer."""
+    from mlxrunner.config.request_fields import IGNORED
+
+    rows = [f"| `{name}` | {one.apis} | {one.why} |" for name, one in sorted(IGNORED.items())]
+    return _table("field | of | why", rows)
 
 
 def _request_options() -> str:

@@ -15,10 +15,11 @@ from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.pictures import named
 from mlxrunner.batch.records import Format
 from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
-from mlxrunner.batch.translate import ELSEWHERE, check_functions, translate, unknown
+from mlxrunner.batch.translate import READ, check_functions, translate, unknown
 from mlxrunner.config.arguments import without_nulls
-from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.names import MEANT, SAME, did_you_mean
 from mlxrunner.config.option import names
+from mlxrunner.config.request_fields import held
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import LARGEST_TOKEN, GenerateOptions
@@ -72,7 +73,8 @@ def read_fields(
     if format_of(record) != "plain":
         prompt, options = _read_openai(record, batch)
         return [prompt], options
-    given = {name: value for name, value in record.items() if value is not None}
+    # An error for a name that is like one of ours says so, and any other field asks for nothing.
+    given = held(without_nulls(record), FIELDS | READ | MEANT.keys() | SAME.keys())
     fields = translate(given, batch.defaults, counts_logprobs=True)
     wrong = next((name for name in given if name in fields and name not in FIELDS), None)
     if wrong is not None:
@@ -285,12 +287,13 @@ def _read_openai(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt
     """Return the prompt and the options of a line of OpenAI's batch files."""
     record = without_nulls(record)
     _check_envelope(record)
-    body = {
-        name: value
-        for name, value in record["body"].items()
-        if value is not None and name not in ELSEWHERE
-    }
     form = format_of(record)
+    body = without_nulls(record["body"])
+    body.pop("model", None)
+    if form == "text_completion" and body.get("add_special_tokens") is True:
+        del body["add_special_tokens"]
+    reads = {"text_completion": {"prompt"}, "response": RESPONSE_FIELDS}.get(form, {"messages"})
+    body = held(body, reads | READ)
     if form == "text_completion":
         prompts = _listed(body.pop("prompt", None))
         if len(prompts) > 1:

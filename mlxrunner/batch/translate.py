@@ -13,6 +13,7 @@ from typing import Any
 from mlxrunner.config.arguments import as_whole, without_nulls
 from mlxrunner.config.names import SAME, did_you_mean, nearest
 from mlxrunner.config.option import names, read_json
+from mlxrunner.config.request_fields import is_neutral
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
 
@@ -20,44 +21,17 @@ WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "re
 """The names of options that are for the whole batch."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The values of `reasoning_effort`."""
-ELSEWHERE = frozenset((
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "stream_options", "priority", "request_id", "cache_salt",
-))  # fmt: skip  # one name a line would be twelve lines
-"""Fields of a body that are ignored.
-
-They have no meaning here: there is one model, nobody is billed, and each answer is written whole.
-"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "stream": (False,),
-    "background": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
+    "stream": (),
     "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
     "parallel_tool_calls": (True,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "truncation": ("disabled",),
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "continue_final_message": (False,),
-    "ignore_eos": (False,),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
 }
-"""Fields that are not supported, with the values that are accepted and change nothing."""
+"""Fields that only the server supports, with the values that are accepted and change nothing."""
+READ = frozenset((
+    "documents", "ignore_eos", "logprobs", "reasoning_effort", "response_format",
+    "structured_outputs", "template", "tools", "top_logprobs", *NEUTRAL,
+))  # fmt: skip  # one name a line would be eleven lines
+"""The fields of other programs that `translate` reads, beside those that only have other names."""
 
 
 def translate(
@@ -70,14 +44,15 @@ def translate(
     that are not known stay as they are.
     """
     fields = read_json(GenerateOptions, _renamed(given))
+    _translate_ends(fields)
     _translate_logprobs(fields, counts_logprobs)
     _translate_form(fields)
     _translate_variables(fields, defaults)
     _translate_tools(fields, defaults)
     for name, accepted in NEUTRAL.items():
-        if name in fields and not _is_among(fields.pop(name), accepted):
-            shown = f"{given.get(name)!r:.80}"
-            raise OptionError(f"{name}: {shown} is not supported, only {json.dumps(accepted[0])}")
+        if name in fields and not is_neutral(fields.pop(name), accepted):
+            least = json.dumps(accepted[0] if accepted else False)
+            raise OptionError(f"{name}: {given[name]!r:.80} is not supported, only {least}")
     return fields
 
 
@@ -91,13 +66,6 @@ def unknown(name: str, known: frozenset[str]) -> OptionError:
     return OptionError(f"unknown field {name!r:.80}: {likely}known are {', '.join(sorted(known))}")
 
 
-def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Return True if `value` is accepted: 1 is not True, and 1.0 is 1."""
-    return any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
-    )
-
-
 def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with our names for those that mean the same."""
     fields: dict[str, Any] = {}
@@ -108,6 +76,17 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
             raise OptionError(f"{first} and {name} say the same thing: give one of them")
         fields[ours] = value
     return fields
+
+
+def _translate_ends(fields: dict[str, Any]) -> None:
+    """Replace `ignore_eos: true` by no stop tokens, not even the model's own."""
+    if (ignored := fields.pop("ignore_eos", False)) is False:
+        return
+    if ignored is not True:
+        raise OptionError(f"ignore_eos: {ignored!r:.80} is neither true nor false")
+    if "stop_tokens" in fields:
+        raise OptionError("ignore_eos and stop_tokens say which tokens end: give one of them")
+    fields["stop_tokens"] = []
 
 
 def _translate_logprobs(fields: dict[str, Any], counts: bool) -> None:

@@ -25,6 +25,8 @@ SAME: dict[str, str] = {
     "num_predict": "max_tokens",
     "repeat_last_n": "penalty_context",
     "repeat_penalty": "repetition_penalty",
+    # mlx-lm
+    "repetition_context_size": "penalty_context",
     # transformers, Anthropic, Mistral
     "max_new_tokens": "max_tokens",
     "stop_sequences": "stop",

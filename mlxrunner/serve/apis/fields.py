@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from mlxrunner.config.arguments import as_whole, shown, without_nulls
+from mlxrunner.batch.translate import READ
+from mlxrunner.config.arguments import as_whole, without_nulls
+from mlxrunner.config.names import SAME
+from mlxrunner.config.option import names
+from mlxrunner.config.request_fields import is_known
+from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import Ended, RefusedError
 from mlxrunner.templates.parts import Content, Shown, content_of, picture_of
+from mlxrunner.terminal.text import one_line
+
+LONGEST_NAME = 60
+"""Most characters of a field's name in the list of what was left out."""
+MOST_LEFT_OUT = 40
+"""Most entries of that list."""
 
 
 def _read_as_json(schema: Any) -> None:
@@ -129,23 +140,29 @@ def part_text(where: str, part: Part, types: tuple[str, ...]) -> str:
     )
 
 
-def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise RefusedError for the first field that has another value than those of `neutral`."""
-    for name, accepted in neutral.items():
-        value = fields.get(name)
-        if value is not None and value not in accepted:
-            raise RefusedError(
-                400, f"{name}: {shown(value)} is not supported by this server", param=name
-            )
+OPTIONS = frozenset((*names(GenerateOptions), *SAME))
+"""The names of our options, and those of other programs for them."""
 
 
-def report(ended: Ended, left_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def unread(fields: Mapping[str, Any], reads: Container[str] = (), prefix: str = "") -> list[str]:
+    """Return what a client is told of the fields that nobody here knows, and that are ignored.
+
+    `reads` are those that the protocol reads itself. `prefix` comes before each name.
+    """
+    return [
+        f"field {prefix}{one_line(name, LONGEST_NAME)}"
+        for name in fields
+        if not (name in OPTIONS or name in READ or name in reads or is_known(name))
+    ]
+
+
+def report(ended: Ended, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return the field `mlxrunner` of a response: what was reused, and what was left out."""
     body = ended.cache.body
     if ended.note:
         body["note"] = ended.note.text
     if left_out:
-        body["left_out"] = [f"tool {name}" for name in left_out]
+        body["left_out"] = list(left_out[:MOST_LEFT_OUT])
     return body
 
 

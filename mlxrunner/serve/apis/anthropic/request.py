@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mlxrunner.serve.apis.fields import Body, Part, content_with, part_text, refuse, text_of
+from mlxrunner.serve.apis.fields import Body, Part, content_with, part_text, text_of, unread
+from mlxrunner.serve.apis.openai.options import options_of
 from mlxrunner.serve.asked import Asked, Client, ToolChoice
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.shapes import THREAD_NOT_FOUND
 from mlxrunner.templates.parts import Shown, content_of
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ({},), "n": (1,)}
-"""Fields that would change the answer and are not supported, with values that do not."""
 BETWEEN = "\n"
 """The text between the blocks of a system prompt, of a user's message, of a result."""
 
@@ -97,7 +96,7 @@ class MessageRequest(CountRequest):
 
 def read(body: CountRequest, client: Client, request_id: str) -> Asked:
     """Return what a body asks for. Raise RefusedError for what is not supported."""
-    refuse(body.model_extra or {}, NEUTRAL)
+    more, variables = options_of(body.model_extra or {})
     _refuse_thread(body)
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
     choice = body.tool_choice
@@ -111,7 +110,8 @@ def read(body: CountRequest, client: Client, request_id: str) -> Asked:
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
         thinking=_thinking(body.thinking),
         effort=output.effort,
-        options=_options(body, output) if isinstance(body, MessageRequest) else {},
+        options=more | _options(body, output) if isinstance(body, MessageRequest) else {},
+        variables=variables,
         client=client,
         id=request_id,
     )
@@ -139,8 +139,9 @@ def is_own(tool: Tool) -> bool:
 
 
 def left_out(body: CountRequest) -> tuple[str, ...]:
-    """Return the types of the tools that the model is not told of."""
-    return tuple(str(tool.type) for tool in body.tools or () if not is_own(tool))
+    """Return the tools that the model is not told of, and the fields that are ignored."""
+    tools = [f"tool {tool.type}" for tool in body.tools or () if not is_own(tool)]
+    return (*tools, *unread(body.model_extra or {}))
 
 
 def marks_cache(body: CountRequest) -> bool:

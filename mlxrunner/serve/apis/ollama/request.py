@@ -11,34 +11,14 @@ from pydantic import Field
 
 from mlxrunner.batch.fields import ANY_OBJECT
 from mlxrunner.config.arguments import without_nulls
+from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.apis.fields import Body, refuse
+from mlxrunner.serve.apis.fields import OPTIONS, Body, unread
 from mlxrunner.serve.apis.openai.options import checked_effort, options_of
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.templates.parts import Content, Shown, content_of
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "template": ("",),
-    "truncate": (True, False),
-    "shift": (True, False),
-}
-"""Fields that would change the answer and are not supported, with values that do not."""
-NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "mirostat": (0,),
-    "typical_p": (0, 1),
-    "tfs_z": (0, 1),
-    "penalize_newline": (True, False),
-}
-"""The same for the members of `options`."""
-SAMPLING = frozenset(
-    "num_predict seed temperature top_k top_p min_p repeat_penalty repeat_last_n presence_penalty "
-    "frequency_penalty stop".split()
-)
-"""The members of `options` that are options of ours. Others say how to load a model, and are not
-needed here.
-"""
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """Seconds of each unit of a duration."""
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
@@ -101,14 +81,12 @@ class GenerateRequest(Common):
 def read(body: ChatRequest | GenerateRequest, client: Client, request_id: str) -> Asked:
     """Return what a body asks for. Raise RefusedError or OptionError."""
     extra = body.model_extra or {}
-    refuse(extra, NEUTRAL)
-    if extra.get("context"):
-        raise RefusedError(
-            400,
-            "context: this server gives and takes no tokens of earlier answers: send the "
-            "conversation as messages to /api/chat, which reuses what it has evaluated",
-            param="context",
-        )
+    held(extra)
+    for name in OPTIONS & extra.keys():
+        if not is_neutral(extra[name]):
+            raise RefusedError(
+                400, f"{name}: send it as a member of options, where it is heeded", param=name
+            )
     is_raw = isinstance(body, GenerateRequest) and body.raw
     if isinstance(body, GenerateRequest) and body.raw and body.images:
         raise RefusedError(400, "images: a raw prompt has no place for pictures", param="images")
@@ -127,6 +105,11 @@ def read(body: ChatRequest | GenerateRequest, client: Client, request_id: str) -
         client=client,
         id=request_id,
     )
+
+
+def left_out(body: ChatRequest | GenerateRequest) -> list[str]:
+    """Return the fields that are ignored because nobody here knows them."""
+    return [*unread(body.model_extra or {}), *unread(body.options or {}, (), "options.")]
 
 
 def is_empty(body: ChatRequest | GenerateRequest) -> bool:
@@ -219,9 +202,11 @@ def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _options(body: Common) -> dict[str, Any]:
-    given = body.options or {}
-    refuse(given, NEUTRAL_OPTIONS)
-    own = {name: value for name, value in without_nulls(given).items() if name in SAMPLING}
+    given = without_nulls(body.options or {})
+    for name in ("typical_p", "tfs_z"):
+        if given.get(name) == 0:
+            del given[name]  # as Ollama writes that it is off
+    own = {name: value for name, value in held(given, (), "options.").items() if name in OPTIONS}
     # Where Ollama has a number for "no limit" or "by chance", we have nothing.
     for name in ("num_predict", "seed", "repeat_last_n"):
         if isinstance(own.get(name), int | float) and own[name] < 0:

@@ -21,6 +21,7 @@ from mlxrunner.serve.apis.ollama.request import (
     ChatRequest,
     GenerateRequest,
     is_empty,
+    left_out,
     read,
     seconds_of,
 )
@@ -64,7 +65,8 @@ def router(answers: Answers, pull: Pull = pull_model) -> APIRouter:
     async def answer(body: ChatRequest | GenerateRequest, request: Request) -> Response:
         asked = read(body, client_of(request), request.state.id)
         _check_thinking(answers, asked)
-        shape = Shape(asked, body.model, is_chat=isinstance(body, ChatRequest))
+        is_chat = isinstance(body, ChatRequest)
+        shape = Shape(asked, body.model, is_chat=is_chat, left_out=left_out(body))
         if is_empty(body):
             seconds = seconds_of(body.keep_alive)
             await while_connected(request, answers.hold(asked.model, seconds))

@@ -48,9 +48,12 @@ def stamp(seconds: float) -> str:
 class Shape:
     """The object of a piece of an answer: that of a chat, or of a single prompt."""
 
-    def __init__(self, asked: Asked, name: str, *, is_chat: bool) -> None:
-        """Write answers of the model with this `name`."""
+    def __init__(
+        self, asked: Asked, name: str, *, is_chat: bool, left_out: Sequence[str] = ()
+    ) -> None:
+        """Write answers of the model with this `name`. `left_out`: what is ignored."""
         self._asked, self._name, self._is_chat = asked, name, is_chat
+        self._left_out = left_out
         self._began = time.monotonic()
 
     def piece(
@@ -90,7 +93,7 @@ class Shape:
             "prompt_eval_duration": int(timing.prefill_s * NS),
             "eval_count": used.completion_tokens,
             "eval_duration": int(timing.decode_s * NS),
-            "mlxrunner": report(ended),
+            "mlxrunner": report(ended, self._left_out),
         }
 
     def whole(self, answer: Whole) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mlxrunner.config.arguments import without_nulls
-from mlxrunner.serve.apis.fields import Body, Part, content_with, openai_picture
+from mlxrunner.config.arguments import shown, without_nulls
+from mlxrunner.config.request_fields import is_neutral
+from mlxrunner.serve.apis.fields import Body, Part, content_with, openai_picture, unread
 from mlxrunner.serve.apis.openai.options import (
     Sampled,
     checked_effort,
@@ -68,9 +69,12 @@ class ChatRequest(Sampled):
 
 def read(body: ChatRequest, client: Client, request_id: str) -> list[Asked]:
     """Return what a body asks for, one request for each answer. Raise RefusedError."""
-    options, variables = options_of(body.model_extra or {})
+    extra = dict(body.model_extra or {})
+    thinking, level = _thinking(extra)
+    options, variables = options_of(extra)
     given = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
     choice, tools = choice_of(body.tool_choice, given)
+    effort = checked_effort(body.reasoning_effort or level, "reasoning_effort")
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
     return [
         Asked(
@@ -80,8 +84,8 @@ def read(body: ChatRequest, client: Client, request_id: str) -> list[Asked]:
             tools=tools,
             tool_choice=choice,
             parallel_calls=body.parallel_tool_calls is not False,
-            thinking=False if body.reasoning_effort == "none" else None,
-            effort=checked_effort(body.reasoning_effort, "reasoning_effort"),
+            thinking=False if effort == "none" else thinking,
+            effort=effort,
             options=with_seed(options, number),
             variables=variables,
             client=client,
@@ -91,14 +95,38 @@ def read(body: ChatRequest, client: Client, request_id: str) -> list[Asked]:
     ]
 
 
+def _thinking(extra: dict[str, Any]) -> tuple[bool | None, str | None]:
+    """Take the fields for thinking of other servers, and return whether and how much to think."""
+    said: bool | None = None
+    level: str | None = None
+    for name in ("think", "enable_thinking", "thinking", "reasoning"):
+        match extra.pop(name, None):
+            case None | {"type": "adaptive" | "auto"}:
+                continue
+            case bool(value) if name != "reasoning":
+                said = value
+            case {"type": "enabled" | "disabled" as kind} if name == "thinking":
+                said = kind == "enabled"
+            case {"effort": str(given)} | str(given) if name in ("reasoning", "think") and given:
+                said, level = True, given
+            case {"enabled": bool(value)} if name == "reasoning":
+                said = value
+            case value if not is_neutral(value):
+                raise RefusedError(
+                    400, f"{name}: {shown(value)} is not known; send reasoning_effort", param=name
+                )
+    return said, level
+
+
 def is_own(tool: Tool) -> bool:
     """Return True if a tool is a function."""
     return tool.type == "function"
 
 
 def left_out(body: ChatRequest) -> tuple[str, ...]:
-    """Return the types of the tools that the model is not told of."""
-    return tuple(tool.type for tool in body.tools or () if not is_own(tool))
+    """Return the tools that the model is not told of, and the fields that are ignored."""
+    tools = [f"tool {tool.type}" for tool in body.tools or () if not is_own(tool)]
+    return (*tools, *unread(body.model_extra or {}))
 
 
 def _tool(number: int, tool: Tool) -> dict[str, Any]:

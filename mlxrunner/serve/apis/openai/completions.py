@@ -9,9 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from mlxrunner.batch.translate import READ
+from mlxrunner.config.request_fields import held
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_connected
-from mlxrunner.serve.apis.fields import headers, refuse, report
+from mlxrunner.serve.apis.fields import headers, report, unread
 from mlxrunner.serve.apis.openai.chat_writing import DONE, FINISH_REASONS, frame, head, usage_body
 from mlxrunner.serve.apis.openai.logprobs import text_logprobs
 from mlxrunner.serve.apis.openai.options import (
@@ -26,8 +28,8 @@ from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import Ended, Event, RefusedError, Text, Thought, Token
 from mlxrunner.serve.shapes import openai_error, openai_response
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
-"""Fields that would change the answer and are not supported, with values that do not."""
+RAW = READ - {"tools", "tool_choice", "parallel_tool_calls", "documents"}
+"""The fields that may come with raw text. A chat template would write the others."""
 
 
 class CompletionRequest(Sampled):
@@ -41,8 +43,10 @@ class CompletionRequest(Sampled):
 
 def read(body: CompletionRequest, client: Client, request_id: str) -> list[Asked]:
     """Return what a body asks for: `n` requests for each prompt. Raise RefusedError."""
-    extra = body.model_extra or {}
-    refuse(extra, NEUTRAL)
+    extra = dict(body.model_extra or {})
+    if extra.get("add_special_tokens") is True:
+        del extra["add_special_tokens"]  # as they are where the model wants them
+    extra = held(extra, RAW)
     if body.best_of not in (None, body.n):
         raise RefusedError(
             400,
@@ -117,7 +121,7 @@ class Writer:
             for number, answer in enumerate(answers)
         ]
         ends = [answer.end for answer in answers]
-        more = {"usage": self._usage(ends), "mlxrunner": report(ends[0])}
+        more = {"usage": self._usage(ends), "mlxrunner": self._report(ends[0])}
         return self._head() | {"choices": choices} | more
 
     def begin(self) -> Iterator[bytes]:
@@ -139,7 +143,7 @@ class Writer:
                 choice = self._choice(index, "", (), FINISH_REASONS[event.reason])
                 body = self._head() | {"choices": [choice]}
                 if len(self._ends) == len(self._several) and not self._body.has_usage:
-                    body["mlxrunner"] = report(self._ends[0])
+                    body["mlxrunner"] = self._report(self._ends[0])
                 yield frame(body)
             case _:
                 yield b": heartbeat\n\n" + self._chunk(index, "")
@@ -148,7 +152,7 @@ class Writer:
         """Yield the usage, if it is wanted, and the end."""
         if self._body.has_usage:
             ends = [self._ends[number] for number in range(len(self._several))]
-            more = {"usage": self._usage(ends), "mlxrunner": report(ends[0])}
+            more = {"usage": self._usage(ends), "mlxrunner": self._report(ends[0])}
             yield frame(self._head() | {"choices": []} | more)
         yield DONE
 
@@ -166,6 +170,9 @@ class Writer:
         used: dict[str, Any] = {name: sum(part[name] for part in parts) for name in counts}
         cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
         return used | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _report(self, ended: Ended) -> dict[str, Any]:
+        return report(ended, unread(self._body.model_extra or {}))
 
     def _head(self) -> dict[str, Any]:
         return head(self._several[0], "text_completion", self._created)

@@ -9,13 +9,14 @@ from typing import Any
 from pydantic import Field
 
 from mlxrunner.batch.fields import form_of
-from mlxrunner.batch.translate import EFFORTS, translate
-from mlxrunner.config.arguments import as_whole, shown
+from mlxrunner.batch.translate import EFFORTS, READ, translate
+from mlxrunner.config.arguments import as_whole, shown, without_nulls
 from mlxrunner.config.names import SAME
 from mlxrunner.config.option import names
+from mlxrunner.config.request_fields import held
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.apis.fields import Body, refuse
+from mlxrunner.serve.apis.fields import Body
 from mlxrunner.serve.asked import ToolChoice
 from mlxrunner.serve.events import RefusedError
 
@@ -29,10 +30,6 @@ MOST_ANSWERS = 16
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions as `Asked` has them."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {"web_search_options": (), "audio": ()}
-"""Fields that are not supported, beside those of `translate`, with the values that are accepted."""
-WISHES = frozenset(("verbosity",))
-"""Fields that say how the client would like the answer, and are ignored."""
 
 
 class StreamOptions(Body):
@@ -68,12 +65,16 @@ def options_of(
     """Return the options and the template's variables that the fields of a body ask for.
 
     Fields that are not known are ignored. Raise OptionError for one that is not supported, and for
-    a wrong value.
+    a wrong value. A `max_tokens` of -1 is no limit, as for llama.cpp and LM Studio.
     """
-    refuse(fields, NEUTRAL)
+    given = held(without_nulls(fields), READ)
     given = {
-        name: value for name, value in fields.items() if value is not None and name not in WISHES
+        name: value
+        for name, value in given.items()
+        if not (value == -1 and SAME.get(name, name) == "max_tokens")
     }
+    if given.get("template") == "":
+        del given["template"]  # Ollama's text of that name
     if given.get("top_k") == -1:
         del given["top_k"]  # as vLLM says that all tokens count
     if type(seed := as_whole(given.get("seed"))) is int and seed < 0:

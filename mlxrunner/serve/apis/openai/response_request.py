@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrunner.batch.responses import INCLUDED, read_response
-from mlxrunner.serve.apis.fields import Body, refuse
+from mlxrunner.batch.responses import INCLUDED, RESPONSE_FIELDS, read_response
+from mlxrunner.batch.translate import READ
+from mlxrunner.config.request_fields import held
+from mlxrunner.serve.apis.fields import Body, unread
 from mlxrunner.serve.apis.openai.kept import Item, KeptResponse, KeptResponses
 from mlxrunner.serve.apis.openai.options import Common, checked_effort, choice_of, options_of
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import RefusedError
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {"conversation": (), "prompt": ()}
-"""Fields that need what only their server keeps."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles of messages."""
 
@@ -70,7 +70,7 @@ class Conversation:
     namespaces: Mapping[str, tuple[str, str]]
     """The namespace and the name of each function in one, by its full name."""
     left_out: tuple[str, ...]
-    """The types of tools that the model is not told of."""
+    """The tools that the model is not told of, and the fields that are ignored."""
 
 
 def read(
@@ -78,7 +78,6 @@ def read(
 ) -> Conversation:
     """Return what a body asks for. Raise RefusedError, OptionError or PromptError."""
     extra = dict(body.model_extra or {})
-    refuse(extra, NEUTRAL)
     name = body.previous_response_id
     before = kept.previous(name) if name else None
     items = list(_items(body.input, kept))
@@ -86,7 +85,7 @@ def read(
     include = [one for one in body.include or () if one in INCLUDED]
     given = {**extra, "instructions": body.instructions, "include": include}
     given["input"] = [_plain(item) for item in history]
-    messages, fields = read_response(given, keeps_thinking=True)
+    messages, fields = read_response(held(given, READ | RESPONSE_FIELDS), keeps_thinking=True)
     _check_roles(messages)
     options, variables = options_of(fields)
     functions, namespaces, left_out = _tools(body.tools or [])
@@ -107,6 +106,7 @@ def read(
         client=client,
         id=request_id,
     )
+    left_out = (*left_out, *unread(extra, RESPONSE_FIELDS))
     return Conversation(asked, items, before, namespaces, left_out)
 
 
@@ -156,7 +156,7 @@ def _tools(
         elif tool.type == "namespace" and tool.name:
             for place, inner in enumerate(tool.tools or ()):
                 if inner.get("type") != "function":
-                    left_out.append(str(inner.get("type")))
+                    left_out.append(f"tool {inner.get('type')}")
                     continue
                 made = _function(f"{where}.tools.{place}", inner)
                 full = full_name(tool.name, made["function"]["name"])
@@ -164,7 +164,7 @@ def _tools(
                 made["function"]["name"] = full
                 functions.append(made)
         else:
-            left_out.append(tool.type)
+            left_out.append(f"tool {tool.type}")
     return functions, namespaces, tuple(left_out)
 
 
