@@ -24,8 +24,10 @@ chat: $(STAMP)
 	$(HINT)
 	@$(RUN) $(BIN)/mlxrunner chat
 
-# A process per core; one that has nothing left to do takes tests from another.
-PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+# A process per core, at most 8, and at least 3, since a test often waits for a program that it has
+# started. One that has nothing left to do takes tests from another.
+WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
+PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test test-all: $(STAMP)
 	$(HINT)

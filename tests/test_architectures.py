@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -108,14 +109,14 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_sixty_turns_warm_equal_cold(architecture: str) -> None:
+def test_thirty_turns_warm_equal_cold(architecture: str) -> None:
     """All tokens equal mlx-lm's on a fresh cache, with log-probabilities within 1e-4."""
     runner = build(architecture, prefill_step=24, rewind_slack=10, checkpoint_interval=50)
     assert set(runner.facts.layers) == ARCHITECTURES[architecture]
     talk = Talk(architecture)
     seen: set[int] = set()
     hits = 0
-    turns = fewer(60, 20)
+    turns = fewer(30, 15)
     for kind, prompt in talk.turns(turns):
         if kind == "cancel":
             iterator = runner.generate(
@@ -182,9 +183,13 @@ def test_over_the_edge_of_the_context(architecture: str) -> None:
 
 @pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
-    "architecture", [name for name, kinds in ARCHITECTURES.items() if kinds != {"full"}]
+    ("architecture", "pattern"),
+    zip(
+        [name for name, kinds in ARCHITECTURES.items() if kinds != {"full"}],
+        cycle(["regenerate", "think-strip"]),
+        strict=False,
+    ),
 )
-@pytest.mark.parametrize("pattern", ["regenerate", "think-strip"])
 def test_patterns_of_every_day_reuse_nearly_all_at_8k_tokens(
     architecture: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.store import Store
 
-KILLS = 50
+KILLS = 20
 COMMAND = ("batch", *map(str, TYPED), "--no-reserve")
 
 
@@ -41,7 +41,7 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
             as_user = kill % 10 == 9
             process = starter.start("in.jsonl", "out.jsonl", as_user=as_user)
             wait_for_commits(
-                1 + (kill in (15, 35)),
+                1 + (kill in (6, 15)),
                 Path("out.jsonl.run"),
                 at_most=PATIENCE_S
                 if kill % 5 == 3
@@ -56,7 +56,7 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
                 Path("out.jsonl").read_bytes() if Path("out.jsonl").exists() else b""
             )
             if (
-                kill % 5 == 4 and Path("out.jsonl.run").exists()
+                kill % 3 == 2 and Path("out.jsonl.run").exists()
             ):  # otherwise it is left to the program to look at it first
                 with Store.open(Path("out.jsonl.run")) as store:
                     done.append(store.counts.done)
@@ -66,7 +66,7 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
     assert done == sorted(done)
-    assert len(set(done)) > 3, "it was never killed in the middle"
+    assert len(set(done)) > 2, "it was never killed in the middle"
 
 
 def test_a_killed_shard_equals_an_unbroken_one(folder: Path) -> None:

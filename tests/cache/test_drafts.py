@@ -77,7 +77,7 @@ def test_random_drafts_on_real_architectures(architecture: str, context: int | N
     """The log-probabilities behind what is kept are those of a cold run, token by token."""
     model, rng = build(architecture), random.Random(architecture)
     drafting = Drafting(model, rng, vocab=VOCAB, near=NEAR, context=context)
-    seen = play(drafting, fewer(6, 4), interrupts=0.15)
+    seen = play(drafting, 3, interrupts=0.15)
     happened(seen, "drafts", "rejected")
 
 
@@ -111,7 +111,7 @@ def test_ctrl_c_at_any_line_of_a_draft_leaves_a_true_entry(kinds: list[str]) -> 
     cold = Side(model, CacheOptions(), 0, None)
     cold.take([*said, 7])
     expected = cold.record([8])
-    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(400, 60))):
+    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(120, 50))):
         side = Side(model, CacheOptions(rewind_slack=2), 10**5, None)
         with suppress(KeyboardInterrupt), interrupt_at(line):
             request(side)

@@ -145,7 +145,6 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(cluster: Any) -> None:
         ("starting", signal.SIGTERM, os.killpg),
         ("answering", signal.SIGTERM, os.kill),
         ("answering", signal.SIGINT, os.killpg),
-        ("answering", signal.SIGTERM, os.killpg),
     ],
     ids=lambda one: getattr(one, "name", getattr(one, "__name__", one)),
 )

@@ -23,7 +23,7 @@ def test_it_recalls_what_it_was_told() -> None:
 
     A part of what tools/eval_demo.py runs, with the same bounds.
     """
-    count = fewer(42, 14)
+    count = fewer(20, 14)
     score = evaluate(Runner.load("demo", reserve=False), range(count))
     assert score.asked["all"] > 2 * count
     assert score.asked["unseen name"] > count / 2

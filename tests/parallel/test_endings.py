@@ -120,7 +120,7 @@ def interrupted(given: Parts, act: Act, line: int) -> tuple[bool, int]:
 def test_ctrl_c_at_any_line(llama: Parts, act: str) -> None:
     """Ctrl-C in a submission, a step or a cancel leaves no wait, wrong token or lost slot."""
     _, total = interrupted(llama, ACTS[act], -1)
-    places = range(1, total + 1, max(1, total // fewer(40, 15)))
+    places = range(1, total + 1, max(1, total // fewer(20, 10)))
     assert sum(interrupted(llama, ACTS[act], line)[0] for line in places) > 0.8 * len(places)
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_at_any_line_leaves_stacked_states_whole(act: str) -> None:
     """The states of a member are those of its tokens afterwards, whoever shared its stack."""
     given = parts("lfm2")
     _, total = interrupted(given, ACTS[act], -1)
-    places = range(1, total + 1, max(1, total // fewer(40, 6)))
+    places = range(1, total + 1, max(1, total // fewer(16, 6)))
     assert sum(interrupted(given, ACTS[act], line)[0] for line in places) > 0.8 * len(places)
 
 

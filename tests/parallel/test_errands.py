@@ -115,7 +115,7 @@ def test_what_comes_back_is_reused(talks: Talks) -> None:
     assert talks.runner.parked_bytes > 0
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 9])
+@pytest.mark.parametrize("steps", [1, 5, 9])
 def test_a_cancel_in_the_middle_leaves_nothing_wrong(talks: Talks, steps: int) -> None:
     """While the other conversation is parked, and while its own comes back."""
     talks.begin_answer()
@@ -141,7 +141,7 @@ def test_a_cancel_in_the_middle_leaves_nothing_wrong(talks: Talks, steps: int) -
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_an_interrupt_in_the_middle_leaves_nothing_wrong(
     tmp_path: Path, name: str, share: float
 ) -> None:
@@ -278,7 +278,7 @@ def test_any_history_in_pieces_gives_the_answers_of_cold_single_runs(
     monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 4)
     monkeypatch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", 4)
     seen = Counter[str]()
-    for seed in range(4):
+    for seed in range(2):
         one = PiecesHistory(parts_of(name, 33 if name == "gemma3_text" else 0), random.Random(seed))
         one.run(60)
         seen += one.seen

@@ -105,7 +105,7 @@ def test_a_kill_at_any_piece_leaves_whole_conversations(name: str, tmp_path: Pat
     all_of_them, lines = killed_at(0, name, tmp_path / "whole")
     assert len(all_of_them) > 1
     rng, reused = random.Random(name), []
-    for number in range(fewer(10, 3)):
+    for number in range(fewer(4, 3)):
         folder = tmp_path / str(number)
         whole, _ = killed_at(rng.randrange(1, lines * 9 // 10), name, folder)
         reused.append(go_on(name, folder, whole))

@@ -58,7 +58,7 @@ def test_a_closed_runner_holds_no_bytes(name: str) -> None:
 
 
 def trace() -> Trace:
-    return Trace(conversations=8, requests=fewer(100, 40), context=300, scale=0.3)
+    return Trace(conversations=8, requests=fewer(50, 30), context=300, scale=0.3)
 
 
 @pytest.mark.parametrize("is_full", [True, False], ids=["begin", "end"])

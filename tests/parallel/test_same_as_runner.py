@@ -62,7 +62,7 @@ def test_one_slot_finds_what_the_single_runner_finds(name: str) -> None:
     given, rng = tiny_parts(name), random.Random(name)
     single = Runner(*given, prefill_step=24, **SETTINGS)
     with Stepper(*given, max_sequences=1, prefill_step=24, **SETTINGS) as slots:
-        for number, prompt in enumerate(talks(rng, fewer(40, 15))):
+        for number, prompt in enumerate(talks(rng, fewer(18, 12))):
             options: dict[str, Any] = {"max_tokens": rng.randint(1, 30), "stop_tokens": []}
             options["speculate"] = "off"  # which tokens are guessed depends on measured times
             ours, theirs = slots.complete(prompt, **options), single.complete(prompt, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -81,9 +82,13 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
 
 
 @pytest.mark.exhaustive(3)
-@pytest.mark.parametrize("window", [8, 40, 90, 99, 100, 120])
-@pytest.mark.parametrize("keep", [0, 20])
-@pytest.mark.parametrize("name", ["gemma3_text", "olmo3", "cohere2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "keep", "window"),
+    [
+        (("gemma3_text", "olmo3", "cohere2", "gpt_oss")[number % 4], keep, window)
+        for number, (keep, window) in enumerate(product((0, 20), (8, 40, 90, 99, 100, 120)))
+    ],
+)
 def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
     name: str, keep: int, window: int
 ) -> None:

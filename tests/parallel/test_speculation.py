@@ -236,7 +236,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None
         assert sum(len(handle._request.said) for handle in handles) > 6
         for handle in handles:
             handle.cancel()
-        for line in range(1, seen[0], max(1, seen[0] // fewer(150, 25))):
+        for line in range(1, seen[0], max(1, seen[0] // fewer(60, 25))):
             handles = begun(runner, expected)
             with suppress(KeyboardInterrupt), interrupt_at(line):
                 runner.step()
@@ -288,7 +288,7 @@ def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
     monkeypatch.setattr(Costs, "is_known", True)
     for cost_of in ("ratio", "hoped"):
         monkeypatch.setattr(Costs, cost_of, lambda self, depth: 1 + slope * depth)
-    length = fewer(200, 120)
+    length = fewer(150, 100)
     with Stepper(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
         for _ in range(2):
             results = runner.run(

@@ -22,7 +22,7 @@ COUNTING = ("How many", "Is")
 
 def test_it_counts_shapes() -> None:
     """Four of five are right, of some that the evaluation asks; each picture is encoded once."""
-    pictures = fewer(60, 15)
+    pictures = fewer(25, 15)
     with Runner.load("demo-pictures", pictures=True, reserve=False) as runner:
         right, asked, wrong = judge(runner, pictures)
         assert asked.total() == QUESTIONS * pictures

@@ -23,7 +23,7 @@ from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
-CONVERSATIONS = fewer(12, 2)
+CONVERSATIONS = fewer(5, 2)
 """Each is edited in some 80 ways, in each family."""
 WANTED = 0.98
 WORDS = (

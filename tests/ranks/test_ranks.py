@@ -39,7 +39,6 @@ from tests.support.ranks import (
     write_models,
 )
 from tests.support.ranks_history import NOISE
-from tests.support.sample import fewer
 from tests.support.shares import sharing
 from tests.support.waiting import until
 
@@ -51,10 +50,8 @@ ASK = ("generate", "--tensor-parallel", "--raw", "-m")
     ("ranks", "way", "kinds"),
     [
         pytest.param(2, TENSOR, ("llama", "deepseek_v3"), id="2"),
-        pytest.param(2, TENSOR, ("qwen2", "qwen3_moe"), id="2, more"),
         pytest.param(4, TENSOR, ("qwen3",), id="4"),
-        pytest.param(2, PIPELINE, ("qwen2", "deepseek_v3", "qwen3_moe"), id="2, pipeline"),
-        pytest.param(4, PIPELINE, ("qwen2",), id="4, pipeline"),
+        pytest.param(2, PIPELINE, ("qwen2", "qwen3_moe"), id="2, pipeline"),
     ],
 )
 @pytest.mark.exhaustive(2, "2", "2, pipeline")
@@ -68,7 +65,7 @@ def test_warm_histories_are_equal_after_every_ending(
     4 ranks on few cores are slow, and have one short answer.
     """
     models = write_models(tmp_path / "models", *kinds)
-    turns = fewer(8, 4) if ranks == 2 else 1
+    turns = 4 if ranks == 2 else 1
     history = [sys.executable, "-m", "tests.support.ranks_history", str(models)]
     line = [*history, str(write_hosts(tmp_path, ranks)), str(free_port(ranks)), str(turns), way]
     done = subprocess.run(line, capture_output=True, text=True, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from zlib import crc32
 
 import mlx.core as mx
 import pytest
@@ -23,14 +24,19 @@ def warm_request(runner: Runner) -> None:
 def assert_interrupts_leave_a_true_entry(
     mix: Mix, request: Callable[[Runner], None], follow_up: list[int], lines: int
 ) -> None:
-    """Press Ctrl-C at `lines` lines of a request behind PROMPT. `follow_up` has to be exact."""
+    """Press Ctrl-C at `lines` lines of a request behind PROMPT. `follow_up` has to be exact.
+
+    Each mix begins at another line, so that all of them together try nearly every line.
+    """
     answer = cold(mix.kinds, follow_up)
     runner = mix.runner()
     tokens(runner, PROMPT)
     with interrupt_at(-1) as seen:
         request(runner)
     interrupted = 0
-    for line in range(1, seen[0] + 1, max(1, seen[0] // lines)):
+    every = max(1, seen[0] // lines)
+    first = 1 + crc32(repr((mix.kinds, mix.options)).encode()) % every
+    for number, line in enumerate(range(first, seen[0], every)):
         runner = mix.runner()
         tokens(runner, PROMPT)
         with suppress(KeyboardInterrupt), interrupt_at(line):
@@ -39,16 +45,17 @@ def assert_interrupts_leave_a_true_entry(
             except KeyboardInterrupt:
                 interrupted += 1
                 raise
-        assert is_consistent(runner), f"line {line}"
+        if number % 2:  # looking at the entry settles it: else the next request has to do that
+            assert is_consistent(runner), f"line {line}"
         assert tokens(runner, follow_up) == answer, f"line {line}"
     assert interrupted > lines * 4 // 5
 
 
 @mixes
 def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
-    """The next request is exact after Ctrl-C at any of 200 lines of a warm one."""
+    """The next request is exact after Ctrl-C at any of 60 lines of a warm one."""
     follow_up = [*PROMPT[:12], *range(60, 80), 5]
-    assert_interrupts_leave_a_true_entry(mix, warm_request, follow_up, fewer(200, 40))
+    assert_interrupts_leave_a_true_entry(mix, warm_request, follow_up, fewer(60, 30))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,7 @@ def test_ctrl_c_at_any_line_of_an_answer_in_a_form_leaves_a_true_entry(kinds: li
         )
 
     follow_up = [*PROMPT[:12], 60, 61, *b'["ab", "a', 5]
-    assert_interrupts_leave_a_true_entry(Mix(kinds, {}), held, follow_up, fewer(250, 50))
+    assert_interrupts_leave_a_true_entry(Mix(kinds, {}), held, follow_up, fewer(100, 50))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,7 @@ def test_ctrl_c_at_any_line_of_a_full_context_leaves_a_true_entry(kinds: list[st
     runner = oracle_runner(kinds, context=40)
     with interrupt_at(-1) as seen:
         overflowing(runner)
-    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(250, 50))):
+    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(100, 50))):
         runner = oracle_runner(kinds, context=40)
         with suppress(KeyboardInterrupt), interrupt_at(line):
             overflowing(runner)
@@ -121,7 +128,7 @@ def test_an_exception_that_is_still_held_keeps_nobody_out(kinds: tuple[str, ...]
     """The next request is served while the traceback of an interrupted one is referenced."""
     runner = oracle_runner(kinds, checkpoint_interval=5)
     held = []
-    for line in range(1, 420, 3):
+    for line in range(1, 420, 5):
         try:
             with interrupt_at(line):
                 tokens(runner, [1, 2, 3, line % 7, *range(5, 13)], 4, stop_tokens=[])

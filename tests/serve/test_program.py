@@ -150,6 +150,7 @@ def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at:
         "main()\n"
     )
     command = [sys.executable, "-c", code, "serve", str(model), "--no-park", "--port", "0"]
+    command += ["--prefill-step", "64"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if at == "end":
         started(process)

@@ -114,7 +114,7 @@ def test_the_entry_of_a_draft_model_is_as_if_cold(kinds: list[str]) -> None:
     """It says the same, however many of its guesses are kept and wherever the text is left."""
     rng, drafts, oracle = random.Random(2), model_of(kinds), OracleModel(kinds)
     text = [rng.randrange(200) for _ in range(20)]
-    for _ in range(fewer(40, 12)):
+    for _ in range(fewer(20, 12)):
         most = rng.randint(1, 5)
         found = drafts.draft(np.array(text, np.int32), most, lambda row: mx.argmax(row, axis=-1))
         expected = list(text)
@@ -152,7 +152,7 @@ def test_ctrl_c_at_any_line_of_a_draft_leaves_true_entries(kinds: list[str]) -> 
     runner.sources.model = _SometimesRight(kinds)
     with interrupt_at(-1) as seen:
         answer(runner, PROMPT, 20)
-    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(150, 25))):
+    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(50, 25))):
         runner = oracle_runner(kinds)
         runner.sources.model = _SometimesRight(kinds)
         with suppress(KeyboardInterrupt), interrupt_at(line):

@@ -45,7 +45,7 @@ def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[s
     parking = make_parking(limit=40_000, on_given_up=given_up.append)
     desk = Desk(oracle_runner(kinds, **options), parking)
     talks, most = [some(rng, 30)], 0
-    for _ in range(fewer(120, 40)):
+    for _ in range(fewer(60, 40)):
         base = rng.choice(talks)
         prompt = [*base[: rng.choice([len(base), len(base), 20])], *some(rng, rng.randint(1, 30))]
         said, _ = desk.ask(prompt)

@@ -93,7 +93,7 @@ def test_random_histories_equal_cold_runs(make_parking: Make, name: str) -> None
     rng = random.Random(name)
     desk = Desk(tiny_runner(name), make_parking())
     header, talks = some(rng, 30), [[]]
-    for _ in range(fewer(60, 15)):
+    for _ in range(fewer(25, 15)):
         kind = rng.choice(["turn", "turn", "turn", "edit", "fork", "new", "restart"])
         talk = rng.choice(talks)
         if kind == "restart":

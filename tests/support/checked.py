@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from typing import Any
 
@@ -50,10 +51,9 @@ def cold(given: Parts, context: int, prompt: list[int], options: dict[str, Any])
 
 
 def check(
-    given: Parts, context: int, prompt: list[int], options: dict[str, Any], got: Result
+    expected: Result, context: int, prompt: list[int], options: dict[str, Any], got: Result
 ) -> None:
-    """Check that tokens, text and end are a cold single runner's, log-probabilities within NEAR."""
-    expected = cold(given, context, prompt, options)
+    """Check that tokens, text and end are the expected ones, log-probabilities within NEAR."""
     pairs = zip(got.logprobs or [], expected.logprobs or [], strict=False)
     gaps = [abs(ours[0] - its[0]) for ours, its in pairs]
     said = (
@@ -71,6 +71,17 @@ def check(
 
 class CheckedHistory(History):
     """Each answer is held against that of a cold single runner."""
+
+    def __init__(self, given: Parts, rng: random.Random) -> None:
+        super().__init__(given, rng)
+        self._cold: dict[str, Result] = {}
+
+    def cold(self, prompt: list[int], options: dict[str, Any]) -> Result:
+        """Return the answer of a new single runner, computed once."""
+        asked = repr((prompt, options))
+        if asked not in self._cold:
+            self._cold[asked] = cold(self.given, self.context, prompt, options)
+        return self._cold[asked]
 
     def options(self) -> dict[str, Any]:
         rng = self.rng
@@ -102,7 +113,7 @@ class CheckedHistory(History):
 
     def ended(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> Usage:
         result = handle.result()
-        check(self.given, self.context, prompt, options, result)
+        check(self.cold(prompt, options), self.context, prompt, options, result)
         self.past.append(prompt + result.tokens)
         self.seen["answered"] += 1
         return result.usage
@@ -110,6 +121,6 @@ class CheckedHistory(History):
     def failed(self, handle: Handle, prompt: list[int], options: dict[str, Any]) -> None:
         """Check that what came of the answer is the beginning of a cold single runner's."""
         tokens = [chunk.token for chunk in handle.poll() if chunk.token is not None]
-        expected = cold(self.given, self.context, prompt, options)
+        expected = self.cold(prompt, options)
         assert tokens == expected.tokens[: len(tokens)]
         super().failed(handle, prompt, options)

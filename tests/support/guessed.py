@@ -6,7 +6,7 @@ import random
 from collections import Counter, defaultdict
 from typing import Any
 
-from support.checked import CheckedHistory, cold
+from support.checked import CheckedHistory
 
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.speculation.drafting import Counts
@@ -57,6 +57,6 @@ class GuessedHistory(CheckedHistory):
         super().submit(runner)
         if len(self.live) > live:
             handle, prompt, options = self.live[-1]
-            answer = cold(self.given, self.context, prompt, options).tokens
+            answer = self.cold(prompt, options).tokens
             drafting: Any = Guesses(answer, self.rng, self.seen)
             handle._request.drafting = drafting

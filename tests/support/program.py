@@ -35,9 +35,12 @@ class Running:
 
 @contextmanager
 def program(*arguments: str, code: str | None = None) -> Iterator[Running]:
-    """Run `mlxrunner serve` on a free port until the block ends. `code`: what runs in its place."""
+    """Run `mlxrunner serve` on a free port until the block ends. `code`: what runs in its place.
+
+    Its passes are small, because it tries the largest one when it starts.
+    """
     python = ["-m", "mlxrunner"] if code is None else ["-c", code]
-    command = [sys.executable, *python, "serve", "--port", "0", *arguments]
+    command = [sys.executable, *python, "serve", "--port", "0", "--prefill-step", "64", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield started(process)

@@ -120,7 +120,7 @@ class History:
 
 
 @pytest.mark.parametrize("window", SIGHTS, ids=str)
-@examples(400)
+@examples(120)
 @given(st.randoms(), st.booleans())
 def test_attention_in_parts_is_that_of_the_mask(
     window: AttentionWindow, rng: random.Random, with_sinks: bool

@@ -61,7 +61,7 @@ def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]
         assert used.entry.tokens == [*prompt, *tokens(whole)][: len(used.entry.tokens)]
         assert tokens(ask(used, follow_up, schema=schema)) == expected
 
-    stride = fewer(1, 4)
+    stride = fewer(3, 6)
     for read in range(0, len(whole), stride):
         used = runner()
         answer = used.generate(prompt, schema=schema)

@@ -99,7 +99,7 @@ def test_a_warm_answer_is_that_of_a_cold_one(architecture: str) -> None:
         },
     ]
     history = [rng.randrange(290) for _ in range(40)]
-    for turn in range(fewer(12, 6)):
+    for turn in range(fewer(6, 4)):
         options = {"max_tokens": 30, **forms[turn % len(forms)]}
         chunks = ask(runner, history, **options)
         fresh = build(architecture)

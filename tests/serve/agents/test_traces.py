@@ -1,4 +1,4 @@
-"""The agents' requests, recorded with other words, on real layers of four kinds.
+"""The agents' requests, recorded with other words, on real layers of three kinds.
 
 The agents need not be installed for that. `UPDATE_TRACES=1 make test-agents` records them anew.
 """
@@ -19,11 +19,12 @@ from mlxrunner.serve.launch import CLIENTS
 
 from .conftest import Layered
 
-REPLAYED = {"full": "opencode", "sliding": "codex", "gated-delta": "claude", "mamba": "opencode"}
-"""The client whose trace is replayed on each kind of layers. Live, each has been on all of them."""
+REPLAYED = {"sliding": "codex", "gated-delta": "claude", "mamba": "opencode"}
+"""The client whose trace is replayed on a kind of layers. Live, each is on all four of them."""
 
 
 @pytest.mark.exhaustive(0)
+@pytest.mark.parametrize("layered", REPLAYED, indirect=True)
 def test_a_trace_is_reused_as_the_agent_s_requests_were(
     layered: Layered, report: Callable[[str, str, Shared], None]
 ) -> None:

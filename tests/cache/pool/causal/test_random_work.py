@@ -243,7 +243,7 @@ CALLS = ["forward"] * 6 + [
     [(None, None, None), (3, None, None), (2, 5, None), (None, None, 4), (4, 6, 3), (None, 5, 4)],
     ids=["full", "window", "memory", "chunk", "all", "chunk-memory"],
 )
-@examples(240)
+@examples(120)
 @given(st.lists(st.sampled_from(CALLS), min_size=8, max_size=24), st.integers(0, 2**32))
 def test_it_sees_what_lists_would_hold(
     window: int | None, memory: int | None, chunk: int | None, calls: list[str], seed: int
