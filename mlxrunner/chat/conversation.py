@@ -219,7 +219,7 @@ class Conversation:
         keep = 0
         if options.get("overflow", "stop" if self.sees else "shift") == "shift":
             given, tokenizer = options.get("keep"), self.runner.tokenizer
-            keep = system_tokens(tokenizer, prompt) if given is None else given
+            keep = system_tokens(tokenizer, prompt, self.runner.context) if given is None else given
             options |= {"overflow": "shift", "keep": keep}
             if len(prompt.tokens) >= self.runner.context:
                 shift = Shift(self.runner.context, keep)

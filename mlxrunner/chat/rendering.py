@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mlxrunner.sessions.history import History, Rendering, Turn, common
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import has_thinking, opens_thinking
-from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer import Tokenizer, encode_after
 
 Policy = Literal["exact", "template"]
 POLICIES: tuple[Policy, ...] = ("exact", "template")
@@ -168,7 +168,7 @@ class Renderer:
         return Rendering(whole, tuple(self.tokenizer.encode(whole)))
 
     def _extended(self, rendering: Rendering, text: str) -> Rendering:
-        return rendering.and_then(text, self.tokenizer.encode_more(text))
+        return rendering.and_then(text, encode_after(self.tokenizer, rendering.text, text))
 
     def _not_evaluated_after_last_answer(self, history: History, user: str) -> str | None:
         """Return `_after_last_answer` without the text of the token that ended the answer."""

@@ -25,7 +25,7 @@ from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.errors import ModelError, ReadError
 from mlxrunner.models.files import MOST_BYTES, placed_tensors, read_config, read_headers
 from mlxrunner.system.reading import is_there, open_file, read_bytes
-from mlxrunner.templates.rendering import read_json, read_template
+from mlxrunner.templates.rendering import read_json, read_templates
 
 if TYPE_CHECKING:
     from mlxrunner.models.facts import ModelFacts
@@ -107,7 +107,12 @@ def different_files(one: Mapping[str, str], other: Mapping[str, str]) -> list[st
 def _settings(folder: Path) -> dict[str, str]:
     """Return the digests of all but the weights."""
     settings = read_json(folder / "tokenizer_config.json")
-    template = read_template(folder, settings)
+    templates = read_templates(folder, settings)
+    of_processor = read_templates(folder, settings, of_processor=True)
+    is_one = of_processor == templates and templates.keys() <= {"default"}
+    template = templates.get("default", "").encode()
+    if not is_one:
+        template = _canonical([templates, of_processor])
     words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
     return {
         "config": digest(
@@ -119,7 +124,7 @@ def _settings(folder: Path) -> dict[str, str]:
                 {name: value for name, value in settings.items() if name != "chat_template"}
             ),
         ),
-        "template": _digest((template or "").encode()),
+        "template": _digest(template),
     }
 
 

@@ -135,17 +135,23 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def tokenizer_in(
-    folder: Path, config: dict[str, Any], *, trust_remote_code: bool = False
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    trust_remote_code: bool = False,
+    of_processor: bool = False,
 ) -> Tokenizer:
     """Return the tokenizer in `folder`, with the ends that all of its files name.
 
-    Raise ModelError, which names the missing or broken file.
+    `of_processor` is that of `load_tokenizer`. Raise ModelError, which names the missing or broken
+    file.
     """
     return load_tokenizer(
         folder,
         eos_tokens(folder, config),
         stops=stop_strings(folder),
         trust_remote_code=trust_remote_code,
+        of_processor=of_processor,
     )
 
 

@@ -65,7 +65,7 @@ def unread_seeing(name: str) -> LoadedModel:
     config = read_config(folder)
     check_files(folder)
     _check(folder, config)
-    tokenizer = tokenizer_in(folder, config)
+    tokenizer = tokenizer_in(folder, config, of_processor=True)
     model, seeing_tokenizer = with_eyes(folder, _unread(folder, config), tokenizer)
     facts = usable_facts(folder, model, config)
     return LoadedModel(name, folder, model, seeing_tokenizer, facts, config, suggested(folder))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2.sandbox
@@ -18,12 +17,10 @@ import jinja2.sandbox
 from mlxrunner.errors import TemplateLimitError
 
 MOST_SECONDS = 5.0
-"""Most seconds of processor time for one render.
+"""Most seconds of processor time for one render, whatever earlier ones took.
 
 A conversation of a million characters takes milliseconds.
 """
-LEAST_SECONDS = 0.1
-"""Seconds that a template keeps, even if it was stopped again and again."""
 LEAST_TEXT = 2**18
 """Characters of the longest text that a template may make without being given any."""
 TEXT_SHARE = 4
@@ -89,28 +86,15 @@ Both patterns match in time linear in the length of the text.
 """
 
 
-@dataclass
-class Patience:
-    """The time that one template may take for a render."""
-
-    seconds: float = field(default_factory=lambda: MOST_SECONDS)
-    """Seconds of processor time. Each time the template is stopped, it loses half of them."""
-
-    def lose(self) -> None:
-        """Halve the time, because the template may be asked for many prompts."""
-        self.seconds = max(LEAST_SECONDS, self.seconds / 2)
-
-
 class Budget:
     """The time and the text that one render has left."""
 
-    def __init__(self, given: int, patience: Patience | None = None) -> None:
+    def __init__(self, given: int) -> None:
         """Allow a render of variables that have `given` characters together."""
-        self._patience = patience or Patience()
         self.most_text = LEAST_TEXT + TEXT_SHARE * given
         self._given = given
         self._work_left = LEAST_WORK + WORK_SHARE * given
-        self._deadline = time.thread_time() + self._patience.seconds
+        self._deadline = time.thread_time() + MOST_SECONDS
         self._steps = 0
         self._weights: dict[int, tuple[int, Any]] = {}
 
@@ -121,9 +105,7 @@ class Budget:
         """
         self._steps += 1
         if self._steps % STEPS_A_LOOK == 0 and time.thread_time() > self._deadline:
-            seconds = self._patience.seconds
-            self._patience.lose()
-            raise TemplateLimitError(f"it was stopped after {seconds:.2g} seconds")
+            raise TemplateLimitError(f"it was stopped after {MOST_SECONDS:.2g} seconds")
         self._work_left -= text
         if text > self.most_text or self._work_left < 0:
             raise TemplateLimitError(

@@ -1,4 +1,4 @@
-"""Render a conversation with a chat template in a sandbox, or in a plain fallback format.
+"""Read the chat templates of a model directory, and render one in a sandbox.
 
 The sandbox has the same filters and functions as that of transformers.
 """
@@ -6,14 +6,14 @@ The sandbox has the same filters and functions as that of transformers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.errors import ModelError, PromptError, ReadError, TemplateLimitError
+from mlxrunner.errors import ModelError, PromptError, ReadError
 from mlxrunner.system import reading
 from mlxrunner.system.reading import is_there, read_text
-from mlxrunner.templates.messages import PlainMessage, check_messages
+from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.plain import plain
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
@@ -21,6 +21,8 @@ FALLBACK_STOPS = ("\nUser:", "\nSystem:")
 END_OF_MESSAGE = ("<|end|>", "[/INST]")
 """Ends of a message that do not end an answer."""
 
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of a model's named templates, beside the default one."""
 MOST_TEMPLATE = 2**20
 """Most bytes of a file that holds a template."""
 MOST_JSON = 2**27
@@ -30,46 +32,18 @@ Render = Callable[..., str]
 """A function of `(messages, add_generation_prompt, **variables)` that returns the text."""
 
 
-def render_chat(
-    render: Render | None, messages: Sequence[PlainMessage], add_generation_prompt: bool
-) -> str:
-    """Return the text of `messages`, made by `render`, or by the fallback if that is None.
-
-    A template without a system role (Gemma 2, some of Mistral) gets the system text in front of the
-    first user message. Raise TemplateLimitError if the template was stopped, and PromptError if it
-    refuses the conversation.
-    """
-    plain = check_messages(messages)
-    if render is None:
-        return _fallback(plain, add_generation_prompt)
-    try:
-        return render(plain, add_generation_prompt)
-    except TemplateLimitError as error:
-        raise TemplateLimitError(
-            f"the model's chat template does not end well: {error}; another model, or --raw"
-        ) from error
-    except Exception as error:
-        folded = _fold_system(plain)
-        if folded is not None:
-            try:
-                return render(folded, add_generation_prompt)
-            except Exception:
-                pass
-        raise PromptError(
-            f"the model's chat template refuses this conversation: {_one_line(error)}"
-        ) from error
-
-
-def jinja_renderer(template: str, special: dict[str, str]) -> Render:
-    """Return a renderer for the jinja `template`.
+def jinja_renderer(template: str | Mapping[str, str], special: dict[str, str]) -> Render:
+    """Return a renderer for the jinja `template`, or for several by their names.
 
     `special` holds the variables that are the same for every conversation, such as `bos_token`.
     """
+    templates = {"default": template} if isinstance(template, str) else template
 
     def render(
         messages: Sequence[PlainMessage], add_generation_prompt: bool, /, **variables: Any
     ) -> str:
-        return render_jinja(template, messages, add_generation_prompt, **{**special, **variables})
+        source = chosen_template(templates, has_tools=bool(variables.get("tools"))) or ""
+        return render_jinja(source, messages, add_generation_prompt, **{**special, **variables})
 
     return render
 
@@ -95,24 +69,76 @@ def render_jinja(
     return sandbox.render(template, {name: plain(value) for name, value in given.items()})
 
 
-def read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template of a model directory, or None.
+def read_templates(
+    folder: Path, config: dict[str, Any], *, of_processor: bool = False
+) -> dict[str, str]:
+    """Return the chat templates of a model directory by their names; {} if it has none.
 
-    That is chat_template.jinja, or else `chat_template` in chat_template.json or in `config`, the
-    content of tokenizer_config.json. Raise ModelError if a file cannot be read.
+    `config` is the content of tokenizer_config.json. The order of precedence is that of
+    transformers' tokenizers, and then of its processors, which know two files more; or the other
+    way round if `of_processor`, as for a model that sees. Raise ModelError if a file can't be read.
     """
-    file = folder / "chat_template.jinja"
-    if is_there(file):
-        try:
-            return read_text(file, MOST_TEMPLATE)
-        except ReadError as error:
-            raise ModelError(str(error)) from error
-    template = (read_json(folder / "chat_template.json") | config).get("chat_template")
-    if isinstance(template, list):  # several templates, each with a name
-        template = {
-            str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)
-        }.get("default")
-    return template if isinstance(template, str) else None
+    places = [
+        _of_tokenizer(folder, config),
+        _named(read_json(folder / "chat_template.json").get("chat_template")),
+        _named(read_json(folder / "processor_config.json").get("chat_template")),
+    ]
+    ordered = reversed(places) if of_processor else places
+    return next((templates for templates in ordered if templates), {})
+
+
+def chosen_template(templates: Mapping[str, str], *, has_tools: bool) -> str | None:
+    """Return the template for a conversation, with tools or without; None if there is none.
+
+    Raise PromptError if no template is the default.
+    """
+    if has_tools and "tool_use" in templates:
+        return templates["tool_use"]
+    if len(templates) > 1 and "default" not in templates:
+        raise PromptError(
+            f"the model has the chat templates {', '.join(sorted(templates))}, and none is named "
+            "default: name one of them so in the model's files"
+        )
+    return templates.get("default") or next(iter(templates.values()), None)
+
+
+def read_template(
+    folder: Path, config: dict[str, Any], *, of_processor: bool = False
+) -> str | None:
+    """Return the chat template of a model directory for conversations with tools, or None.
+
+    The parameters and errors are those of `read_templates`.
+    """
+    templates = read_templates(folder, config, of_processor=of_processor)
+    try:
+        return chosen_template(templates, has_tools=True)
+    except PromptError:
+        return None
+
+
+def _of_tokenizer(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the templates that have files of their own, or else those of the configuration."""
+    files = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    files["default"] = folder / "chat_template.jinja"
+    try:
+        found = {
+            name: read_text(file, MOST_TEMPLATE) for name, file in files.items() if is_there(file)
+        }
+    except ReadError as error:
+        raise ModelError(str(error)) from error
+    return found if "default" in found else _named(config.get("chat_template")) | found
+
+
+def _named(templates: Any) -> dict[str, str]:
+    """Return one template or several, as a JSON file has them, by their names."""
+    if isinstance(templates, list):
+        pairs = [
+            (one.get("name"), one.get("template")) for one in templates if isinstance(one, dict)
+        ]
+        templates = {str(name): template for name, template in pairs}
+    elif not isinstance(templates, dict):
+        templates = {"default": templates}
+    return {name: one for name, one in templates.items() if isinstance(one, str) and one.strip()}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -129,23 +155,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file}: has to be a JSON object, not {type(content).__name__}")
     return content
-
-
-def _fallback(messages: Sequence[PlainMessage], add_generation_prompt: bool) -> str:
-    lines = "".join(
-        f"{message['role'].capitalize()}: {message['content']}\n" for message in messages
-    )
-    return lines + ("Assistant:" if add_generation_prompt else "")
-
-
-def _fold_system(messages: Sequence[PlainMessage]) -> list[PlainMessage] | None:
-    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
-        return None
-    return [
-        {"role": "user", "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"},
-        *messages[2:],
-    ]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

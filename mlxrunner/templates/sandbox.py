@@ -23,7 +23,6 @@ from jinja2.utils import Namespace
 from mlxrunner.errors import TemplateLimitError
 from mlxrunner.templates.budget import (
     Budget,
-    Patience,
     check_format,
     check_operation,
     size_of_result,
@@ -181,7 +180,7 @@ def render(source: str, given: Mapping[str, Plain]) -> str:
     Raise TemplateLimitError if the template is stopped, or else what the template raises.
     """
     variables = {name: plain.value for name, plain in given.items()}
-    budget = Budget(sum(plain.characters for plain in given.values()), _patience(source))
+    budget = Budget(sum(plain.characters for plain in given.values()))
     environment = _environment()
     signs = {} if "messages" not in given else given["messages"].signs
     recollection = Recollection(
@@ -218,12 +217,6 @@ def compiled(source: str) -> jinja2.Template:
 @functools.lru_cache(maxsize=16)
 def _digest(source: str) -> bytes:
     return blake2b(source.encode(errors="surrogatepass"), digest_size=16).digest()
-
-
-@functools.lru_cache(maxsize=16)
-def _patience(source: str) -> Patience:
-    """Return the patience with the template `source`, kept for the last 16 templates in use."""
-    return Patience()
 
 
 @functools.lru_cache(maxsize=1)

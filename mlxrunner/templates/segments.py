@@ -245,8 +245,9 @@ class Rendered:
             {**message, "content": _mark(index, message, fills=self._fills)}
             for index, message in enumerate(self.messages[:count])
         ]
+        variables = {**self.variables, **changed}
         return self.render(
-            marked, add_generation_prompt=add_generation_prompt, **{**self.variables, **changed}
+            marked, add_generation_prompt=add_generation_prompt, is_partial=True, **variables
         )
 
     def _role(self, message: int, part: str | None = None) -> Place:

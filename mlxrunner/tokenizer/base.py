@@ -9,6 +9,9 @@ from mlxrunner.errors import PromptError
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
+MOST_SPACE = 4096
+"""Most characters at the end of a text in which a token that takes white space is looked for."""
+
 
 class TextStream(Protocol):
     """A converter of tokens into text, one at a time.
@@ -112,6 +115,21 @@ class Tokenizer(Protocol):
         Raise OptionError if the tokens are not made of bytes.
         """
         ...
+
+
+def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Encode `text`, which follows the text `before`, as if both were encoded together."""
+    return tokenizer.encode_more(left_over(tokenizer, before, text))
+
+
+def left_over(tokenizer: Tokenizer, before: str, text: str) -> str:
+    """Return `text` without the white space that a token at the end of `before` takes.
+
+    Some tokenizers have `takers`, the texts of such tokens.
+    """
+    takers: frozenset[str] = getattr(tokenizer, "takers", frozenset())
+    takes = takers and text[:1].isspace() and before[-MOST_SPACE:].rstrip().endswith(tuple(takers))
+    return text.lstrip() if takes else text
 
 
 def checked_text(text: str) -> str:

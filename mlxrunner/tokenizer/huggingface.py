@@ -11,13 +11,15 @@ from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError, PromptError
 from mlxrunner.system.mlx_lm_internals import transformers_tokenizer
+from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.ends import turn_ends
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
     FALLBACK_STOPS,
+    chosen_template,
     read_json,
-    render_chat,
+    read_templates,
     render_jinja,
 )
 from mlxrunner.tokenizer.base import (
@@ -52,11 +54,14 @@ class HuggingFaceTokenizer:
         stops: Sequence[str] = (),
         *,
         trust_remote_code: bool = False,
+        of_processor: bool = False,
     ) -> None:
         """Load what is in `folder`; the other arguments are those of `load_tokenizer`."""
+        config = read_json(folder / "tokenizer_config.json")
+        templates = read_templates(folder, config, of_processor=of_processor)
         try:
             with quiet(), panics_as_errors():
-                self._load(folder, joined_ends(first=eos_tokens), trust_remote_code)
+                self._load(folder, joined_ends(first=eos_tokens), templates, trust_remote_code)
         except Exception as error:
             for name in JSON_FILES:
                 read_json(folder / name)  # raises the better error if this file is broken
@@ -65,13 +70,22 @@ class HuggingFaceTokenizer:
             ) from error
         self.template_stops = (*stops, *(() if self._has_template else FALLBACK_STOPS))
 
-    def _load(self, folder: Path, eos_tokens: Ends, trust_remote_code: bool) -> None:
+    def _load(
+        self,
+        folder: Path,
+        eos_tokens: Ends,
+        templates: dict[str, str],
+        trust_remote_code: bool,
+    ) -> None:
         """Load the tokenizer, and try all functions once, so that a broken tokenizer fails here."""
         from mlx_lm.utils import load_tokenizer
 
         # Always pass a value: without one transformers asks on the terminal.
-        trust = {"trust_remote_code": trust_remote_code}
-        self._wrapper: Any = load_tokenizer(folder, trust, eos_token_ids=[*eos_tokens] or None)
+        settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if templates:  # transformers' tokenizers don't know all places of templates
+            is_one = templates.keys() == {"default"}
+            settings["chat_template"] = templates["default"] if is_one else templates
+        self._wrapper: Any = load_tokenizer(folder, settings, eos_token_ids=[*eos_tokens] or None)
         _bound_template(self._wrapper)
         bos: int | None = self._wrapper.bos_token_id
         # Not read from the configuration, because the post-processor of tokenizer.json decides.
@@ -81,13 +95,17 @@ class HuggingFaceTokenizer:
         self._bos = bos if wants_bos else None
         self._anchor = str(self._wrapper.eos_token or "")
         self._has_template = bool(self._wrapper.has_chat_template)
+        self._template = ChatTemplate(self._apply if self._has_template else None)
         vocab = self._wrapper.get_vocab()
         check_ids(folder / "tokenizer.json", vocab.values())
         own = transformers_tokenizer(self._wrapper).eos_token_id
-        written = turn_ends(self.render, self.encode_more, self._is_mark)
+        written: frozenset[int] = frozenset()
+        if self._has_template:
+            render = partial(self.render, is_partial=True)
+            written = turn_ends(render, self.encode_more, self._is_mark)
         self.ends = joined_ends(
             (FROM_CONFIG, () if own is None else [own]),
-            (FROM_TEMPLATE, written if self._has_template else ()),
+            (FROM_TEMPLATE, written),
             first=eos_tokens,
         )
         self.stop_tokens = frozenset(self.ends)
@@ -119,6 +137,13 @@ class HuggingFaceTokenizer:
     def encode_more(self, text: str) -> list[int]:
         # Encode it behind another token: a text's beginning would get a space in front.
         return self._encode(self._anchor + checked_text(text))[len(self._encode(self._anchor)) :]
+
+    @cached_property
+    def takers(self) -> frozenset[str]:
+        """The tokens that take the white space behind them, which then has no tokens of its own."""
+        backend = getattr(transformers_tokenizer(self._wrapper), "backend_tokenizer", None)
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        return frozenset(one.content for one in added.values() if one.rstrip)
 
     def parts(self, text: str) -> list[str]:
         """Return `text` in parts that make the same tokens apart as together.
@@ -174,10 +199,8 @@ class HuggingFaceTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        return render_chat(
-            partial(self._apply, **variables) if self._has_template else None,
-            messages,
-            add_generation_prompt,
+        return self._template.text(
+            messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
     def render_parts(self, messages: Sequence[Any]) -> str:
@@ -265,7 +288,9 @@ def _bound_template(wrapper: Any) -> None:
         variables = {
             name: value for name, value in given.items() if name not in ("tokenize", "return_dict")
         }
-        template = tokenizer.get_chat_template(None, tools)
+        own = tokenizer.chat_template
+        templates = own if isinstance(own, dict) else {"default": own or ""}
+        template = chosen_template(templates, has_tools=bool(tools)) or ""
         return render_jinja(
             template,
             messages,

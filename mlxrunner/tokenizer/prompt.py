@@ -118,6 +118,12 @@ class TokenizedPrompt:
     """A function from the tokens that end the answer to its constraint, if no option holds it."""
 
 
+SYSTEM_ROLES = ("system", "developer")
+"""The roles of messages that make up a system prompt."""
+OTHER = "\ue0f2another message\ue0f3"
+"""Stands for the text behind a system prompt: private characters, which no template changes."""
+MOST_MERGED = 4
+"""Most tokens by which a system prompt's last token may differ with the text behind it."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | TokenizedPrompt
 """Raw text, token ids, messages for the chat template, or a prompt that the caller tokenized."""
 
@@ -177,21 +183,6 @@ def _tokenize_messages(
 ) -> TokenizedPrompt:
     text = tokenizer.render(messages, **variables)
     check_text(tokenizer, text, context)
-    if variables.get("tools") and text == _rendered(
-        tokenizer, messages, {**variables, "tools": None}
-    ):
-        raise OptionError(
-            f"tools: the model's chat template does not use them, and {len(variables['tools'])} "
-            "are given: leave them out, or describe them in the system prompt"
-        )
-    if any("tool_calls" in message for message in messages):
-        plain: Any = [{**message, "tool_calls": []} for message in messages]
-        if text == _rendered(tokenizer, plain, variables):
-            number = next(i for i, message in enumerate(messages) if "tool_calls" in message)
-            raise PromptError(
-                f"tool_calls: the model's chat template does not use them, and message {number} "
-                "has some: write them into its content"
-            )
     pictures = [picture for message in messages for picture in message.get("pictures", ())]
     views = None
     if pictures and isinstance(tokenizer, Seeing):
@@ -206,29 +197,57 @@ def _tokenize_messages(
     )
 
 
-def _rendered(
-    tokenizer: Tokenizer, messages: Sequence[PlainMessage], variables: Mapping[str, Any]
-) -> str | None:
-    """Return the conversation as the template writes it, or None if the template refuses it."""
-    try:
-        return tokenizer.render(messages, **variables)
-    except PromptError:
-        return None
+def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt, context: int) -> int:
+    """Return the number of first tokens that a full context of `context` tokens keeps.
 
-
-def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt) -> int:
-    """Return the number of first tokens that a full context keeps.
-
-    These are the system prompt with BOS, or BOS alone.
+    These are the system prompt and all that the template writes before it, or BOS alone. A system
+    prompt that the template writes so late that more than half of the context lies before its end
+    can't be kept.
     """
-    first = tokenizer.encode("")
-    if prompt.messages and prompt.messages[0].get("role") == "system":
-        with suppress(PromptError):  # a template that refuses a system prompt alone
-            system = tokenizer.render(
-                prompt.messages[:1], add_generation_prompt=False, **prompt.variables
+    first = common_prefix(as_tokens(tokenizer.encode("")), prompt.tokens)
+    texts = [message["content"].strip() for message in _systems(prompt)]
+    if not any(texts):
+        return first
+    head = _head(tokenizer, prompt, texts)
+    is_late = head is None
+    if head is None:
+        ends = [prompt.text.find(one) + len(one) for one in texts if one in prompt.text]
+        head = prompt.text[: max(ends, default=0)]
+    kept = max(first, common_prefix(as_tokens(tokenizer.encode(head)), prompt.tokens))
+    # The last token of the head may be one with the text behind it.
+    for count in range(kept, min(kept + MOST_MERGED, len(prompt.tokens)) + 1):
+        text = tokenizer.decode(words(prompt.tokens[:count]).tolist())
+        if all(one in text for one in texts):
+            kept = count
+            break
+    return first if is_late and kept > context // 2 else kept
+
+
+def _systems(prompt: TokenizedPrompt) -> Sequence[PlainMessage]:
+    """Return the system messages at the beginning of a conversation."""
+    is_other = (message.get("role") not in SYSTEM_ROLES for message in prompt.messages)
+    count = next((n for n, other in enumerate(is_other) if other), len(prompt.messages))
+    return prompt.messages[:count]
+
+
+def _head(tokenizer: Tokenizer, prompt: TokenizedPrompt, systems: Sequence[str]) -> str | None:
+    """Return the beginning of a prompt's text with its system messages, whose texts are `systems`.
+
+    That is their rendering alone if the template takes them alone, or else all that stays the same
+    with another message behind them. None: the template writes them later.
+    """
+    count = len(_systems(prompt))
+    alone, after = prompt.messages[:count], prompt.messages[count : count + 1]
+    other: Any = [{**message, "content": OTHER} for message in after]
+    for messages, add_generation_prompt in ((alone, False), ([*alone, *other], True)):
+        with suppress(PromptError, OptionError):  # the template refuses it, or leaves it out
+            text = tokenizer.render(
+                messages, add_generation_prompt=add_generation_prompt, **prompt.variables
             )
-            first = tokenizer.encode(system)
-    return common_prefix(as_tokens(first), prompt.tokens)
+            head = text.partition(OTHER)[0]
+            if prompt.text.startswith(head) and all(one in head for one in systems):
+                return head
+    return None
 
 
 def check_tokens(tokens: TokenArray, vocab: int = 0, *, has_pictures: bool = False) -> None:
@@ -269,5 +288,7 @@ def shift_of(
     """
     if options.overflow != "shift":
         return None
-    keep = system_tokens(tokenizer, prompt) if options.keep is None else options.keep
+    keep = options.keep
+    if keep is None:
+        keep = system_tokens(tokenizer, prompt, context)
     return Shift(context, keep)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError
+from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.ends import turn_ends
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import (
@@ -16,8 +17,7 @@ from mlxrunner.templates.rendering import (
     FALLBACK_STOPS,
     jinja_renderer,
     read_json,
-    read_template,
-    render_chat,
+    read_templates,
 )
 from mlxrunner.tokenizer.base import (
     FROM_CONFIG,
@@ -44,7 +44,12 @@ class SentencePieceTokenizer:
     """
 
     def __init__(
-        self, folder: Path, eos_tokens: Ends | Iterable[int] = (), stops: Sequence[str] = ()
+        self,
+        folder: Path,
+        eos_tokens: Ends | Iterable[int] = (),
+        stops: Sequence[str] = (),
+        *,
+        of_processor: bool = False,
     ) -> None:
         """Load what is in `folder`; the other arguments are those of `load_tokenizer`."""
         import sentencepiece
@@ -57,9 +62,12 @@ class SentencePieceTokenizer:
         config = read_json(folder / "tokenizer_config.json")
         self._pieces: int = self._model.get_piece_size()
         self._special = self._special_tokens(config, read_json(folder / "added_tokens.json"))
+        self.takers = _stripping(config, "rstrip")
+        before, space = _stripping(config, "lstrip"), r"\s*"
         # Longest first: a token may begin like another one.
         alternatives = "|".join(
-            re.escape(text) for text in sorted(self._special, key=len, reverse=True)
+            space * (text in before) + re.escape(text) + space * (text in self.takers)
+            for text in sorted(self._special, key=len, reverse=True)
         )
         self._split = re.compile(f"({alternatives})") if alternatives else None
         self._texts = {token: text for text, token in self._special.items()}
@@ -68,14 +76,17 @@ class SentencePieceTokenizer:
             self._named(config, "eos_token", self._model.eos_id()),
         )
         self._bos = bos if config.get("add_bos_token", True) else None
-        template = read_template(folder, config)
+        templates = read_templates(folder, config, of_processor=of_processor)
         names = {"bos_token": self._text(bos), "eos_token": self._text(eos)}
-        self._render = jinja_renderer(template, names) if template is not None else None
-        self.template_stops = (*stops, *(() if self._render else FALLBACK_STOPS))
-        written = turn_ends(self.render, self.encode_more, self._is_mark)
+        self._template = ChatTemplate(jinja_renderer(templates, names) if templates else None)
+        self.template_stops = (*stops, *(() if templates else FALLBACK_STOPS))
+        written: frozenset[int] = frozenset()
+        if templates:
+            render = partial(self.render, is_partial=True)
+            written = turn_ends(render, self.encode_more, self._is_mark)
         self.ends = joined_ends(
             (FROM_CONFIG if config.get("eos_token") else file.name, () if eos is None else [eos]),
-            (FROM_TEMPLATE, written if self._render else ()),
+            (FROM_TEMPLATE, written),
             first=eos_tokens,
         )
         self.stop_tokens = frozenset(self.ends)
@@ -93,8 +104,9 @@ class SentencePieceTokenizer:
         tokens: list[int] = []
         text = checked_text(text)
         for part in self._split.split(text) if self._split else [text]:
-            if part in self._special:
-                tokens.append(self._special[part])
+            special = self._special.get(part, self._special.get(part.strip()))
+            if special is not None:
+                tokens.append(special)
             elif part:
                 tokens.extend(self._model.encode(part))
         return tokens
@@ -110,8 +122,8 @@ class SentencePieceTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        return render_chat(
-            self._render and partial(self._render, **variables), messages, add_generation_prompt
+        return self._template.text(
+            messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
     def stream(self, context: Sequence[int]) -> ByteStream:
@@ -206,6 +218,17 @@ class SentencePieceTokenizer:
         return (
             "" if token is None else self._texts.get(token) or str(self._model.id_to_piece(token))
         )
+
+
+def _stripping(config: dict[str, Any], flag: str) -> frozenset[str]:
+    """Return the added tokens with a flag: they take the white space on that side of them."""
+    decoder = config.get("added_tokens_decoder")
+    entries = decoder.values() if isinstance(decoder, dict) else ()
+    return frozenset(
+        one["content"]
+        for one in entries
+        if isinstance(one, dict) and one.get(flag) is True and isinstance(one.get("content"), str)
+    )
 
 
 def _fields(message: bytes) -> dict[int, bytes]:

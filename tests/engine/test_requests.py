@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.families import KINDS
+from support.published_templates import PUBLISHED
 
 from mlxrunner import OptionError, PromptError, Runner
+from mlxrunner.chat.conversation import Conversation
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.templates.rendering import jinja_renderer, render_chat
+from mlxrunner.templates.rendering import jinja_renderer
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel
-from mlxrunner.tokenizer.prompt import tokenize_prompt
+from mlxrunner.tokenizer.prompt import system_tokens, tokenize_prompt
 from tests.support.models import tiny_config, tiny_model
 
 TEMPLATE = """\
@@ -49,7 +53,7 @@ class TemplateTokenizer(ByteTokenizer):
     """The byte tokenizer with a chat template of jinja."""
 
     def __init__(self, template: str = TEMPLATE) -> None:
-        self._render = jinja_renderer(template, {"end": "\x1e"})
+        self._template = ChatTemplate(jinja_renderer(template, {"end": "\x1e"}))
 
     def render(
         self,
@@ -58,10 +62,9 @@ class TemplateTokenizer(ByteTokenizer):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        def render(messages: Any, add: bool) -> str:
-            return self._render(messages, add, **variables)
-
-        return render_chat(render, messages, add_generation_prompt)
+        return self._template.text(
+            messages, add_generation_prompt=add_generation_prompt, **variables
+        )
 
 
 def calls(**arguments: Any) -> dict[str, Any]:
@@ -246,3 +249,49 @@ def test_a_conversation_of_texts_is_tokenized_without_a_look_for_eyes(
     assert "weather" in text_of([USER])
     with pytest.raises(AssertionError, match="was looked at"):
         text_of([{"role": "user", "content": []}])
+
+
+SYSTEM = "You are a careful pirate, and you rhyme."
+TEMPLATES_WITH_SYSTEM = {
+    **PUBLISHED,
+    **{name: kind.template for name, kind in KINDS.items()},
+}
+
+
+@pytest.mark.parametrize("family", TEMPLATES_WITH_SYSTEM)
+def test_a_full_context_keeps_the_system_prompt_wherever_it_is_written(family: str) -> None:
+    """Its template may refuse it alone, or write it into the message of the user."""
+    model = OracleModel(("full",))
+    facts = ModelFacts("oracle", 4096, True, {"full": 1}, VOCAB)
+    tokenizer = TemplateTokenizer(TEMPLATES_WITH_SYSTEM[family])
+    messages = [{"role": "system", "content": SYSTEM}, USER]
+    prompt = tokenize_prompt(tokenizer, messages)
+    runner = Runner(model, tokenizer, facts, context=len(prompt.tokens) + 20)
+    asked = runner.complete(messages, max_tokens=200, overflow="shift", stop_tokens=[])
+    assert asked.usage.cache.shifted_tokens > 0
+    assert SYSTEM in tokenizer.decode(runner.entry.tokens.array.tolist())
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma2", "gemma3", "mistral-v1", "mistral-v3"])
+def test_a_chat_keeps_the_system_prompt_in_a_full_context(family: str) -> None:
+    """Turn after turn."""
+    model = OracleModel(("full",))
+    facts = ModelFacts("oracle", 4096, True, {"full": 1}, VOCAB)
+    tokenizer = TemplateTokenizer(PUBLISHED[family])
+    runner = Runner(model, tokenizer, facts, context=300)
+    talk = Conversation(runner, system=SYSTEM, options={"max_tokens": 60, "stop_tokens": []})
+    for number in range(6):
+        list(talk.send(f"What is the number after {number}?"))
+        assert SYSTEM in tokenizer.decode(runner.entry.tokens.array.tolist())
+    assert talk.history.dropped > 0 or talk.history.first > 0
+
+
+def test_a_system_prompt_that_is_written_too_late_is_not_kept() -> None:
+    """A context that keeps all before it has no room for anything else."""
+    tokenizer = TemplateTokenizer(PUBLISHED["mistral-v3"])
+    turns = [{**USER, "content": "hi " * 20}, {"role": "assistant", "content": "ok"}]
+    messages = [{"role": "system", "content": SYSTEM}, *turns, USER]
+    prompt = tokenize_prompt(tokenizer, messages)
+    count = len(prompt.tokens)
+    assert SYSTEM in tokenizer.decode(prompt.tokens[: system_tokens(tokenizer, prompt, 3 * count)])
+    assert system_tokens(tokenizer, prompt, count + 10) == 1

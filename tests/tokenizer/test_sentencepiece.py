@@ -14,6 +14,9 @@ from mlxrunner import ModelError
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.sentencepiece import SentencePieceTokenizer
 
+SAYS = "{{ messages[0].content }}"
+"""A template of one message."""
+
 
 @pytest.fixture
 def prefix(tokenizers: dict[str, Tokenizer]) -> SentencePieceTokenizer:
@@ -139,12 +142,12 @@ def test_end_and_beginning_may_be_named_in_the_configuration(
         added_tokens_decoder=added,
         eos_token=name,
         bos_token="</s>",
-        chat_template="{{ bos_token }}{{ eos_token }}",
+        chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
     )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.stop_tokens == {420}
     assert tokenizer.encode("") == [2]
-    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "</s><|im_end|>"
+    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "</s>hi<|im_end|>"
 
 
 def test_a_named_token_that_does_not_exist_is_none(copy_of: Callable[..., Path]) -> None:
@@ -268,15 +271,15 @@ def test_a_truncated_tokenizer_model_is_named(copy_of: Callable[..., Path], cut:
 @pytest.mark.parametrize(
     ("template", "rendered"),
     [
-        ([{"name": "rag", "template": "rag"}], None),
-        (["x", {"name": "default", "template": "yes"}], "yes"),
-        ({"default": "x"}, None),
+        ([{"name": "rag", "template": "rag " + SAYS}], "rag hi"),
+        (["x", {"name": "default", "template": "yes " + SAYS}], "yes hi"),
+        ({"default": "x " + SAYS}, "x hi"),
         (3, None),
-        ("", ""),
+        ("", None),
     ],
-    ids=["no default", "strange list", "object", "number", "empty"],
+    ids=["the only one", "strange list", "object", "number", "empty"],
 )
-def test_a_template_is_a_text_or_the_default_of_a_list(
+def test_a_template_is_a_text_or_the_default_of_several(
     copy_of: Callable[..., Path], template: Any, rendered: str | None
 ) -> None:
     """Anything else is none: the fallback."""
@@ -288,5 +291,5 @@ def test_a_template_is_a_text_or_the_default_of_a_list(
 def test_a_chat_template_json_is_read(copy_of: Callable[..., Path]) -> None:
     """Some processors have one; tokenizer_config.json comes first."""
     folder = copy_of("spm_prefix", chat_template=None)
-    (folder / "chat_template.json").write_text('{"chat_template": "from json"}')
-    assert load_tokenizer(folder).render([{"role": "user", "content": "hi"}]) == "from json"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json " + SAYS}))
+    assert load_tokenizer(folder).render([{"role": "user", "content": "hi"}]) == "json hi"

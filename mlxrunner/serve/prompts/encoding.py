@@ -10,6 +10,7 @@ import numpy as np
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.templates.remembered import Bounded
 from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.base import left_over
 from mlxrunner.tokenizer.longest import check_text
 
 MOST_BYTES = 64_000_000
@@ -46,7 +47,8 @@ class Encoder:
         check_text(self._tokenizer, "".join(others), context)
         arrays, texts = [self._piece(others[0], True)], others[:1]
         for fill, other in zip(fills, others[1:], strict=True):
-            arrays += [fill.tokens, self._piece(other, False)]
+            own = left_over(self._tokenizer, fill.text, other)
+            arrays += [fill.tokens, self._piece(own, False)]
             texts += [fill.text, other]
         return np.concatenate(arrays), "".join(texts)
 

@@ -118,7 +118,8 @@ class PromptMaker:
     ) -> PromptMaker:
         """Make a maker for a loaded model. `off` and `folder` are those of a maker."""
         config = read_json(loaded.folder / "tokenizer_config.json")
-        template = read_template(loaded.folder, config) or ""
+        sees = isinstance(loaded.tokenizer, SeeingTokenizer)
+        template = read_template(loaded.folder, config, of_processor=sees) or ""
         parser = config.get("tool_parser_type")
         name = parser if isinstance(parser, str) else None
         return cls(loaded.tokenizer, template, name, off=off, folder=folder)

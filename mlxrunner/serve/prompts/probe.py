@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from mlxrunner.errors import PromptError
+from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.templates.ends import CALL_ID, TOOL
 
 MARK = "\ue0f4{}\ue0f5"
@@ -31,7 +31,7 @@ class Probe:
         """
         try:
             return self._render(_messages(roles), **variables)
-        except PromptError:
+        except (PromptError, OptionError):
             return None
 
     def _writes(self, roles: str, **variables: Any) -> bool:
@@ -101,13 +101,23 @@ class Probe:
         return "probetool" in text.partition(MARK.format(0))[2] and MARK.format(2) in text
 
     @cached_property
+    def takes_text_beside_calls(self) -> bool:
+        """True if a message with calls may have a text, or a message of its own before it."""
+        messages = _messages("uctau")
+        messages[1]["content"] = MARK.format(1)
+        try:
+            return MARK.format(1) in self._render(messages, tools=[TOOL])
+        except (PromptError, OptionError):
+            return not self.writes_calls
+
+    @cached_property
     def needs_short_ids(self) -> bool:
         """True if the template refuses ids of calls that are longer than nine characters."""
         messages = _messages("uct")
         messages[1]["tool_calls"][0]["id"] = messages[2]["tool_call_id"] = "call_" + "0" * 24
         try:
             self._render(messages, tools=[TOOL])
-        except PromptError:
+        except (PromptError, OptionError):
             return self.writes_calls
         return False
 
@@ -118,7 +128,7 @@ class Probe:
         messages[1]["tool_calls"] *= 2
         try:
             return self._render(messages, tools=[TOOL]).count("probetool") > 2
-        except PromptError:
+        except (PromptError, OptionError):
             return not self.writes_calls
 
     @property

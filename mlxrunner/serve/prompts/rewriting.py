@@ -193,6 +193,17 @@ def one_call_a_message(draft: Draft, probe: Probe) -> Draft:
     return replace(draft, messages=messages)
 
 
+def leave_out_text_beside_calls(draft: Draft, probe: Probe) -> Draft:
+    """Leave out the texts of messages with calls, if the template has no place for them."""
+    if probe.takes_text_beside_calls:
+        return draft
+    messages = [
+        {**message, "content": ""} if message.get("tool_calls") else message
+        for message in draft.messages
+    ]
+    return replace(draft, messages=messages)
+
+
 def keep_system_in_place(draft: Draft, probe: Probe) -> Draft:
     """Write later system messages where they stand, if the template does not."""
     first = _systems(draft.messages)

@@ -88,6 +88,13 @@ RULES: tuple[Rule, ...] = (
         rewriting.one_call_a_message,
     ),
     Rule(
+        "text-beside-calls",
+        "Leaves out the text of an assistant's message that has calls.",
+        "The template leaves it out, and refuses it as a message of its own before the calls.",
+        "all with tools; Mistral",
+        rewriting.leave_out_text_beside_calls,
+    ),
+    Rule(
         "system-in-the-middle",
         "Writes a later system message where it stands: with the template's own header for system "
         "messages, or else in the user's message, within `<system-reminder>`.",

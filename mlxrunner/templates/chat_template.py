@@ -1,0 +1,500 @@
+"""Render a conversation in a form that its chat template takes, and check that nothing is lost.
+
+Templates differ in what they take: contents as texts or as lists of parts, a system message or
+none, arguments of calls as objects or as JSON texts. Each form is tried until one is taken. What a
+message says and the rendered text does not contain is an error: the model would not know of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+from mlxrunner.errors import MlxrunnerError, OptionError, PromptError, TemplateLimitError
+from mlxrunner.results import logger
+from mlxrunner.templates.messages import PlainMessage, check_messages
+from mlxrunner.templates.rendering import Render
+from mlxrunner.templates.thinking import THINKING_TAGS
+
+SHORT = 16
+"""Characters of a text that is not sure to be a message's own, wherever it is found."""
+HEAD = 24
+"""Characters of a content that are looked for first."""
+MOST_PROVEN = 4096
+"""Most places in conversations of which it is remembered that the template writes them."""
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""The roles that a template is asked about."""
+JOINT = "\n\n"
+"""The text between two contents that become one."""
+_MARK = "qzj{}x"
+"""Stands for a text: letters and a number, which no filter changes."""
+_PARTS_SHOWN = ("'type': 'text'", '"type": "text"')
+"""Signs that a template wrote a list of parts as it is."""
+Messages = list[dict[str, Any]]
+Key = tuple[Any, ...]
+
+
+class Form(NamedTuple):
+    """A form in which a template may take a conversation."""
+
+    parts: frozenset[str] = frozenset()
+    """Roles whose contents are lists of parts."""
+    has_text_arguments: bool = False
+    """True if the arguments of calls are JSON texts."""
+    is_split: bool = False
+    """True if a text beside calls is a message of its own before them."""
+    is_folded: bool = False
+    """True if the system prompt begins the first user message."""
+
+    def of(self, messages: Sequence[PlainMessage]) -> Messages:
+        """Return `messages` in this form."""
+        shaped: Messages = [dict(message) for message in messages]
+        if self.is_folded:
+            shaped = _folded(shaped)
+        if self.is_split:
+            shaped = [one for message in shaped for one in _split(message)]
+        if self.has_text_arguments:
+            shaped = [_with_text_arguments(message) for message in shaped]
+        return [
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if message["role"] in self.parts and (message["content"] or not _calls(message))
+            else message
+            for message in shaped
+        ]
+
+
+class Lost(NamedTuple):
+    """Something of a request that a rendered text does not contain."""
+
+    message: int | None
+    """The index of its message; None for the tools."""
+    what: str
+    """"content", "tool_calls" or "tools"."""
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """A conversation, the form that its template got, and the text that it wrote."""
+
+    messages: Sequence[PlainMessage]
+    form: Form
+    add_generation_prompt: bool
+    variables: Mapping[str, Any]
+    text: str
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        """The tools that the request describes."""
+        return self.variables.get("tools") or ()
+
+    @property
+    def frame(self) -> Key:
+        """Return all about the request but its messages that may decide what is written."""
+        roles = self.messages[0]["role"], self.messages[-1]["role"]
+        has_user = any(message["role"] == "user" for message in self.messages)
+        names = tuple(map(_name, self.tools))
+        return (*roles, has_user, self.add_generation_prompt, self.form, names)
+
+    def place(self, index: int, what: str) -> Key:
+        """Return all about a message but its text that may decide if it is written."""
+        messages, last = self.messages, len(self.messages) - 1
+        before = messages[index - 1]["role"] if index else ""
+        after = messages[index + 1]["role"] if index < last else ""
+        message = messages[index]
+        return what, before, message["role"], after, len(message.get("tool_calls", ()))
+
+
+class ChatTemplate:
+    """The chat template of one model. Any thread may use it."""
+
+    def __init__(self, render: Render | None) -> None:
+        """Render with `render`; None: in a plain format, because the model has no template."""
+        self._render = render
+        self._proven: dict[Key, set[Key]] = {}
+        self._is_missing = render is None
+
+    def text(
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        is_partial: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation, or of a part of one, which may lack what follows.
+
+        A template without a system role (Gemma 2, some of Mistral) gets the system text in front of
+        the first user message. Raise TemplateLimitError if the template was stopped, PromptError if
+        it refuses the conversation, or leaves out a part of it that is not `is_partial`, and
+        OptionError if it leaves out the tools.
+        """
+        plain = check_messages(messages)
+        problem: MlxrunnerError | None = None
+        first: str | None = None
+        for form in self._forms(plain):
+            try:
+                text = self._written(form.of(plain), add_generation_prompt, variables)
+            except TemplateLimitError as error:
+                raise TemplateLimitError(
+                    f"the model's chat template does not end well: {error}; another model, or --raw"
+                ) from error
+            except Exception as error:
+                problem = problem or _refusal(error)
+                continue
+            rendering = _Rendering(plain, form, add_generation_prompt, variables, text)
+            if _shows_parts(rendering):
+                continue
+            lost = self._lost(rendering)
+            if lost is None:
+                return text
+            if first is None:
+                first = text
+                problem = _explained(lost, rendering)
+        if is_partial and first is not None:
+            return first
+        raise problem or PromptError("the model's chat template refuses this conversation")
+
+    def _written(
+        self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        if self._render is not None:
+            return self._render(messages, add_generation_prompt, **variables)
+        if self._is_missing:
+            self._is_missing = False
+            logger.warning(
+                "the model has no chat template: messages are written as User: TEXT, Assistant: "
+                "TEXT; for a model that is not made for chats, --raw continues a text"
+            )
+        lines = "".join(f"{one['role'].capitalize()}: {one['content']}\n" for one in messages)
+        return lines + ("Assistant:" if add_generation_prompt else "")
+
+    def _forms(self, messages: Sequence[PlainMessage]) -> Iterator[Form]:
+        """Yield the forms that a conversation may have, the likeliest first."""
+        first = Form(self._parts, self._wants_text_arguments if _has_calls(messages) else False)
+        yield first
+        if self._render is None:
+            return
+        shares = any(message["content"] and _calls(message) for message in messages)
+        others = product(
+            dict.fromkeys((first.parts, frozenset[str](), ROLES, ROLES - {"system"})),
+            (first.has_text_arguments, not first.has_text_arguments)
+            if _has_calls(messages)
+            else (False,),
+            (False, True) if shares else (False,),
+            (False, True) if _can_fold(messages) else (False,),
+        )
+        yield from (form for one in others if (form := Form(*one)) != first)
+
+    @cached_property
+    def _parts(self) -> frozenset[str]:
+        """The roles whose contents the template writes only if they are lists of parts."""
+        if self._writes("u", Form()):
+            return frozenset()
+        roles = {"user": "u", "system": "su", "assistant": "uau", "tool": "uct"}
+        as_parts = frozenset(ROLES)
+        return frozenset(
+            role
+            for role, letters in roles.items()
+            if not self._writes(letters, Form(as_parts - {role}), role)
+            and self._writes(letters, Form(as_parts), role)
+        )
+
+    @cached_property
+    def _wants_text_arguments(self) -> bool:
+        """True if the template writes JSON only of arguments that are JSON texts."""
+        objects, texts = (
+            self._probed("uct", Form(self._parts, has_text)) for has_text in (False, True)
+        )
+        shown = json.dumps(_ARGUMENTS, ensure_ascii=False)
+        if texts is None or shown not in texts:
+            return False
+        return objects is None or (str(_ARGUMENTS) in objects and shown not in objects)
+
+    def _probed(self, letters: str, form: Form) -> str | None:
+        """Return the text of a conversation of marks in a form, or None if it is refused."""
+        messages: Any = [_probe_message(letter, n) for n, letter in enumerate(letters)]
+        for tools in (None, [_TOOL]):
+            try:
+                return self._written(form.of(messages), True, {"tools": tools})
+            except TemplateLimitError:
+                return None
+            except Exception:
+                continue
+        return None
+
+    def _writes(self, letters: str, form: Form, role: str = "user") -> bool:
+        """Return True if the template writes all marks of a role, and not as lists."""
+        text = self._probed(letters, form)
+        if text is None or any(sign in text for sign in _PARTS_SHOWN):
+            return False
+        names = {"u": "user", "s": "system", "a": "assistant", "t": "tool", "c": ""}
+        return all(_MARK.format(n) in text for n, one in enumerate(letters) if names[one] == role)
+
+    def _lost(self, rendering: _Rendering) -> Lost | None:
+        """Return something that the text does not contain; None if it has everything.
+
+        What was proven once, with a mark in its place, is remembered for the next prompts.
+        """
+        proven = self._proven.setdefault(rendering.frame, set())
+        doubts = _doubts(rendering, proven)
+        if not doubts:
+            return None
+        marked = self._marked(rendering)
+        missing = [one for one in doubts if one not in marked]
+        lost = max(missing, key=lambda one: one.what) if missing else None  # tools first
+        if sum(map(len, self._proven.values())) + len(self._proven) > MOST_PROVEN:
+            self._proven.clear()
+        if lost is None:
+            proven.update(doubts.values())
+        return lost
+
+    def _marked(self, rendering: _Rendering) -> set[Lost]:
+        """Return all that the template writes, as it shows with a mark behind each text."""
+        mark = _unused_mark(rendering)
+        messages: Any = [_with_marks(mark, n, one) for n, one in enumerate(rendering.messages)]
+        variables = dict(rendering.variables)
+        if rendering.tools:
+            variables["tools"] = [_renamed(tool, mark.format("t")) for tool in rendering.tools]
+        try:
+            text = self._written(
+                rendering.form.of(messages), rendering.add_generation_prompt, variables
+            )
+        except Exception:
+            return _found(rendering)
+        marks: dict[Lost, tuple[str, ...]] = (
+            {Lost(None, "tools"): (mark.format("t"),)} if rendering.tools else {}
+        )
+        for n, message in enumerate(rendering.messages):
+            marks[Lost(n, "content")] = (mark.format(f"{n}c"),)
+            if _calls(message):
+                own = "na" if any(one["function"]["arguments"] for one in _calls(message)) else "n"
+                marks[Lost(n, "tool_calls")] = tuple(mark.format(f"{n}{one}") for one in own)
+        return {one for one, own in marks.items() if all(found in text for found in own)}
+
+
+_ARGUMENTS = {"p": _MARK.format("v")}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probetool",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"p": {"type": "string"}}},
+    },
+}
+
+
+def _probe_message(letter: str, number: int) -> dict[str, Any]:
+    content = _MARK.format(number)
+    if letter == "c":
+        function = {"name": "probetool", "arguments": _ARGUMENTS}
+        call = {"type": "function", "id": "probe0001", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if letter == "t":
+        own = {"tool_call_id": "probe0001", "name": "probetool"}
+        return {"role": "tool", "content": content, **own}
+    role = {"s": "system", "u": "user", "a": "assistant"}[letter]
+    return {"role": role, "content": content}
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Any]:
+    calls: Sequence[Any] = message.get("tool_calls") or ()
+    return calls
+
+
+def _has_calls(messages: Sequence[PlainMessage]) -> bool:
+    return any(map(_calls, messages))
+
+
+def _systems(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of system messages at the beginning."""
+    return next((n for n, one in enumerate(messages) if one["role"] != "system"), len(messages))
+
+
+def _can_fold(messages: Sequence[PlainMessage]) -> bool:
+    count = _systems(messages)
+    return 0 < count < len(messages) and messages[count]["role"] == "user"
+
+
+def _folded(messages: Messages) -> Messages:
+    """Return messages whose system prompt begins the first user message."""
+    count = _systems(messages)
+    texts = [message["content"] for message in messages[: count + 1]]
+    return [messages[count] | {"content": JOINT.join(texts)}, *messages[count + 1 :]]
+
+
+def _split(message: dict[str, Any]) -> Messages:
+    """Return a message as two: its text, and its calls."""
+    if not (message["content"] and _calls(message)):
+        return [message]
+    text = {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
+    return [text, calls]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not _calls(message):
+        return message
+    return message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": text}}
+
+
+def _shows_parts(rendering: _Rendering) -> bool:
+    """Return True if the template wrote a list of parts as it is."""
+    return bool(rendering.form.parts) and any(
+        sign in rendering.text and not any(sign in one["content"] for one in rendering.messages)
+        for sign in _PARTS_SHOWN
+    )
+
+
+def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
+    """Return what may not be in the text, each with the key of its proof, unless it is `proven`.
+
+    A content is certain if it is long and found behind the one before it. Everything else is
+    written if the template writes a mark in its place.
+    """
+    text, at, doubts, is_in_order = rendering.text, 0, dict[Lost, Key](), True
+    for n, message in enumerate(rendering.messages):
+        if message.get("tool_calls"):
+            doubts[Lost(n, "tool_calls")] = rendering.place(n, "tool_calls")
+        content = message["content"]
+        # Compare the beginning first: to look for a long text takes time before it begins.
+        found = text.find(content[:HEAD], at)
+        if found < 0 or not text.startswith(content, found):
+            found, content = _found_otherwise(text, message, at)
+        size = len(content)
+        if size < SHORT or found < 0:
+            if not content.strip():
+                continue
+            is_known = found >= 0 or content in text
+            key = rendering.place(n, "content") if is_known else (n, hash(content))
+            doubts[Lost(n, "content")] = key
+            is_in_order = is_in_order and (found >= 0 or message["role"] == "system")
+        if found >= 0 and message["role"] != "system":  # a system prompt may be moved to the end
+            at = found + size
+    if not is_in_order:  # a text that is left out may be found in place of a later one
+        every = [n for n, one in enumerate(rendering.messages) if visible_text(one["content"])]
+        doubts = {Lost(n, "content"): rendering.place(n, "content") for n in every} | doubts
+    if rendering.tools:
+        is_found = all(_name(tool) in text for tool in rendering.tools)
+        doubts[Lost(None, "tools")] = ("tools", is_found)
+    return {lost: key for lost, key in doubts.items() if key not in proven}
+
+
+def _found_otherwise(text: str, message: PlainMessage, at: int) -> tuple[int, str]:
+    """Return the place of a content in the text from `at` on, and the content as it stands there.
+
+    A template may trim it, leave out thinking, and write JSON. The place is -1 if it is not found.
+    """
+    content = message["content"].strip()
+    if (found := text.find(content, at)) >= 0:
+        return found, content
+    if message["role"] == "assistant":
+        content = visible_text(content)
+    escaped = (json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))
+    for spelling in (content, *escaped):
+        if (found := text.find(spelling, at)) >= 0:
+            return found, spelling
+    return -1, content
+
+
+def visible_text(answer: str) -> str:
+    """Return the text of an assistant behind its thinking, which a template may leave out."""
+    ends = [answer.rfind(tags.end) + len(tags.end) for tags in THINKING_TAGS if tags.end in answer]
+    return answer[max(ends, default=0) :].strip()
+
+
+def _found(rendering: _Rendering) -> set[Lost]:
+    """Return all that is found in the text as it is, for a template that refuses marks."""
+    text, found = rendering.text, set[Lost]()
+    for n, message in enumerate(rendering.messages):
+        content = message["content"].strip()
+        if content in text or visible_text(content) in text:
+            found.add(Lost(n, "content"))
+        if all(call["function"]["name"] in text for call in _calls(message)):
+            found.add(Lost(n, "tool_calls"))
+    if all(_name(tool) in text for tool in rendering.tools):
+        found.add(Lost(None, "tools"))
+    return found
+
+
+def _unused_mark(rendering: _Rendering) -> str:
+    """Return a mark whose letters are not in the text."""
+    mark = _MARK
+    while mark.partition("{")[0] in rendering.text:
+        mark = "q" + mark
+    return mark
+
+
+def _with_marks(mark: str, number: int, message: PlainMessage) -> dict[str, Any]:
+    """Return a message with a mark behind its content, its calls' names and in their arguments."""
+    marked: dict[str, Any] = dict(message)
+    if message["content"].strip():
+        marked["content"] = message["content"] + mark.format(f"{number}c")
+    if _calls(message):
+        marked["tool_calls"] = [
+            _with_argument(_renamed(call, mark.format(f"{number}n")), mark.format(f"{number}a"))
+            for call in message["tool_calls"]
+        ]
+    return marked
+
+
+def _with_argument(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Return a call with a mark behind each argument that is a text, and as one more argument."""
+    function = call["function"]
+    given = {
+        name: value + mark if isinstance(value, str) else value
+        for name, value in function["arguments"].items()
+    }
+    return call | {"function": function | {"arguments": {**given, mark: mark}}}
+
+
+def _name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _renamed(tool: Any, mark: str) -> Any:
+    """Return a tool or a call with a mark behind the name of its function."""
+    if not _name(tool):
+        return tool
+    if "function" not in tool:
+        return tool | {"name": tool["name"] + mark}
+    return tool | {"function": {**tool["function"], "name": _name(tool) + mark}}
+
+
+def _refusal(error: Exception) -> PromptError:
+    why = " ".join(str(error).split()) or type(error).__name__
+    refusal = PromptError(f"the model's chat template refuses this conversation: {why}")
+    refusal.__cause__ = error
+    return refusal
+
+
+def _explained(lost: Lost, rendering: _Rendering) -> MlxrunnerError:
+    """Return the error for a part of a request that the template leaves out."""
+    if lost.message is None:
+        return OptionError(
+            f"tools: the model's chat template does not use them, and {len(rendering.tools)} "
+            "are given: leave them out, or describe them in the system prompt"
+        )
+    message = rendering.messages[lost.message]
+    if lost.what == "tool_calls":
+        return PromptError(
+            f"tool_calls: the model's chat template does not use them, and message {lost.message} "
+            "has some: write them into its content"
+        )
+    shown = " ".join(message["content"].split())
+    return PromptError(
+        f"message {lost.message}: the model's chat template leaves out this content of role "
+        f"{message['role']!r:.80}: {shown[:60]!r}: write it into a message of the user, or use "
+        "a model whose template takes it"
+    )

@@ -1,0 +1,248 @@
+"""All that a request says is in the rendered text, or it is an error that names what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.families import KINDS
+from support.published_templates import (
+    DEEPSEEK,
+    KIMI,
+    LLAMA31,
+    MISTRAL3,
+    PARTS_ONLY,
+    PHI3_FIRST,
+    PUBLISHED,
+    SMOLLM3,
+)
+from support.sample import examples
+
+from mlxrunner import OptionError, PromptError
+from mlxrunner.templates.chat_template import ChatTemplate
+from mlxrunner.templates.rendering import jinja_renderer
+
+SOURCES = {name: kind.template for name, kind in KINDS.items()} | PUBLISHED
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TEMPLATES = {name: ChatTemplate(jinja_renderer(one, SPECIAL)) for name, one in SOURCES.items()}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {}}}},
+}
+THOUGHT = "<think>\nIt rains.\n</think>\n\n"
+LONG = "What does the quick brown fox do when it rains?"
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(jinja_renderer(source, SPECIAL))
+
+
+def said(role: str, content: str, **more: Any) -> Any:
+    return {"role": role, "content": content, **more}
+
+
+def call(content: str = "", **arguments: Any) -> Any:
+    made = {"id": "abcdefghi", "type": "function"}
+    made["function"] = {"name": "look", "arguments": arguments}  # type: ignore[assignment]
+    return said("assistant", content, tool_calls=[made])
+
+
+def result(content: str) -> Any:
+    return said("tool", content, tool_call_id="abcdefghi", name="look")
+
+
+def is_in(content: str, text: str) -> bool:
+    """Return True if a text has a content as it is, trimmed, without thinking, or as JSON."""
+    content = content.rpartition("</think>")[2].strip()
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+TEXTS = st.one_of(
+    st.sampled_from(["", "a", "user", "assistant", "system", "</s>", " x ", LONG, f"\n{LONG}\n"]),
+    st.text(st.sampled_from("ab \n\"'{}<>é日\\"), max_size=30),
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any]]:
+    """Draw messages of all roles in any order, and tools or none."""
+    messages = []
+    for role in draw(st.text(st.sampled_from("uuuaast"), min_size=1, max_size=7)):
+        text = draw(TEXTS)
+        if role == "t":
+            messages += [call(draw(st.sampled_from(["", text])), at=draw(TEXTS)), result(text)]
+        elif role == "a":
+            messages.append(said("assistant", draw(st.sampled_from(["", THOUGHT])) + text))
+        else:
+            messages.append(said({"u": "user", "s": "system"}[role], text))
+    return messages, draw(st.sampled_from([{}, {"tools": [TOOL]}]))
+
+
+@examples(400)
+@given(st.sampled_from(sorted(TEMPLATES)), conversations())
+def test_what_is_said_is_in_the_text_or_an_error(
+    family: str, request_: tuple[list[Any], dict[str, Any]]
+) -> None:
+    """The error is no traceback, and one line."""
+    messages, variables = request_
+    text, problem = None, ""
+    try:
+        text = TEMPLATES[family].text(messages, **variables)
+    except (PromptError, OptionError) as error:
+        problem = str(error)
+    if text is None:
+        assert len(problem.splitlines()) == 1
+        return
+    for message in messages:
+        assert is_in(message["content"], text)
+        for one in message.get("tool_calls", ()):
+            assert is_in(one["function"]["arguments"]["at"], text)
+    # The same conversation with other texts is another prompt.
+    said_ = [one["content"].rpartition("</think>")[2].strip() for one in messages]
+    changed = [
+        {**one, "content": one["content"] + "qqqq" * bool(has)}
+        for one, has in zip(messages, said_, strict=True)
+    ]
+    assert TEMPLATES[family].text(changed, **variables).count("qqqq") >= sum(map(bool, said_))
+
+
+@pytest.mark.parametrize("family", SOURCES)
+@pytest.mark.parametrize(
+    "roles", ["u", "su", "uau", "suau", "suauau"], ids="one system turns both longer".split()
+)
+def test_a_plain_conversation_is_taken_by_every_template(family: str, roles: str) -> None:
+    """Short texts, long ones, repeated ones and thinking are no false alarms."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    for texts in (["a", "b"], [LONG, LONG], [f" {LONG}\n", THOUGHT + LONG], [LONG, THOUGHT]):
+        messages = [said(names[role], texts[role == "a"]) for role in roles]
+        text = TEMPLATES[family].text(messages)
+        assert all(is_in(message["content"], text) for message in messages)
+
+
+@pytest.mark.parametrize("family", ["phi3-first", "gemma2", "mistral-v1", "chatml"])
+def test_a_system_prompt_without_a_place_begins_the_users_message(family: str) -> None:
+    """A template that refuses it is served as one that leaves it out."""
+    messages = [said("system", "Be brief."), said("user", LONG)]
+    text = TEMPLATES[family].text(messages)
+    assert "Be brief." in text
+    assert text.index("Be brief.") < text.index(LONG)
+    assert TEMPLATES[family].text([messages[1]]) != text
+
+
+@pytest.mark.parametrize("source", [PARTS_ONLY, PUBLISHED["parts of users"]])
+def test_contents_are_given_as_the_template_takes_them(source: str) -> None:
+    """The parts are those of each role that needs them."""
+    text = template(source).text([said("system", "Be brief."), said("user", "What is my name?")])
+    assert "Be brief." in text
+    assert "What is my name?" in text
+    assert "type" not in text
+
+
+@pytest.mark.parametrize(("source", "form"), [(DEEPSEEK, '{"at": "é"}'), (KIMI, '{"at": "é"}')])
+@pytest.mark.parametrize("has_result", [True, False])
+def test_arguments_are_given_as_the_template_takes_them(
+    source: str, form: str, has_result: bool
+) -> None:
+    """A JSON text where the template joins texts."""
+    messages = [said("user", LONG), call(at="é"), *([result("rain")] if has_result else [])]
+    assert form in template(source).text(messages)
+
+
+def test_a_list_of_parts_or_a_python_dictionary_is_never_written_out() -> None:
+    """A template that shows a content as it is gets texts."""
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    source += "{{ c.function.name ~ c.function.arguments }}{% endfor %}|{% endfor %}"
+    text = template(source).text([said("user", "hi"), call(at="x"), result("ok")])
+    assert text == 'user: hi|assistant: look{"at": "x"}|tool: ok|'
+
+
+LOST: list[tuple[str, list[Any], dict[str, Any], str]] = [
+    (PHI3_FIRST, [said("user", LONG), call(at="x"), result("rain")], {}, "tool_calls: "),
+    (PHI3_FIRST, [said("user", LONG), call(at="x")], {}, "tool_calls: "),
+    (PHI3_FIRST, [said("user", LONG), said("assistant", "hm"), result("rain")], {}, "message 2: "),
+    (PHI3_FIRST, [said("user", LONG)], {"tools": [TOOL]}, "tools: "),
+    (PHI3_FIRST, [said("system", LONG)], {}, "message 0: "),
+    (SMOLLM3, [said("user", "a"), said("system", "b"), said("user", "c")], {}, "message 1: "),
+    (
+        MISTRAL3,
+        [
+            said("user", "a"),
+            call("Let me look.", at="x"),
+            result("b"),
+            said("assistant", "c"),
+            said("user", "d"),
+        ],
+        {},
+        "message 1: ",
+    ),
+    ("{{ messages[-1].content }}", [said("user", "a"), said("user", "a")], {}, "message 0: "),
+    ("{{ messages[0].content }}", [said("user", LONG), said("user", LONG)], {}, "message 1: "),
+    ("user assistant", [said("user", "user")], {}, "message 0: "),
+    ("{{ messages[0].content[:20] }}", [said("user", LONG)], {}, "message 0: "),
+]
+
+
+@pytest.mark.parametrize(("source", "messages", "variables", "problem"), LOST)
+def test_what_is_left_out_is_named(
+    source: str, messages: list[Any], variables: dict[str, Any], problem: str
+) -> None:
+    """Short texts are no exception, though they may be found elsewhere in the text."""
+    for _ in range(2):  # what was proven does not help the next one
+        with pytest.raises((PromptError, OptionError)) as error:
+            template(source).text(messages, **variables)
+        assert str(error.value).startswith(problem)
+
+
+def test_text_beside_calls_goes_before_them() -> None:
+    """Llama 3.1 writes a message with calls without its text."""
+    messages = [said("user", LONG), call("Let me look.", at="x"), result("rain")]
+    text = template(LLAMA31).text(messages)
+    assert text.index("Let me look.") < text.index('"parameters": {"at": "x"}')
+
+
+def test_white_space_and_switches_that_a_template_removes_are_no_loss() -> None:
+    """The text around them is there."""
+    messages = [said("system", "Be brief. /no_think"), said("user", "\nhi")]
+    assert "Be brief.<|im_end|>" in template(SMOLLM3).text(messages)
+
+
+def test_a_growing_conversation_is_rendered_once_for_each_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The proofs of its first turns hold for the later ones."""
+    renders = 0
+    render = jinja_renderer(KINDS["qwen3"].template, SPECIAL)
+
+    def counted(*given: Any, **variables: Any) -> str:
+        nonlocal renders
+        renders += 1
+        return render(*given, **variables)
+
+    chat = ChatTemplate(counted)
+    messages: list[Any] = [said("system", LONG)]
+    counts = []
+    for turn in range(12):
+        messages += [said("user", "ok"), said("assistant", f"{turn}"), said("user", LONG * 2)]
+        renders = 0
+        chat.text(messages, tools=[TOOL])
+        counts.append(renders)
+        messages.append(said("assistant", LONG))
+    assert counts[4:] == [1] * 8
+
+
+def test_a_model_without_a_template_says_so_once(
+    caplog: pytest.LogCaptureFixture, recwarn: Any
+) -> None:
+    """The prompt is still whole."""
+    chat: Callable[..., str] = ChatTemplate(None).text
+    for _ in range(3):
+        assert chat([said("user", "hi")]) == "User: hi\nAssistant:"
+    assert [one.message for one in caplog.records if "no chat template" in one.message] == [
+        caplog.records[0].message
+    ]
+    with pytest.raises(OptionError, match="tools: "):
+        chat([said("user", "hi")], tools=[TOOL])
