@@ -158,6 +158,27 @@ class ChatTemplate:
             return first
         raise problem or PromptError("the model's chat template refuses this conversation")
 
+    def unchecked(
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation in the likeliest form, whatever it leaves out.
+
+        Raise PromptError if the template refuses it, and TemplateLimitError if it was stopped.
+        """
+        plain = check_messages(messages)
+        try:
+            return self._written(
+                next(self._forms(plain)).of(plain), add_generation_prompt, variables
+            )
+        except TemplateLimitError:
+            raise
+        except Exception as error:
+            raise _refusal(error) from error
+
     def _written(
         self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,7 @@ class HuggingFaceTokenizer:
         own = transformers_tokenizer(self._wrapper).eos_token_id
         written: frozenset[int] = frozenset()
         if self._has_template:
-            render = partial(self.render, is_partial=True)
-            written = turn_ends(render, self.encode_more, self._is_mark)
+            written = turn_ends(self._template.unchecked, self.encode_more, self._is_mark)
         self.ends = joined_ends(
             (FROM_CONFIG, () if own is None else [own]),
             (FROM_TEMPLATE, written),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,7 @@ class SentencePieceTokenizer:
         self.template_stops = (*stops, *(() if templates else FALLBACK_STOPS))
         written: frozenset[int] = frozenset()
         if templates:
-            render = partial(self.render, is_partial=True)
-            written = turn_ends(render, self.encode_more, self._is_mark)
+            written = turn_ends(self._template.unchecked, self.encode_more, self._is_mark)
         self.ends = joined_ends(
             (FROM_CONFIG if config.get("eos_token") else file.name, () if eos is None else [eos]),
             (FROM_TEMPLATE, written),
