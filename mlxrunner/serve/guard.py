@@ -25,6 +25,8 @@ from mlxrunner.serve.shapes import refusal_response
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN = frozenset({("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/")})
 """Requests that need no key: they tell nothing of anybody's requests."""
+PROBED = frozenset({"/", "/v1/messages"})
+"""Paths that answer HEAD by themselves."""
 ASK_FOR_KEY = {"www-authenticate": 'Basic realm="the key of mlxrunner serve, as the password"'}
 """Header that lets a browser ask its user for the key of the status page."""
 METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
@@ -99,7 +101,7 @@ class Guard:
             if _is_preflight(scope, headers):
                 await Response(status_code=204)(scope, receive, send)
             elif body is not None:
-                await self._app(scope, _again(body, receive), send)
+                await self._app(_routed(scope), _again(body, receive), send)
             return None
 
     def _allowed(self, headers: Headers) -> Mapping[str, str]:
@@ -189,6 +191,16 @@ def name_in(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
+
+
+def _routed(scope: Scope) -> Scope:
+    """Return the scope that finds a route: a slash at the end is none, and HEAD asks as GET does.
+
+    The server leaves out the body of the answer to HEAD.
+    """
+    path = scope["path"].rstrip("/") or "/"
+    is_probe = scope["method"] == "HEAD" and path not in PROBED
+    return {**scope, "path": path, "method": "GET" if is_probe else scope["method"]}
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

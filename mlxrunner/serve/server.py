@@ -74,10 +74,11 @@ def check_rules(settings: ServeSettings) -> None:
 def check_origins(settings: ServeSettings) -> None:
     """Raise OptionError for an origin that no browser has."""
     for origin in settings.origin:
-        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+        # Browsers send null, and some programs file://, for pages that are files.
+        if not re.fullmatch(r"null|file://|[a-z][a-z0-9+.-]*://[^/?#*\s]+", origin):
             raise OptionError(
                 f"--origin {origin}: has to be the beginning of a page's URL, as browsers send it, "
-                "such as http://localhost:3000"
+                "such as http://localhost:3000, without * and path; or null or file:// for files"
             )
 
 

@@ -117,6 +117,15 @@ def test_the_host_is_a_name_of_this_machine(url: str, host: str, status: int) ->
         assert "Host header" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/", "/v1/fails/never", "/v1/fails/never/"])
+def test_head_and_a_slash_at_the_end(url: str, path: str) -> None:
+    """Each GET route answers HEAD without a body, and each route takes a slash at its end."""
+    asked, probed = httpx.get(f"{url}{path}"), httpx.head(f"{url}{path}")
+    assert asked.status_code == probed.status_code
+    assert asked.status_code == (500 if "fails" in path else 200)
+    assert (asked.content != b"", probed.content) == (True, b"")
+
+
 @pytest.mark.parametrize(
     ("host", "is_open", "known"),
     [

@@ -27,6 +27,8 @@ class ModelCard:
     """The fingerprint of the files."""
     has_tools: bool = False
     has_thinking: bool = False
+    template: str = ""
+    """The text of its chat template."""
     sees: bool = False
     """True if requests may have pictures."""
     expires: float | None = None

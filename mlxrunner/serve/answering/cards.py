@@ -51,5 +51,6 @@ def _described(folder: Path, modified: float) -> dict[str, Any]:
         found |= {"has_eyes": has_eyes(config), "has_only_eyes": has_only_eyes(config)}
         found["bytes"] = weight_bytes(folder)
         template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
+        found["template"] = template
         found |= {"has_tools": "tools" in template, "has_thinking": "think" in template}
     return found

@@ -48,7 +48,7 @@ def described(card: ModelCard) -> dict[str, Any]:
         "license": "",
         "modelfile": f"FROM {card.name}",
         "parameters": "",
-        "template": "",
+        "template": card.template,
         "modified_at": stamp(card.modified),
         "details": _details(card),
         "model_info": info,
