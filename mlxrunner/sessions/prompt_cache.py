@@ -51,11 +51,12 @@ def export_file(
     offset = len(saved.tokens)
     layers = zip(make_layer_caches(model, options), saved.layers, strict=True)
     caches = [cache.to_mlx_lm(layer, offset) for cache, layer in layers]
+    tokens = json.dumps(saved.tokens.tolist())
     about = {
         "model": model_name,
         "tokenizer_config": "{}",
-        TOKENS: json.dumps(saved.tokens.tolist()),
-        STATES: _states_sum(caches),
+        TOKENS: tokens,
+        STATES: _states_sum(caches, tokens),
     }
     try:
         with suppress(FileNotFoundError):
@@ -170,10 +171,10 @@ def _counts(caches: Sequence[Any]) -> set[int]:
 
 
 def _known_tokens(file: Path, caches: list[Any], metadata: Mapping[str, Any]) -> TokenArray | None:
-    """Return the tokens that the file holds, or None if another program has changed its states."""
+    """Return the tokens that the file holds, or None if something has changed it since."""
     if TOKENS not in metadata:
         return None
-    if STATES in metadata and metadata[STATES] != _states_sum(caches):
+    if STATES in metadata and metadata[STATES] != _states_sum(caches, metadata[TOKENS]):
         return None
     try:
         return as_tokens(json.loads(metadata[TOKENS]))
@@ -182,12 +183,12 @@ def _known_tokens(file: Path, caches: list[Any], metadata: Mapping[str, Any]) ->
         raise SessionError(f"{file}: its tokens are damaged: {said}") from error
 
 
-def _states_sum(caches: list[Any]) -> str:
-    """Return a checksum of all arrays in mlx-lm's caches.
+def _states_sum(caches: list[Any], tokens: str) -> str:
+    """Return a checksum of all arrays in mlx-lm's caches, and of the tokens that made them.
 
-    It tells if another program has gone on from the file and kept the tokens in its metadata.
+    It tells if the file is damaged, or if another program has gone on from it and kept the tokens.
     """
-    found = 0
+    found = zlib.crc32(str(tokens).encode())
     for array in dict(tree_flatten([cache.state for cache in caches])).values():
         if isinstance(array, mx.array):
             found = zlib.crc32(host_copy(array).data, found)

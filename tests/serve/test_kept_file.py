@@ -106,8 +106,18 @@ def test_damage_costs_answers_and_changes_none(data: some.DataObject) -> None:
         found = [turn for _, turn in KeptFile(folder).read()]
         assert all(any(same(one, turn) for turn in turns) for one in found)
         KeptFile(folder).add(b"l", turn_of("next"))
-        if content.endswith(b"\n"):
-            assert same([turn for _, turn in KeptFile(folder).read()][-1], turn_of("next"))
+        assert same([turn for _, turn in KeptFile(folder).read()][-1], turn_of("next"))
+
+
+def test_an_answer_that_takes_too_much_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reader would refuse a file that it made too large, with all the others."""
+    file = KeptFile(tmp_path, 20_000)
+    for text in ("short", "x" * 30_000, "last"):
+        file.add(b"l", turn_of(text))
+    assert [turn.text for _, turn in file.read()] == ["short", "last"]
+    assert "of at most 10,000 bytes" in caplog.text
 
 
 def test_a_file_is_bounded(tmp_path: Path) -> None:

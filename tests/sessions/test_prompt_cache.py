@@ -193,6 +193,16 @@ def test_tokens_that_mlx_lm_left_in_a_file_it_went_on_from_are_not_believed(
         import_file(file, made.model, made.options, list(range(1, 30)))
 
 
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_a_changed_digit_of_the_tokens_is_noticed(tmp_path: Path, name: str) -> None:
+    """Keys of other tokens would give other answers."""
+    made, file = Tiny(name), tmp_path / "x.safetensors"
+    exported(made, file, [1, 2, 3])
+    file.write_bytes(file.read_bytes().replace(b"[1, 2, 3]", b"[1, 2, 4]"))
+    with pytest.raises(SessionError, match="does not say which tokens it is of"):
+        import_file(file, made.model, made.options, None)
+
+
 def test_states_that_we_have_exported_are_of_their_own_tokens(tmp_path: Path) -> None:
     """Given are the same, or the caller has to take the responsibility."""
     made, file = Tiny("mamba2"), tmp_path / "x.safetensors"

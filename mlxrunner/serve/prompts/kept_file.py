@@ -62,11 +62,15 @@ class KeptFile:
         """Write an answer to the conversation `link`. A failure costs only this answer on disk."""
         line = _line(link, turn)
         try:
+            if 2 * len(line) > self._most:
+                raise OSError(f"it takes {len(line):,} of at most {self._most // 2:,} bytes")
             with self._lock:
                 descriptor = open_own(self._path, append=True)
                 try:
                     size = os.fstat(descriptor).st_size
-                    write_all(descriptor, line)
+                    # A process that was killed may have left the beginning of a line.
+                    is_cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
+                    write_all(descriptor, b"\n" + line if is_cut else line)
                 finally:
                     os.close(descriptor)
                 if size + len(line) > self._most:
