@@ -74,6 +74,8 @@ class Shelf:
         self._parked: dict[str, Parked] = {}
         self._users: dict[str, set[Parked]] = {}
         self._exact, self._shifted = Prefixes[Parked](), Prefixes[Parked]()
+        self._is_whole = True
+        """False while trees and users change, and after an interrupt meanwhile."""
         self._dual = GreedyDual[Parked]()
         self._restored: weakref.WeakSet[Parked] = weakref.WeakSet()
         self._read: weakref.WeakKeyDictionary[object, Parked] = weakref.WeakKeyDictionary()
@@ -133,10 +135,13 @@ class Shelf:
 
     def add(self, parked: Parked) -> None:
         """Add a conversation whose files are all there."""
+        self._mend()
         self.claim(parked)
+        self._is_whole = False
         self._parked[parked.name] = parked
         self._tree(parked).add(parked, parked.tokens)
         self._dual.use(parked)
+        self._is_whole = True
 
     def use(self, parked: Parked, reader: object | None = None) -> None:
         """Note that a conversation is used. It is not given up while `reader` exists."""
@@ -147,10 +152,13 @@ class Shelf:
 
     def remove(self, parked: Parked) -> None:
         """Remove a conversation, and the files that no other one uses; its own file first."""
+        self._mend()
         if parked in self:
+            self._is_whole = False
             del self._parked[parked.name]
             self._tree(parked).remove(parked, parked.tokens)
             self._dual.forget(parked)
+            self._is_whole = True
         if parked.name not in self._parked:  # another one may have been written meanwhile
             self._delete(parked.name)
         self.release(parked)
@@ -174,6 +182,7 @@ class Shelf:
 
     def drop_earlier(self, parked: Parked, replaces: Parked | None) -> None:
         """Remove what is an earlier state of `parked`: see `Parking.park`."""
+        self._mend()
         is_enough = parked.is_exact and parked.lowest == 1
         pinned = set(self._read.values())
         for shared, found in list(self._tree(parked).sharing(parked.tokens)):
@@ -188,6 +197,7 @@ class Shelf:
 
     def closest(self, tokens: TokenArray) -> tuple[Parked | None, int]:
         """Return the exact conversation that shares most tokens with `tokens`, and how many."""
+        self._mend()
         for shared, found in self._exact.sharing(tokens):
             return found[-1], shared
         return None, 0
@@ -197,6 +207,7 @@ class Shelf:
 
         At least one token of the prompt is left to evaluate.
         """
+        self._mend()
         best: tuple[Parked, int] | None = None
         for tree in (self._exact, self._shifted):
             for shared, found in tree.sharing(prompt):
@@ -213,6 +224,7 @@ class Shelf:
 
         Raise SessionError, with nothing given up, if they can't, beside the files that `by` shares.
         """
+        self._mend()
         kept = sum(self.sizes.get(name, 0) for name in by.pieces) if by is not None else 0
         if need + kept > self.limit:
             raise SessionError(f"it takes {need + kept:,} of at most {self.limit:,} bytes")
@@ -240,6 +252,18 @@ class Shelf:
             elif not parked.rows:
                 shared = state.offset
         return worth(len(parked.tokens), nbytes, shared)
+
+    def _mend(self) -> None:
+        """Build trees and users again from the conversations, if an interrupt cut a change off."""
+        if self._is_whole:
+            return
+        self._exact, self._shifted = Prefixes[Parked](), Prefixes[Parked]()
+        users: dict[str, set[Parked]] = {}
+        for parked in self:
+            self._tree(parked).add(parked, parked.tokens)
+            for name in parked.pieces:
+                users.setdefault(name, set()).add(parked)
+        self._users, self._is_whole = users, True
 
     def _tree(self, parked: Parked) -> Prefixes[Parked]:
         return self._exact if parked.is_exact else self._shifted

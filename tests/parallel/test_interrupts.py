@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.sample import fewer
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.scheduling.costs import StepCosts
 from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at
 
 FIRST = [(7 * place) % 200 + 5 for place in range(40)]
@@ -68,6 +70,26 @@ def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
     for line in range(1, seen[0], max(1, seen[0] // fewer(24, 8))):
         with opened(kinds, **settings) as runner:
             runner.complete(FIRST, max_tokens=3, **options)
+            with suppress(KeyboardInterrupt), interrupt_at(line):
+                some_requests(runner, **options)
+            assert_all_is_well(runner, kinds, line, **options)
+
+
+def test_ctrl_c_while_conversations_are_parked_leaves_all_of_them_whole(tmp_path: Path) -> None:
+    """Files are written and removed, and the index of what is on disk changes."""
+    kinds, options = ["full", "full"], {"stop_tokens": []}
+
+    def parked(line: int) -> Stepper:
+        parking = Parking(tmp_path / str(line), {"model": "oracle"}, limit=2**26)
+        runner = opened(kinds, cells=130, parking=parking)
+        runner.complete(FIRST, max_tokens=3, **options)
+        runner.complete(OTHER, max_tokens=3, **options)
+        return runner
+
+    with parked(0) as runner, interrupt_at(-1) as seen:
+        some_requests(runner, **options)
+    for line in range(1, seen[0], max(1, seen[0] // fewer(32, 8))):
+        with parked(line) as runner:
             with suppress(KeyboardInterrupt), interrupt_at(line):
                 some_requests(runner, **options)
             assert_all_is_well(runner, kinds, line, **options)
