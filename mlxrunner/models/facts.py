@@ -13,10 +13,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models.files import check_files, read_config, read_headers, rope_settings
+from mlxrunner.models.files import check_files, read_config, read_headers
 from mlxrunner.models.resolve import resolve
+from mlxrunner.models.rope import ropes_of
 from mlxrunner.models.settings import check_layers, size_of, text_settings
 from mlxrunner.system import device
+from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import model_classes
 
 DEFAULT_CONTEXT = 4096
@@ -95,15 +97,19 @@ def build(folder: Path) -> tuple[Any, dict[str, Any]]:
     Read config.json only, and evaluate nothing. Raise ModelError if no model can be built.
     """
     config = read_config(folder)
-    config |= rope_settings(config)
+    ropes = ropes_of(folder / "config.json", config)
+    config |= ropes.settings
     try:
-        model_class, arguments_class = model_classes(config)
-        return model_class(arguments_class.from_dict(config)), config
+        with foreign_code():
+            model_class, arguments_class = model_classes(config)
+            model = model_class(arguments_class.from_dict(config))
     except Exception as error:
         raise ModelError(
             f"{folder / 'config.json'}: no model can be built from it: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
+    ropes.check(model_class)
+    return model, config
 
 
 def cache_cost(model: Any) -> CacheCost:
@@ -153,8 +159,9 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
     from mlxrunner.cache.layers.factory import make_layer_caches, run_lazily
 
     try:
-        caches = make_layer_caches(model)
-        logits = run_lazily(model, caches, 1)
+        with foreign_code():
+            caches = make_layer_caches(model)
+            logits = run_lazily(model, caches, 1)
         if logits.ndim != 3 or not logits.size:
             raise ValueError(f"its logits have the shape {logits.shape}")
         for cache in caches:

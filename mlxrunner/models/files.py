@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import posixpath
+import re
+import reprlib
+from collections.abc import Iterable, Set
 from contextlib import suppress
-from fnmatch import fnmatch
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -12,14 +16,18 @@ from typing import Any
 from mlxrunner.errors import MissingFileError, ModelError, ReadError
 from mlxrunner.models.part import needed_tensors, own_part
 from mlxrunner.models.settings import check_settings
-from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json
-from mlxrunner.system.tensorfile import Header, HeaderError
+from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json, untagged
+from mlxrunner.system.tensorfile import METADATA, Header, HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
 
 WEIGHTS = "model*.safetensors"
 """The files of weights that are read."""
 INDEX = "model.safetensors.index.json"
 """The file that says in which file each tensor is, where there are several."""
+SINGLE = "model.safetensors"
+"""The file that has all weights where there is no index."""
+NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
+"""The name of one of several files of weights."""
 MOST_SETTINGS = 2**24
 """Largest size of a config.json in bytes.
 
@@ -48,10 +56,16 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json after checking its values.
+    """Return config.json after checking its values, with tagged floats as floats.
 
     Raise ModelError if it is missing or broken.
     """
+    config: dict[str, Any] = untagged(config_as_written(folder))
+    return config
+
+
+def config_as_written(folder: Path) -> dict[str, Any]:
+    """Return config.json as `read_config` does, with tagged floats as they are."""
     file = folder / "config.json"
     try:
         config = read_json(file, MOST_SETTINGS)
@@ -90,34 +104,11 @@ def eos_tokens(folder: Path, config: dict[str, Any]) -> dict[int, tuple[str, ...
     return found
 
 
-def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters`, as transformers 5 writes them, under the names that mlx-lm reads.
-
-    Without them a Llama would silently run with rotary positions that it was not trained with.
-    """
-    rope = config.get("rope_parameters")
-    if (
-        not isinstance(rope, dict) or "rope_theta" not in rope
-    ):  # a dict per kind of layer is read by the architecture itself
-        return {}
-    settings = {
-        "rope_theta": rope["rope_theta"],
-        "partial_rotary_factor": rope.get("partial_rotary_factor"),
-    }
-    if rope.get("rope_type", "default") != "default":
-        settings["rope_scaling"] = rope
-    return {
-        name: value
-        for name, value in settings.items()
-        if value is not None and config.get(name) is None
-    }
-
-
 def check_files(folder: Path) -> None:
     """Raise ModelError for a file that is not a regular file of a sensible size.
 
     The libraries open files by name without checks. A FIFO would block them, and a device would
-    feed them forever.
+    feed them forever. `read_headers` checks the weight files.
     """
     for place in (folder, folder / "additional_chat_templates"):
         try:
@@ -127,18 +118,19 @@ def check_files(folder: Path) -> None:
         except OSError as error:
             raise ModelError(f"{place}: can't be read: {error.strerror or error}") from error
         for name in names:
-            suffix = os.path.splitext(name)[1]
-            if suffix in MOST_BYTES or suffix == ".safetensors":
-                _check_file(place / name, MOST_BYTES.get(suffix))
+            limit = MOST_BYTES.get(os.path.splitext(name)[1])
+            if limit is not None:
+                os.close(_opened(place / name, limit)[0])
 
 
-def _check_file(file: Path, limit: int | None) -> None:
+def _opened(file: Path, limit: int | None = None) -> tuple[int, int]:
+    """Return `open_file` of a file of a model. Raise ModelError if it can't be one."""
     if is_of_kernel(file):
         raise ModelError(
             f"{file}: is a file of the kernel, not a regular file: copy what it holds into a file"
         )
     try:
-        os.close(open_file(file, limit)[0])
+        return open_file(file, limit)
     except ReadError as error:
         raise ModelError(str(error)) from error
 
@@ -154,21 +146,114 @@ def check_weights(folder: Path) -> list[Path]:
 def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
     """Return the header of each weight file, as `read_header` reads it.
 
-    Raise ModelError if a file is broken, or one that this process needs is missing.
+    Raise ModelError if a file is broken, if one that this process needs is missing, or if two files
+    have the same tensor.
     """
-    files = sorted(folder.glob(WEIGHTS))
-    needed = _needed(folder)
-    missing = sorted(needed.intersection(missing_files(folder)))
-    if missing:
+    headers = {file: read_header(file) for file in _weight_files(folder)}
+    place: dict[str, Path] = {}
+    for file, header in headers.items():
+        for name in header.keys() - {METADATA}:
+            other = place.setdefault(name, file)
+            if other is not file:
+                raise ModelError(
+                    f"{folder}: {_in(folder, other)} and {_in(folder, file)} both have the tensor "
+                    f"{name[:80]!r}: remove the file that is not of this model"
+                )
+    return headers
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that are read, sorted.
+
+    They are those that the weight index names, whatever else is in the folder. Without an index
+    they are all that match WEIGHTS. An index that names missing files counts for nothing beside
+    whole weights. Raise ModelError if a file is missing.
+    """
+    placed = placed_tensors(folder)
+    needed = needed_files(folder)
+    if missing := sorted(needed - _present(folder, needed)):
+        if found := _whole_weights(folder, placed):
+            return found
+        what = "not a safetensors file" if is_there(folder / missing[0]) else "missing"
         raise ModelError(
-            f"{folder / missing[0]}: missing: {len(missing)} of {len(needed)} weight files "
-            f"that {INDEX} lists"
+            f"{folder / missing[0]}: {what}: {len(missing)} of {len(needed)} weight files that "
+            f"{INDEX} lists: download the model again"
         )
-    if not files:
+    if placed:
+        return sorted(folder / name for name in _present(folder, placed.values()))
+    names = {file.name for file in folder.glob(WEIGHTS)}
+    if not names:
         raise ModelError(
             f"{folder}: no weights: no model*.safetensors in it (other formats are not loaded)"
         )
-    return {file: read_header(file) for file in files}
+    for lacking in map(partial(_lacking, names), _counts(names)):
+        if lacking:
+            raise ModelError(
+                f"{folder / lacking[0]}: missing, by the numbers in the names of the other weight "
+                "files: download the model again"
+            )
+    return sorted(folder / name for name in names)
+
+
+def _present(folder: Path, names: Iterable[str]) -> set[str]:
+    """Return those of the weight files `names` that are in `folder`."""
+    return {name for name in names if name.endswith(".safetensors") and is_there(folder / name)}
+
+
+def _whole_weights(folder: Path, placed: dict[str, str]) -> list[Path]:
+    """Return the weights that an index with missing files does not know of, [] if none are whole.
+
+    They are whole if they have every tensor that the index names. Where no file of the index is
+    there, it is an index of other weights, and its names say nothing.
+    """
+    is_foreign = not _present(folder, placed.values())
+    for names in whole_sets({file.name for file in folder.glob(WEIGHTS)}):
+        files = [folder / name for name in names]
+        if is_foreign or _have_all(files, placed.keys()):
+            return files
+    return []
+
+
+def _have_all(files: list[Path], tensors: Iterable[str]) -> bool:
+    """Return True if the weight `files` are readable and have all `tensors`."""
+    try:
+        return {*tensors} <= {name for file in files for name in read_header(file)}
+    except ModelError:
+        return False
+
+
+def whole_sets(names: Set[str]) -> list[list[str]]:
+    """Return the weights that are whole by the `names` of their files: one file, or all numbers."""
+    single = [[SINGLE]] if SINGLE in names else []
+    return single + [
+        sorted(name for name in names if (found := NUMBERED.fullmatch(name)) and found[2] == count)
+        for count in _counts(names)
+        if not _lacking(names, count)
+    ]
+
+
+def _counts(names: Iterable[str]) -> list[str]:
+    """Return each number of files, as text, that the numbered files among `names` are of."""
+    return sorted({found[2] for name in names if (found := NUMBERED.fullmatch(name))})
+
+
+def _lacking(names: Iterable[str], count: str) -> list[str]:
+    """Return the files that are not among `names` of `count` numbered ones, from 0 or 1 on."""
+    numbers = {
+        int(found[1]): len(found[1])
+        for name in names
+        if (found := NUMBERED.fullmatch(name)) and found[2] == count
+    }
+    first, width = min(1, *numbers), max(numbers.values())
+    return [
+        f"model-{number:0{width}}-of-{count}.safetensors"
+        for number in range(first, first + int(count))
+        if number not in numbers
+    ]
+
+
+def _in(folder: Path, file: Path) -> str:
+    return file.relative_to(folder).as_posix()
 
 
 def tensor_count(folder: Path) -> int:
@@ -182,21 +267,19 @@ def tensor_count(folder: Path) -> int:
 
 def missing_files(folder: Path) -> list[str]:
     """Return the weight files that the weight index names, and that are not there."""
-    return sorted(
-        file for file in {*placed_tensors(folder).values()} if not is_there(folder / file)
-    )
+    named = {*placed_tensors(folder).values()}
+    return sorted(named - _present(folder, named))
 
 
 def weight_patterns(folder: Path) -> list[str]:
     """Return the patterns of the weight files that this process needs.
 
-    Other files that the weight index may name are none, and its names are no patterns.
+    The names in a weight index are no patterns.
     """
-    named = sorted(escape(name) for name in _needed(folder) if fnmatch(name, WEIGHTS))
-    return named or [WEIGHTS]
+    return sorted(map(escape, needed_files(folder))) or [WEIGHTS]
 
 
-def _needed(folder: Path) -> set[str]:
+def needed_files(folder: Path) -> set[str]:
     """Return the weight files that the weight index names, and that this process needs."""
     placed = placed_tensors(folder)
     if not placed or own_part() is None:
@@ -207,15 +290,34 @@ def _needed(folder: Path) -> set[str]:
 def placed_tensors(folder: Path) -> dict[str, str]:
     """Return the name of the file of each tensor by the weight index, or nothing without one."""
     index = folder / INDEX
-    if not is_there(index):
-        return {}
+    return index_in(index) if is_there(index) else {}
+
+
+def index_in(index: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor by the file `index`.
+
+    Raise ModelError if it is not a weight index, or names a file outside of its folder.
+    """
     try:
         found = read_json(index, MOST_BYTES[".json"])["weight_map"]
-        return {name: str(file) for name, file in found.items()}
+        return {name: _inner(index, file) for name, file in found.items()}
     except ReadError as error:
         raise ModelError(f"{error}; it is the weight index") from error
     except (KeyError, AttributeError, TypeError) as error:
         raise ModelError(f"{index}: not a readable weight index: {_one_line(error)}") from error
+
+
+def _inner(index: Path, file: Any) -> str:
+    """Return the name of a weight file in an index. Raise ModelError if it leads elsewhere."""
+    if not isinstance(file, str):
+        raise TypeError(f"it names the file {reprlib.repr(file)}")
+    name = posixpath.normpath(file)
+    if name.startswith(("/", "../")) or name == ".." or "\0" in name:
+        raise ModelError(
+            f"{index}: names {file[:100]!r}, which is not a file in this folder: remove the index, "
+            "or download it again"
+        )
+    return name
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -231,10 +333,7 @@ def tensors_of(file: Path) -> Header:
 
     Raise ModelError if the file is cut off or is not a safetensors file.
     """
-    try:
-        descriptor, size = open_file(file)
-    except ReadError as error:
-        raise ModelError(str(error)) from error
+    descriptor, size = _opened(file)
     try:
         header = read_tensors(descriptor, size, MOST_HEADER)
         for name, place in header.tensors.items():

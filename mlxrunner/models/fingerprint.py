@@ -23,7 +23,7 @@ import numpy as np
 
 from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.errors import ModelError, ReadError
-from mlxrunner.models.files import MOST_BYTES, placed_tensors, read_config, read_headers
+from mlxrunner.models.files import MOST_BYTES, config_as_written, placed_tensors, read_headers
 from mlxrunner.system.reading import is_there, open_file, read_bytes
 from mlxrunner.templates.rendering import read_json, read_templates
 
@@ -90,10 +90,10 @@ def by_files(folder: Path) -> dict[str, str]:
     ModelError if the directory is broken.
     """
     headers, placed = read_headers(folder), placed_tensors(folder)
-    others = sorted({file.name for file in headers} - {*placed.values()})
+    names = {file.relative_to(folder).as_posix(): file for file in headers}
+    others = sorted(names.keys() - {*placed.values()})
     weights = {
-        f"weights ({file.name})": _digest(*_samples(file, header))
-        for file, header in headers.items()
+        f"weights ({name})": _digest(*_samples(file, headers[file])) for name, file in names.items()
     }
     weights["division of the weights into files"] = digest([placed, others])
     return {**weights, **_settings(folder)}
@@ -116,7 +116,11 @@ def _settings(folder: Path) -> dict[str, str]:
     words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
     return {
         "config": digest(
-            {name: value for name, value in read_config(folder).items() if name not in UNIMPORTANT}
+            {
+                name: value
+                for name, value in config_as_written(folder).items()
+                if name not in UNIMPORTANT
+            }
         ),
         "tokenizer": _digest(
             *words,

@@ -5,6 +5,7 @@ All of mlx-lm's architectures load, also with quantized weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,25 +22,30 @@ from mlxrunner.models.eyes import HOW, has_eyes
 from mlxrunner.models.facts import ModelFacts, usable_facts
 from mlxrunner.models.files import (
     check_files,
+    check_weights,
     eos_tokens,
     read_config,
-    rope_settings,
     tensor_count,
 )
 from mlxrunner.models.part_reading import WeightFiles
 from mlxrunner.models.resolve import HUB_ID, resolve
-from mlxrunner.models.settings import check_layers
+from mlxrunner.models.rope import ropes_of
+from mlxrunner.models.settings import check_layers, text_settings
 from mlxrunner.models.sharding import is_sharing, share
 from mlxrunner.models.suggested import stop_strings, suggestion_of
 from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
 from mlxrunner.system import device, mlx_vlm_internals
-from mlxrunner.system.mlx_lm_internals import classes_that_show, has_architecture, model_classes
+from mlxrunner.system.foreign import foreign_code
+from mlxrunner.system.mlx_lm_internals import Tensors, classes_that_show, has_architecture
+from mlxrunner.system.mlx_lm_internals import load_model as mlx_lm_load
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LoadProgress = Callable[[str, int, int | None], None]
 """Called with a step of loading, and how many of how many bytes are done; None: unknown."""
+HEAD = re.compile(r"(?:^|\.)lm_head\.\w+$")
+"""A tensor of the projection from the last layer to the logits."""
 GROUP = 2**28
 """Bytes of weights that are read between two calls for progress."""
 LOOKED_AT = 64
@@ -176,8 +182,7 @@ def _load_unread(
         model, config = _of_mlx_lm(folder, trust_remote_code)
     else:
         files = WeightFiles(folder, partial(progress, "reading the weights"))
-        classes = classes_that_show(files.take, files.complete)
-        model, config = _of_mlx_lm(folder, trust_remote_code, classes)
+        model, config = _of_mlx_lm(folder, trust_remote_code, files.take, files.complete)
         share(folder, model, config, files)
     dtype = device.preferred_dtype()
     if dtype is not None and not config.get("quantization"):
@@ -188,21 +193,46 @@ def _load_unread(
 def _of_mlx_lm(
     folder: Path,
     trust_remote_code: bool,
-    classes: Callable[..., Any] = model_classes,
+    take: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    complete: Callable[[Tensors, Tensors], Tensors] = lambda made, parameters: made,
 ) -> tuple[Any, dict[str, Any]]:
-    from mlx_lm.utils import load_model as mlx_lm_load
+    """Return mlx-lm's model and its configuration. See `classes_that_show` for the functions."""
+    config = read_config(folder)
+    ropes = ropes_of(folder / "config.json", config)
+
+    def completed(made: Tensors, parameters: Tensors) -> Tensors:
+        return complete(without_tied_head(made, parameters, config), parameters)
 
     try:
-        model, config = mlx_lm_load(
-            folder,
-            lazy=True,
-            model_config=rope_settings(read_config(folder)),
-            get_model_classes=classes,
-            trust_remote_code=trust_remote_code,
-        )
+        with foreign_code():
+            model, config = mlx_lm_load(
+                folder,
+                check_weights(folder),
+                ropes.settings,
+                classes_that_show(take, completed),
+                trust_remote_code=trust_remote_code,
+            )
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"{folder}: {explained(error)}") from error
+    if config.get("model_file") is None:
+        ropes.check(type(model))
     return model, config
+
+
+def without_tied_head(made: Tensors, parameters: Tensors, config: dict[str, Any]) -> Tensors:
+    """Return the tensors without an output projection that the model has not.
+
+    Files may have one though the model uses its embeddings in its place, by `tie_word_embeddings`
+    or because all models of its kind do.
+    """
+    ties = [one.get("tie_word_embeddings") for one in (config, text_settings(config))]
+    if False in ties:
+        return made
+    return {
+        name: tensor for name, tensor in made.items() if name in parameters or not HEAD.search(name)
+    }
 
 
 def read_weights(folder: Path, model: Any, progress: LoadProgress) -> None:

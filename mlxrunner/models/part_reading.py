@@ -48,13 +48,12 @@ class WeightFiles:
         self._folder, self._progress, self.nbytes = folder, progress, 0
         self.is_whole = not missing_files(folder)
         """True if the files of the other ranks are here, too."""
-        self._places: dict[str, tuple[Path, Place] | None] = {}
+        self._places: dict[str, tuple[Path, Place]] = {}
         self._names: dict[int, str] = {}
         self._arrays: list[mx.array] = []  # kept, so that each has an id of its own
         for file in check_weights(folder):
             for name, place in tensors_of(file).tensors.items():
-                is_twice = name in self._places
-                self._places[name] = None if is_twice else (file, place)
+                self._places[name] = (file, place)
 
     def take(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         """Remember the arrays that stand for the `tensors` of the files, by name.

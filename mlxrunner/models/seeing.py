@@ -11,7 +11,7 @@ from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.catalog import remember_use
 from mlxrunner.models.eyes import ARCHITECTURES, HOW, runs_only_seeing
 from mlxrunner.models.facts import usable_facts
-from mlxrunner.models.files import check_files, read_config, tensor_count
+from mlxrunner.models.files import check_files, check_weights, read_config, tensor_count
 from mlxrunner.models.load import (
     LoadedModel,
     LoadProgress,
@@ -32,6 +32,7 @@ from mlxrunner.pictures.sight import Sight
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
+from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.reading import is_there, read_bytes, read_json
 from mlxrunner.tokenizer import Tokenizer
 
@@ -137,10 +138,13 @@ def _check(folder: Path, config: dict[str, Any]) -> None:
 def _unread(folder: Path, config: dict[str, Any]) -> Any:
     """Return mlx-vlm's model in `folder`, whose weights are not read yet."""
     try:
-        model = internals.load_model(folder)
+        with foreign_code():
+            model = internals.load_model(folder, check_weights(folder))
         dtype = device.preferred_dtype()
         if dtype is not None and not config.get("quantization"):
             model.set_dtype(dtype)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"{folder}: {explained(error)}") from error
     return model

@@ -39,6 +39,9 @@ def check_settings(file: Path, config: dict[str, Any]) -> None:
                 f"{file}: {name[:200]} is a list of {len(value):,} values, and {MOST_LIST:,} are "
                 "the most"
             )
+        is_size = COUNTS.fullmatch(last) or SIZES.fullmatch(last)
+        if isinstance(value, str) and value.strip().isdecimal() and is_size:
+            raise ModelError(f"{file}: {name[:200]} is the text {value[:40]!r}: write a number")
         for pattern, most in ((COUNTS, MOST_PARTS), (SIZES, MOST_SIZE)):
             if (
                 isinstance(value, int | float)

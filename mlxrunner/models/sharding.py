@@ -14,6 +14,7 @@ from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.errors import ModelError
 from mlxrunner.models.part import Part, check_part, own_part, take_part
 from mlxrunner.models.part_reading import WeightFiles
+from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import cutting
 from mlxrunner.terminal.text import one_line
 
@@ -44,7 +45,8 @@ def check_shares(folder: Path, config: dict[str, Any], part: Part) -> None:
 
     kind, ranks, way = config["model_type"], part.ranks, part.way
     try:
-        model = _get_classes(config)[0]
+        with foreign_code():
+            model = _get_classes(config)[0]
         known = hasattr(model, "shard") if way == "tensor-parallel" else _has_pipeline(model)
     except Exception:  # an architecture that loading refuses with a better explanation
         known = False

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -81,6 +82,33 @@ def classes_that_show(
     return classes
 
 
+def load_model(
+    folder: Path,
+    weight_files: Sequence[Path],
+    settings: Mapping[str, Any],
+    classes: Callable[[Mapping[str, Any]], tuple[Any, Any]],
+    *,
+    trust_remote_code: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model in `folder` with the weights of `weight_files`, unread, and its config.
+
+    `settings` are put over those of config.json. Expects that `mlx_lm.utils.load_model` finds the
+    files by `glob.glob`, and uses the classes of `get_model_classes`.
+    """
+    from mlx_lm import utils
+
+    found = SimpleNamespace(glob=lambda pattern: list(map(str, weight_files)))
+    load = with_globals(utils.load_model, glob=found)
+    model, config = load(
+        folder,
+        lazy=True,
+        model_config=dict(settings),
+        get_model_classes=classes,
+        trust_remote_code=trust_remote_code,
+    )
+    return model, config
+
+
 @contextmanager
 def cutting(
     part_of: Callable[[mx.array, int, list[int]], mx.array | None],
@@ -139,6 +167,15 @@ def has_architecture(model_type: str) -> bool:
     return module.isidentifier() and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None
 
 
+def has_module(package: str, name: Any) -> bool:
+    """Return True if mlx-lm has the module `name` in its `package`, without importing it."""
+    return (
+        isinstance(name, str)
+        and name.isidentifier()
+        and importlib.util.find_spec(f"mlx_lm.{package}.{name}") is not None
+    )
+
+
 def tool_parser_name(template: str, vocabulary: Any) -> str | None:
     """Return the name of the module of `mlx_lm.tool_parsers` that reads a model's tool calls.
 
@@ -165,7 +202,7 @@ def tool_parser(name: str) -> tuple[Callable[..., Any], str, str] | None:
     `tool_call_start` and `tool_call_end` in `mlx_lm.tool_parsers.NAME`. Return None if there is no
     such module.
     """
-    if not name.isidentifier() or importlib.util.find_spec(f"mlx_lm.tool_parsers.{name}") is None:
+    if not has_module("tool_parsers", name):
         return None
     module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     return module.parse_tool_call, module.tool_call_start, module.tool_call_end
@@ -224,10 +261,21 @@ def class_with(module: Any, attention: Callable[[Attention], Attention]) -> type
     """
     old = type(module)
     call = old.__call__
-    names = {**call.__globals__, ATTENTION: attention(call.__globals__[ATTENTION])}
-    new = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    new.__kwdefaults__ = call.__kwdefaults__
+    new = with_globals(call, **{ATTENTION: attention(call.__globals__[ATTENTION])})
     return type(old.__name__, (old,), {"__call__": new, "__module__": old.__module__})
+
+
+def with_globals(function: Any, **names: Any) -> Callable[..., Any]:
+    """Return a copy of a Python `function` that finds `names` among the names of its module."""
+    new = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
 
 
 def is_stock_cache(cache: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.errors import ModelError, PictureError
+from mlxrunner.system.foreign import foreign_code
+from mlxrunner.system.mlx_lm_internals import with_globals
+from mlxrunner.system.reading import untagged
 
 VERSIONS = ("0.7.10",)
 """Tested versions of mlx-vlm; pyproject.toml allows 0.7.10 up to 0.8."""
@@ -34,12 +37,29 @@ def version() -> str:
     return importlib.metadata.version("mlx-vlm")
 
 
-def load_model(folder: Path) -> Any:
-    """Return the model in `folder`, whose weights are not read yet. Expects `utils.load_model`."""
-    from mlx_vlm.utils import load_model
+def load_model(folder: Path, weight_files: Sequence[Path]) -> Any:
+    """Return the model in `folder` with the weights of `weight_files`, which are not read yet.
 
+    Expects that `utils.load_model` reads config.json by `load_config(folder)`, each file of weights
+    that it finds by `_load_safetensors(path)`, and puts the tensors together.
+    """
+    from mlx_vlm import utils
+
+    left = list(map(str, weight_files))
+
+    def all_at_once(path: str) -> dict[str, mx.array]:
+        tensors = dict[str, mx.array]()
+        while left:
+            tensors |= utils._load_safetensors(left.pop())
+        return tensors
+
+    def settings(path: Path, **given: Any) -> dict[str, Any]:
+        config: dict[str, Any] = untagged(utils.load_config(path, **given))
+        return config
+
+    names = {"_load_safetensors": all_at_once, "load_config": settings}
     with _silence():
-        return load_model(folder, lazy=True)
+        return with_globals(utils.load_model, **names)(folder, lazy=True)
 
 
 @contextmanager
@@ -63,7 +83,7 @@ def load_processor(folder: Path) -> Any:
     from mlx_vlm.utils import load_processor
 
     try:
-        with _silence():
+        with _silence(), foreign_code():
             return load_processor(folder, add_detokenizer=False, trust_remote_code=False)
     except Exception as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__

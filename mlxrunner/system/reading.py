@@ -208,6 +208,20 @@ def unsealed(content: bytes) -> tuple[bool | None, bytes]:
     return int(seal[1], 16) == zlib.crc32(rest), b"{" + rest
 
 
+def untagged(value: Any) -> Any:
+    """Return a value of JSON with a float in the place of each `{"__float__": "Infinity"}`.
+
+    So transformers 5 writes the floats that JSON has no number for.
+    """
+    if isinstance(value, list):
+        return [untagged(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {name: untagged(one) for name, one in value.items()}
+
+
 def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs as an object.
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxrunner.errors import ModelError, OptionError, PromptError
-from mlxrunner.system.mlx_lm_internals import transformers_tokenizer
+from mlxrunner.results import logger
+from mlxrunner.system.foreign import failures_as_errors, foreign_code, is_failure
+from mlxrunner.system.mlx_lm_internals import has_module, transformers_tokenizer
 from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.ends import turn_ends
 from mlxrunner.templates.messages import PlainMessage
@@ -31,13 +33,14 @@ from mlxrunner.tokenizer.base import (
     with_bos,
 )
 from mlxrunner.tokenizer.longest import letters_per_token
-from mlxrunner.tokenizer.native import is_failure, panics_as_errors, quiet
 from mlxrunner.tokenizer.stream import DecodeStream
 from mlxrunner.tokenizer.tables import check_ids
 from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 PROBE = '{"a": [1, "b c"]}'
+MODULES = {"chat_template_type": "chat_templates", "tool_parser_type": "tool_parsers"}
+"""The settings of tokenizer_config.json that name a module of mlx-lm, and its package there."""
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -60,7 +63,7 @@ class HuggingFaceTokenizer:
         config = read_json(folder / "tokenizer_config.json")
         templates = read_templates(folder, config, of_processor=of_processor)
         try:
-            with quiet(), panics_as_errors():
+            with foreign_code():
                 self._load(folder, joined_ends(first=eos_tokens), templates, trust_remote_code)
         except Exception as error:
             for name in JSON_FILES:
@@ -78,14 +81,12 @@ class HuggingFaceTokenizer:
         trust_remote_code: bool,
     ) -> None:
         """Load the tokenizer, and try all functions once, so that a broken tokenizer fails here."""
-        from mlx_lm.utils import load_tokenizer
-
-        # Always pass a value: without one transformers asks on the terminal.
+        # Always pass `trust_remote_code`: without a value transformers asks on the terminal.
         settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if templates:  # transformers' tokenizers don't know all places of templates
             is_one = templates.keys() == {"default"}
             settings["chat_template"] = templates["default"] if is_one else templates
-        self._wrapper: Any = load_tokenizer(folder, settings, eos_token_ids=[*eos_tokens] or None)
+        self._wrapper: Any = _wrapper_of(folder, settings, [*eos_tokens])
         _bound_template(self._wrapper)
         bos: int | None = self._wrapper.bos_token_id
         # Not read from the configuration, because the post-processor of tokenizer.json decides.
@@ -247,7 +248,7 @@ class HuggingFaceTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            with panics_as_errors():
+            with failures_as_errors():
                 return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
         except Exception as error:
             raise PromptError(
@@ -261,6 +262,58 @@ class HuggingFaceTokenizer:
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
         return str(text)
+
+
+def _wrapper_of(folder: Path, settings: dict[str, Any], eos_tokens: list[int]) -> Any:
+    """Return mlx-lm's TokenizerWrapper. `settings` are those of transformers' tokenizer.
+
+    transformers checks config.json, which it takes the model's type from, and refuses settings that
+    mlx-lm runs. The tokenizer is then loaded with the type alone.
+    """
+    from mlx_lm.utils import load_tokenizer
+
+    given = {**settings, **_without_missing_modules(folder)}
+    ends = eos_tokens or None
+    try:
+        return load_tokenizer(folder, given, eos_token_ids=ends)
+    except Exception:
+        config = _config_in_place_of_a_refused_one(folder, settings["trust_remote_code"])
+        if config is None:
+            raise
+    return load_tokenizer(folder, {**given, "config": config}, eos_token_ids=ends)
+
+
+def _config_in_place_of_a_refused_one(folder: Path, trust_remote_code: bool) -> Any:
+    """Return a configuration with the type of the model, or None if transformers takes its own."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception:  # of whatever library checks it
+        settings = read_json(folder / "config.json")
+    else:
+        return None
+    kind = settings.get("model_type")
+    config = CONFIG_MAPPING[kind]() if kind in CONFIG_MAPPING else PretrainedConfig()
+    if isinstance(named := settings.get("tokenizer_class"), str):
+        config.tokenizer_class = named
+    return config
+
+
+def _without_missing_modules(folder: Path) -> dict[str, None]:
+    """Return the settings to take back because they name modules that this mlx-lm lacks."""
+    settings = read_json(folder / "tokenizer_config.json")
+    missing = [
+        name
+        for name, package in MODULES.items()
+        if settings.get(name) and not has_module(package, settings[name])
+    ]
+    for name in missing:
+        logger.warning(
+            "%s: %s is %.60r, which the installed mlx-lm lacks: it is ignored",
+            *(folder / "tokenizer_config.json", name, settings[name]),
+        )
+    return dict.fromkeys(missing)
 
 
 def _overlaps(other: str, text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from support.models import BOS, EOS, save_model, tiny_config, write_model
+from support.architectures import build as build_model
+from support.architectures import settings_of
+from support.models import BOS, EOS, save_model, tiny_config, write_model, write_tokenizer
 
 from mlxrunner import ModelError, Runner
 from mlxrunner.cache.layers.base import tree_bytes
-from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.models.description import describe
+from mlxrunner.models.load import load_model, tokenizer_of, unread_model
 
 
 @pytest.fixture(scope="module")
@@ -347,3 +351,55 @@ def test_loading_tells_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(done) > 5
     assert done == sorted(set(done))
     assert 0 == done[0] < done[-1] < weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama4", {}),
+        ("llama", {"initializer_range": {"a": 1}}),
+        ("llama", {"attention_dropout": "0.0", "layer_types": ["full_attention"] * 5}),
+        ("mamba2", {"time_step_limit": [0.0, {"__float__": "Infinity"}]}),
+    ],
+    ids=["llama 4", "nested", "more layers", "tagged float"],
+)
+def test_settings_that_only_transformers_refuses_load(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    """The tokenizer is the one that a plain config.json has."""
+    write_model(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **settings}))
+    loaded = load_model(str(tmp_path))
+    describe(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = "Käfer 日本 </s> x"
+    assert loaded.tokenizer.encode(text) == tokenizer_of(str(tmp_path)).encode(text)
+
+
+@pytest.mark.parametrize("name", ["chat_template_type", "tool_parser_type"])
+def test_a_module_that_this_mlx_lm_lacks_is_a_warning(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The template in the folder is used."""
+    write_model(tmp_path)
+    write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}!", **{name: "of_tomorrow"})
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        tokenizer = load_model(str(tmp_path)).tokenizer
+    assert tokenizer.render([{"role": "user", "content": "Hi"}]) == "Hi!"
+    assert f"{name} is 'of_tomorrow', which the installed mlx-lm lacks" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere2", "gemma", "granite", "exaone4"])
+def test_a_projection_beside_tied_embeddings_is_left_out(tmp_path: Path, kind: str) -> None:
+    """The embeddings take its place. Where the configuration unties them, it is an error."""
+    settings = settings_of(kind) | {"tie_word_embeddings": True}
+    model = build_model(kind, tie_word_embeddings=True)
+    save_model(tmp_path, model, settings)
+    write_tokenizer(tmp_path)
+    weights: Any = dict(mx.load(str(tmp_path / "model.safetensors")))
+    mx.eval(weights)
+    weights["lm_head.weight"] = mx.ones((settings["vocab_size"], settings["hidden_size"]))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
+    tokens = mx.array([[5, 6, 7]])
+    assert mx.array_equal(unread_model(tmp_path)(tokens), model(tokens))

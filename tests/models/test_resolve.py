@@ -9,7 +9,7 @@ import pytest
 from support.models import one_line, save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner import ModelError
-from mlxrunner.models.files import eos_tokens, read_config, rope_settings
+from mlxrunner.models.files import eos_tokens, read_config
 from mlxrunner.models.resolve import DEMO_FOLDER, resolve
 
 # Names
@@ -325,40 +325,3 @@ def test_end_tokens_are_collected_from_all_places(
     if generation is not None:
         (tmp_path / "generation_config.json").write_bytes(generation)
     assert eos_tokens(tmp_path, config) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, {}),
-        ({"rope_theta": 5.0}, {}),
-        ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, {"rope_theta": 7.0}),
-        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}, {}),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, {}),
-        (
-            {"rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}},
-            {
-                "rope_theta": 7.0,
-                "rope_scaling": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0},
-            },
-        ),
-        (
-            {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
-            {"rope_theta": 7.0, "partial_rotary_factor": 0.5},
-        ),
-    ],
-    ids=[
-        "none",
-        "old names",
-        "default",
-        "both: the old names win",
-        "one for each kind of layer",
-        "scaled",
-        "partial",
-    ],
-)
-def test_rope_parameters_are_given_their_old_names(
-    config: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    """Most of mlx-lm's architectures know only those."""
-    assert rope_settings(config) == expected

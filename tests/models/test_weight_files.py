@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from support.models import one_line, save_model, tiny_config, tiny_model, write_model
+from support.sample import examples
 
 from mlxrunner import ModelError
+from mlxrunner.models.facts import weight_bytes
 from mlxrunner.models.files import check_weights, read_header
+from mlxrunner.models.fingerprint import by_files, fingerprint
+from mlxrunner.models.load import unread_model
 
 # Weights
 
@@ -159,3 +166,165 @@ def test_a_broken_index_is_named(tmp_path: Path, weights: bytes, content: str) -
     with pytest.raises(ModelError) as error:
         check_weights(tmp_path)
     assert one_line(error).startswith(str(tmp_path))
+
+
+# The index decides
+
+
+def split(weights: dict[str, mx.array], folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Write `weights` in turn into the files `names`. Return the file of each tensor."""
+    placed = {tensor: names[at % len(names)] for at, tensor in enumerate(weights)}
+    for name in names:
+        part = {tensor: weights[tensor] for tensor in weights if placed[tensor] == name}
+        (folder / name).parent.mkdir(exist_ok=True)
+        mx.save_safetensors(str(folder / name), part, {"format": "mlx"})
+    return placed
+
+
+def write_index(folder: Path, placed: dict[str, str]) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": placed})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def whole(folder: Path) -> dict[str, mx.array]:
+    """Write config.json of a tiny model, and return its weights."""
+    config = tiny_config(num_hidden_layers=1)
+    model = tiny_model(config)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return dict(tree_flatten(model.parameters()))
+
+
+def is_loaded(folder: Path, weights: dict[str, mx.array]) -> bool:
+    """Return True if the model in `folder` has these `weights`."""
+    found: Any = tree_flatten(unread_model(folder).parameters())
+    return all(mx.array_equal(array, weights[name]) for name, array in found)
+
+
+NAMES = [
+    "model.safetensors",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model-00003-of-00003.safetensors",
+    "model_old.safetensors",
+    "weights.safetensors",
+    "parts/model-1.safetensors",
+]
+
+
+@examples(40)
+@given(st.data())
+def test_the_index_decides_which_files_are_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Strays of other weights, damaged ones and broken links change nothing, wherever they are."""
+    folder = tmp_path_factory.mktemp("index") / "model"
+    weights = whole(folder)
+    named = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True))
+    strays = data.draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
+    for name in {*strays} - {*named}:
+        kind = data.draw(st.sampled_from(["other", "damaged", "link"]))
+        (folder / name).parent.mkdir(exist_ok=True)
+        if kind == "other":
+            split({one: array + 1 for one, array in weights.items()}, folder, [name])
+        elif kind == "damaged":
+            (folder / name).write_bytes(b"damaged")
+        else:
+            (folder / name).symlink_to("nowhere")
+    write_index(folder, split(weights, folder, named))
+    assert check_weights(folder) == sorted(folder / name for name in named)
+    assert is_loaded(folder, weights)
+    assert weight_bytes(folder) == sum(array.nbytes for array in weights.values())
+    before = by_files(folder), fingerprint(folder)
+    for name in {*strays} - {*named}:
+        (folder / name).unlink()
+    assert (by_files(folder), fingerprint(folder)) == before
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.safetensors"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ["model-00000-of-000002.safetensors", "model-00001-of-000002.safetensors"],
+    ],
+    ids=["one file", "numbered", "numbered from 0"],
+)
+@pytest.mark.parametrize("absent", ["model-00001-of-00005.safetensors", "pytorch_model.bin"])
+def test_whole_weights_beside_a_stale_index_are_read(
+    tmp_path: Path, names: list[str], absent: str
+) -> None:
+    """The index is of files that were there before a conversion."""
+    folder = tmp_path / "model"
+    weights = whole(folder)
+    split(weights, folder, names)
+    write_index(folder, dict.fromkeys([*weights, "of.the.original"], absent))
+    assert is_loaded(folder, weights)
+
+
+def test_weights_in_part_are_no_whole_ones(tmp_path: Path) -> None:
+    """A file that has every tensor of the index is read; one that lacks some is not."""
+    folder = tmp_path / "model"
+    weights = whole(folder)
+    placed = split(weights, folder, NAMES[1:3])
+    write_index(folder, placed)
+    (folder / NAMES[1]).unlink()
+    with pytest.raises(ModelError) as error:
+        check_weights(folder)
+    assert one_line(error).startswith(f"{folder / NAMES[1]}: missing: 1 of 2 weight files")
+    some = dict(list(weights.items())[:-1])
+    split(some, folder, ["model.safetensors"])
+    with pytest.raises(ModelError, match="missing: 1 of 2"):
+        check_weights(folder)
+    split(weights, folder, ["model.safetensors"])
+    assert is_loaded(folder, weights)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_tensor_that_two_files_have_is_an_error(tmp_path: Path, has_index: bool) -> None:
+    """The message names both files and the tensor."""
+    folder = tmp_path / "model"
+    weights = whole(folder)
+    names = ["model-a.safetensors", "model-b.safetensors"]
+    placed = split(weights, folder, names)
+    tensor = next(iter(weights))
+    split(
+        {name: weights[name] for name in weights if placed[name] == names[1]}
+        | {tensor: weights[tensor]},
+        folder,
+        names[1:],
+    )
+    if has_index:
+        write_index(folder, placed)
+    with pytest.raises(ModelError) as error:
+        check_weights(folder)
+    assert all(name in one_line(error) for name in [*names, repr(tensor)])
+
+
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/model.safetensors", "a/../../x.safetensors", ".."]
+)
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, file: str) -> None:
+    """Also beside a whole file, because such an index is not of this model."""
+    folder = tmp_path / "model"
+    weights = whole(folder)
+    split(weights, folder, ["model.safetensors"])
+    split(weights, tmp_path, ["model.safetensors"])
+    write_index(folder, dict.fromkeys(weights, file))
+    with pytest.raises(ModelError) as error:
+        check_weights(folder)
+    assert f"names {file!r}, which is not a file in this folder" in one_line(error)
+
+
+def test_numbered_files_without_an_index_are_all_there(tmp_path: Path) -> None:
+    """The numbers say what a broken download lacks. An empty index says nothing."""
+    folder = tmp_path / "model"
+    weights = whole(folder)
+    split(weights, folder, NAMES[1:3])
+    assert is_loaded(folder, weights)
+    write_index(folder, {})
+    assert is_loaded(folder, weights)
+    (folder / NAMES[2]).unlink()
+    with pytest.raises(ModelError) as error:
+        check_weights(folder)
+    assert one_line(error).startswith(f"{folder / NAMES[2]}: missing, by the numbers")

@@ -137,14 +137,14 @@ class _Vocabulary:
 def format_of(template: str, tokenizer: Tokenizer, parser: str | None = None) -> CallFormat:
     """Return the format of a model's tool calls.
 
-    `parser`: the name of mlx-lm's parser, if the model's files name one. A template that mlx-lm
-    does not know is one of those in `OWN`, or has calls as JSON.
+    `parser`: the name of mlx-lm's parser, if the model's files name one. It counts if mlx-lm has
+    it. A template that mlx-lm does not know is one of those in `OWN`, or has calls as JSON.
     """
-    name = parser or tool_parser_name(template, _Vocabulary(tokenizer))
-    if name == HERMES.name:
-        return HERMES
-    if name is not None and (found := parsed_by_mlx_lm(name)) is not None:
-        return found
+    for name in (parser, tool_parser_name(template, _Vocabulary(tokenizer))):
+        if name == HERMES.name:
+            return HERMES
+        if name is not None and (found := parsed_by_mlx_lm(name)) is not None:
+            return found
     own = (one for one in OWN if one.start in template and one.end in template)
     return next(own, HERMES if "<tool_call>" in template or "tools" not in template else BARE)
 
