@@ -179,6 +179,13 @@ class GenerateOptions:
         is_list=True,
         in_chat=False,
     )
+    continue_final_message: bool | None = option(
+        None,
+        bool,
+        "Continue the assistant's message at the end of the conversation (true), or begin a new "
+        "one behind it (false). [default: continue it, if there is one]",
+        in_chat=False,
+    )
     template: str | None = option(
         None,
         str,
@@ -278,6 +285,7 @@ class GenerateKwargs(TypedDict, total=False):
     logprobs: int | None
     stop_tokens: Sequence[int] | None
     stop_token_ids: Sequence[int] | None
+    continue_final_message: bool | None
 
 
 class SubmitKwargs(GenerateKwargs, total=False):

@@ -173,6 +173,8 @@ def _message(number: int, message: Any, sees: bool) -> PlainMessage:
             f"{', '.join(ROLES)}{likely and ': '}{likely}"
         )
     known = {"content", *checked}
+    if role == "assistant":
+        known |= {"prefix", "partial"}  # of Mistral, DeepSeek and others: an answer to be continued
     extra = [name for name, value in message.items() if value and name not in known]
     if extra:
         raise PromptError(f"message {number} has a field that is not supported: {extra[0]!r:.80}")

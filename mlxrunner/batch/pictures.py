@@ -58,10 +58,12 @@ def tokenized(
     tokenizer: Any,
     variables: Mapping[str, Any],
     folder: str | None,
+    continues: bool | None = None,
 ) -> tuple[TokenizedPrompt, list[PlainMessage]]:
     """Return the prompt of a line with pictures, and its messages as they are stored.
 
-    `folder`: the folder of files that lines may name. Raise PromptError.
+    `folder`: the folder of files that lines may name. `continues` is that of `tokenize_prompt`.
+    Raise PromptError.
     """
     if not _sees(tokenizer):
         raise PromptError("its messages have pictures, and the model was loaded without its eyes")
@@ -72,7 +74,7 @@ def tokenized(
         else one
         for one in messages
     ]
-    prompt = tokenize_prompt(tokenizer, CheckedMessages(shown), variables)
+    prompt = tokenize_prompt(tokenizer, CheckedMessages(shown), variables, None, continues)
     left = iter(prompt.views)
     stored: Any = [
         {**one, "pictures": [_row(text, next(left)) for text in one["pictures"]]}

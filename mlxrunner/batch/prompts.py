@@ -107,10 +107,13 @@ def _tokenize(
     options = GenerateOptions.of(**{**(defaults if has_messages else {}), **line.options})
     if shows(line.prompt):
         messages: Any = line.prompt
-        return tokenized(messages, tokenizer, options.variables, picture_folder)
+        continues = options.continue_final_message
+        return tokenized(messages, tokenizer, options.variables, picture_folder, continues)
     is_shifted = {**defaults, **line.options}.get("overflow") == "shift"
     room = None if is_shifted else context
-    return tokenize_prompt(tokenizer, line.prompt, options.variables, room), line.prompt
+    continues = options.continue_final_message
+    prompt = tokenize_prompt(tokenizer, line.prompt, options.variables, room, continues)
+    return prompt, line.prompt
 
 
 def _within(

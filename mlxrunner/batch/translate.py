@@ -46,6 +46,7 @@ def translate(
     fields = read_json(GenerateOptions, _renamed(given))
     _translate_ends(fields)
     _translate_logprobs(fields, counts_logprobs)
+    _translate_turn(fields)
     _translate_form(fields)
     _translate_variables(fields, defaults)
     _translate_tools(fields, defaults)
@@ -101,6 +102,24 @@ def _translate_logprobs(fields: dict[str, Any], counts: bool) -> None:
         raise OptionError("top_logprobs needs logprobs to be true")
     if wanted:
         fields["logprobs"] = 0 if top is None else as_whole(top)
+
+
+def _translate_turn(fields: dict[str, Any]) -> None:
+    """Replace `add_generation_prompt` by `continue_final_message`, its opposite."""
+    begins, goes_on = (
+        fields.pop("add_generation_prompt", None),
+        fields.get("continue_final_message"),
+    )
+    for name, value in (("add_generation_prompt", begins), ("continue_final_message", goes_on)):
+        if value is not None and not isinstance(value, bool):
+            raise OptionError(f"{name}: {value!r:.80} is neither true nor false")
+    if begins is not None and begins is goes_on:
+        raise OptionError(
+            "add_generation_prompt and continue_final_message are opposites: an answer begins a "
+            f"new message or continues the last one; both are {json.dumps(begins)}"
+        )
+    if begins is not None:
+        fields["continue_final_message"] = not begins
 
 
 def _translate_form(fields: dict[str, Any]) -> None:

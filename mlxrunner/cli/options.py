@@ -134,10 +134,11 @@ LOADING = (*names(RunnerSettings), "reserve", "trust_remote_code")
 FULL_CONTEXT = ("overflow", "keep")
 FORM = ("schema", "choices")
 TEMPLATE = ("template", "tools")
+PYTHON_ONLY = ("logprobs", "stop_tokens", "stop_token_ids", "continue_final_message")
 SAMPLING = tuple(
     name
     for name in names(GenerateOptions)
-    if name not in (*FULL_CONTEXT, *FORM, *TEMPLATE, "logprobs", "stop_tokens", "stop_token_ids")
+    if name not in (*FULL_CONTEXT, *FORM, *TEMPLATE, *PYTHON_ONLY)
 )
 MEMORY_OPTIONS = _options_of(RunnerSettings, [n for n in names(RunnerSettings) if n != INTERVAL])
 

@@ -115,11 +115,14 @@ class Constraint:
             self.is_done = self._matcher.is_stopped() and not self._matcher.is_error()
 
 
-def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) -> Constraint | None:
+def constraint_of(
+    options: GenerateOptions, tokenizer: Tokenizer, width: int, words: str = ""
+) -> Constraint | None:
     """Return the constraint that `options` ask for, or None if they ask for no form.
 
-    `width`: entries of the logits. Raise OptionError if the form is not valid, or if this model
-    can't produce it.
+    `width`: entries of the logits. `words`: the text that the answer continues. The form holds both
+    together if `words` begin it, and else the answer alone. Raise OptionError if the form is not
+    valid, or if this model can't produce it.
     """
     if not options.has_form:
         return None
@@ -128,6 +131,9 @@ def constraint_of(options: GenerateOptions, tokenizer: Tokenizer, width: int) ->
         if not vocabulary.can_spell(text):
             raise OptionError(f"choices: this model's vocabulary can't spell {text[:60]!r}")
     matcher = matcher_of(_grammar(options), vocabulary, _name(options))
+    spelled = vocabulary.spelled(words)
+    if spelled and matcher.validate_tokens(spelled) == len(spelled):
+        matcher.consume_tokens(spelled)
     ends = options.ends(tokenizer.stop_tokens)
     constraint = Constraint(matcher, len(vocabulary.pieces), ends, tokenizer.encode_more)
     try:

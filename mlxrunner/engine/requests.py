@@ -77,7 +77,13 @@ def prepare(
     all tokens so far and the logits that return changed logits. Raise PromptError,
     ContextLengthError or OptionError if the request can't be run.
     """
-    tokenized = tokenize_prompt(tokenizer, prompt, options.variables, room_of(options, context))
+    tokenized = tokenize_prompt(
+        tokenizer,
+        prompt,
+        options.variables,
+        room_of(options, context),
+        options.continue_final_message,
+    )
     tokens = tokenized.tokens
     check_tokens(tokens, facts.vocab, has_pictures=bool(tokenized.pictures))
     _check_ends(options, facts.vocab)
@@ -90,7 +96,7 @@ def prepare(
     elif len(tokens) >= context:
         discarded = shift.discard(len(tokens))
         tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discarded :]])
-    constraint = constraint_of(options, tokenizer, facts.vocab)
+    constraint = constraint_of(options, tokenizer, facts.vocab, _words(tokenized, options))
     if constraint is None and tokenized.constraint is not None:
         constraint = tokenized.constraint(options.ends(tokenizer.stop_tokens))
     return Request(
@@ -104,6 +110,14 @@ def prepare(
         shift=shift,
         discarded=discarded,
     )
+
+
+def _words(prompt: TokenizedPrompt, options: GenerateOptions) -> str:
+    """Return the words of the assistant that the answer continues, or nothing."""
+    last = prompt.messages[-1] if prompt.messages else None
+    if last is None or last["role"] != "assistant" or options.continue_final_message is False:
+        return ""
+    return last["content"]
 
 
 def _check_ends(options: GenerateOptions, vocab: int) -> None:

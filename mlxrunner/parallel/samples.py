@@ -79,7 +79,9 @@ def _together(
 ) -> Iterator[Result | Failed]:
     options = GenerateOptions.of(**each[0])
     room = room_of(options, context)
-    tokenized = tokenize_prompt(loaded.tokenizer, prompt, options.variables, room)
+    tokenized = tokenize_prompt(
+        loaded.tokenizer, prompt, options.variables, room, options.continue_final_message
+    )
     length, most = len(tokenized.tokens), options.max_tokens or min(DEFAULT_MAX_TOKENS, context)
     if shift_of(options, loaded.tokenizer, tokenized, context) is None:
         check_length(tokenized.tokens, context)

@@ -127,13 +127,18 @@ class Rendered:
             found.append(
                 Segment(at, self._role(message, "thinking" if number < len(pieces) - 1 else "text"))
             )
+            if at == len(self.text):
+                return found
         return found
 
     def _end_of_content(self, at: int, content: str, following: str) -> int | None:
         """Return the end of `content`, whole or trimmed, if `following` comes after it, or None."""
         for variant in (content, content.strip(), content.lstrip(), content.rstrip()):
             end = at + len(variant)
-            if self.text.startswith(variant, at) and self.text.startswith(following, end):
+            # A text that ends here is one whose last message is continued.
+            if self.text.startswith(variant, at) and (
+                end == len(self.text) or self.text.startswith(following, end)
+            ):
                 return end
         # Text that the template does not write (thinking that was kept) may stand before it.
         found = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Usage
 from mlxrunner.system.picture_files import pixels_of
+from mlxrunner.templates.continuing import continued, is_continued
 from mlxrunner.templates.messages import PlainMessage, check_messages, has_picture
 from mlxrunner.tokenizer.base import Tokenizer
 from mlxrunner.tokenizer.longest import check_text
@@ -133,12 +135,15 @@ def tokenize_prompt(
     prompt: Prompt,
     variables: Mapping[str, Any] = MappingProxyType({}),
     context: int | None = None,
+    continues: bool | None = None,
 ) -> TokenizedPrompt:
     """Return the tokens of `prompt`.
 
     A `str` is raw text, messages go through the chat template, and token ids are used unchanged.
     `variables` are the other variables of the template, such as `tools`. `context` is the number of
-    tokens that the prompt and its answer may have; None: any number.
+    tokens that the prompt and its answer may have; None: any number. `continues`: True if the
+    answer goes on from the last message, which is the assistant's; False if it is a new message;
+    None: it goes on wherever the last message is the assistant's.
 
     Raise OptionError if there are variables without messages, or if the template does not use the
     tools. Raise ContextLengthError, before anything is tokenized, if the prompt is certainly too
@@ -163,7 +168,7 @@ def tokenize_prompt(
                 "pictures=True), or ParallelRunner.load(MODEL, pictures=True, ...)"
             )
         checked = check_messages(messages, pixels_of if sees else None)
-        return _tokenize_messages(tokenizer, checked, variables, context)
+        return _tokenize_messages(tokenizer, checked, variables, context, continues)
     if variables:
         raise OptionError(
             "template, tools: only messages go through the chat template, "
@@ -180,8 +185,13 @@ def _tokenize_messages(
     messages: Sequence[PlainMessage],
     variables: Mapping[str, Any],
     context: int | None,
+    continues: bool | None,
 ) -> TokenizedPrompt:
-    text = tokenizer.render(messages, **variables)
+    if is_continued(messages, continues):
+        render = partial(tokenizer.render, **variables)
+        text = continued(render, messages, end_texts(tokenizer)).text
+    else:
+        text = tokenizer.render(messages, **variables)
     check_text(tokenizer, text, context)
     pictures = [picture for message in messages for picture in message.get("pictures", ())]
     views = None
@@ -195,6 +205,11 @@ def _tokenize_messages(
     return TokenizedPrompt(
         tokens, "messages", messages, text, variables, pictures=count, views=views
     )
+
+
+def end_texts(tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of the tokens that end messages."""
+    return [tokenizer.decode([end]) for end in {*tokenizer.message_ends, *tokenizer.stop_tokens}]
 
 
 def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt, context: int) -> int:

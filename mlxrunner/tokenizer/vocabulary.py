@@ -54,6 +54,18 @@ class Vocabulary:
             )
         return ends[-1]
 
+    def spelled(self, text: str) -> list[int]:
+        """Return tokens of one character or byte each that are `text`; none if it has others."""
+        if not text:
+            return []
+        known = {piece: token for token, piece in enumerate(self.pieces) if piece}
+        found = list[int | None]()
+        for letter in text:
+            data = letter.encode()
+            bytes_ = [data] if data in known else [bytes([byte]) for byte in data]
+            found += map(known.get, bytes_)
+        return [token for token in found if token is not None] if None not in found else []
+
 
 class _Library:
     """The attributes of a tokenizer that llguidance reads."""

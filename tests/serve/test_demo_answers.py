@@ -59,3 +59,138 @@ def test_stop_token_ids_add_to_the_models_ends(
     text = json.dumps(post(demo, path, stop_token_ids=ids, **asked))
     assert "Your name is Bo" in text
     assert "<|im_end|>" not in text.replace(json.dumps(RAW), "")
+
+
+def texts(demo: str, messages: list[Any], **more: Any) -> dict[str, str]:
+    """Return the text with which each protocol continues a conversation."""
+    items = [{"role": one["role"], "content": one["content"]} for one in messages]
+    claude = post(demo, "/v1/messages", messages=messages, **more)
+    llama = httpx.post(
+        f"{demo}/api/chat", json={"model": "demo", "stream": False, "messages": messages}
+    )
+    chat = post(demo, "/v1/chat/completions", messages=messages, **more)
+    responses = post(demo, "/v1/responses", input=items)
+    return {
+        "anthropic": "".join(block["text"] for block in claude["content"]),
+        "ollama": llama.json()["message"]["content"],
+        "chat": chat["choices"][0]["message"]["content"],
+        "responses": responses["output"][-1]["content"][0]["text"],
+    }
+
+
+@pytest.mark.exhaustive(4)
+@pytest.mark.parametrize("words", ["Your name", "Your na", "Y", "Your name is Bo"])
+def test_an_answer_continues_the_assistants_words(demo: str, words: str) -> None:
+    """All protocols give the text alone that a raw prompt is continued with."""
+    raw = post(demo, "/v1/completions", prompt=RAW + words)["choices"][0]["text"]
+    found = texts(demo, [*USER, {"role": "assistant", "content": words}])
+    assert set(found.values()) == {raw}
+    assert words + raw == "Your name is Bo."
+
+
+def test_a_stream_has_the_new_text_only(demo: str) -> None:
+    """White space at the end of the words does not come again."""
+    messages = [*USER, {"role": "assistant", "content": "Your name "}]
+    body = {"model": "demo", "messages": messages, "stream": True, "max_tokens": 60}
+    lines = httpx.post(f"{demo}/v1/chat/completions", json=body).text.splitlines()
+    frames = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    streamed = "".join(
+        choice["delta"].get("content") or "" for frame in frames for choice in frame["choices"]
+    )
+    whole = post(demo, "/v1/chat/completions", messages=messages)
+    assert streamed == whole["choices"][0]["message"]["content"]
+    assert not streamed.startswith("Your")
+
+
+def test_the_next_turn_reuses_words_and_answer(demo: str) -> None:
+    """It also counts the words as a part of the prompt."""
+    messages = [*USER, {"role": "assistant", "content": "Your na"}]
+    first = post(demo, "/v1/chat/completions", messages=messages)
+    said = "Your na" + first["choices"][0]["message"]["content"]
+    talk = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "Thanks"}]
+    usage = post(demo, "/v1/chat/completions", messages=talk)["usage"]
+    before = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= before - 1
+
+
+@pytest.mark.parametrize(
+    ("more", "continues"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": False}, True),
+        ({"add_generation_prompt": False}, True),
+        ({"continue_final_message": False, "add_generation_prompt": True}, False),
+        ({"continue_final_message": False}, False),
+        ({"continue_final_message": None, "add_generation_prompt": None}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.exhaustive(5)
+def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continues: bool) -> None:
+    """vLLM's fields are honoured; a new message says everything again."""
+    messages = [*USER, {"role": "assistant", "content": "Your name"}]
+    found = post(demo, "/v1/chat/completions", messages=messages, **more)
+    assert found["choices"][0]["message"]["content"].startswith(" is Bo") == continues
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (
+            "/v1/messages",
+            {"messages": [*USER, {"role": "assistant", "content": "Your "}]},
+            "messages.1.content: final assistant content cannot end with trailing whitespace",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "continue_final_message": True},
+            "the last message is not the assistant's, but of role 'user'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt and continue_final_message are opposites",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    *USER,
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+                    },
+                ]
+            },
+            "message 1: the conversation ends with tool calls",
+        ),
+    ],
+    ids=["white space", "user", "both", "calls"],
+)
+@pytest.mark.exhaustive(4)
+def test_what_cannot_be_continued_is_named(demo: str, path: str, body: Any, said: str) -> None:
+    """The status is 400, and the message says what to do."""
+    answer = httpx.post(demo + path, json={"model": "demo", "max_tokens": 5, **body})
+    assert (answer.status_code, said in answer.text) == (400, True), answer.text
+
+
+def test_empty_words_begin_a_new_answer(demo: str) -> None:
+    """Clients leave an empty message for the answer."""
+    found = texts(demo, [*USER, {"role": "assistant", "content": ""}])
+    assert set(found.values()) == {"Your name is Bo."}
+
+
+def test_a_form_holds_words_and_answer_together(demo: str) -> None:
+    """Words that begin it are a part of it; others stand before it."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+    }
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for words, whole in (('{"a', 2), ("{", 1), ("Here it is:", 0)):
+        messages = [*USER, {"role": "assistant", "content": words}]
+        body = {"messages": messages, "response_format": form}
+        text = post(demo, "/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+        assert "a" in json.loads((words if whole else "") + text)

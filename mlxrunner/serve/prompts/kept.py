@@ -17,6 +17,8 @@ from itertools import accumulate
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.serve.prompts.encoding import Fill
@@ -89,10 +91,14 @@ class KeptTurns:
     def _add(self, link: bytes, turn: Turn) -> bool:
         """Add an answer, or the forms that are new of one that is known. Return False then."""
         with self._lock:
-            for number in self._places.get(link, ()):
+            for number in tuple(self._places.get(link, ())):
                 known = self._turns[link, number]
-                if (known.before, known.text) == (turn.before, turn.text):
+                if (known.before, known.text) == (turn.before, turn.text) and np.array_equal(
+                    known.tokens, turn.tokens
+                ):
                     self._turns.move_to_end((link, number))
+                    self._places[link].remove(number)
+                    self._places[link].append(number)
                     _learn(known, turn.known)
                     return False
             self._number += 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlxrunner.cache.tokens import TokenArray, words
+from mlxrunner.cache.tokens import TokenArray, as_tokens, words
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, PictureError, PromptError
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
@@ -16,7 +16,7 @@ from mlxrunner.results import Chunk
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.prompts.chain import chain, message_digest
-from mlxrunner.serve.prompts.encoding import Encoder
+from mlxrunner.serve.prompts.encoding import Encoder, Fill
 from mlxrunner.serve.prompts.forcing import Forced, closed_thinking, forced
 from mlxrunner.serve.prompts.formats import CallFormat, Tools, format_of
 from mlxrunner.serve.prompts.kept import UNKNOWN, Answer, KeptTurns
@@ -27,6 +27,7 @@ from mlxrunner.serve.prompts.rewriting import Draft, written
 from mlxrunner.serve.prompts.rules import apply
 from mlxrunner.serve.prompts.split import AnswerSplitter
 from mlxrunner.serve.prompts.strict import StartConstraint, StrictCalls
+from mlxrunner.templates.continuing import continued, is_continued
 from mlxrunner.templates.messages import (
     CheckedMessages,
     PlainMessage,
@@ -37,7 +38,7 @@ from mlxrunner.templates.messages import (
 from mlxrunner.templates.remembered import ENTRY, Remembered, footprint
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
+from mlxrunner.tokenizer.prompt import TokenizedPrompt, end_texts, tokenize_prompt
 
 MOST_BYTES = 32_000_000
 """Most bytes of messages that are remembered, as they came and as they were checked."""
@@ -74,6 +75,10 @@ class Made:
     """The digests of `source`."""
     nbytes: int = 0
     """Bytes of `source` and `digests` in memory."""
+    lead: str = ""
+    """The end of the prompt that is the beginning of the answer: words that it continues."""
+    lead_tokens: TokenArray = field(default_factory=lambda: as_tokens([]), repr=False)
+    """The tokens of `lead`; none if a token lies on both sides of its beginning."""
 
 
 class _Known(NamedTuple):
@@ -156,6 +161,8 @@ class PromptMaker:
             parallel=asked.parallel_calls,
             around=(before, after),
             note=self._strict.note(asked.tools) if form is self.form else None,
+            said=made.lead if made.forced is None else "",
+            again=lambda: reader_of(form, asked.tools, made.opens),
         )
 
     def keep(self, made: Made, chunks: Sequence[Chunk], *, is_cut: bool = False) -> None:
@@ -165,7 +172,11 @@ class PromptMaker:
         """
         if not made.rendered or (made.forced is not None and not made.forced.is_own):
             return
-        context = words(made.prompt.tokens[-8:]).tolist()
+        if made.lead and (made.forced is not None or not len(made.lead_tokens)):
+            return
+        before = made.prompt.tokens[: len(made.prompt.tokens) - len(made.lead_tokens)]
+        context = words(before[-8:]).tolist()
+        chunks = [*_chunks_of(made.lead_tokens, self.tokenizer, context), *chunks]
         answer = Answer.of(chunks, self.tokenizer, context, is_cut=is_cut)
         said = Said.of(answer.text, self.form, made.tools, made.opens)
         self.kept.keep(made.link, made.rendered, answer, said, is_cut=is_cut)
@@ -175,26 +186,35 @@ class PromptMaker:
         known = self._checked(asked.messages, shown)
         source = [one.message for one in known]
         draft = Draft(list(map(self._with_thinking, source)), list(map(dict, asked.tools)))
+        is_open = is_continued(source, asked.options.get("continue_final_message"))
+        if is_open and not _says(source[-1]):
+            draft, is_open = replace(draft, messages=draft.messages[:-1]), False
         draft, rules = apply(draft, self.probe, self._off)
         variables = _variables(asked, draft)
-        text = self._text(draft, variables, shown)
+        text, header = self._begun(draft, variables, shown, is_open)
         digests = {id(one.message): one.digest for one in known}
         links = chain([digests.get(id(one)) or self._digest(one) for one in draft.messages])
         fills = self.kept.fills(
             text,
             links,
-            lambda number: self._without(draft, number, variables, shown),
+            lambda number: self._without(draft, number, variables, shown, is_open),
             lambda prompt, answer: Said.of(answer, self.form, asked.tools, prompt[-TAIL:]),
         )
+        # Words that are continued are the model's own tokens, or the template's, but not of both.
+        fills = [fill for fill in fills if fill.end <= header or fill.end == len(text)]
         call = forced(asked.tool_choice, asked.tools, self.form, text)
         closed = call.closed if call is not None else _closing(asked, text)
         rendered = text + (call.opening if call is not None else closed)
         tokens, whole = self._encoder.encode(rendered, fills, context)
+        lead, lead_tokens = text[header:], as_tokens([])
+        if is_open:
+            self._check_open(asked, call, text, header)
+            lead_tokens = self._lead(text, header, fills, tokens)
         said: Any = draft.messages
         views = [] if shown is None else shown.of(said)
         if shown is not None and views:
             tokens, whole, said = shown.placed(tokens, whole, said)
-        opens = (text + closed)[-TAIL:]
+        opens = (text[:header] + closed)[-TAIL:]
         constraint = self._constraint(asked, tokens, opens)
         seconds = time.perf_counter() - began
         prompt = TokenizedPrompt(tokens, "messages", said, whole, variables, seconds)
@@ -204,14 +224,59 @@ class PromptMaker:
             rules,
             opens,
             call,
-            rendered,
-            links[-1],
+            text[:header] if is_open else rendered,
+            links[-2] if is_open else links[-1],
             len(fills),
             asked.tools,
             source,
             tuple(one.digest for one in known),
             sum(one.nbytes for one in known),
+            lead,
+            lead_tokens,
         )
+
+    def _begun(
+        self, draft: Draft, variables: Mapping[str, Any], shown: Shown | None, is_open: bool
+    ) -> tuple[str, int]:
+        """Return the text of a conversation, and its length up to the answer.
+
+        `is_open`: the answer continues the last message, which is a part of it.
+        """
+        if not is_open:
+            text = self._text(draft, variables, shown)
+            return text, len(text)
+
+        def render(messages: Sequence[Any], **more: Any) -> str:
+            own = Draft(list(messages), draft.tools, draft.places)
+            return self._text(own, {**variables, **more}, shown)
+
+        found = continued(render, draft.messages, end_texts(self.tokenizer))
+        return found.text, found.header
+
+    def _check_open(self, asked: Asked, call: Forced | None, text: str, header: int) -> None:
+        """Raise RefusedError if a call or a form has to begin within thinking."""
+        reader = reader_of(self.form, asked.tools, text[:header][-TAIL:])
+        for _ in reader.add(text[header:]):
+            pass
+        if reader.is_thinking and (call is not None or asked.options.keys() & FORMS):
+            raise RefusedError(
+                400,
+                "messages: the last message is thinking without an end, and the answer has to be "
+                "a tool call or of a given form: end the thinking, or leave the message out",
+                param="messages",
+            )
+
+    def _lead(
+        self, text: str, header: int, fills: Sequence[Fill], tokens: TokenArray
+    ) -> TokenArray:
+        """Return the tokens of the words that are continued, as `tokens` ends with them.
+
+        There are none if a token lies on both sides of their beginning.
+        """
+        before = [fill for fill in fills if fill.end <= header]
+        own, _ = self._encoder.encode(text[:header], before)
+        is_whole = len(own) < len(tokens) and bool((tokens[: len(own)] == own).all())
+        return tokens[len(own) :] if is_whole else as_tokens([])
 
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], shown: Shown | None
@@ -242,13 +307,19 @@ class PromptMaker:
         return text if shown is None else shown.filled(text, messages)
 
     def _without(
-        self, draft: Draft, number: int, variables: Mapping[str, Any], shown: Shown | None
+        self,
+        draft: Draft,
+        number: int,
+        variables: Mapping[str, Any],
+        shown: Shown | None,
+        is_open: bool,
     ) -> str | None:
         """Return the text with `UNKNOWN` in place of an answer, or None if that is refused."""
         messages = list(draft.messages)
         messages[number] = {"role": "assistant", "content": UNKNOWN}
         try:
-            return self._text(Draft(messages, draft.tools, draft.places), variables, shown)
+            own = Draft(messages, draft.tools, draft.places)
+            return self._begun(own, variables, shown, is_open)[0]
         except PromptError:
             return None
 
@@ -309,6 +380,17 @@ def _known(message: Mapping[str, Any]) -> _Known:
 def _described(checked: PlainMessage) -> _Known:
     digest = message_digest(checked)
     return _Known(checked, digest, ENTRY + footprint(checked, digest))
+
+
+def _says(message: Mapping[str, Any]) -> bool:
+    """Return True if a message has words or thinking."""
+    return any(message.get(name) for name in ("content", "reasoning_content", "thinking"))
+
+
+def _chunks_of(tokens: TokenArray, tokenizer: Tokenizer, context: Sequence[int]) -> Iterator[Chunk]:
+    """Yield tokens of a prompt as if they had been generated behind `context`."""
+    stream = tokenizer.stream(context)
+    return (Chunk(stream.add(token), token) for token in words(tokens).tolist())
 
 
 def _closing(asked: Asked, text: str) -> str:

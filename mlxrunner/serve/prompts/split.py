@@ -19,6 +19,7 @@ from mlxrunner.serve.events import (
 from mlxrunner.serve.prompts.channels import ChannelReader
 from mlxrunner.serve.prompts.formats import Call, Piece
 from mlxrunner.serve.prompts.reader import AnswerReader
+from mlxrunner.templates.segments import common
 
 
 class AnswerSplitter:
@@ -33,13 +34,19 @@ class AnswerSplitter:
         parallel: bool = True,
         around: tuple[str, str] = ("", ""),
         note: Note | None = None,
+        said: str = "",
+        again: Callable[[], AnswerReader | ChannelReader] | None = None,
     ) -> None:
         """Begin an answer. `request`: its id, which the ids of its calls are made of.
 
         `decode`: that of the tokenizer, for log-probabilities. Without `parallel`, calls after the
         first one are left out. `around`: texts that the reader is given before it, and after
-        a whole one. `note`: what is to be said of it anyway.
+        a whole one. `note`: what is to be said of it anyway. `said`: the beginning of the answer,
+        which the client has written and gets no events of; `again` makes a reader like `reader`.
         """
+        self._unsaid = {"text": "", "thought": ""}
+        if said and again is not None:
+            self._unsaid = _held_back(reader, again(), said)
         self._before, self._after = around
         self._note = note
         self._reader, self._request, self._decode, self._parallel = (
@@ -88,12 +95,26 @@ class AnswerSplitter:
     def _events(self, pieces: Iterable[Piece]) -> Iterator[Event]:
         for piece in pieces:
             if piece.call is not None:
+                self._unsaid = {"text": "", "thought": ""}
                 yield from self._call(piece.call)
-            elif piece.kind == "thought":
+                continue
+            if self._unsaid[piece.kind]:
+                piece = self._without_said(piece)
+            if not piece.text:
+                continue
+            if piece.kind == "thought":
                 self._tokens = []
                 yield Thought(piece.text)
             elif not self.is_done:
                 yield Text(piece.text, self._take_tokens())
+
+    def _without_said(self, piece: Piece) -> Piece:
+        """Return a piece without what its client has written, which the reader had held back."""
+        held = self._unsaid[piece.kind]
+        count = common(held, piece.text)
+        is_same = count == min(len(held), len(piece.text))
+        self._unsaid[piece.kind] = held[count:] if is_same else ""
+        return piece._replace(text=piece.text[count:]) if is_same else piece
 
     def _call(self, call: Call) -> Iterator[Event]:
         index = len(self.calls)
@@ -117,6 +138,21 @@ class AnswerSplitter:
     def _take_tokens(self) -> tuple[Token, ...]:
         tokens, self._tokens = tuple(self._tokens), []
         return tokens
+
+
+def _held_back(
+    reader: AnswerReader | ChannelReader, other: AnswerReader | ChannelReader, said: str
+) -> dict[str, str]:
+    """Give `said` to a reader, and return what it holds back of it, by the kind of the piece."""
+    shown, whole = list(reader.add(said)), [*other.add(said), *other.finish(is_whole=False)]
+    return {
+        kind: _joined(whole, kind).removeprefix(_joined(shown, kind))
+        for kind in ("text", "thought")
+    }
+
+
+def _joined(pieces: Iterable[Piece], kind: str) -> str:
+    return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
 def call_id(request: str, index: int) -> str:

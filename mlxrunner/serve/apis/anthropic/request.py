@@ -101,10 +101,13 @@ def read(body: CountRequest, client: Client, request_id: str) -> Asked:
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
     choice = body.tool_choice
     output = body.output_config or Output()
+    messages = list(_messages(body))
+    if isinstance(body, MessageRequest):
+        _refuse_space(len(body.messages) - 1, messages[-1])
     return Asked(
         protocol="anthropic",
         model=body.model,
-        messages=list(_messages(body)),
+        messages=messages,
         tools=tools,
         tool_choice=_choice(choice, {tool["function"]["name"] for tool in tools}),
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
@@ -131,6 +134,22 @@ def _refuse_thread(body: CountRequest) -> None:
                 code=THREAD_NOT_FOUND,
                 param="thread",
             )
+
+
+def _refuse_space(number: int, last: Mapping[str, Any]) -> None:
+    """Raise RefusedError for words to be continued that end with white space, as Anthropic does.
+
+    The next word brings its own space: behind another one the model would write something else.
+    """
+    content = last["content"]
+    if last["role"] == "assistant" and not last.get("tool_calls") and content != content.rstrip():
+        where = f"messages.{number}.content"
+        raise RefusedError(
+            400,
+            f"{where}: final assistant content cannot end with trailing whitespace, and it ends "
+            f"with {content[-12:]!r}: leave the white space at its end out",
+            param=where,
+        )
 
 
 def is_own(tool: Tool) -> bool:
