@@ -115,7 +115,12 @@ def prepare(
 def _words(prompt: TokenizedPrompt, options: GenerateOptions) -> str:
     """Return the words of the assistant that the answer continues, or nothing."""
     last = prompt.messages[-1] if prompt.messages else None
-    if last is None or last["role"] != "assistant" or options.continue_final_message is False:
+    if (
+        last is None
+        or last["role"] != "assistant"
+        or last.get("tool_calls")
+        or options.continue_final_message is False
+    ):
         return ""
     return last["content"]
 

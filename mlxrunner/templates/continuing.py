@@ -40,8 +40,8 @@ class Continued(NamedTuple):
 def is_continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = None) -> bool:
     """Return True if an answer to `messages` continues the last of them.
 
-    `wanted`: as the caller asks for it; None: whenever the last message is the assistant's. Raise
-    PromptError if it is wanted, or usual, and can't be.
+    `wanted`: as the caller asks for it; None: whenever the last message is the assistant's and has
+    no tool calls. Raise PromptError if it is wanted and can't be.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
@@ -51,7 +51,7 @@ def is_continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = No
                 f"{last.get('role')!r:.80}: leave the field out"
             )
         return False
-    if wanted is False:
+    if wanted is False or (last.get("tool_calls") and not wanted):
         return False
     if last.get("tool_calls"):
         raise PromptError(
@@ -84,6 +84,12 @@ def continued(
         if tags and begun.rstrip().endswith(tags.begin):
             head = begun.rstrip().removesuffix(tags.begin)
         return Continued(head + own, min(len(begun), len(head + own)), len(head))
+    if (
+        begun is not None
+        and not words
+        and any(begun.rstrip().endswith(tags.begin) for tags in THINKING_TAGS)
+    ):
+        return Continued(begun + thought, len(begun), len(begun))
     found = _marked(render, messages, words, thought, begun, ends)
     header = (
         len(begun)

@@ -153,6 +153,7 @@ def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continue
         (
             "/v1/chat/completions",
             {
+                "continue_final_message": True,
                 "messages": [
                     *USER,
                     {
@@ -160,7 +161,7 @@ def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continue
                         "content": "",
                         "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
                     },
-                ]
+                ],
             },
             "message 1: the conversation ends with tool calls",
         ),

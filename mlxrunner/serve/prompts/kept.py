@@ -93,14 +93,18 @@ class KeptTurns:
         with self._lock:
             for number in tuple(self._places.get(link, ())):
                 known = self._turns[link, number]
-                if (known.before, known.text) == (turn.before, turn.text) and np.array_equal(
-                    known.tokens, turn.tokens
-                ):
-                    self._turns.move_to_end((link, number))
-                    self._places[link].remove(number)
-                    self._places[link].append(number)
+                if (known.before, known.text) != (turn.before, turn.text):
+                    continue
+                self._places[link].remove(number)
+                self._places[link].append(number)
+                self._turns.move_to_end((link, number))
+                if np.array_equal(known.tokens, turn.tokens):
                     _learn(known, turn.known)
                     return False
+                self._nbytes -= known.nbytes  # the newest spelling is the one that is cached
+                self._turns[link, number] = turn
+                self._weigh(turn)
+                return True
             self._number += 1
             self._turns[link, self._number] = turn
             self._places.setdefault(link, []).append(self._number)
