@@ -28,7 +28,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that only the server supports, with the values that are accepted and change nothing."""
 READ = frozenset((
-    "documents", "ignore_eos", "logprobs", "reasoning_effort", "response_format",
+    "add_generation_prompt", "continue_final_message", "documents", "ignore_eos", "logprobs",
+    "reasoning_effort", "response_format",
     "structured_outputs", "template", "tools", "top_logprobs", *NEUTRAL,
 ))  # fmt: skip  # one name a line would be eleven lines
 """The fields of other programs that `translate` reads, beside those that only have other names."""

@@ -109,7 +109,7 @@ REFUSED: dict[str, RequestField] = {
     "allowed_token_ids": RequestField("vLLM", _FORM),
     "bad_words": RequestField("vLLM", _SAMPLING),
     "chat_template": RequestField("vLLM, llama.cpp", _TEMPLATE),
-    "continue_final_message": RequestField("vLLM", "end the conversation with the user"),
+    "continue_final_message": RequestField("vLLM", "leave it out: the last message is continued"),
     "custom_logit_processor": RequestField("SGLang", _SAMPLING),
     "ebnf": RequestField("SGLang", _FORM),
     "enable_response_messages": RequestField("vLLM", "the answer is the output of a response"),
