@@ -134,7 +134,7 @@ def _marked(
     except PromptError as error:
         raise PromptError(
             f"message {number}: the conversation ends with the assistant's words, and the model's "
-            f"chat template can't end there ({error}): {REMEDY}"
+            f"chat template can't end there ({_cleaned(error)}): {REMEDY}"
         ) from error
     head, found, tail = text.partition(_END)
     why = ""
@@ -154,6 +154,11 @@ def _marked(
             f"{said[:40]!r}, because the model's chat template {why}: {REMEDY}"
         )
     return Continued(head, 0, len(head) - len(said))
+
+
+def _cleaned(error: PromptError) -> str:
+    """Return a message without the mark, as it is or as `repr` shows it."""
+    return str(error).replace(_END, "").replace(repr(_END)[1:-1], "")
 
 
 def _is_text(tail: str, ends: Iterable[str]) -> bool:

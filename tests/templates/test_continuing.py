@@ -64,14 +64,25 @@ def test_a_prompt_ends_with_the_words(
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ raise_exception('no') if messages[-1].role == 'assistant' }}a", "can't end there"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves it out"),
+        (
+            "{{ raise_exception('no') if messages[-1].role == 'assistant' }}"
+            "{{ messages[0].content }}",
+            "can't end there",
+        ),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "leaves out this content",
+        ),
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} Be brief!"
             "{% if add_generation_prompt %}>{% endif %}",
             "writes other text behind it",
         ),
-        ("{% for m in messages %}<|a|>{{ m.content | upper }}{% endfor %}", "writes other words"),
+        (
+            "{% for m in messages %}{{ m.content | upper if m.role == 'assistant' else m.content }}"
+            "{% endfor %}",
+            "can't",
+        ),
     ],
 )
 @pytest.mark.exhaustive(4)
