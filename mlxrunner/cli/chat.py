@@ -11,10 +11,12 @@ import click
 
 from mlxrunner.cli.options import (
     LOADING,
+    chosen_model,
     draft_option,
     load,
     loader,
     model_options,
+    named_argument,
     overflow_options,
     sampling_options,
     system_option,
@@ -24,12 +26,11 @@ from mlxrunner.cli.options import (
 from mlxrunner.cli.recording import recording, recording_options
 from mlxrunner.cli.settling import (
     Configured,
-    named_model,
     typed_names,
     typed_options,
     usual_options,
 )
-from mlxrunner.cli.words import model_words, session_words
+from mlxrunner.cli.words import session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
@@ -42,13 +43,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Configured)
-@click.argument(
-    "named",
-    metavar="[MODEL]",
-    required=False,
-    callback=named_model,
-    shell_complete=model_words,
-)
+@named_argument
 @model_options
 @draft_option
 @system_option
@@ -135,7 +130,7 @@ def chat(
     _check_begin(session, goes_on)
     given = typed_names(ctx)
     if named is not None:
-        model = _only_model(named, model if "model" in given else None)
+        model = _no_prompt(chosen_model(named, model))
         given.add("model")
     loading, keyboard, shared = take(options, LOADING), Keyboard(is_terminal()), loader()
     own: dict[str, Any] = {} if shared is None else {"load_elsewhere": shared}
@@ -203,10 +198,8 @@ def _put_back(
     return put_back(resumed, conversation, loading, model, given | set(conversation.options))
 
 
-def _only_model(named: str, other: str | None) -> str:
-    """Return the model that the argument names. Raise OptionError if -m names another, too."""
-    if other is not None:
-        raise OptionError(f"two models: {named} and -m {other}: name one of them")
+def _no_prompt(named: str) -> str:
+    """Return the name of a model. Raise OptionError if it reads as a prompt."""
     if " " in named and not Path(named).expanduser().exists():
         raise OptionError(
             f"{named}: no such model; to ask that, type mlxrunner generate {shlex.quote(named)}"

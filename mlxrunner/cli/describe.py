@@ -11,15 +11,19 @@ from typing import Any
 
 import click
 
-from mlxrunner.cli.options import MEMORY_OPTIONS, debug_option, json_option, together
+from mlxrunner.cli.options import (
+    MEMORY_OPTIONS,
+    debug_option,
+    json_option,
+    model_argument,
+    together,
+)
 from mlxrunner.cli.program import visible_text
-from mlxrunner.cli.settling import named_model
-from mlxrunner.cli.words import model_words
 from mlxrunner.errors import ModelError
 
 
 @click.command()
-@click.argument("model", shell_complete=model_words, callback=named_model)
+@model_argument
 @json_option
 @debug_option
 def show(model: str, as_json: bool) -> None:
@@ -67,7 +71,7 @@ def _end_text(end: Any) -> str:
 
 
 @click.command()
-@click.argument("model", shell_complete=model_words, callback=named_model)
+@model_argument
 @together(MEMORY_OPTIONS)
 @click.option(
     "--measure",

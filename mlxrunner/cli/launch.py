@@ -28,7 +28,7 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
     show_default=True,
     help="The server's address.",
 )
-@click.option("--model", help="The model to use. [default: the server's first]")
+@click.option("-m", "--model", help="The model to use. [default: the server's first]")
 @click.option(
     "--api-key",
     envvar="MLXRUNNER_API_KEY",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
 
 from mlxrunner.cli.program import F, set_debug
-from mlxrunner.cli.settling import named_model, named_system
+from mlxrunner.cli.settling import named_model, named_system, typed_names
 from mlxrunner.cli.words import model_words
 from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
 from mlxrunner.config.option import Option, about, names
@@ -169,15 +170,29 @@ def model_option(text: str) -> Callable[[F], F]:
     )
 
 
+named_argument = click.argument(
+    "named", metavar="[MODEL]", required=False, callback=named_model, shell_complete=model_words
+)
+"""The argument that names a model, in place of -m."""
+
+
 def model_argument(command: F) -> F:
-    """Add the argument for a model, which may be left out."""
-    return click.argument(
-        "model",
-        default="demo",
-        envvar="MLXRUNNER_MODEL",
-        shell_complete=model_words,
-        callback=named_model,
-    )(command)
+    """Let a command take its model as an argument or with -m; `command` gets it as `model`."""
+
+    @wraps(command)
+    def run(*arguments: Any, named: str | None, model: str, **options: Any) -> Any:
+        return command(*arguments, model=chosen_model(named, model), **options)
+
+    return cast("F", named_argument(model_option("The same as MODEL.")(run)))
+
+
+def chosen_model(named: str | None, other: str) -> str:
+    """Return the model that the argument names, else that of -m. Raise OptionError for both."""
+    if named is None:
+        return other
+    if "model" in typed_names(click.get_current_context()):
+        raise OptionError(f"two models: {named} and -m {other}: name one of them")
+    return named
 
 
 def model_options(command: F) -> F:

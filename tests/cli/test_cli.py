@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 import pexpect
 import pytest
 from click.testing import CliRunner, Result
@@ -464,3 +465,32 @@ def test_a_terminal_says_that_the_context_was_full(open_screen: Any) -> None:
     screen.until("Your name is")
     screen.child.expect(pexpect.EOF)
     assert "cut off" not in screen.shown + screen.child.before
+
+
+TAKE_A_MODEL = ["bench", "chat", "config", "plan", "serve", "show", "verify"]
+
+
+@pytest.mark.parametrize("command", TAKE_A_MODEL)
+def test_a_model_is_an_argument_or_an_option(command: str) -> None:
+    """Both ways reach the same error for a model that is not there; both at once are one, too."""
+    said = {run(command, *way).stderr for way in (["./nowhere"], ["-m", "./nowhere"])}
+    said.add(run(command, env={"MLXRUNNER_MODEL": "./nowhere"}).stderr)
+    assert len(said) == 1
+    both = run(command, "one", "-m", "two")
+    assert both.exit_code == 2
+    assert "two models: one and -m two" in both.stderr
+
+
+def test_every_command_that_takes_a_model_is_listed() -> None:
+    """A new one gets both ways."""
+    found = {
+        name
+        for name, command in cli.main.commands.items()
+        if any(parameter.name == "named" for parameter in command.params)
+    }
+    assert found == set(TAKE_A_MODEL)
+    assert not any(
+        isinstance(parameter, click.Argument) and parameter.name == "model"
+        for command in cli.main.commands.values()
+        for parameter in command.params
+    )
