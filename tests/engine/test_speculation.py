@@ -99,7 +99,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, way: str) -> None:
 
 
 @every_mix
-@pytest.mark.parametrize("ending", [1, 2, 3, 11, 24, 25, 26, 27, 28, 29, 30, 41, 60])
+@pytest.mark.parametrize("ending", [1, 2, 3, 24, 25, 27, 29, 41])
 @pytest.mark.exhaustive(8)
 def test_an_answer_may_end_anywhere_in_an_accepted_run(name: str, ending: int) -> None:
     """The entry is the same after `max_tokens` and after a close, and so is what comes next.
