@@ -13,7 +13,13 @@ from typing import Any
 from mlxrunner.config.arguments import without_nulls
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.templates.parts import Content, Shown, content_of, picture_of
+from mlxrunner.templates.parts import (
+    Parts,
+    StandIn,
+    item_text,
+    parts_of,
+    settled,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 """The member of `include` that asks for log-probabilities."""
@@ -21,21 +27,32 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """The members of `include` that are accepted. The second one has nothing to include here."""
 RESPONSE_FIELDS = frozenset(("input", "instructions", "text", "reasoning", "include"))
 """The fields of a request that a chat does not have."""
-_TEXTS = ("input_text", "output_text", "text")
-"""The types of parts that are texts."""
+_NAMED_CALLS = {
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "computer_call": "action",
+}
+"""Calls that a client answers itself, by their types, with the field of their arguments."""
+_OUTPUTS = ("function_call_output", *(f"{name}_output" for name in _NAMED_CALLS))
+_ONLY_MESSAGES = (
+    "{!r:.80} is not supported; an item is a message with role and content, a function_call or a "
+    "function_call_output"
+)
 
 
 def read_response(
-    body: Mapping[str, Any], *, keeps_thinking: bool = False
+    body: Mapping[str, Any], *, is_served: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages of a request and its other fields, as a chat has them.
 
-    With `keeps_thinking` messages of the assistant have the `reasoning_content` that came before
-    them. Raise PromptError for an item of the input, and OptionError for a field, that is not
-    supported.
+    With `is_served`, messages of the assistant have the `reasoning_content` that came before them,
+    and contents are `Parts`, with a stand-in for each item and part that is not supported.
+    Otherwise these raise PromptError. Raise OptionError for a field that is not supported.
     """
     fields = dict(body)
-    messages = _messages(fields.pop("input", None), keeps_thinking)
+    messages = _messages(fields.pop("input", None), is_served)
     instructions = fields.pop("instructions", None)
     if instructions is not None:
         if not isinstance(instructions, str):
@@ -49,52 +66,55 @@ def read_response(
     return messages, fields
 
 
-def _messages(given: Any, keeps_thinking: bool) -> list[dict[str, Any]]:
+def _messages(given: Any, is_served: bool) -> list[dict[str, Any]]:
     """Return the input as messages: a text, or a list of items."""
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise PromptError("input has to be a text or a list of at least one item")
-    reader = _ItemReader(keeps_thinking)
+    reader = _ItemReader(is_served)
     for number, item in enumerate(given):
         reader.add(number, without_nulls(item) if isinstance(item, dict) else item)
-    return reader.messages
+    if is_served:
+        return reader.messages
+    for part in (part for one in reader.messages for part in one["content"]):
+        if isinstance(part, StandIn):
+            raise PromptError(part.error)
+    return settled(reader.messages)[0]
 
 
 class _ItemReader:
-    """Makes messages of the items of an input."""
+    """Makes messages of the items of an input, with `Parts` as their contents."""
 
-    def __init__(self, keeps_thinking: bool) -> None:
+    def __init__(self, is_served: bool) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._keeps_thinking = keeps_thinking
+        self._is_served = is_served
         self._names: dict[str, str] = {}
         """The functions of the calls so far."""
         self._thought = ""
         """The thinking that belongs to the next message of the assistant."""
 
     def add(self, number: int, item: Any) -> None:
-        """Add item `number` of the input. Raise PromptError if it is not supported."""
+        """Add item `number` of the input: as a message, or with a text in its place."""
         match item:
             case {"type": "function_call", "call_id": str(call), "name": str(name), **rest}:
-                self._names[call] = name
                 self._add_call(call, name, rest.get("arguments", "{}"))
-            case {"type": "function_call_output", "call_id": str(call), "output": output}:
-                self._add_output(number, call, output)
+            case {"type": kind} if kind in _NAMED_CALLS:
+                self._add_named(number, item)
+            case {"type": kind} if kind in _OUTPUTS:
+                self._add_output(number, item)
             case {"type": "reasoning"}:
-                if self._keeps_thinking:
+                if self._is_served:
                     self._thought += thinking_of(item)
-            case {"role": role, "content": content, **rest} if rest.get("type") in (
-                None,
-                "message",
-            ):
-                self._add_message(role, _content(number, content))
+            case {"role": "thinking", "content": thought}:
+                self._thought += thought if isinstance(thought, str) else ""
+            case {"role": role, **rest} if rest.get("type") in (None, "message"):
+                self._add_message(role, _content(number, rest.get("content")))
             case _:
-                raise PromptError(
-                    f"input {number}: {item!r:.80} is not supported; an item is a message with "
-                    "role and content, a function_call or a function_call_output"
-                )
+                why = _ONLY_MESSAGES.format(item)
+                self._add_message("assistant", Parts([item_text(f"input {number}", item, why)]))
 
-    def _add_message(self, role: Any, content: Content) -> None:
+    def _add_message(self, role: Any, content: Parts) -> None:
         message = {"role": role, "content": content}
         if role == "assistant" and self._thought:
             message["reasoning_content"] = self._thought
@@ -103,8 +123,9 @@ class _ItemReader:
 
     def _add_call(self, call: str, name: str, arguments: Any) -> None:
         """Add a call to the message of the assistant before it, or to a new one."""
+        self._names[call] = name
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self._add_message("assistant", "")
+            self._add_message("assistant", Parts())
         elif self._thought:
             last = self.messages[-1]
             last["reasoning_content"] = last.get("reasoning_content", "") + self._thought
@@ -113,15 +134,34 @@ class _ItemReader:
             {"type": "function", "id": call, "function": {"name": name, "arguments": arguments}}
         )
 
-    def _add_output(self, number: int, call: str, output: Any) -> None:
-        if call not in self._names:
-            raise PromptError(
-                f"input {number}: there is no function_call with the call_id {call!r:.80} before it"
-            )
-        content, name = _content(number, output), self._names[call]
-        self.messages.append(
-            {"role": "tool", "tool_call_id": call, "name": name, "content": content}
-        )
+    def _add_named(self, number: int, item: Mapping[str, Any]) -> None:
+        """Add a call of a tool that is no function, such as Codex's apply_patch."""
+        kind, call = item["type"], _id_of(item)
+        if not call or not self._is_served:
+            why = _ONLY_MESSAGES.format(item)
+            self._add_message("assistant", Parts([item_text(f"input {number}", item, why)]))
+            return
+        field = _NAMED_CALLS[kind]
+        given, name = item.get(field), item.get("name")
+        arguments = given if isinstance(given, Mapping) else {field: given}
+        self._add_call(call, name if isinstance(name, str) else kind[: -len("_call")], arguments)
+
+    def _add_output(self, number: int, item: Mapping[str, Any]) -> None:
+        call = _id_of(item)
+        if call not in self._names and not self._is_served:
+            why = f"there is no function_call with the call_id {call!r:.80} before it"
+            raise PromptError(f"input {number}: {why}")
+        content = _content(number, item.get("output"))
+        message = {"role": "tool", "tool_call_id": call, "content": content}
+        if call in self._names:
+            message["name"] = self._names[call]
+        self.messages.append(message)
+
+
+def _id_of(item: Mapping[str, Any]) -> str:
+    """Return the id of a call. Outputs of `local_shell_call` have it in `id`."""
+    found = item.get("call_id") or item.get("id")
+    return found if isinstance(found, str) else ""
 
 
 SEALED = "mlxrunner:"
@@ -150,25 +190,20 @@ def thinking_of(item: Mapping[str, Any]) -> str:
         return ""
 
 
-def _content(number: int, content: Any) -> Content:
-    """Return the texts and pictures of an item. Raise PromptError if it is anything else."""
-    if isinstance(content, str):
-        return content
-    found = list[str | Shown]()
+def _content(number: int, content: Any) -> Parts:
+    """Return the texts and pictures of an item, with a stand-in for each part that is neither."""
+    found = Parts()
     for part in content if isinstance(content, list) else [content]:
-        picture = picture_of(part) if isinstance(part, dict) else None
-        match part:
-            case {"type": kind, "text": str(text)} if kind in _TEXTS:
-                found.append(text)
-            case _ if picture is not None:
-                found.append(picture)
-            case _:
-                shown = part.get("type", part) if isinstance(part, dict) else part
-                raise PromptError(
-                    f"input {number}: content of type {shown!r:.80} is not supported, only text "
-                    "and pictures with an image_url"
-                )
-    return content_of(found)
+        kind = part.get("type", part) if isinstance(part, Mapping) else part
+        why = (
+            f"content of type {kind!r:.80} is not supported, only text and pictures with an "
+            "image_url"
+        )
+        found += [
+            one._replace(where=f"input {number}", why=why) if isinstance(one, StandIn) else one
+            for one in parts_of("", part)
+        ]
+    return found
 
 
 def _translate_text(fields: dict[str, Any]) -> None:

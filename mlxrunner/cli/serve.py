@@ -40,6 +40,8 @@ PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 """The packages of the extra `serve`."""
 RUNNER = names(RunnerSettings)
 """The settings of each model's runner."""
+OFF = {"parks": "--no-park", "claude_names": "--no-claude-names"}
+"""Settings that are on, with the flags that turn them off."""
 KEY_NOTE = (
     "the key is not in this file: put it into the config file, as api_key in [serve]; "
     "mlxrunner config shows its path"
@@ -52,8 +54,7 @@ def _option(name: str) -> Callable[[F], F]:
     changes: dict[str, Any] = {}
     if name == "api_key":
         changes = {"envvar": "MLXRUNNER_API_KEY", "show_envvar": True}
-    flag = "--no-park" if name == "parks" else None
-    return option_of(ServeSettings, name, flag, **changes)
+    return option_of(ServeSettings, name, OFF.get(name), **changes)
 
 
 @click.command(cls=Configured)
@@ -150,7 +151,12 @@ def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened
     for name in filter(None, (model, opening.draft_model)):
         if not is_shared:
             resolve(name, with_code=opening.trust_remote_code)  # a download shows a bar of its own
-    names = ModelNames(model, read_config_file().aliases, only_first=is_shared)
+    names = ModelNames(
+        model,
+        read_config_file().aliases,
+        only_first=is_shared,
+        has_claude=opening.settings.claude_names,
+    )
     house = House(names, opening, record.watch, record.ended)
     with loading(model) as show:
         return house, house.load_first(show)

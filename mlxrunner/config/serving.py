@@ -99,6 +99,12 @@ class ServeSettings:
         metavar="NAME",
         is_list=True,
     )
+    claude_names: bool = option(
+        True,
+        bool,
+        "Refuse the names of Anthropic's models, such as claude-haiku-4-5, instead of answering "
+        "them with MODEL.",
+    )
     drain: float = option(
         10.0,
         float,

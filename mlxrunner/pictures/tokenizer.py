@@ -34,6 +34,11 @@ class SeeingTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    @property
+    def marker(self) -> str:
+        """The text that stands for a picture in a rendered conversation."""
+        return self._sight.marker
+
     def render(self, messages: Sequence[PlainMessage], **variables: Any) -> str:
         """Return the conversation with the model's own text in place of each picture."""
         plain: Any = [self._plain(message) for message in messages]

@@ -216,6 +216,14 @@ class ClientRequest:
             "strict tools can't be held to their schemas in this model's form."
         ),
     ] = None
+    replaced: Annotated[
+        tuple[str, ...],
+        about(
+            "Types of the parts and items of the conversation that stand in the prompt as short "
+            "texts, because the model can't be shown them: picture, document, web_search_call ... "
+            "Missing in older events."
+        ),
+    ] = ()
 
 
 @dataclass

@@ -51,6 +51,9 @@ class Asked:
     message may have `tool_calls` and `reasoning_content`, a tool's has `tool_call_id`. Nothing has
     been moved or left out.
     """
+    replaced: Sequence[str] = ()
+    """The types of parts and items that `messages` have as short texts, since no model reads them.
+    """
     prompt: str | Sequence[int] | None = None
     """Raw text or tokens, for requests without a conversation."""
     tools: Sequence[Mapping[str, Any]] = ()

@@ -158,6 +158,8 @@ class Ended:
     thinking_tokens: int = 0
     """Tokens of the answer that were thinking."""
     note: Note | None = None
+    replaced: tuple[str, ...] = ()
+    """The types of what the prompt has as short texts, since the model can't be shown it."""
 
 
 Event = Waiting | Reading | Thought | Text | CallBegan | CallArguments | CallEnded | Ended

@@ -53,12 +53,21 @@ class Launch:
         return "\n".join([*exports, shlex.join([self.program, *self.arguments, *more])])
 
 
+CLAUDE_MODELS = (
+    "ANTHROPIC_MODEL",
+    *(f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU", "FABLE")),
+    "CLAUDE_CODE_SUBAGENT_MODEL",
+)
+"""The variables in which Claude Code finds the model of its conversations, of the names that its
+subagents and small tasks use, and of its subagents.
+"""
+
+
 def _claude(server: Server) -> Launch:
-    models = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
     environment = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
-        **{f"ANTHROPIC_{name}": server.model for name in models},
+        **dict.fromkeys(CLAUDE_MODELS, server.model),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     if server.context:

@@ -31,6 +31,13 @@ OPENAI = {
 }
 """The type of an error in OpenAI's protocols, by status."""
 
+BAD_PICTURE, BAD_DOCUMENT = "invalid_picture", "invalid_document"
+"""The codes of a picture and a document that a model can't be shown."""
+FAMILIAR = {BAD_PICTURE: "could not process image", BAD_DOCUMENT: "could not process PDF"}
+"""Words by which Claude Code knows that it has to take a picture or a document out of the message.
+
+Without them it sends both again, in one message with the next that its user writes.
+"""
 THREAD_NOT_FOUND = "thread_not_found"
 """The code by which Anthropic's clients know that they have to send a conversation again."""
 
@@ -60,7 +67,8 @@ def anthropic_error(refused: RefusedError, request_id: str) -> dict[str, Any]:
     """Return Anthropic's object of an error, which is an event of a stream, too."""
     default = "invalid_request_error" if refused.status < 500 else "api_error"
     error: dict[str, Any] = {"type": ANTHROPIC.get(refused.status, default)}
-    error["message"] = refused.message
+    words = FAMILIAR.get(refused.code)
+    error["message"] = f"{refused.message} ({words})" if words else refused.message
     if refused.code == THREAD_NOT_FOUND:
         error["details"] = {"error_code": refused.code}
     return {"type": "error", "error": error, "request_id": request_id or None}

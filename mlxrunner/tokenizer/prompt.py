@@ -87,6 +87,8 @@ class Caller:
     """The names of the rules that changed the prompt."""
     cause: Callable[[Usage], KnownCause | None] = lambda usage: None
     """The function that finds the cause once the usage is known."""
+    replaced: tuple[str, ...] = ()
+    """The types of what the prompt has as short texts, since the model can't be shown it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -363,9 +363,6 @@ def test_thinking_that_says_nothing_is_left_out(
     assert answers.last.messages[1] == {"role": "assistant", "content": "a"}
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -373,8 +370,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": None}, "messages: input should be a valid list"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: input should be"),
         (
-            {"messages": [{"role": "assistant", "content": [IMAGE]}]},
-            "messages.0.content.0: content of type 'image' is not supported here, only text",
+            {"messages": [{"role": "user", "content": [{"type": "of_the_future"}]}]},
+            "messages.0.content.0: content of type 'of_the_future' is not supported here, only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
@@ -410,11 +407,10 @@ def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> 
         (b"{", "the body is not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model": NaN}', "not valid JSON"),
-        (b'{"model": "\\ud800"}', "not valid JSON"),
         (b"\xff", "not valid JSON"),
         (b"[]", "the body: "),
     ],
-    ids=["empty", "cut", "deep", "nan", "surrogate", "bytes", "list"],
+    ids=["empty", "cut", "deep", "nan", "bytes", "list"],
 )
 def test_a_broken_body(url: str, content: bytes, said: str) -> None:
     """It gets 400 with a reason, in their shape."""

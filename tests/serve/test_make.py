@@ -94,6 +94,34 @@ def test_a_forced_call_is_a_call_of_a_tool(
     assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize(
+    "described",
+    [
+        {},
+        {"parameters": None},
+        {"parameters": {}},
+        {"parameters": {"type": "object"}},
+        {"parameters": {"type": "object", "properties": {}, "required": []}},
+        {"parameters": {"$schema": "s", "title": "t", "properties": None}},
+    ],
+    ids=["missing", "null", "empty", "object", "no properties", "a title"],
+)
+@pytest.mark.exhaustive(8)
+def test_a_forced_call_of_a_tool_without_parameters_ends(
+    makers: dict[str, PromptMaker], family: str, described: dict[str, Any]
+) -> None:
+    """It has no arguments, though the model would write them without an end."""
+    maker = makers[family]
+    tools = [{"type": "function", "function": {"name": "ping", **described}}]
+    request = asked(tools=tools, tool_choice=ToolChoice("required"))
+    made = maker.make(request)
+    answer = constrained(maker, made, '"')
+    events = events_of(maker, made, request, answer)
+    (written,) = (event for event in events if isinstance(event, CallArguments))
+    assert json.loads(written.text) == {}
+
+
 def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
     makers: dict[str, PromptMaker],
 ) -> None:

@@ -387,23 +387,12 @@ def test_tokens_are_counted(client: openai.OpenAI, answers: Scripted) -> None:
     ("change", "said", "param"),
     [
         ({"input": []}, "input has to be a text or a list", "input"),
-        ({"input": [{"type": "computer_call"}]}, "input 0: {'type': 'computer_call'}", "input.0"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input 0: content of type 'input_image' is not supported",
             "input.0",
         ),
         ({"input": [{"role": "bot", "content": "a"}]}, "input: role 'bot' is not known", "input"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "a", "output": ""}]},
-            "input 0: there is no function_call with the call_id 'a'",
-            "input.0",
-        ),
-        (
-            {"input": [{"type": "item_reference", "id": "a"}]},
-            "input 0: the item 'a' is not kept",
-            "input.0",
-        ),
         ({"conversation": "a"}, "conversation: 'a' is not supported", "conversation"),
         ({"prompt": {"id": "a"}}, "prompt: {'id': 'a'} is not supported", "prompt"),
         ({"background": True}, "background: True is not supported", "background"),

@@ -285,8 +285,10 @@ CLOSED = {"type": "object"} | REST
 @pytest.mark.parametrize(
     ("schema", "held"),
     [
-        (None, {"type": "object"}),
-        ({"$schema": "x"}, {"type": "object"}),
+        (None, {**CLOSED, "properties": {}}),
+        ({"$schema": "x"}, {**CLOSED, "properties": {}}),
+        ({"type": "object"}, {**CLOSED, "properties": {}}),
+        ({"type": "object", "additionalProperties": True}, {"type": "object"}),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "the same"),
         (
             NAMES,

@@ -165,6 +165,8 @@ namespace functions {
 {%- if '<|channel|>' in message.content %}{{ raise_exception('You have passed a message containing \
 <|channel|> tags in the content field.') }}{% endif %}
 {%- if message.tool_calls %}
+{%- if message.content and message.thinking %}{{ raise_exception('Cannot pass both content and \
+thinking in an assistant message with tool calls!') }}{% endif %}
 {%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}\
 <|end|>{% endif %}
 {%- set call = message.tool_calls[0].function %}<|start|>assistant<|channel|>commentary \

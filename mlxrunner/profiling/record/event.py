@@ -100,6 +100,7 @@ def _client(caller: Caller, usage: Usage) -> ClientRequest:
         caller.session,
         caller.rules,
         None if found is None else found.name,
+        replaced=caller.replaced,
         **more,
     )
 

@@ -114,6 +114,8 @@ def _asker(caller: ClientRequest) -> str:
         said += f"; cause: {caller.cause}{where}"
     if caller.note is not None:
         said += f"; its answer: {caller.note}"
+    if caller.replaced:
+        said += f"; replaced by short texts: {', '.join(caller.replaced)}"
     if caller.rules:
         said += f"; rules that changed the prompt: {', '.join(caller.rules)}"
     return said

@@ -271,7 +271,9 @@ def _begin(opened: Opened, asked: Asked, causes: Causes) -> Begun:
     seen = causes.begin(asked, made, opened.name)
     cause = _once(partial(causes.end, seen))
     client = asked.client
-    caller = Caller(asked.id, client.name, client.session, tuple(made.rules), cause)
+    caller = Caller(
+        asked.id, client.name, client.session, tuple(made.rules), cause, replaced=made.replaced
+    )
     handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
     return Begun(made, handle, seen, cause)
 
@@ -331,6 +333,7 @@ def _end(
         stop_sequence=stop if ended == "stop_sequence" else None,
         thinking_tokens=splitter.thinking_tokens,
         note=splitter.note,
+        replaced=begun.made.replaced,
     )
 
 

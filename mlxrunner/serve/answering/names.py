@@ -19,6 +19,11 @@ from mlxrunner.serve.events import RefusedError
 
 LATEST = ":latest"
 """The tag that Ollama's clients add to a name."""
+CLAUDE = "claude-"
+"""The beginning of the names of Anthropic's models, which no other has.
+
+Their clients name several for their own tasks: titles, subagents, the check of commands.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class ModelNames:
     """Other names of models, from the config file."""
     only_first: bool = False
     """True if requests get no other model than the first."""
+    has_claude: bool = True
+    """True if a name of Anthropic's that no model has here means the first model."""
 
     @property
     def shown(self) -> str:
@@ -49,6 +56,8 @@ class ModelNames:
                 continue
             if name in EMBEDDED or (HUB_ID.fullmatch(name) and _is_here(name)):
                 return name
+        if self.has_claude and asked.startswith(CLAUDE):
+            return self.first
         known = list(self)
         raise RefusedError(
             404,

@@ -23,6 +23,7 @@ from mlxrunner.errors import (
 from mlxrunner.results import logger
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.shapes import BAD_PICTURE
 
 SOON = 5
 """Seconds after which a client may ask again for what is not there at the moment."""
@@ -39,7 +40,7 @@ STATUS: tuple[tuple[type[MlxrunnerError], int, str], ...] = (
     (OptionError, 400, "invalid_option"),
     (FormError, 400, "invalid_form"),
     (PicturesFullError, 503, "overloaded"),
-    (PictureError, 400, "invalid_picture"),
+    (PictureError, 400, BAD_PICTURE),
     (TimeLimitError, 504, "timeout"),
     (ModelError, 503, "model_unavailable"),
     (MemoryPlanError, 503, "model_too_large"),

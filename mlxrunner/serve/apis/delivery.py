@@ -76,15 +76,23 @@ class FrameResponse(StreamingResponse):
 
 
 async def stream(
-    request: Request, frames: AsyncGenerator[bytes, None], media_type: str, request_id: str
+    request: Request,
+    frames: AsyncGenerator[bytes, None],
+    media_type: str,
+    request_id: str,
+    more: Mapping[str, str] | None = None,
 ) -> FrameResponse:
-    """Return the response once its first frame is there, so that an early error has its status."""
+    """Return the response once its first frame is there, so that an early error has its status.
+
+    `more`: further headers.
+    """
     first = await while_connected(request, _first(frames))
     headers = {
         "cache-control": "no-cache",
         "x-accel-buffering": "no",
         "request-id": request_id,
         "x-request-id": request_id,
+        **(more or {}),
     }
     return FrameResponse(_behind(first, frames), media_type, headers=headers)
 

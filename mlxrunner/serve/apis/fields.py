@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
@@ -14,9 +14,11 @@ from mlxrunner.config.names import SAME
 from mlxrunner.config.option import names
 from mlxrunner.config.request_fields import is_known
 from mlxrunner.options import GenerateOptions
+from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import Ended, RefusedError
-from mlxrunner.templates.parts import Content, Shown, content_of, picture_of
+from mlxrunner.serve.shapes import BAD_DOCUMENT, BAD_PICTURE
+from mlxrunner.templates.parts import PartError, arguments_of_call, settled
 from mlxrunner.terminal.text import one_line
 
 LONGEST_NAME = 60
@@ -76,68 +78,42 @@ class Body(BaseModel):
 class Part(Body):
     """A part of a content. Its other fields depend on its type."""
 
-    type: str
+    type: str | None = None
 
 
-def text_of(where: str, content: str | list[Part] | None, types: tuple[str, ...], by: str) -> str:
-    """Return the text of a content: its parts of `types`, with `by` between them.
-
-    `where` names the content for errors. Raise RefusedError for a part that is not text.
-    """
+def plain(content: str | Sequence[str | Part] | None) -> Any:
+    """Return a content as the JSON that it was."""
     if content is None or isinstance(content, str):
-        return content or ""
-    return by.join(
-        part_text(f"{where}.{number}", part, types) for number, part in enumerate(content)
-    )
+        return content
+    return [one if isinstance(one, str) else _fields(one) for one in content]
 
 
-def content_with(
-    where: str,
-    content: str | list[Part] | None,
-    types: tuple[str, ...],
-    by: str,
-    picture: Callable[[str, Mapping[str, Any]], Shown | None],
-) -> Content:
-    """Return a content as `text_of` does, with its pictures among the texts.
+def _fields(part: Part) -> dict[str, Any]:
+    extra = part.model_extra or {}
+    return dict(extra) if part.type is None else {"type": part.type, **extra}
 
-    `picture` returns the picture of a part, if it is one. It also gets the part's name for errors.
+
+def shown_messages(
+    messages: Sequence[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return messages as `Asked` has them, and the types of the parts that became short texts.
+
+    Arguments of calls that are no JSON object are the text of one argument. Raise RefusedError for
+    a part that the user has just sent and a model can't be shown.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
-    found = list[str | Shown]()
-    for number, part in enumerate(content):
-        place, fields = f"{where}.{number}", {"type": part.type, **(part.model_extra or {})}
-        found.append(picture(place, fields) or part_text(place, part, types))
-    return content_of(found, by)
-
-
-def openai_picture(where: str, part: Mapping[str, Any]) -> Shown | None:
-    """Return the picture of a part in one of OpenAI's forms; None if it is no picture.
-
-    Raise RefusedError if it is one in another form.
-    """
-    found = picture_of(part)
-    if found is None and part["type"] in ("image_url", "input_image"):
-        raise RefusedError(
-            400,
-            f"{where}.image_url: it has to be a URL that begins as data:image/png;base64,",
-            param=f"{where}.image_url",
-        )
-    return found
-
-
-def part_text(where: str, part: Part, types: tuple[str, ...]) -> str:
-    """Return the text of a part. Raise RefusedError if it is not a text."""
-    text = (part.model_extra or {}).get("text")
-    if part.type in types and isinstance(text, str):
-        return text
-    if part.type in types:
-        raise RefusedError(400, f"{where}.text: it has to be a text", param=f"{where}.text")
-    raise RefusedError(
-        400,
-        f"{where}: content of type {part.type!r:.60} is not supported here, only text",
-        param=where,
-    )
+    try:
+        found, kinds = settled(messages)
+    except PartError as error:
+        code = {"picture": BAD_PICTURE, "document": BAD_DOCUMENT}.get(error.kind, "invalid_request")
+        where = error.where.replace(" ", ".")
+        raise RefusedError(400, str(error), code=code, param=where) from error
+    for message in found:
+        for call in message.get("tool_calls", ()):
+            arguments, is_object = arguments_of_call(call["function"]["arguments"])
+            call["function"]["arguments"] = arguments
+            if not is_object:
+                kinds = tuple(sorted({*kinds, "arguments"}))
+    return found, kinds
 
 
 OPTIONS = frozenset((*names(GenerateOptions), *SAME))
@@ -161,6 +137,8 @@ def report(ended: Ended, left_out: Sequence[str] = ()) -> dict[str, Any]:
     body = ended.cache.body
     if ended.note:
         body["note"] = ended.note.text
+    if ended.replaced:
+        body["replaced"] = list(ended.replaced)
     if left_out:
         body["left_out"] = list(left_out[:MOST_LEFT_OUT])
     return body
@@ -172,4 +150,22 @@ def headers(asked: Asked, ended: Ended) -> dict[str, str]:
         "x-mlxrunner-cache": ended.cache.header,
         "request-id": asked.id,
         "x-request-id": asked.id,
+        **replaced_header(ended.replaced),
     }
+
+
+def replaced_before(asked: Asked, answers: Answers) -> dict[str, str]:
+    """Return what `replaced_header` can say of a stream, before its prompt is made."""
+    has_picture = any(
+        part["type"] == "image"
+        for message in asked.messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+    )
+    unseen = ["picture"] if has_picture and not answers.card(asked.model).sees else []
+    return replaced_header(sorted({*asked.replaced, *unseen}))
+
+
+def replaced_header(kinds: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the types of what became short texts, if anything did."""
+    return {"x-mlxrunner-replaced": ", ".join(kinds)} if kinds else {}

@@ -93,9 +93,12 @@ def _problem(errors: Sequence[Any]) -> str:
     return f"it has to be {' or '.join(dict.fromkeys(either))}, not {shown(first['input'])}"
 
 
+_BRANCHES = ("str", "int", "float", "bool", "Part")
+
+
 def _is_branch(part: object) -> bool:
     """Return True if a part of a place names a type of a union, not a field."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
 
 
 def _lower(message: str) -> str:

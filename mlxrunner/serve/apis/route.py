@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -36,12 +38,20 @@ class CheckedRequest(Request):
     """A request whose body is JSON that can be written as JSON again."""
 
     async def json(self) -> Any:
-        """Return the body. Raise HTTPException if it is not JSON.
+        """Return the body. Raise HTTPException if it is not JSON, as NaN is not.
 
-        NaN, numbers beyond floats and halves of characters (lone surrogates) are none.
+        Half of a character is U+FFFD: programs cut texts within an emoji, and send what is left
+        with each request from then on.
         """
+        body = await self.body()
         try:
-            return msgspec.json.decode(await self.body())
+            try:
+                return msgspec.json.decode(body)
+            except msgspec.ValidationError:
+                raise
+            except (msgspec.MsgspecError, UnicodeError):
+                whole = await asyncio.to_thread(_with_whole_characters, body)
+                return msgspec.json.decode(whole)
         except msgspec.ValidationError as error:  # nothing but a number can be one too many
             raise HTTPException(
                 400,
@@ -52,6 +62,24 @@ class CheckedRequest(Request):
             raise HTTPException(400, "the body is nested too deeply") from error
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+
+
+_SURROGATE = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?P<rest>\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F]..)"
+)
+"""Half of a character as an escape, or a whole one of two escapes."""
+
+
+def _with_whole_characters(body: bytes) -> bytes:
+    """Return a JSON text with U+FFFD in place of each half of a character."""
+    parts, at = list[bytes](), 0
+    while found := _SURROGATE.search(body, at):
+        before = body[at : found.start()]
+        is_text = (len(before) - len(before.rstrip(b"\\"))) % 2  # the backslash itself is escaped
+        at = found.start() + 2 if is_text else found.end()
+        whole = body[found.start() : at] if is_text or found["rest"] else rb"\ufffd"
+        parts += [before, whole]
+    return b"".join([*parts, body[at:]]).decode(errors="replace").encode()
 
 
 def route_class(write_error: WriteError, prefix: str, *, any_type: bool = False) -> type[APIRoute]:

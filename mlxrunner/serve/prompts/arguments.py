@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-ANY: dict[str, Any] = {"type": "object"}
+ANY: dict[str, Any] = {"type": "object", "additionalProperties": True}
 """The schema of arguments that may be any object."""
+NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of the arguments of a tool that takes none."""
+_SAYS_NOTHING = frozenset(("type", "title", "description", "$id", "$comment", "examples"))
+"""Keys of a schema that say of an object neither what it has nor that it may have anything."""
 ROOTS = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
 """Keys of a schema that say by themselves that it is one of objects."""
 _JOINED = frozenset(("$ref", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"))
@@ -22,7 +26,7 @@ def name_of(tool: Mapping[str, Any]) -> str:
 
 
 def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments; that of any object if its description has none.
+    """Return the schema of a tool's arguments; `NONE` if its description names none.
 
     Objects that list their properties have no others, unless the schema asks for them. A model that
     may write others does not always come to an end.
@@ -30,9 +34,19 @@ def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     schema = function.get("parameters") if isinstance(function, Mapping) else None
     if not isinstance(schema, Mapping):
-        return ANY
-    kept = {name: value for name, value in schema.items() if name != "$schema"}
-    kept = kept if kept.keys() & ROOTS else ANY | kept
+        return NONE
+    if schema == ANY:
+        return {"type": "object"}
+    lists = ("properties", "required")
+    kept = {
+        key: one
+        for key, one in schema.items()
+        if key != "$schema" and not (one is None and key in lists)
+    }
+    said = {key for key, one in kept.items() if one or key not in lists}
+    if said <= _SAYS_NOTHING and kept.get("type") in (None, "object"):
+        return NONE
+    kept = kept if kept.keys() & ROOTS else {"type": "object"} | kept
     return kept if any(map(_is_joined, _schemas(kept))) else _closed(kept)
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlxrunner.cache.tokens import TokenArray, as_tokens, words
-from mlxrunner.errors import ContextLengthError, MlxrunnerError, PictureError, PromptError
+from mlxrunner.errors import (
+    ContextLengthError,
+    MlxrunnerError,
+    PictureError,
+    PicturesFullError,
+    PromptError,
+    ReadError,
+)
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import Chunk
@@ -29,12 +36,14 @@ from mlxrunner.serve.prompts.split import AnswerSplitter
 from mlxrunner.serve.prompts.strict import StartConstraint, StrictCalls
 from mlxrunner.templates.continuing import continued, is_continued
 from mlxrunner.templates.messages import (
+    PICTURE,
     CheckedMessages,
     PlainMessage,
     check_message,
     check_messages,
     has_picture,
 )
+from mlxrunner.templates.parts import UNREAD_PICTURE, own_message, without_pictures
 from mlxrunner.templates.remembered import ENTRY, Remembered, footprint
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
@@ -58,6 +67,8 @@ class Made:
     """Options of `ParallelRunner.submit`."""
     rules: tuple[str, ...] = ()
     """The names of the rules that changed the prompt."""
+    replaced: tuple[str, ...] = ()
+    """The types of what the prompt has as short texts, since the model can't be shown it."""
     opens: str = ""
     """The end of the prompt before a forced call, which may have opened the thinking."""
     forced: Forced | None = None
@@ -183,7 +194,7 @@ class PromptMaker:
 
     def _conversation(self, asked: Asked, began: float, context: int | None) -> Made:
         shown = None if self._eyes is None else Shown(self._eyes)
-        known = self._checked(asked.messages, shown)
+        known, unseen = self._checked(asked.messages, shown)
         source = [one.message for one in known]
         draft = Draft(list(map(self._with_thinking, source)), list(map(dict, asked.tools)))
         is_open = is_continued(source, asked.options.get("continue_final_message"))
@@ -222,6 +233,7 @@ class PromptMaker:
             replace(prompt, constraint=constraint, pictures=len(views), views=views),
             _options(asked) | self._limits(asked, call),
             rules,
+            tuple(sorted({*asked.replaced, *unseen})),
             opens,
             call,
             text[:header] if is_open else rendered,
@@ -280,21 +292,31 @@ class PromptMaker:
 
     def _checked(
         self, messages: Sequence[Mapping[str, Any]], shown: Shown | None
-    ) -> Sequence[_Known]:
-        """Return the messages of a client, checked. Raise PromptError or PictureError."""
+    ) -> tuple[Sequence[_Known], Sequence[str]]:
+        """Return the messages of a client, checked, and the types of what texts stand for.
+
+        Raise PromptError or PictureError.
+        """
         if not messages:
             check_messages(messages)  # raises
-        known = []
+        known, unseen, own = list[_Known](), list[str](), own_message(messages)
+        marker = None if self._eyes is None else self._eyes.tokenizer.marker
         for index, message in enumerate(messages):
+            if marker and not (index == own and has_picture(message)):
+                message = _without_marker(message, marker)
             if has_picture(message):
-                known.append(_seen(index, message, shown))
-                continue
+                if index != own:
+                    message, count = _seen_before(index, message, shown)
+                    unseen += ["picture"] * count
+                if has_picture(message):
+                    known.append(_seen(index, message, shown))
+                    continue
             try:
                 known.append(self._known(message))
             except PromptError:
                 check_message(index, message)  # names it
                 raise
-        return known
+        return known, unseen
 
     def _digest(self, message: Mapping[str, Any]) -> bytes:
         """Return the digest of a message that a rule has changed."""
@@ -357,10 +379,46 @@ class PromptMaker:
         return {}
 
 
+def _without_marker(value: Any, marker: str) -> Any:
+    """Return a message whose texts don't hold the text that stands for a picture."""
+    if isinstance(value, str):
+        return value.replace(marker, f"{marker[:1]} {marker[1:]}") if marker in value else value
+    if isinstance(value, Mapping):
+        return {key: _without_marker(one, marker) for key, one in value.items()}
+    return [_without_marker(one, marker) for one in value] if isinstance(value, list) else value
+
+
+def _seen_before(
+    index: int, message: Mapping[str, Any], shown: Shown | None
+) -> tuple[Mapping[str, Any], int]:
+    """Return a message without the pictures that can't be seen, and their number.
+
+    It is not what the user has just sent: a client repeats it whatever it is told. Raise
+    PicturesFullError if there is no room for a picture at the moment.
+    """
+    if shown is None or message.get("role") not in SHOW:
+        count = sum(part["type"] == "image" for part in message["content"])
+        return {**message, "content": without_pictures(message["content"])}, count
+    found, count = list[dict[str, Any]](), 0
+    for part in message["content"]:
+        if part["type"] == "text":
+            found.append({"type": "text", "text": part["text"].replace(PICTURE, "\ufffd")})
+            continue
+        try:
+            shown.see(part["image"], f"message {index}")
+            found.append(part)
+        except PicturesFullError:
+            raise
+        except (PictureError, ReadError):
+            found.append({"type": "text", "text": UNREAD_PICTURE})
+            count += 1
+    return {**message, "content": found}, count
+
+
 def _seen(index: int, message: Mapping[str, Any], shown: Shown | None) -> _Known:
     """Return a message with pictures, checked. Raise PromptError or PictureError."""
     if shown is None:
-        raise PromptError(
+        raise PictureError(
             f"message {index} has a picture, and this model sees none here: start the server with "
             "--pictures, and ask a model that sees"
         )

@@ -131,6 +131,38 @@ class Probe:
         except (PromptError, OptionError):
             return not self.writes_calls
 
+    @cached_property
+    def takes_unpaired(self) -> bool:
+        """True if a call needs no result right behind it, and a result no call before it."""
+        return all(
+            self._writes(roles, **tools)
+            for roles in ("ucu", "ucau", "ucut", "ut", "utau", "ucauta")
+            for tools in ([{}, {"tools": [TOOL]}] if self.writes_tools else [{}])
+        )
+
+    @cached_property
+    def takes_text_and_thinking(self) -> bool:
+        """True if a message with a call may have a text and thinking beside it."""
+        name = "reasoning_content" if self.takes_thinking else "thinking"
+        messages = _messages("uct")
+        messages[1] |= {"content": "probetext", name: "probethought"}
+        return self._takes(messages)
+
+    @cached_property
+    def takes_channels(self) -> bool:
+        """True if an answer may have the tags of channels in its text and in its thinking."""
+        tag = "<|channel|>final<|message|>a<|channel|>analysis<|message|>"
+        messages = _messages("uau")
+        messages[1] |= {"content": tag, "thinking": tag}
+        return self._takes(messages)
+
+    def _takes(self, messages: list[Any]) -> bool:
+        try:
+            self._render(messages, **({"tools": [TOOL]} if self.writes_tools else {}))
+        except (PromptError, OptionError):
+            return False
+        return True
+
     @property
     def takes_thinking(self) -> bool:
         """True if the template reads the field `reasoning_content`."""

@@ -173,6 +173,91 @@ def write_calls(draft: Draft, probe: Probe) -> Draft:
     return replace(draft, messages=[_call_as_text(message) for message in draft.messages])
 
 
+NO_RESULT = "[no result]"
+"""Stands for the result of a call that the conversation has none for."""
+
+
+def pair_results(draft: Draft, probe: Probe) -> Draft:
+    """Put each result behind its call, if the template takes none alone."""
+    has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
+    if not has_calls or probe.takes_unpaired:
+        return draft
+    messages: Messages = []
+    paired, last = set[int](), len(draft.messages) - 1
+    for number, message in enumerate(draft.messages):
+        if number in paired:
+            continue
+        messages.append(_call_as_text(message) if message["role"] == "tool" else message)
+        for call in message.get("tool_calls", ()) if number < last else ():
+            at = _result_of(call, draft.messages, number, paired)
+            if at is None:
+                lost = {"role": "tool", "content": NO_RESULT, "tool_call_id": call.get("id", "")}
+                messages.append(lost)
+            else:
+                paired.add(at)
+                messages.append(draft.messages[at])
+    return replace(draft, messages=messages)
+
+
+def _result_of(
+    call: Mapping[str, Any], messages: Messages, begin: int, paired: set[int]
+) -> int | None:
+    """Return the number of the result of a call in message `begin`, before the next answer."""
+    for number in range(begin + 1, len(messages)):
+        role = messages[number]["role"]
+        if role == "assistant":
+            return None
+        identity = messages[number].get("tool_call_id")
+        if role == "tool" and number not in paired and identity == call.get("id", identity):
+            return number
+    return None
+
+
+def text_in_thinking(draft: Draft, probe: Probe) -> Draft:
+    """Append the text before a call to the thinking, if the template takes only one of them."""
+    if not any(_thinks_and_says(one) for one in draft.messages) or probe.takes_text_and_thinking:
+        return draft
+    messages: Messages = []
+    for message in draft.messages:
+        if name := _thinks_and_says(message):
+            whole = message[name] + JOINT + message["content"]
+            message = {**message, name: whole, "content": ""}
+        messages.append(message)
+    return replace(draft, messages=messages)
+
+
+def _thinks_and_says(message: Mapping[str, Any]) -> str | None:
+    """Return the field of the thinking of a message that has a text and a call beside it."""
+    if not message.get("tool_calls") or not message["content"]:
+        return None
+    return next((name for name in ("reasoning_content", "thinking") if message.get(name)), None)
+
+
+CHANNEL = "<|channel|>"
+
+
+def without_channels(draft: Draft, probe: Probe) -> Draft:
+    """Break up the tags of channels in answers, if the template refuses them there."""
+    if not any(CHANNEL in text for one in draft.messages for text in _said(one).values()):
+        return draft
+    if probe.takes_channels:
+        return draft
+    broken = CHANNEL.replace("|", "")
+    messages = [
+        one | {name: text.replace(CHANNEL, broken) for name, text in _said(one).items()}
+        for one in draft.messages
+    ]
+    return replace(draft, messages=messages)
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of an answer by their fields; nothing of another message."""
+    if message["role"] != "assistant":
+        return {}
+    names = ("content", "reasoning_content", "thinking")
+    return {name: message[name] for name in names if message.get(name)}
+
+
 def one_call_a_message(draft: Draft, probe: Probe) -> Draft:
     """Write several calls as several messages, if the template takes only one."""
     if probe.takes_two_calls or all(len(m.get("tool_calls", ())) < 2 for m in draft.messages):
@@ -243,7 +328,10 @@ def join_roles(draft: Draft, probe: Probe) -> Draft:
     messages: Messages = []
     for message in draft.messages:
         last = messages[-1] if messages else {"role": ""}
-        if message["role"] == last["role"] and message["role"] in ("user", "assistant"):
+        is_call_after_text = message.get("tool_calls") and last["role"] == "assistant"
+        if is_call_after_text and last["content"] and not probe.takes_text_beside_calls:
+            messages += [{"role": "user", "content": ""}, message]  # joined, the text would be lost
+        elif message["role"] == last["role"] and message["role"] in ("user", "assistant"):
             joined = _joined(last, message["content"])
             calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
             joined |= {"tool_calls": calls} if calls else {}

@@ -81,6 +81,28 @@ RULES: tuple[Rule, ...] = (
         rewriting.write_calls,
     ),
     Rule(
+        "results-behind-calls",
+        "Puts each result behind its call; a call without one gets `[no result]`, and a result "
+        "without a call becomes a text of the user.",
+        "The template refuses a call without its result, or a result without its call.",
+        "all with tools, after an interruption or a compaction; Mistral, gpt-oss",
+        rewriting.pair_results,
+    ),
+    Rule(
+        "text-in-thinking",
+        "Appends the text before a call to the thinking before it.",
+        "The template refuses text and thinking in one message with a call.",
+        "all with tools; gpt-oss",
+        rewriting.text_in_thinking,
+    ),
+    Rule(
+        "channel-tags",
+        "Writes the tag `<|channel|>` in earlier answers as `<channel>`.",
+        "The template refuses an answer with such a tag, and so each later request.",
+        "agents that work on chat templates; gpt-oss",
+        rewriting.without_channels,
+    ),
+    Rule(
         "one-call-a-message",
         "Writes several calls of one message as several messages, each before its result.",
         "The template refuses a message with two calls.",

@@ -206,3 +206,16 @@ def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
     said = " ".join(explained(known).split())
     assert "cause: changing-date in message 0" in said
     assert f"What to change: {report.remedy}" in said
+
+
+@pytest.mark.parametrize("model", ["claude-haiku-4-5", "claude-opus-4-1[1m]", "claude-x:latest"])
+def test_a_name_of_anthropics_models_means_the_first_model(model: str) -> None:
+    """Unless an alias has it, or the server's user has turned that off."""
+    assert ModelNames("first").find(model) == "first"
+    assert ModelNames("first", {model: "demo"}).find(model) == "demo"
+    assert ModelNames("first", {}, only_first=True).find(model) == "first"
+    assert not any("claude" in name for name in ModelNames("first", only_first=True))
+    with pytest.raises(RefusedError, match="there is no model claude"):
+        ModelNames("first", has_claude=False).find(model)
+    with pytest.raises(RefusedError, match="there is no model my-claude"):
+        ModelNames("first").find("my-claude-3")

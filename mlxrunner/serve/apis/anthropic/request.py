@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mlxrunner.serve.apis.fields import Body, Part, content_with, part_text, text_of, unread
+from mlxrunner.serve.apis.fields import Body, Part, plain, shown_messages, unread
 from mlxrunner.serve.apis.openai.options import options_of
 from mlxrunner.serve.asked import Asked, Client, ToolChoice
 from mlxrunner.serve.events import RefusedError
 from mlxrunner.serve.shapes import THREAD_NOT_FOUND
-from mlxrunner.templates.parts import Shown, content_of
+from mlxrunner.templates.parts import Parts, item_text, parts_of
 
 BETWEEN = "\n"
 """The text between the blocks of a system prompt, of a user's message, of a result."""
@@ -66,7 +66,7 @@ class Message(Body):
     """A message of the conversation. Messages of the system may stand anywhere."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Part]
+    content: str | list[Part | str]
 
 
 class CountRequest(Body):
@@ -74,7 +74,7 @@ class CountRequest(Body):
 
     model: str = ""
     messages: list[Message] = Field(min_length=1)
-    system: str | list[Part] | None = None
+    system: str | list[Part | str] | None = None
     tools: list[Tool] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
@@ -101,13 +101,14 @@ def read(body: CountRequest, client: Client, request_id: str) -> Asked:
     tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
     choice = body.tool_choice
     output = body.output_config or Output()
-    messages = list(_messages(body))
+    messages, replaced = shown_messages(list(_messages(body)))
     if isinstance(body, MessageRequest):
         _refuse_space(len(body.messages) - 1, messages[-1])
     return Asked(
         protocol="anthropic",
         model=body.model,
         messages=messages,
+        replaced=replaced,
         tools=tools,
         tool_choice=_choice(choice, {tool["function"]["name"] for tool in tools}),
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
@@ -166,7 +167,13 @@ def left_out(body: CountRequest) -> tuple[str, ...]:
 def marks_cache(body: CountRequest) -> bool:
     """Return True if the body has a mark `cache_control` anywhere."""
     contents = [body.system, *(message.content for message in body.messages)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
+    parts = [
+        part
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+        if isinstance(part, Part)
+    ]
     marked: list[Body] = [body, *(body.tools or ()), *parts]
     return any((one.model_extra or {}).get("cache_control") for one in marked)
 
@@ -223,38 +230,38 @@ def _options(body: MessageRequest, output: Output) -> dict[str, Any]:
 
 
 def _messages(body: CountRequest) -> Iterator[dict[str, Any]]:
-    """Yield the messages in OpenAI's form, in their order."""
+    """Yield the messages in OpenAI's form with `Parts` as contents, in their order."""
     if body.system:
-        content = text_of("system", body.system, ("text",), BETWEEN)
-        yield {"role": "system", "content": content}
+        yield {"role": "system", "content": parts_of("system", plain(body.system), BETWEEN)}
     for number, message in enumerate(body.messages):
-        where = f"messages.{number}.content"
-        if isinstance(message.content, str):
-            yield {"role": message.role, "content": message.content}
+        where, content = f"messages.{number}.content", plain(message.content)
+        is_last = number == len(body.messages) - 1
+        if isinstance(content, str) or message.role == "system":
+            yield {"role": message.role, "content": parts_of(where, content, BETWEEN)}
         elif message.role == "assistant":
-            yield _answer(where, message.content)
-        elif message.role == "system":
-            yield {"role": "system", "content": text_of(where, message.content, ("text",), BETWEEN)}
+            yield _answer(where, content)
         else:
-            yield from _user(where, message.content)
+            yield from _user(where, content, is_last=is_last)
 
 
-def _answer(where: str, parts: list[Part]) -> dict[str, Any]:
+def _answer(where: str, blocks: list[Any]) -> dict[str, Any]:
     """Return the message of an earlier answer: its texts, its thinking, its calls."""
-    texts, thoughts, calls = [], [], []
-    for number, part in enumerate(parts):
-        extra = part.model_extra or {}
-        match part.type, extra:
-            case "thinking", {"thinking": str(thought)}:
-                thoughts.append(thought)
-            case "redacted_thinking", _:
+    content, thoughts, calls = Parts(), list[str](), list[dict[str, Any]]()
+    for number, block in enumerate(blocks):
+        match block:
+            case {"type": "thinking"}:
+                if isinstance(thought := block.get("thinking"), str):
+                    thoughts.append(thought)
+            case {"type": "redacted_thinking"}:
                 pass  # another server's thinking, which nobody here can read
-            case "tool_use", {"id": str(call), "name": str(name), "input": dict(given)}:
-                function = {"name": name, "arguments": given}
+            case {"type": "tool_use", "id": str(call), "name": str(name), **rest}:
+                function = {"name": name, "arguments": rest.get("input")}
                 calls.append({"id": call, "type": "function", "function": function})
+            case {"type": "image"}:
+                content.append(item_text(f"{where}.{number}", {"type": "picture"}))
             case _:
-                texts.append(part_text(f"{where}.{number}", part, ("text",)))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+                content += parts_of(f"{where}.{number}", block)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -262,65 +269,31 @@ def _answer(where: str, parts: list[Part]) -> dict[str, Any]:
     return message
 
 
-def _user(where: str, parts: list[Part]) -> Iterator[dict[str, Any]]:
+def _user(where: str, blocks: list[Any], *, is_last: bool) -> Iterator[dict[str, Any]]:
     """Yield the messages of a user's blocks: results of tools are messages of their own."""
-    own: list[str | Shown] = []
-    for number, part in enumerate(parts):
-        place, extra = f"{where}.{number}", part.model_extra or {}
-        if part.type != "tool_result":
-            own.append(_picture(place, {"type": part.type, **extra}) or _user_text(place, part))
+    own = Parts(by=BETWEEN)
+    for number, block in enumerate(blocks):
+        place = f"{where}.{number}"
+        if not isinstance(block, dict) or block.get("type") != "tool_result":
+            own += parts_of(place, block, BETWEEN)
             continue
         if own:
-            yield {"role": "user", "content": content_of(own, BETWEEN)}
-            own = []
-        yield _result(place, extra)
-    if own or not parts:
-        yield {"role": "user", "content": content_of(own, BETWEEN)}
+            yield {"role": "user", "content": own}
+            own = Parts(by=BETWEEN)
+        yield _result(place, block, is_last=is_last)
+    if own or not blocks:
+        yield {"role": "user", "content": own}
 
 
-def _user_text(where: str, part: Part) -> str:
-    """Return the text of a block: a text, or a document that is plain text."""
-    match part.type, (part.model_extra or {}).get("source"):
-        case "document", {"type": "text", "data": str(text)}:
-            return text
-    return part_text(where, part, ("text",))
-
-
-def _picture(where: str, block: Mapping[str, Any]) -> Shown | None:
-    """Return the picture of a block; None if it is no picture. Raise RefusedError."""
-    if block["type"] != "image":
-        return None
-    match block.get("source"):
-        case {"type": "base64", "data": str(data)}:
-            return Shown(data)
-        case {"type": "url", "url": str(url)}:
-            return Shown(url)
-    raise RefusedError(
-        400,
-        f'{where}.source: it has to be {{"type": "base64", "media_type": text, "data": text}}',
-        param=f"{where}.source",
-    )
-
-
-def _result(where: str, extra: dict[str, Any]) -> dict[str, Any]:
+def _result(where: str, block: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
     """Return the message of a tool's result. One that says nothing says at least that it failed."""
-    call, content = extra.get("tool_use_id"), extra.get("content")
+    call = block.get("tool_use_id")
     if not isinstance(call, str):
         name = f"{where}.tool_use_id"
-        raise RefusedError(400, f"{name}: it has to be the id of a tool_use block", param=name)
-    name = f"{where}.content"
-    text = content_with(name, _parts(name, content), ("text",), BETWEEN, _picture)
-    if extra.get("is_error") and not text:
-        text = "error"
-    return {"role": "tool", "tool_call_id": call, "content": text}
-
-
-def _parts(where: str, content: Any) -> str | list[Part] | None:
-    """Return the content of a result, checked. Raise RefusedError."""
-    if content is None or isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("type"), str) for part in content
-    ):
-        return [Part.model_validate(part) for part in content]
-    raise RefusedError(400, f"{where}: it has to be a text or a list of blocks", param=where)
+        if is_last:
+            raise RefusedError(400, f"{name}: it has to be the id of a tool_use block", param=name)
+        call = ""
+    content = parts_of(f"{where}.content", block.get("content"), BETWEEN)
+    if block.get("is_error") and not any(content):
+        content = Parts(["error"])
+    return {"role": "tool", "tool_call_id": call, "content": content}

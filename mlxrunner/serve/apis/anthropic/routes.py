@@ -15,7 +15,7 @@ from mlxrunner.serve.apis.anthropic.request import (
 )
 from mlxrunner.serve.apis.anthropic.writing import StreamWriter, message_body
 from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_connected
-from mlxrunner.serve.apis.fields import headers
+from mlxrunner.serve.apis.fields import headers, replaced_before
 from mlxrunner.serve.apis.route import client_of, route_class
 from mlxrunner.serve.apis.whole import merged, whole
 from mlxrunner.serve.events import RefusedError
@@ -36,7 +36,8 @@ def router(answers: Answers) -> APIRouter:
         if body.stream:
             writer = StreamWriter(asked, is_marked=marked, left_out=out)
             events = merged(answers, [asked])
-            return await stream(request, frames(events, writer), EVENT_STREAM, asked.id)
+            said = replaced_before(asked, answers)
+            return await stream(request, frames(events, writer), EVENT_STREAM, asked.id, said)
         answer = await while_connected(request, whole(answers, asked))
         written = message_body(asked, answer, is_marked=marked, left_out=out)
         return JSONResponse(written, headers=headers(asked, answer.end))

@@ -13,11 +13,11 @@ from mlxrunner.batch.fields import ANY_OBJECT
 from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.apis.fields import OPTIONS, Body, unread
+from mlxrunner.serve.apis.fields import OPTIONS, Body, shown_messages, unread
 from mlxrunner.serve.apis.openai.options import checked_effort, options_of
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.templates.parts import Content, Shown, content_of
+from mlxrunner.templates.parts import UNREAD_PICTURE, Parts, Shown, StandIn
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """Seconds of each unit of a duration."""
@@ -30,17 +30,21 @@ class Call(Body):
     class Function(Body):
         """A function: what it is called, and with what."""
 
-        name: str
-        arguments: dict[str, Any] = Field(default_factory=dict)
+        name: str = "unknown"
+        arguments: Any = None
+        """An object. Another value, of an answer that was cut off, is taken, too."""
 
     id: str | None = None
-    function: Function
+    function: Function = Function()
 
 
 class Message(Body):
     """A message of the conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function", "thinking"]
+    """"function" is the older name of "tool"; the content of "thinking" is that of the answer
+    behind it.
+    """
     content: str = ""
     thinking: str | None = None
     tool_calls: list[Call] | None = None
@@ -90,12 +94,14 @@ def read(body: ChatRequest | GenerateRequest, client: Client, request_id: str) -
     is_raw = isinstance(body, GenerateRequest) and body.raw
     if isinstance(body, GenerateRequest) and body.raw and body.images:
         raise RefusedError(400, "images: a raw prompt has no place for pictures", param="images")
+    messages, replaced = shown_messages(() if is_raw else list(_messages(body)))
     level = body.think if isinstance(body.think, str) else None
     thinking = body.think if isinstance(body.think, bool) else None
     return Asked(
         protocol="ollama",
         model=body.model,
-        messages=() if is_raw else list(_messages(body)),
+        messages=messages,
+        replaced=replaced,
         prompt=body.prompt if is_raw and isinstance(body, GenerateRequest) else None,
         tools=_tools(body.tools or []) if isinstance(body, ChatRequest) else (),
         thinking=True if level else thinking,
@@ -148,33 +154,38 @@ def _messages(body: ChatRequest | GenerateRequest) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": _content("images", body.prompt or "", body.images)}
         return
     waiting: list[str] = []
+    thought = ""
     for number, message in enumerate(body.messages or ()):
+        if message.role == "thinking":
+            thought += message.content
+            continue
         content = _content(f"messages.{number}.images", message.content, message.images)
-        found: dict[str, Any] = {"role": message.role, "content": content}
-        if message.role == "assistant":
-            if message.thinking:
-                found["reasoning_content"] = message.thinking
+        role = "tool" if message.role == "function" else message.role
+        found: dict[str, Any] = {"role": role, "content": content}
+        if role == "assistant":
+            if message.thinking or thought:
+                found["reasoning_content"] = thought + (message.thinking or "")
             if message.tool_calls:
                 found["tool_calls"] = _calls(number, message.tool_calls)
                 waiting = [call["id"] for call in found["tool_calls"]]
-        elif message.role == "tool":
+        elif role == "tool":
             found["tool_call_id"] = message.tool_call_id or (
                 waiting.pop(0) if waiting else f"call_{number}"
             )
             if message.tool_name:
                 found["name"] = message.tool_name
+        thought = ""
         yield found
 
 
-def _content(where: str, text: str, images: list[Any] | None) -> Content:
-    """Return a text behind its pictures. Raise RefusedError."""
-    if not images:
-        return text
-    for number, image in enumerate(images):
-        if not isinstance(image, str):
-            name = f"{where}.{number}"
-            raise RefusedError(400, f"{name}: a picture has to be base64", param=name)
-    return content_of([*map(Shown, images), text])
+def _content(where: str, text: str, images: list[Any] | None) -> Parts:
+    """Return a text behind its pictures, with a stand-in for each that is none."""
+    found = Parts()
+    for number, image in enumerate(images or ()):
+        why, name = "a picture has to be base64", f"{where}.{number}"
+        is_text = isinstance(image, str)
+        found.append(Shown(image) if is_text else StandIn("picture", UNREAD_PICTURE, name, why))
+    return Parts([*found, text])
 
 
 def _calls(number: int, calls: list[Call]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from mlxrunner.models.resolve import HUB_ID, folder_if_here
 from mlxrunner.models.resolve import pull as pull_model
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import frames, stream, while_connected
-from mlxrunner.serve.apis.fields import Body, headers
+from mlxrunner.serve.apis.fields import Body, headers, replaced_before
 from mlxrunner.serve.apis.ollama.catalog import described, listed, running
 from mlxrunner.serve.apis.ollama.pulling import Pull, lines, present, progress
 from mlxrunner.serve.apis.ollama.request import (
@@ -73,7 +73,7 @@ def router(answers: Answers, pull: Pull = pull_model) -> APIRouter:
             return JSONResponse(shape.empty("unload" if seconds == 0 else "load"))
         if body.stream:
             source = frames(merged(answers, [asked]), StreamWriter(shape))
-            return await stream(request, source, NDJSON, asked.id)
+            return await stream(request, source, NDJSON, asked.id, replaced_before(asked, answers))
         found = await while_connected(request, whole(answers, asked))
         return JSONResponse(shape.whole(found), headers=headers(asked, found.end))
 
@@ -137,8 +137,11 @@ def _add_catalog(routes: APIRouter, answers: Answers) -> None:
         return PlainTextResponse("Ollama is running")
 
 
-OLLAMA_VERSION = "0.13.0"
-"""The version of Ollama whose API this is: its clients refuse servers that are too old."""
+OLLAMA_VERSION = "0.14.0"
+"""The version of Ollama whose API this is: its clients refuse servers that are too old.
+
+Codex wants 0.13.4, for the Responses API; from 0.14.0 on Ollama also speaks Anthropic's.
+"""
 
 
 def _version() -> str:

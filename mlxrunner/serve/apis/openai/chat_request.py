@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from mlxrunner.config.arguments import shown, without_nulls
 from mlxrunner.config.request_fields import is_neutral
-from mlxrunner.serve.apis.fields import Body, Part, content_with, openai_picture, unread
+from mlxrunner.serve.apis.fields import Body, Part, plain, shown_messages, unread
 from mlxrunner.serve.apis.openai.options import (
     Sampled,
     checked_effort,
@@ -18,34 +19,39 @@ from mlxrunner.serve.apis.openai.options import (
 )
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import RefusedError
-
-TEXTS = ("text", "input_text", "output_text", "refusal")
-"""The types of parts that are texts."""
+from mlxrunner.templates.parts import Parts, item_text, parts_of
 
 
 class Function(Body):
     """A function: what it is called, and with what."""
 
-    name: str
-    arguments: str | dict[str, Any] = "{}"
+    name: str | None = None
+    arguments: Any = None
+    """The JSON text of an object. Another value, of an answer that was cut off, is taken, too."""
 
 
 class ToolCall(Body):
-    """A call in an earlier answer."""
+    """A call in an earlier answer. One of a type that is not known becomes a text."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: Function
+    type: str | None = None
+    function: Function | None = None
 
 
 class ChatMessage(Body):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function", "thinking"]
+    """"function" is the older name of "tool"; the content of "thinking" is that of the answer
+    behind it.
+    """
+    content: str | list[Part | str] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: Function | None = None
+    """The older form of `tool_calls`."""
     name: str | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -75,12 +81,13 @@ def read(body: ChatRequest, client: Client, request_id: str) -> list[Asked]:
     given = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
     choice, tools = choice_of(body.tool_choice, given)
     effort = checked_effort(body.reasoning_effort or level, "reasoning_effort")
-    messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    messages, replaced = shown_messages(_messages(body.messages))
     return [
         Asked(
             protocol="chat",
             model=body.model,
             messages=messages,
+            replaced=replaced,
             tools=tools,
             tool_choice=choice,
             parallel_calls=body.parallel_tool_calls is not False,
@@ -136,30 +143,73 @@ def _tool(number: int, tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": without_nulls(tool.function)}
 
 
-def _message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message as `Asked` has it."""
-    where = f"messages.{number}"
-    content = content_with(f"{where}.content", message.content, TEXTS, "", openai_picture)
-    found: dict[str, Any] = {"role": message.role, "content": content}
-    thought = message.reasoning_content or message.reasoning
-    if message.role == "assistant":
-        if thought:
-            found["reasoning_content"] = thought
-        if message.tool_calls:
-            found["tool_calls"] = [_call(call) for call in message.tool_calls]
-    elif message.tool_calls:
-        raise RefusedError(400, f"{where}: only an assistant has tool_calls", param=where)
-    if message.role == "tool":
-        if message.tool_call_id is None:
-            name = f"{where}.tool_call_id"
-            raise RefusedError(400, f"{name}: it has to be the id of a tool call", param=name)
-        found["tool_call_id"] = message.tool_call_id
-        if message.name:
-            found["name"] = message.name
+def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as `Asked` has them, with `Parts` as contents."""
+    found: list[dict[str, Any]] = []
+    thought, waiting = "", list[str]()
+    for number, message in enumerate(given):
+        if message.role == "thinking":
+            content = parts_of("", plain(message.content)).content
+            thought += content if isinstance(content, str) else ""
+            continue
+        one = _message(number, message, thought)
+        thought = ""
+        if message.role == "assistant":
+            waiting = [call["id"] for call in one.get("tool_calls", ()) if "id" in call]
+        elif one["role"] == "tool":
+            one["tool_call_id"] = _answered(number, message, waiting, len(given))
+        found.append(one)
     return found
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
+def _answered(number: int, message: ChatMessage, waiting: list[str], count: int) -> str:
+    """Return the id of the call that a result answers; without one, that of the next call.
+
+    Raise RefusedError if there is none, and the message is the last.
+    """
+    given = message.tool_call_id
+    if given is None and not waiting and number == count - 1:
+        name = f"messages.{number}.tool_call_id"
+        raise RefusedError(400, f"{name}: it has to be the id of a tool call", param=name)
+    found = given if given is not None else next(iter(waiting), f"call_{number}")
+    if found in waiting:
+        waiting.remove(found)
+    return found
+
+
+def _message(number: int, message: ChatMessage, thought: str) -> dict[str, Any]:
+    """Return a message with `Parts` as its content. `thought`: the thinking before it."""
+    where = f"messages.{number}"
+    content = parts_of(f"{where}.content", plain(message.content))
+    role = "tool" if message.role == "function" else message.role
+    found: dict[str, Any] = {"role": role, "content": content}
+    calls = list(message.tool_calls or ())
+    if message.function_call is not None:
+        calls.append(ToolCall(id=f"call_{number}", function=message.function_call))
+    if role == "assistant":
+        if message.refusal and not any(content):
+            content[:] = [message.refusal]
+        if thought := thought + (message.reasoning_content or message.reasoning or ""):
+            found["reasoning_content"] = thought
+        own = [made for call in calls if (made := _call(call, where, content)) is not None]
+        if own:
+            found["tool_calls"] = own
+    elif calls:
+        raise RefusedError(400, f"{where}: only an assistant has tool_calls", param=where)
+    if role == "tool" and message.name:
+        found["name"] = message.name
+    return found
+
+
+def _call(call: ToolCall, where: str, content: Parts) -> dict[str, Any] | None:
+    """Return a call; None if its text, in `content`, takes its place."""
     own = {"id": call.id} if call.id is not None else {}
+    custom = (call.model_extra or {}).get("custom")
+    if call.function is not None and call.function.name:
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+    elif isinstance(custom, dict) and isinstance(custom.get("name"), str):
+        function = {"name": custom["name"], "arguments": {"input": custom.get("input")}}
+    else:
+        content.append(item_text(where, call.model_dump(exclude_none=True)))
+        return None
     return {**own, "type": "function", "function": function}

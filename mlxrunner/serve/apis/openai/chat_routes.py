@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_connected
-from mlxrunner.serve.apis.fields import headers
+from mlxrunner.serve.apis.fields import headers, replaced_before
 from mlxrunner.serve.apis.openai import chat_request, chat_writing
 from mlxrunner.serve.apis.openai.chat_request import ChatRequest
 from mlxrunner.serve.apis.route import client_of, route_class
@@ -29,7 +29,8 @@ def router(answers: Answers) -> APIRouter:
         if body.stream:
             writer = chat_writing.StreamWriter(several, usage=body.has_usage, left_out=out)
             events = merged(answers, several)
-            return await stream(request, frames(events, writer), EVENT_STREAM, several[0].id)
+            said = replaced_before(several[0], answers)
+            return await stream(request, frames(events, writer), EVENT_STREAM, several[0].id, said)
         found = await while_connected(request, wholes(answers, several))
         written = chat_writing.completion_body(several[0], found, out)
         return JSONResponse(written, headers=headers(several[0], found[0].end))

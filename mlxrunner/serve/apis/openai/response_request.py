@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlxrunner.batch.responses import INCLUDED, RESPONSE_FIELDS, read_response
 from mlxrunner.batch.translate import READ
 from mlxrunner.config.request_fields import held
-from mlxrunner.serve.apis.fields import Body, unread
+from mlxrunner.serve.apis.fields import Body, shown_messages, unread
 from mlxrunner.serve.apis.openai.kept import Item, KeptResponse, KeptResponses
 from mlxrunner.serve.apis.openai.options import Common, checked_effort, choice_of, options_of
 from mlxrunner.serve.asked import Asked, Client
@@ -80,13 +80,14 @@ def read(
     extra = dict(body.model_extra or {})
     name = body.previous_response_id
     before = kept.previous(name) if name else None
-    items = list(_items(body.input, kept))
+    items = [_found(item, kept) for item in _items(body.input)]
     history = [*before.history, *items] if before else items
     include = [one for one in body.include or () if one in INCLUDED]
     given = {**extra, "instructions": body.instructions, "include": include}
     given["input"] = [_plain(item) for item in history]
-    messages, fields = read_response(held(given, READ | RESPONSE_FIELDS), keeps_thinking=True)
+    messages, fields = read_response(held(given, READ | RESPONSE_FIELDS), is_served=True)
     _check_roles(messages)
+    messages, replaced = shown_messages(messages)
     options, variables = options_of(fields)
     functions, namespaces, left_out = _tools(body.tools or [])
     choice, tools = choice_of(body.tool_choice, functions)
@@ -96,6 +97,7 @@ def read(
         protocol="responses",
         model=body.model,
         messages=messages,
+        replaced=replaced,
         tools=tools,
         tool_choice=choice,
         parallel_calls=body.parallel_tool_calls is not False,
@@ -110,23 +112,18 @@ def read(
     return Conversation(asked, items, before, namespaces, left_out)
 
 
-def _items(given: str | list[dict[str, Any]], kept: KeptResponses) -> Iterator[Item]:
-    """Yield the items of an input, those that it only names in full."""
+def _items(given: str | list[dict[str, Any]]) -> list[Item]:
     if isinstance(given, str):
         part = {"type": "input_text", "text": given}
-        given = [{"type": "message", "role": "user", "content": [part]}] if given else []
-    for number, item in enumerate(given):
-        if item.get("type") != "item_reference":
-            yield item
-            continue
-        found = kept.item(str(item.get("id")))
-        if found is None:
-            raise RefusedError(
-                400,
-                f"input {number}: the item {item.get('id')!r:.80} is not kept; send the item",
-                param=f"input.{number}",
-            )
-        yield found
+        return [{"type": "message", "role": "user", "content": [part]}] if given else []
+    return list(given)
+
+
+def _found(item: Item, kept: KeptResponses) -> Item:
+    """Return an item that is only named, in full. One that is not kept stays as it is."""
+    if item.get("type") != "item_reference":
+        return item
+    return kept.item(str(item.get("id"))) or item
 
 
 def _plain(item: Item) -> Item:
@@ -179,6 +176,8 @@ def _function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_roles(messages: list[dict[str, Any]]) -> None:
     for message in messages:
+        if message["role"] == "function":
+            message["role"] = "tool"  # as it was called before there were tools
         if message["role"] not in ROLES:
             raise RefusedError(
                 400,

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.apis.delivery import EVENT_STREAM, frames, stream, while_connected
-from mlxrunner.serve.apis.fields import headers
+from mlxrunner.serve.apis.fields import headers, replaced_before
 from mlxrunner.serve.apis.openai.kept import KeptResponse, KeptResponses
 from mlxrunner.serve.apis.openai.response_request import Conversation, ResponseRequest, read
 from mlxrunner.serve.apis.openai.response_writing import StreamWriter
@@ -47,7 +47,8 @@ def router(answers: Answers) -> APIRouter:
         writer = StreamWriter(body, conversation, keep)
         if body.stream:
             events = merged(answers, [asked])
-            return await stream(request, frames(events, writer), EVENT_STREAM, asked.id)
+            said = replaced_before(asked, answers)
+            return await stream(request, frames(events, writer), EVENT_STREAM, asked.id, said)
         ended = await while_connected(request, _whole(answers, asked, writer))
         return JSONResponse(ends[0], headers=headers(asked, ended))
 
