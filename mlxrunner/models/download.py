@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models.files import WEIGHTS
+from mlxrunner.models.files import INDEX, WEIGHTS, index_in, weights_among
 from mlxrunner.system.writing import open_own
 from mlxrunner.terminal.progress import Progress
 from mlxrunner.terminal.text import duration, one_line, size
@@ -128,7 +128,7 @@ def download(
     name: str,
     *,
     with_code: bool = False,
-    weights: Sequence[str] = (WEIGHTS,),
+    weights: Sequence[str] | None = None,
     tell: Tell = tell_nobody,
 ) -> Path:
     """Download the present revision of the repository `name`, and return its folder.
@@ -136,32 +136,44 @@ def download(
     Check the disk first. Skip the files that are in the hub cache, and go on with a file that was
     cut off. Raise ModelError if the disk is too small, or if the download fails; what came is kept.
     `with_code` downloads Python files, too. `weights` are the patterns of the weight files that are
-    needed. `tell` is told how far each file is. Errors of huggingface_hub that concern the whole
-    repository come as they are.
+    needed; None: those that the weight index names, or all without one. `tell` is told how far each
+    file is. Errors of huggingface_hub that concern the whole repository come as they are.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented
         disable_progress_bars,
     )
 
-    patterns = (*SETTINGS, *weights, *((CODE,) if with_code else ()))
     commit, files = "", list[HubFile]()
     with suppress(Exception):  # snapshot_download meets the same error, and knows its meaning
-        commit, files = _listed(name, patterns)
-    _fetch(name, commit, files, tell)
+        commit, files = _listed(name)
+    if weights is None:
+        weights = _by_index(name, commit, files, tell)
+    patterns = (*SETTINGS, *weights, *((CODE,) if with_code else ()))
+    chosen = [file for file in files if any(fnmatch(file.path, one) for one in patterns)]
+    _fetch(name, commit, chosen, tell)
     with disable_progress_bars():
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
 
 
-def _listed(name: str, patterns: Sequence[str]) -> tuple[str, list[HubFile]]:
-    """Return the commit of the present revision, and its files that match `patterns`."""
+def _by_index(name: str, commit: str, files: Sequence[HubFile], tell: Tell) -> list[str]:
+    """Return the patterns of the weight files to download, by the weight index of a repository."""
+    index = next((file for file in files if file.path == INDEX), None)
+    if index is None:
+        return [WEIGHTS]
+    _fetch(name, commit, [index], tell)
+    return weights_among({file.path for file in files}, index_in(index.blob))
+
+
+def _listed(name: str) -> tuple[str, list[HubFile]]:
+    """Return the commit of the present revision, and its files."""
     from huggingface_hub import HfApi, RepoFile, constants
 
     api, blobs = HfApi(), storage_of(name) / "blobs"
     commit = api.model_info(name).sha or ""
     found = []
     for file in api.list_repo_tree(name, recursive=True, revision=commit):
-        if not isinstance(file, RepoFile) or not any(fnmatch(file.path, p) for p in patterns):
+        if not isinstance(file, RepoFile):
             continue
         digest = file.lfs.sha256 if file.lfs else file.blob_id
         nbytes = file.lfs.size if file.lfs else file.size

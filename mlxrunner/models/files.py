@@ -6,8 +6,9 @@ import os
 import posixpath
 import re
 import reprlib
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
+from fnmatch import fnmatch
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -277,6 +278,18 @@ def weight_patterns(folder: Path) -> list[str]:
     The names in a weight index are no patterns.
     """
     return sorted(map(escape, needed_files(folder))) or [WEIGHTS]
+
+
+def weights_among(names: Set[str], placed: Mapping[str, str]) -> list[str]:
+    """Return the patterns of the weight files to download from a repository with the files `names`.
+
+    `placed` is what its weight index says. The same files are read as from a folder of them all.
+    """
+    named = {*placed.values()}
+    if named and not named <= names:
+        whole = whole_sets({name for name in names if fnmatch(name, WEIGHTS) and "/" not in name})
+        named = {*whole[0]} if whole else named
+    return sorted(map(escape, named)) or [WEIGHTS]
 
 
 def needed_files(folder: Path) -> set[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models.files import WEIGHTS, check_weights, read_config, weight_patterns
+from mlxrunner.models.files import INDEX, WEIGHTS, check_weights, read_config, weight_patterns
 from mlxrunner.models.part import check_part, own_part
 from mlxrunner.options import EMBEDDED
+from mlxrunner.system.reading import is_there
 
 if TYPE_CHECKING:
     from mlxrunner.models.download import Tell
@@ -96,6 +97,8 @@ def _from_hub(name: str, with_code: bool) -> Path:
     """
     part = own_part()
     cached, partial = _cached(name, with_code, () if part is not None else (WEIGHTS,))
+    if cached is None and partial is not None and is_there(partial / INDEX):
+        cached, _ = _cached(name, with_code, ())  # the index says which weights are needed
     if cached is not None and _is_whole(cached):
         return cached
     if part is None:
@@ -142,7 +145,7 @@ def pull(
     """Download the present revision of a model of the hub, and return its directory.
 
     `with_code` downloads its Python files, too. `weights` are the patterns of the weight files that
-    are needed; None: all of them. `tell` is told how far each file is. `partial` is
+    are needed; None: those that its index names. `tell` is told how far each file is. `partial` is
     the directory of a part that is in the hub cache; it is returned if the hub can't be reached and
     all that is needed is there. Raise ModelError if the model can't be downloaded.
     """
@@ -158,8 +161,7 @@ def pull(
     if not HUB_ID.fullmatch(name):
         raise ModelError(f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME")
     try:
-        chosen = (WEIGHTS,) if weights is None else weights
-        return download(name, with_code=with_code, weights=chosen, tell=tell or tell_nobody)
+        return download(name, with_code=with_code, weights=weights, tell=tell or tell_nobody)
     except ModelError:
         raise
     except HFValidationError as error:

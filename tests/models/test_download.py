@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -281,3 +282,36 @@ def test_a_file_of_the_cache_can_be_read_by_who_can_read_its_folder(hub_of_a_mod
     folder = pull("org/name")
     blob = (folder / "model.safetensors").resolve()
     assert blob.stat().st_mode & 0o777 == blob.parent.stat().st_mode & 0o666
+
+
+def test_only_weights_that_the_index_names_are_fetched(
+    hub_of_a_model: Any, hub_cache: Path
+) -> None:
+    """Strays stay on the hub, and the model is found again without asking it."""
+    whole = hub_of_a_model.files.pop("model.safetensors")
+    index = {"weight_map": dict.fromkeys(read_tensors(whole), "parts/weights.safetensors")}
+    hub_of_a_model.files |= {
+        "parts/weights.safetensors": whole,
+        "model_old.safetensors": whole,
+        "model.safetensors.index.json": json.dumps(index).encode(),
+    }
+    folder = pull("org/name")
+    assert (folder / "parts/weights.safetensors").read_bytes() == whole
+    assert not (folder / "model_old.safetensors").exists()
+    hub_of_a_model.seen.clear()
+    assert resolve("org/name") == folder
+    assert hub_of_a_model.seen == []
+
+
+def test_a_stale_index_on_the_hub_does_not_hide_the_weights(hub_of_a_model: Any) -> None:
+    """It names files that the repository lacks."""
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    hub_of_a_model.files["model.safetensors.index.json"] = json.dumps(index).encode()
+    folder = pull("org/name")
+    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
+    assert resolve("org/name") == folder
+
+
+def read_tensors(content: bytes) -> list[str]:
+    length = int.from_bytes(content[:8], "little")
+    return [name for name in json.loads(content[8 : 8 + length]) if name != "__metadata__"]

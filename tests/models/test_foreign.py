@@ -1,4 +1,4 @@
-"""Whatever the code of a model does, it is an error of that model; Ctrl-C is not."""
+"""Failures of a model's code are errors of that model, whatever they are; Ctrl-C is none."""
 
 from __future__ import annotations
 

@@ -324,4 +324,4 @@ def test_end_tokens_are_collected_from_all_places(
     """config.json, its text_config and generation_config.json; what is not an id is passed over."""
     if generation is not None:
         (tmp_path / "generation_config.json").write_bytes(generation)
-    assert eos_tokens(tmp_path, config) == expected
+    assert list(eos_tokens(tmp_path, config)) == expected

@@ -156,10 +156,14 @@ def layouts_of(model: Any, options: CacheOptions) -> list[Layout]:
     caches = make_layer_caches(model, options)
     try:
         run_lazily(model, caches, 1)
+        if options.kv_bits is not None:  # an architecture may handle one token and several apart
+            run_lazily(model, make_layer_caches(model, options), 2)
     except Exception as error:
         if options.kv_bits is None:
             raise
         why = " ".join(str(error).split())[:200].removesuffix(".")
+        if isinstance(error, AttributeError | TypeError | KeyError | IndexError):
+            why = "its attention computes with the keys and values that a layer stores"
         raise OptionError(
             f"kv_bits: this model can't use a quantized cache: {why}; leave kv_bits out"
         ) from error

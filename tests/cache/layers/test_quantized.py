@@ -235,7 +235,7 @@ UNFIT = {
     "gpt_oss": (GPT_OSS, "does not support attention sinks"),
     "deepseek_v3": (
         {"kv_lora_rank": 64, "qk_rope_head_dim": 32},
-        "'tuple' object has no attribute",
+        "its attention computes with the keys and values",
     ),
     "llama": ({"head_dim": 16}, "heads of 16 and 16 numbers can't be quantized in groups of 32"),
 }
