@@ -37,7 +37,12 @@ from mlxrunner.models.windows import widen_windows
 from mlxrunner.results import logger
 from mlxrunner.system import device, mlx_vlm_internals
 from mlxrunner.system.foreign import foreign_code
-from mlxrunner.system.mlx_lm_internals import Tensors, classes_that_show, has_architecture
+from mlxrunner.system.mlx_lm_internals import (
+    Tensors,
+    classes_that_show,
+    has_architecture,
+    model_classes,
+)
 from mlxrunner.system.mlx_lm_internals import load_model as mlx_lm_load
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -162,9 +167,11 @@ def tokenizer_in(
 
 
 def check_model_type(folder: Path, config: dict[str, Any]) -> None:
-    """Raise ModelError unless mlx-lm supports the architecture."""
+    """Raise ModelError unless mlx-lm supports the architecture, and its code can be imported."""
     kind = config["model_type"]
-    if config.get("model_file") is None and not has_architecture(kind):
+    if config.get("model_file") is not None:
+        return
+    if not has_architecture(kind):
         remedy = ""
         if has_eyes(config):
             remedy = f": {'load it with its encoder' if mlx_vlm_internals.is_installed() else HOW}"
@@ -172,6 +179,11 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
             f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports"
             f"{remedy}"
         )
+    try:
+        with foreign_code():
+            model_classes(config)
+    except Exception as error:
+        raise ModelError(f"{folder / 'config.json'}: {explained(error)}") from error
 
 
 def _load_unread(

@@ -121,6 +121,7 @@ def test_a_model_that_ends_the_program_is_refused(
     with pytest.raises(ModelError) as error:
         read(str(folder))
     assert "pip install ai2-olmo" in one_line(error)
+    assert (read is tokenizer_of) == ("no tokenizer" in str(error.value))
     assert capfd.readouterr() == ("", "")
 
 
