@@ -32,7 +32,7 @@ from mlxrunner.batch.plan import MOST
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.records import sort_key
 from mlxrunner.batch.run import BatchRequest, run_batch
-from mlxrunner.bench.backends import SameDecoder
+from mlxrunner.bench.harness import SameDecoder
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.bench.models import random_runner
 from mlxrunner.cache.tokens import TokenArray, common_prefix

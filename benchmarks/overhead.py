@@ -17,8 +17,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlxrunner.bench.backends import Backend, Tokens, our_backend
-from mlxrunner.bench.harness import alternate, in_turn, some_tokens, wait
+from mlxrunner.bench.harness import (
+    Backend,
+    Tokens,
+    alternate,
+    in_turn,
+    our_backend,
+    some_tokens,
+    wait,
+)
 from mlxrunner.bench.measurements import Comparison, excess, less_is_better, print_json, print_table
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.full import FullAttentionCache

@@ -25,8 +25,7 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.bench.backends import SameDecoder, Tokens, our_backend
-from mlxrunner.bench.harness import in_turn, wait
+from mlxrunner.bench.harness import SameDecoder, Tokens, in_turn, our_backend, wait
 from mlxrunner.bench.measurements import (
     Comparison,
     less_is_better,

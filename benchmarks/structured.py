@@ -16,8 +16,15 @@ import time
 from contextlib import closing
 from typing import Any
 
-from mlxrunner.bench.backends import Backend, Tokens, our_backend
-from mlxrunner.bench.harness import in_turn, measure, some_tokens, wait
+from mlxrunner.bench.harness import (
+    Backend,
+    Tokens,
+    in_turn,
+    measure,
+    our_backend,
+    some_tokens,
+    wait,
+)
 from mlxrunner.bench.measurements import Comparison, more_is_better, print_json, print_table
 from mlxrunner.models.load import load_model
 from mlxrunner.parallel.runner import ParallelRunner

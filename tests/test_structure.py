@@ -37,38 +37,26 @@ FLOORS = [
     ["config", "errors", "options", "results", "system", "terminal"],
 ]
 BOOKKEEPING = """
-batch.answers batch.completion batch.database batch.fields batch.job batch.lines batch.options
-batch.output batch.plan batch.prompts batch.responses batch.shards.cut batch.shards.lines
-batch.shards.merge batch.shards.plan batch.speed
-batch.store batch.translate
-config.arguments config.json_options config.list_options config.option
-cache.lease terminal.logs
-cluster.dealing cluster.keeping cluster.machines cluster.options
-bench.measurements cache.checkpoints cache.entry cache.layers.extents cache.layers.layout
-cache.layers.protocol cache.lookup cache.overflow cache.prefix cache.saved
-cache.pool.attention_split
-cache.pool.cells cache.pool.interface cache.tokens cache.worth chat.branches
-chat.commands.table
-chat.markdown chat.typeahead chat.view engine.constrain engine.owner errors
-config.file config.layering config.lines memory.plan models.fingerprint models.suggested
-config.names options parallel.scheduling.slots parallel.settings pictures.positions
-pictures.table profiling.curve
-profiling.reading
-profiling.reasons profiling.record.divergence profiling.record.event profiling.record.metrics
-profiling.record.tokenlog profiling.record.writer profiling.replay.simulate
-profiling.replay.thinking profiling.replay.variants profiling.report.aggregate
-profiling.report.elements profiling.report.explain profiling.report.formatting
-profiling.report.html profiling.report.plots
-profiling.report.report profiling.report.csv_rows profiling.report.screen profiling.schema
-profiling.event_parts profiling.json_schema
-cache.layers.logged_extents cache.layers.stock_extents
-profiling.report.svg profiling.report.trace results sessions.history
-sessions.session sessions.store speculation.controller speculation.drafting speculation.lookup
-stored.folder stored.parked stored.prefixes stored.shelf
-stored.tensors system.folders system.limits system.power system.reading system.tensorfile
-system.writing templates.messages templates.segments templates.thinking terminal.clipboard
-terminal.keyboard terminal.progress terminal.signals terminal.text tokenizer.stream
-tokenizer.vocabulary verify.findings
+batch.answers batch.database batch.fields batch.job batch.lines batch.options batch.output
+batch.plan batch.prompts batch.responses batch.shards.cut batch.shards.lines batch.shards.merge
+batch.shards.plan batch.speed batch.store batch.translate bench.measurements cache.checkpoints
+cache.entry cache.layers.extents cache.layers.layout cache.layers.logged_extents
+cache.layers.protocol cache.layers.stock_extents cache.lease cache.lookup cache.overflow
+cache.pool.attention_split cache.pool.cells cache.pool.interface cache.prefix cache.saved
+cache.tokens cache.worth chat.branches chat.commands.table chat.markdown chat.typeahead chat.view
+cluster.dealing cluster.options config.arguments config.file config.json_options config.layering
+config.list_options config.names config.option engine.constrain engine.owner errors memory.plan
+models.fingerprint models.suggested options parallel.scheduling.slots parallel.settings
+pictures.table profiling.curve profiling.reading profiling.reasons profiling.record.divergence
+profiling.record.event profiling.record.metrics profiling.record.tokenlog profiling.record.writer
+profiling.replay.simulate profiling.report.aggregate profiling.report.explain
+profiling.report.formatting profiling.report.html profiling.report.plots profiling.report.report
+profiling.report.screen profiling.schema results sessions.history sessions.session sessions.store
+speculation.controller speculation.drafting speculation.lookup stored.folder stored.parked
+stored.prefixes stored.shelf stored.tensors system.folders system.limits system.power
+system.reading system.tensorfile system.writing templates.messages templates.segments
+templates.thinking terminal.clipboard terminal.keyboard terminal.logs terminal.progress
+terminal.signals terminal.text tokenizer.stream tokenizer.vocabulary verify.findings
 """.split()
 
 

@@ -17,12 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mlxrunner.batch.arrow import FEATHER, PARQUET, arrow_rows, parquet_rows
-from mlxrunner.batch.datasets import HUB, dataset_files, from_hub
+from mlxrunner.batch.arrow import (
+    FEATHER,
+    HUB,
+    PARQUET,
+    Hashed,
+    arrow_rows,
+    dataset_files,
+    decompressed,
+    from_hub,
+    parquet_rows,
+)
 from mlxrunner.batch.lines import LONGEST, Line, LineReader, Record, lines_of_records
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.records import Place
-from mlxrunner.batch.stream import Hashed, decompressed
 from mlxrunner.batch.table import Columns
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
 from mlxrunner.system.reading import open_given, read_text, say_if_waiting

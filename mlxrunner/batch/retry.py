@@ -13,14 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mlxrunner.batch.completion import Completion, completion_path
 from mlxrunner.batch.job import (
     ANSWERS,
     RETRIED,
+    Completion,
     Job,
     as_before,
     check_same,
     check_writable,
+    completion_path,
     opened_answers,
     output_digest,
 )

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from mlxrunner.batch.answers import error_of, write_line
-from mlxrunner.batch.completion import Completion
 from mlxrunner.batch.execution import Execution, Outcomes
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
+    Completion,
     Job,
     check_made_from,
     check_same,
@@ -48,9 +48,8 @@ from mlxrunner.batch.retry import (
 from mlxrunner.batch.shards.lines import Costing, Shard, keep_shard
 from mlxrunner.batch.shards.plan import CutPlan
 from mlxrunner.batch.speed import Speed, known_speed, remember_speed
-from mlxrunner.batch.status import Status
+from mlxrunner.batch.status import Status, Tally
 from mlxrunner.batch.store import Store
-from mlxrunner.batch.tally import Tally
 from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,

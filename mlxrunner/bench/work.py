@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx_lm
 
-from mlxrunner.bench.backends import Backend, PromptCacheBackend, mlx_lm_backend, our_backend
 from mlxrunner.bench.ceilings import Ceilings, cost_of, measure_ceilings, num_parameters
-from mlxrunner.bench.harness import Begin, alternate, in_turn, measure, some_tokens, wait
+from mlxrunner.bench.harness import (
+    Backend,
+    Begin,
+    PromptCacheBackend,
+    alternate,
+    in_turn,
+    measure,
+    mlx_lm_backend,
+    our_backend,
+    some_tokens,
+    wait,
+)
 from mlxrunner.bench.measurements import Figure, Measurements, less_is_better, more_is_better
 from mlxrunner.bench.models import load_or_make
 from mlxrunner.engine.observation import Observation

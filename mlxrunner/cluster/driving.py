@@ -24,7 +24,7 @@ from mlxrunner.batch.store import Store
 from mlxrunner.batch.work import Answering
 from mlxrunner.cluster import answering
 from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
-from mlxrunner.cluster.machines import Machines, Reply
+from mlxrunner.cluster.over_dask import Machines, Reply
 from mlxrunner.cluster.wire import SentBatch, outcome_of, plain_line
 from mlxrunner.errors import CutOffError, MlxrunnerError
 from mlxrunner.profiling.record.profile import Profile

@@ -15,9 +15,8 @@ from mlxrunner.errors import OptionError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Batch as WorstBatch
 from mlxrunner.memory.plan import Demand, Plan
+from mlxrunner.memory.reserve import cells_within, demand_of_slots, must_fit, must_have_cells
 from mlxrunner.memory.reserve import choose as choose_plan
-from mlxrunner.memory.reserve import must_fit
-from mlxrunner.memory.slots import cells_within, demand_of_slots, must_have_cells
 from mlxrunner.models.load import LoadedModel, tell_nobody
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.rows.adapt import Adapted

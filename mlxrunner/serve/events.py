@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlxrunner.profiling.event_parts import NoteKind
+from mlxrunner.profiling.schema import NoteKind
 from mlxrunner.results import Usage
 
 EndReason = Literal["stop", "stop_sequence", "length", "tool_calls"]

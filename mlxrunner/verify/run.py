@@ -17,11 +17,13 @@ from mlxrunner.models.chunks import DEPENDS
 from mlxrunner.options import GenerateOptions
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
-from mlxrunner.verify.answer import AnswerLogits, ask, difference
 from mlxrunner.verify.cross_checks import (
     GUESSED,
     MOVED_KEYS,
     PARALLEL,
+    AnswerLogits,
+    ask,
+    difference,
     guessed,
     moved_keys,
     parallel,

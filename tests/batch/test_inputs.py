@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from mlxrunner.batch.arrow import Hashed, decompressed
 from mlxrunner.batch.inputs import Inputs, digest_of
 from mlxrunner.batch.lines import LONGEST, Line
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.stream import Hashed, decompressed
 from mlxrunner.batch.table import Columns, Template
 from mlxrunner.errors import OptionError, PromptError
 

@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 from mlxrunner import cli
 from mlxrunner.batch import status
 from mlxrunner.batch.job import Job
-from mlxrunner.batch.status import Status
-from mlxrunner.batch.tally import Tally
+from mlxrunner.batch.status import Status, Tally
 from mlxrunner.runner import Runner
 
 REPORTS = ("--progress-file", "progress.json", "--summary", "summary.json")

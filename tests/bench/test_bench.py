@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 from support.models import write_model
 
 from mlxrunner import ModelError, cli
-from mlxrunner.bench import backends as sides
-from mlxrunner.bench.backends import PromptCacheBackend, mlx_lm_backend
+from mlxrunner.bench import harness as sides
 from mlxrunner.bench.ceilings import num_parameters
+from mlxrunner.bench.harness import PromptCacheBackend, mlx_lm_backend
 from mlxrunner.bench.measurements import Measurements
 from mlxrunner.bench.models import load_or_make
 from mlxrunner.bench.work import Bench

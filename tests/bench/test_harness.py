@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlxrunner.bench.backends import mlx_lm_backend, our_backend
-from mlxrunner.bench.harness import alternate, in_turn, measure, some_tokens
+from mlxrunner.bench.harness import (
+    alternate,
+    in_turn,
+    measure,
+    mlx_lm_backend,
+    our_backend,
+    some_tokens,
+)
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 

@@ -24,7 +24,7 @@ def cluster() -> Iterator[Any]:
     import dask
     from distributed import LocalCluster
 
-    from mlxrunner.cluster.dask_cluster import THREADS, worker_settings
+    from mlxrunner.cluster.over_dask import THREADS, worker_settings
 
     dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
     with LocalCluster(

@@ -24,11 +24,10 @@ from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
 from mlxrunner.cli import main
-from mlxrunner.cluster import dask_cluster, dealing, driving, over_dask
+from mlxrunner.cluster import dealing, driving, over_dask
 from mlxrunner.cluster.driving import Driver
-from mlxrunner.cluster.keeping import MOST_STARTS
 from mlxrunner.cluster.options import ClusterOptions
-from mlxrunner.cluster.over_dask import DaskMachines, opened_dask
+from mlxrunner.cluster.over_dask import MOST_STARTS, DaskMachines, opened_dask
 from mlxrunner.errors import CutOffError
 
 MANY = 60
@@ -268,15 +267,15 @@ def test_local_workers_that_end_while_they_start_are_given_up(
 
 
 def test_local_workers_that_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dask_cluster.worker_settings()
-    monkeypatch.setattr(dask_cluster, "worker_settings", lambda: settings | {"no_such": 1})
+    settings = over_dask.worker_settings()
+    monkeypatch.setattr(over_dask, "worker_settings", lambda: settings | {"no_such": 1})
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
     assert result.exit_code == 1, result.stderr
     assert "the workers did not start: " in result.stderr
 
 
 def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dask_cluster, "CONNECT_S", 0.5)
+    monkeypatch.setattr(over_dask, "CONNECT_S", 0.5)
     result = run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9")
     assert result.exit_code == 2, result.stderr
     assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
@@ -287,7 +286,7 @@ def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.Monk
 
 def test_dask_writes_no_lines_of_its_own() -> None:
     """Some of its loggers have a level of their own, which that of "distributed" doesn't change."""
-    dask_cluster.be_quiet()
+    over_dask.be_quiet()
     for name in logging.root.manager.loggerDict:
         if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
             assert not logging.getLogger(name).isEnabledFor(logging.ERROR), name
@@ -305,7 +304,7 @@ def test_a_scheduler_that_is_silent_is_given_up_after_the_time_that_is_said(
 
     with opened_dask(ClusterOptions(dask=cluster.scheduler_address)) as machines:
         monkeypatch.setattr(over_dask, "LOOK_EVERY_S", 0.001)
-        monkeypatch.setattr(dask_cluster, "CONNECT_S", 0.1)
+        monkeypatch.setattr(over_dask, "CONNECT_S", 0.1)
         monkeypatch.setattr(over_dask, "LOST_S", 0.4)
         monkeypatch.setattr(DaskMachines, "_scheduler", waits)
         with pytest.raises(CutOffError, match=r"has not answered for 0\.4 s"):

@@ -16,7 +16,7 @@ from mlxrunner.batch.store import Store
 from mlxrunner.cluster import answering, driving
 from mlxrunner.cluster.dealing import MOST_ENDS
 from mlxrunner.cluster.driving import Driver
-from mlxrunner.cluster.machines import Reply
+from mlxrunner.cluster.over_dask import Reply
 from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_line, plain_outcome
 from mlxrunner.errors import CutOffError, MemoryPlanError
 from mlxrunner.profiling.record.profile import Profile

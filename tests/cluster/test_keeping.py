@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from mlxrunner.cluster.dask_cluster import SIGN
-from mlxrunner.cluster.keeping import GONE_S, MOST_STARTS, Keeper
-from mlxrunner.cluster.over_dask import DaskMachines
+from mlxrunner.cluster.over_dask import GONE_S, MOST_STARTS, SIGN, DaskMachines, Keeper
 
 
 def test_processes_that_end_in_turn_are_counted_for_each_worker() -> None:

@@ -21,7 +21,7 @@ from support.waiting import until
 
 import mlxrunner.models
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.cluster import dask_cluster
+from mlxrunner.cluster import over_dask
 from mlxrunner.cluster.driving import Driver
 
 PAGE = Path(__file__).parents[2] / "docs/machines.md"
@@ -82,7 +82,7 @@ def test_only_those_with_certificates_belong_to_a_cluster_with_tls(
     result = batch(address, *OUR_TLS)
     assert result.exit_code == 3, result.stderr
     assert Path("out.jsonl").read_bytes() == unbroken()
-    monkeypatch.setattr(dask_cluster, "CONNECT_S", 2.0)
+    monkeypatch.setattr(over_dask, "CONNECT_S", 2.0)
     refused = run("in.jsonl", "-o", "no.jsonl", "--dask", address.replace("tls", "tcp"))
     assert refused.exit_code == 2, refused.stderr
     assert "no scheduler answers there" in refused.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.config.lines import line_of
+from mlxrunner.config.file import line_of
 
 TEXT = '''# a comment = 0
 model = "a"   # "b" = 1

@@ -9,7 +9,7 @@ import pytest
 
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, as_tokens, words
 from mlxrunner.errors import PromptError
-from mlxrunner.pictures.positions import axes, delta
+from mlxrunner.pictures.model import axes, delta
 from mlxrunner.pictures.table import PictureTable
 
 

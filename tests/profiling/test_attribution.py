@@ -17,8 +17,8 @@ from support.sample import fewer
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
-from mlxrunner.profiling.event_parts import Divergence
 from mlxrunner.profiling.record.divergence import Divergences
+from mlxrunner.profiling.schema import Divergence
 from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.events import as_event, example_event
 
-from mlxrunner.profiling.report.csv_rows import CsvWriter
+from mlxrunner.profiling.report.report import CsvWriter
 
 
 def rows_of(*events: dict[str, Any]) -> list[dict[str, str]]:

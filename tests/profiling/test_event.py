@@ -21,10 +21,9 @@ from support.waiting import PATIENCE_S, until
 from mlxrunner import cli
 from mlxrunner.errors import BusyError, ContextFullError
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.json_schema import event_schema
 from mlxrunner.profiling.record.event import logfmt
 from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.schema import Event
+from mlxrunner.profiling.schema import Event, event_schema
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 

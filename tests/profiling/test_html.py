@@ -14,8 +14,7 @@ from support.events import afternoon, as_event, example_event
 
 from mlxrunner.profiling.report.aggregate import BINS, Summary
 from mlxrunner.profiling.report.html import page
-from mlxrunner.profiling.report.plots import SHAPES
-from mlxrunner.profiling.report.svg import Plot, Scale
+from mlxrunner.profiling.report.plots import SHAPES, Plot, Scale
 
 HOSTILE = """</title><script>alert(1)</script><img src=x onerror=alert(2)>"'&\x1b[31m\u202e"""
 

@@ -10,10 +10,9 @@ import jsonschema
 import pytest
 from support.events import example_event
 
-from mlxrunner.profiling.json_schema import event_schema, field_rows
 from mlxrunner.profiling.record.event import as_line
-from mlxrunner.profiling.report.csv_rows import COLUMNS, NESTED
-from mlxrunner.profiling.schema import Event
+from mlxrunner.profiling.report.report import COLUMNS, NESTED
+from mlxrunner.profiling.schema import Event, event_schema, field_rows
 
 EARLIER = Path(__file__).with_name("earlier.jsonl")
 NAMES = [field.name for field in fields(Event)]

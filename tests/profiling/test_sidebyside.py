@@ -24,8 +24,7 @@ from mlxrunner.profiling.reading import read_events
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
-from mlxrunner.profiling.replay.trials import simulate
-from mlxrunner.profiling.replay.variants import Simulation
+from mlxrunner.profiling.replay.trials import Simulation, simulate
 from mlxrunner.results import Usage
 from mlxrunner.stored.parking import Parking
 

@@ -30,9 +30,8 @@ from mlxrunner.profiling.replay.simulate import (
     ReplayedRequest,
     ReplaySettings,
 )
-from mlxrunner.profiling.replay.trials import by_prefix
+from mlxrunner.profiling.replay.trials import Simulation, by_prefix
 from mlxrunner.profiling.replay.trials import simulate as replay
-from mlxrunner.profiling.replay.variants import Simulation
 from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
 
 ARCHITECTURES = [

@@ -8,7 +8,6 @@ import jsonschema
 import pytest
 from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.json_schema import event_schema
 from mlxrunner.profiling.report.aggregate import (
     BINS,
     MOST_PLACES,
@@ -19,6 +18,7 @@ from mlxrunner.profiling.report.aggregate import (
     by_tokens,
     place_of,
 )
+from mlxrunner.profiling.schema import event_schema
 
 
 def summary_of(*events: dict) -> Summary:  # type: ignore[type-arg]

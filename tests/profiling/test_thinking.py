@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from mlxrunner import cli
 from mlxrunner.profiling.record.profile import Profile
 from mlxrunner.profiling.replay.simulate import ReplayedRequest
-from mlxrunner.profiling.replay.thinking import Rewriter
+from mlxrunner.profiling.replay.trials import Rewriter
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 THINK, END_THINK, END, LINE = 901, 902, 903, 10

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.report.trace import TraceWriter
+from mlxrunner.profiling.report.report import TraceWriter
 
 NOON = int(datetime(2026, 11, 20, 13, tzinfo=UTC).timestamp()) * 10**6
 

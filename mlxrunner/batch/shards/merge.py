@@ -16,8 +16,13 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
-from mlxrunner.batch.completion import Completion, completion_path
-from mlxrunner.batch.job import check_writable, opened_answers, output_digest
+from mlxrunner.batch.job import (
+    Completion,
+    check_writable,
+    completion_path,
+    opened_answers,
+    output_digest,
+)
 from mlxrunner.batch.records import CUT
 from mlxrunner.batch.retry import answers_in
 from mlxrunner.batch.shards.lines import Shard

@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
-from mlxrunner.profiling.event_parts import Common, Divergence, Side
+from mlxrunner.profiling.schema import Common, Divergence, Side
 from mlxrunner.templates.messages import PICTURE
 from mlxrunner.templates.segments import Place, Rendered, common, is_thinking
 from mlxrunner.templates.thinking import THINKING_TAGS

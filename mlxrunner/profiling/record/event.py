@@ -11,8 +11,16 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.profiling.event_parts import BatchLine, ClientRequest, Draft, Eviction, Span
-from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
+from mlxrunner.profiling.schema import (
+    SCHEMA,
+    VERSION,
+    BatchLine,
+    ClientRequest,
+    Draft,
+    Event,
+    Eviction,
+    Span,
+)
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Observation

@@ -29,12 +29,11 @@ from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.fingerprint import loaded_fingerprint
 from mlxrunner.options import RunnerSettings
 from mlxrunner.profiling.curve import PrefillCurve
-from mlxrunner.profiling.event_parts import Verify
 from mlxrunner.profiling.record.divergence import Divergences
 from mlxrunner.profiling.record.event import as_line, event_of, logfmt
 from mlxrunner.profiling.record.tokenlog import TokenLines
 from mlxrunner.profiling.record.writer import LineWriter
-from mlxrunner.profiling.schema import Event
+from mlxrunner.profiling.schema import Event, Verify
 from mlxrunner.results import logger
 from mlxrunner.runner import CHECKPOINT_BUDGET, Runner
 from mlxrunner.templates.thinking import thinking_tokens

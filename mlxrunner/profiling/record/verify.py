@@ -21,7 +21,7 @@ from mlxrunner.cache.layers.factory import evaluate
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.profiling.event_parts import Verify
+from mlxrunner.profiling.schema import Verify
 
 ANSWER_STEP = 32
 """The answer tokens that are evaluated at once; all their logits are in memory together."""

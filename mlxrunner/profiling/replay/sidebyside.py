@@ -8,16 +8,266 @@ which requests come and end; those of `runner.py` repeat the answers of the log.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlxrunner.batch.order import order_of
 from mlxrunner.batch.records import sort_key
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.overflow import Shift
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.engine.answer import AnswerStream, Clock
+from mlxrunner.engine.observation import usage_of
+from mlxrunner.engine.requests import Request
+from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
+from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError
+from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.scheduling.request import ActiveRequest
+from mlxrunner.parallel.scheduling.scheduler import Scheduler
+from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.profiling.record.tokenlog import LoggedRequest
-from mlxrunner.profiling.replay.runner import Interrupt, ReplayedRunner, most_of_step
+from mlxrunner.profiling.replay.engine import ReplayedEngine, ReplayedParking
+from mlxrunner.results import Chunk, FinishReason, Usage
+from mlxrunner.tokenizer.prompt import TokenizedPrompt
+
+ANY = 2**62
+"""Bytes of parked conversations where a log does not say how many there may be."""
+
+
+class Interrupt(BaseException):
+    """The interrupt of a step that a log tells of."""
+
+
+class ReplayedRunner:
+    """A scheduler whose engine computes nothing, and its calls."""
+
+    def __init__(
+        self, process: Mapping[str, Any], slots: int, longest: int, *, is_movable: bool
+    ) -> None:
+        """Make the scheduler. `longest` is the most tokens of a prompt and its answer."""
+        self._capacity = process["context"]
+        most = max(most_of_step(process), slots)
+        self._engine = engine = ReplayedEngine(process, is_movable=is_movable)
+        cells = cells_of(process, slots, engine.row_bytes)
+        is_ample = cells >= slots * self._capacity  # fewer do as well, and are faster
+        share = min(self._capacity, longest) if is_ample else -(-cells // slots)
+        engine.cache.init(mx.float32, slots, share, most)
+        settings = EngineSettings(
+            max_sequences=slots,
+            context=self._capacity,
+            cells=cells,
+            prefill_step=most,
+            # Older logs have the budget of a runner of one request at a time.
+            checkpoint_budget=process["checkpoint_budget"] if "memory" in process else 0,
+            checkpoint_interval=process["checkpoint_interval"],
+            memory=process.get("memory"),
+            step_ms=0,
+        )
+        self.scheduler = Scheduler(
+            engine,
+            settings,
+            ended=_usage,
+            message_ends=as_tokens(process["message_ends"]),
+            parking=ReplayedParking(process.get("park_bytes", ANY))
+            if process.get("parks")
+            else None,
+            is_reusable=not process.get("never_reused"),
+        )
+        self.failing: set[int] = set()
+        """The steps, by number, that fail."""
+        engine.hook = self._fail_if_logged
+        self._call = 0
+
+    def request(self, logged: LoggedRequest, *, ends_itself: bool = False) -> ActiveRequest:
+        """Return a request that repeats `logged`.
+
+        With `ends_itself` it ends with its last token, even if the logged one was ended from
+        outside.
+        """
+        beside, prompt = logged.facts["beside"], logged.prompt
+        said, sampled = beside["said"], beside["sampled"]
+        ending = "own" if ends_itself else beside["ending"]
+        if ending == "failed" and beside["ended"][0] in beside.get("failures", ()):
+            ending = "failed step"
+        shift = None if beside["keep"] is None else Shift(self._capacity, beside["keep"])
+        request = Request(
+            prompt=TokenizedPrompt(prompt),
+            tokens=prompt,
+            options=GenerateOptions(),
+            next_token=_LoggedTokens(logged.answer, sampled, ending),
+            clock=Clock(0.0, 0.0),
+            context=self._capacity,
+            limit=beside["limit"],
+            shift=shift,
+        )
+        return ActiveRequest.of(request, _LoggedAnswer(said, ending))
+
+    def advance(self, tick: int, call: int) -> None:
+        """Advance to the call before this one.
+
+        Calls that are not in the log were refused submissions, after which waiting requests look
+        again.
+        """
+        scheduler = self.scheduler
+        while scheduler.ticks < tick and self._step():
+            self._call = 0
+        if scheduler.ticks < tick:
+            scheduler.ticks, self._call = tick, 0
+        if call > self._call + 1:
+            scheduler.place_waiting()
+        self._call = call
+
+    def interrupt(self, tick: int, made: Sequence[tuple[ActiveRequest, LoggedRequest]]) -> None:
+        """Run step number `tick` until its interrupt, which ends all running requests.
+
+        If these are where the log says before the forward pass, that is where it came. Otherwise it
+        came before a token was delivered that the log does not have, or at the end.
+        """
+
+        def end() -> None:
+            running = [pair for pair in made if pair[0] in self.scheduler.requests]
+            if not any(_is_behind(*pair) for pair in running):
+                raise Interrupt
+
+        self.advance(tick - 1, self._call if self.scheduler.ticks == tick - 1 else 0)
+        self._engine.hook = end
+        self._step()
+        self._engine.hook = self._fail_if_logged
+        self.scheduler.forget_everything(Interrupt())
+        self.advance(tick, 0)
+
+    def _fail_if_logged(self) -> None:
+        """Raise an error in a step that failed."""
+        if self.scheduler.ticks in self.failing:
+            raise RuntimeError("as the log says")
+
+    def begin(self, request: ActiveRequest) -> None:
+        """Submit the request as soon as there is room. A request that never fits finds nothing."""
+        while True:
+            try:
+                self.scheduler.admit(request)
+            except (NoFreeSlotError, CacheFullError):
+                if not self._step():
+                    request.finished = True
+                    return
+            else:
+                return
+
+    def begin_all(self, pairs: Sequence[tuple[ActiveRequest, ActiveRequest | None]]) -> None:
+        """Submit all requests, and run until they have ended.
+
+        The next one is always the first that has not to wait for the one beside it: it is in the
+        queue before a slot is free.
+        """
+        waiting = list(pairs)
+        while waiting:
+            index = next(
+                (i for i, (_, before) in enumerate(waiting) if before is None or before.finished),
+                None,
+            )
+            if index is None and self._step():
+                continue
+            self.begin(waiting.pop(index or 0)[0])
+        self.finish()
+
+    def finish(self) -> None:
+        """Run until all requests have ended."""
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Run a step. Return False if there was nothing to do."""
+        was_idle = self.scheduler.is_idle
+        if not self.scheduler.requests:
+            return False
+        with suppress(Interrupt):
+            self.scheduler.step()
+        return not (was_idle and self.scheduler.is_idle)
+
+
+def _is_behind(request: ActiveRequest, logged: LoggedRequest) -> bool:
+    """Return True if more of a request was dispatched, as the log says, than is now."""
+    facts = logged.facts
+    is_decoding = request.sampled < facts["beside"]["sampled"]
+    there = request.lookup.cached + request.evaluated
+    return is_decoding or (request.is_placed and there < facts["evaluated"])
+
+
+class _LoggedAnswer(AnswerStream):
+    """An answer of `said` tokens, and the `ending` of its request."""
+
+    def __init__(self, said: int, ending: str) -> None:
+        self._said, self._ending, self.count = said, ending, 0
+
+    def take(self, one: Decoded, clock: Clock) -> Chunk:
+        if self.count == self._said and self._ending == "forgotten":
+            raise Interrupt
+        if self.count == self._said and self._ending == "failed":
+            raise RuntimeError("as the log says")
+        self.count += 1
+        is_last = self.count == self._said and self._ending == "own"
+        return Chunk("", one.token, finish_reason="stop" if is_last else None)
+
+
+class _LoggedTokens(NextToken):
+    """A sampler that repeats the tokens of a logged answer.
+
+    Tokens that were not run follow as zeros. An answer that ended for lack of a token, or because
+    its sampling failed, ends so after its last token.
+    """
+
+    def __init__(self, answer: TokenArray, sampled: int, ending: str) -> None:
+        self._tokens, self._sampled, self._ending = answer, sampled, ending
+        self._count = 0
+
+    def rewind(self, count: int) -> None:
+        self._count = count
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    @property
+    def needs_history(self) -> bool:
+        return False
+
+    def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
+        if self._count == self._sampled and self._ending in ("own", "no token"):
+            raise FormError(self._count, "the log has no more tokens")
+        if self._count == self._sampled and self._ending == "failed":
+            raise RuntimeError("as the log says")
+        self._count += 1
+        is_known = self._count <= len(self._tokens)
+        return Sampled(mx.array(self._tokens[self._count - 1 : self._count] if is_known else [0]))
+
+
+def cells_of(process: Mapping[str, Any], slots: int, row_bytes: int) -> int:
+    """Return the cells that a runner with `slots` slots has.
+
+    Where there were enough for all slots there are again, as far as the memory goes.
+    """
+    cells: int = process["cells"]
+    context, memory = process["context"], process.get("memory")
+    if slots == process["max_sequences"] or cells < process["max_sequences"] * context:
+        return cells
+    cells = slots * context
+    return cells if memory is None else max(context, min(cells, memory // max(row_bytes, 1)))
+
+
+def most_of_step(process: Mapping[str, Any]) -> Any:
+    """Return the most tokens of a step, which older logs call `max_batch`."""
+    return process.get("max_batch", process["prefill_step"])
+
+
+def _usage(request: ActiveRequest, reason: FinishReason | None, error: str | None) -> Usage:
+    """Return the usage of a replayed request, which took no time and no memory."""
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("trimmed_tokens", "shifted_tokens", "reevaluated_tokens", "cache_bytes", "peak_bytes"), 0
+    )
+    return usage_of(request.lookup, request.clock, 0, prefill_s=0.0, **nothing)
+
 
 MOST_CELLS = 2**28
 """The most slots times cells of a replay, which takes a byte for each."""

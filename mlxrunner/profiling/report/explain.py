@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxrunner.errors import OptionError
-from mlxrunner.profiling.event_parts import ClientRequest, Divergence, Side, part_of
 from mlxrunner.profiling.reading import read_events
 from mlxrunner.profiling.reasons import PARTING, place_remedy, remedy
 from mlxrunner.profiling.report.aggregate import place_of
 from mlxrunner.profiling.report.formatting import moment, number, seconds
 from mlxrunner.profiling.report.report import REPORT_EVERY, must_have
-from mlxrunner.profiling.schema import Event
+from mlxrunner.profiling.schema import ClientRequest, Divergence, Event, Side, part_of
 from mlxrunner.terminal.text import visible
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mlxrunner.profiling.reasons import REASONS, place_remedy, remedy
-from mlxrunner.profiling.report import elements, plots
+from mlxrunner.profiling.report import plots
 from mlxrunner.profiling.report.aggregate import OUTCOMES, LossSum, Summary, by_tokens
 from mlxrunner.profiling.report.batches import name_of, words
 from mlxrunner.profiling.report.formatting import moment, number, percent, rate, seconds
-from mlxrunner.profiling.report.svg import safe
+from mlxrunner.profiling.report.plots import safe
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The policy that makes a browser refuse scripts, fonts, pictures and the network."""
@@ -148,9 +148,7 @@ def _batches(summary: Summary) -> str:
         "share is evaluated once: that is the tree of all prefixes."
     )
     columns = ["reused", "at best", "failed", "cut"]
-    return elements.panel(
-        "Batches", text, elements.bars_table("order", columns, rows), is_wide=True
-    )
+    return plots.panel("Batches", text, plots.bars_table("order", columns, rows), is_wide=True)
 
 
 def _reasons(summary: Summary) -> str:
@@ -200,10 +198,10 @@ def _losses(
         )
         for name, loss in by_tokens(losses)
     )
-    return elements.panel(
+    return plots.panel(
         title,
         text,
-        elements.bars_table(first, ["tokens", "time", "requests"], rows),
+        plots.bars_table(first, ["tokens", "time", "requests"], rows),
         is_wide=is_wide,
     )
 
@@ -216,10 +214,10 @@ def _costliest(summary: Summary) -> str:
         for m in summary.costliest
     ]
     columns = ["id", "at", "time", "tokens", "reason", "place", "model"]
-    return elements.panel(
+    return plots.panel(
         "The costliest misses",
         "mlxrunner explain FILE ID shows the two sides of one.",
-        elements.table(columns, rows, kind="stack"),
+        plots.table(columns, rows, kind="stack"),
         is_wide=True,
     )
 

@@ -2,14 +2,292 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from statistics import median
+from typing import NamedTuple
+from urllib.parse import quote
 
-from mlxrunner.profiling.report import elements, svg
 from mlxrunner.profiling.report.aggregate import OUTCOMES, Bin, Sample, Summary, Timeline
 from mlxrunner.profiling.report.formatting import number, seconds
-from mlxrunner.profiling.report.svg import Scale
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.text import size, visible
+
+FIGURES = frozenset(
+    """
+    requests from prompt matched cached evaluated lost tokens time p50 p90 p99 median slowest
+    used allocated peak lines failed cut at_a_time reused best
+    """.split()
+)
+"""The columns of figures, which are aligned at the right."""
+FOREIGN = frozenset(["place", "model", "client", "session"])
+"""The columns of texts that a file brings, which may have very long words."""
+
+
+def panel(title: str, text: str, *parts: str, is_wide: bool = False) -> str:
+    """Return a panel with a title, a sentence about it, and its parts."""
+    kind = "panel wide" if is_wide else "panel"
+    return (
+        f'<section class="{kind}"><h2>{title}</h2><p>{safe(text)}</p>' + "\n".join(parts)
+    ) + "</section>"
+
+
+def figure(title: str, text: str, legend: str, plot: Plot, table: str, **more: bool) -> str:
+    """Return a panel with a plot, its legend, and its figures as a table."""
+    return panel(title, text, legend, plot.render(title, text), folded(table), **more)
+
+
+def folded(table: str, name: str = "The same as a table") -> str:
+    """Return a table that is shown when its reader asks for it."""
+    inner = f'<div class="scroll">{table}</div>'
+    return f"<details><summary>{name}</summary>{inner}</details>"
+
+
+def legend(names: Mapping[str, str]) -> str:
+    """Return a legend; `names` are by the shapes that they explain, as SVG in 14 x 14 pixels."""
+    keys = "".join(
+        f'<li><svg viewBox="0 0 14 14" aria-hidden="true">{shape}</svg>{name}</li>'
+        for shape, name in names.items()
+    )
+    return f'<ul class="legend">{keys}</ul>'
+
+
+class Link(NamedTuple):
+    """A cell of a table that leads to another page."""
+
+    text: str
+    path: str
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str | Link]], *, kind: str = "") -> str:
+    """Return a table; cells of the columns in FIGURES are aligned at the right.
+
+    A table of the kind "stack" becomes a list of its rows where there is little room.
+    """
+    kinds = [
+        ' class="figure"' if name in FIGURES else ' class="foreign"' if name in FOREIGN else ""
+        for name in columns
+    ]
+    heads = "".join(
+        f'<th scope="col"{align}>{name}</th>' for name, align in zip(columns, kinds, strict=True)
+    )
+    labels = [f' data-name="{name}"' if kind == "stack" else "" for name in columns]
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{k}{n}>{_cell(v)}</td>" for v, k, n in zip(row, kinds, labels, strict=True))
+        + "</tr>\n"
+        for row in rows
+    )
+    if not body:
+        return "<p>None.</p>"
+    of_kind = f' class="{kind}"' if kind else ""
+    return f"<table{of_kind}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: str | Link) -> str:
+    if isinstance(value, Link):
+        return f'<a href="{safe(quote(value.path))}">{safe(value.text)}</a>'
+    return safe(value)
+
+
+def bars_table(
+    first: str,
+    columns: Sequence[str],
+    rows: Iterable[tuple[str, Mapping[str, float], Sequence[str], str]],
+) -> str:
+    """Return a table with a bar in each row, and below each row a sentence.
+
+    `first` names the first column, and `columns` those of figures behind the bars.
+    """
+    heads = "".join(f'<th scope="col" class="figure">{name}</th>' for name in columns)
+    body = ""
+    for name, shares, figures, words in rows:
+        cells = "".join(f'<td class="figure">{safe(one)}</td>' for one in figures)
+        more = ' class="more"' if words else ""
+        body += (
+            f'<tr{more}><th scope="row">{safe(name)}</th>'
+            f'<td class="bars">{bar(shares)}</td>{cells}</tr>\n'
+        )
+        if words:
+            body += f'<tr><td class="words" colspan="{2 + len(columns)}">{words}</td></tr>\n'
+    head = f'<th scope="col">{first}</th><th></th>{heads}'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+WIDE = 30
+"""The least ratio of the largest to the smallest value that makes a scale logarithmic."""
+LEAST = 1e-9
+"""The least value that is drawn; no measurement is smaller."""
+ROUND = (1.0, 2.0, 5.0)
+"""The round numbers of a decade."""
+MOST_TICKS = 7
+SHORTEST = 0.004
+"""The least share of a cell that a part of a bar takes, so that it is seen."""
+Format = Callable[[float], str]
+
+
+def safe(text: str) -> str:
+    """Make text of a file safe for a page: no markup, no control or reordering characters."""
+    return escape(visible(text))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A map from values between `low` and `high` to shares between 0 and 1.
+
+    A logarithmic scale shows smaller values as `low`.
+    """
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    @classmethod
+    def around(cls, values: Iterable[float], *, from_zero: bool = False) -> Scale:
+        """Make the scale on which `values` fill most of the room; it ends at round numbers.
+
+        The scale is logarithmic if the values are far apart, unless it has to begin at zero.
+        """
+        known = [max(value, LEAST) for value in values if value > 0] or [1.0]
+        low, high = min(known), max(known)
+        if high > WIDE * low and not from_zero:
+            return cls(_round_below(low), _round_above(high), True)
+        step = round_step(high, 5)
+        return cls(0.0, math.ceil(round(high / step, 9)) * step)
+
+    def __call__(self, value: float) -> float:
+        """Return the share of the axis at which a value lies."""
+        if self.is_log:
+            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    @property
+    def ticks(self) -> list[float]:
+        """The round values that an axis shows."""
+        if not self.is_log:
+            step = round_step(self.high, 5)
+            return [step * i for i in range(round(self.high / step) + 1)]
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for digits in (ROUND, (1.0, 3.0), (1.0,)):
+            ticks = [
+                digit * 10.0**power
+                for power in powers
+                for digit in digits
+                if 0.999 * self.low <= digit * 10.0**power <= 1.001 * self.high
+            ]
+            if len(ticks) <= MOST_TICKS:
+                return ticks
+        return ticks[:: -(-len(ticks) // MOST_TICKS)]
+
+
+class Plot:
+    """Shapes above a row of ticks. Places on the x-axis are shares of the width, from 0 to 1."""
+
+    def __init__(self, height: int = 220, widest: int | None = None) -> None:
+        """Make a plot of `height` pixels, and of at most `widest`; None for all the room."""
+        self.height, self._widest = height, widest
+        self._shapes: list[str] = []
+
+    def render(self, title: str, description: str) -> str:
+        """Return the image, with a name and a description for those who don't see it."""
+        name, what = safe(title), safe(description)
+        limit = f' style="max-width:{self._widest}px"' if self._widest else ""
+        return (
+            f'<div class="plot"><svg height="{self.height}"{limit} role="img" '
+            f'aria-label="{name}. {what}"><title>{name}</title><desc>{what}</desc>\n'
+            + "\n".join(self._shapes)
+            + "\n</svg></div>"
+        )
+
+    def y_axis(self, scale: Scale, name: str, text: Format) -> Callable[[float], float]:
+        """Draw lines across, with their values at the left, and return a map to pixels."""
+
+        def place(value: float) -> float:
+            return round((1 - scale(value)) * self.height, 1)
+
+        for value in scale.ticks:
+            y = place(value)
+            self._add(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
+            self._add(f'<text class="end" x="-8" y="{y + 4}">{safe(text(value))}</text>')
+        self._add(f'<text x="-56" y="-12">{safe(name)}</text>')
+        return place
+
+    def x_axis(self, scale: Scale, name: str, text: Format) -> Callable[[float], float]:
+        """Draw lines down, with their values below, and return the scale itself."""
+        for value in scale.ticks:
+            x = _percent(scale(value))
+            self._add(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{self.height}"/>')
+            self.below(scale(value), text(value))
+        self.below(0.5, name, row=1)
+        return scale
+
+    def below(self, x: float, text: str, *, row: int = 0, is_extra: bool = False) -> None:
+        """Write a text below the plot. An extra one is left out where the plot is narrow."""
+        anchor = "middle" if not row or 0.05 < x < 0.93 else "start" if x < 0.5 else "end"
+        extra = " extra" if is_extra else ""
+        place = f'x="{_percent(x)}" y="{self.height + 16 + 17 * row}"'
+        self._add(f'<text class="{anchor}{extra}" {place}>{safe(text)}</text>')
+
+    def bar(self, kind: str, x: float, y: float, width: float, height: float, hint: str) -> None:
+        """Draw a rectangle, with a `hint` for the pointer."""
+        place = f'x="{_percent(x)}" y="{y:.1f}" width="{_percent(width)}" height="{height:.1f}"'
+        self._add(f'<rect class="{kind}" {place}><title>{safe(hint)}</title></rect>')
+
+    def line(self, kind: str, points: Sequence[tuple[float, float]]) -> None:
+        """Draw a line through points. A single point is drawn across the whole plot."""
+        if len(points) == 1:
+            points = [(0, points[0][1]), (1, points[0][1])]
+        drawn = " ".join(f"{1000 * x:.1f},{y:.1f}" for x, y in points)
+        self._add(
+            f'<svg viewBox="0 0 1000 {self.height}" preserveAspectRatio="none" width="100%" '
+            f'height="{self.height}"><polyline class="line {kind}" points="{drawn}"/></svg>'
+        )
+
+    def mark(self, kind: str, shape: str, x: float, y: float) -> None:
+        """Draw a mark of a kind: a circle, a triangle or a square, which differ without colours."""
+        at = _percent(x)
+        if shape == "circle":
+            self._add(f'<circle class="mark {kind}" cx="{at}" cy="{y}" r="3.5"/>')
+        else:
+            path = "M-3.2-3.2h6.4v6.4h-6.4z" if shape == "square" else "M0-4.5l4.2 7.5h-8.4z"
+            self._add(f'<svg x="{at}" y="{y}"><path class="mark {kind}" d="{path}"/></svg>')
+
+    def _add(self, shape: str) -> None:
+        self._shapes.append(shape)
+
+
+def bar(shares: Mapping[str, float]) -> str:
+    """Return a bar for a cell of a table, with a part for each kind; 1 is the whole cell."""
+    parts, begin = "", 0.0
+    for kind, share in shares.items():
+        if share:
+            length = max(share, SHORTEST)
+            place = f'x="{_percent(begin)}" width="{_percent(length)}" height="10"'
+            parts, begin = f'{parts}<rect class="{kind}" {place}/>', begin + length
+    return f'<svg class="bar" height="10" aria-hidden="true">{parts}</svg>'
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def round_step(high: float, most: int) -> float:
+    """Return the least round step with which at most `most` steps reach `high`."""
+    power = 10.0 ** math.floor(math.log10(high))
+    factors = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+    return next(power * factor for factor in factors if high / (power * factor) <= most)
+
+
+def _round_below(value: float) -> float:
+    power = 10.0 ** math.floor(math.log10(value))
+    return max(digit * power for digit in ROUND if digit * power <= value * 1.001)
+
+
+def _round_above(value: float) -> float:
+    power = 10.0 ** math.floor(math.log10(value))
+    return min(d * power for d in (*ROUND, 10.0) if d * power >= value * 0.999)
+
 
 SHAPES = {"hit": "circle", "partial": "triangle", "miss": "square"}
 """The shape of a mark by its outcome."""
@@ -22,7 +300,7 @@ BARS = {
 """The parts of a bar, from below, and their names."""
 WIDEST = 72
 """The most pixels of a bar."""
-MOST_TICKS = 10
+MAX_TIME_TICKS = 10
 BYTES_HEIGHT = 318
 """The height of the plot of bytes: that of the plot beside it and its table of outcomes."""
 
@@ -30,7 +308,7 @@ BYTES_HEIGHT = 318
 def timeline(summary: Summary) -> str:
     """Draw a bar for each prompt, or for the mean of several."""
     line = summary.timeline
-    plot = svg.Plot(240, WIDEST * len(line.bins))
+    plot = Plot(240, WIDEST * len(line.bins))
     y = plot.y_axis(
         Scale.around((max(o.prompt, o.matched) / o.requests for o in line.bins), from_zero=True),
         "tokens of the prompt",
@@ -54,11 +332,11 @@ def timeline(summary: Summary) -> str:
     keys = {f'<rect class="{kind}" width="14" height="14"/>': BARS[kind] for kind in drawn}
     keys['<path class="line matched" d="M0 7h14"/>'] = "held by the entry"
     mean = "" if line.width == 1 else f" the mean of {number(line.width)} requests,"
-    return elements.figure(
+    return figure(
         "Each prompt: reused or evaluated",
         f"A bar is{mean or ' a request,'} as high as its prompt. Below is the number of the "
         "request, and when it began (UTC).",
-        elements.legend(keys),
+        legend(keys),
         plot,
         _prompts_table(line),
         is_wide=True,
@@ -68,7 +346,7 @@ def timeline(summary: Summary) -> str:
 def first_tokens(summary: Summary) -> str:
     """Draw the time to the first token of each request against what it evaluated."""
     samples = summary.samples
-    plot = svg.Plot()
+    plot = Plot()
     y = plot.y_axis(Scale.around(one.ttft_s for one in samples), "time to the first token", seconds)
     x = plot.x_axis(
         Scale.around(one.evaluated for one in samples), "evaluated tokens of the prompt", _count
@@ -89,13 +367,13 @@ def first_tokens(summary: Summary) -> str:
     if any(one.is_avoidable for one in samples):
         keys['<path class="avoidable" d="M0 3h14v8h-14z"/>'] = "red: could have reused more"
     text = f"The more of a prompt is evaluated, the later its answer begins.{drawn}"
-    return elements.panel(
+    return panel(
         "Time to the first token",
         text,
-        elements.legend(keys) if len(samples) > 1 else "",
+        legend(keys) if len(samples) > 1 else "",
         plot.render("Time to the first token", text) if len(samples) > 1 else "",
         _outcomes_table(summary),
-        elements.folded(_sizes_table(samples), "By evaluated tokens"),
+        folded(_sizes_table(samples), "By evaluated tokens"),
     )
 
 
@@ -108,7 +386,7 @@ def bytes_over_time(summary: Summary) -> str:
         "peak": [one.peak_bytes for one in line.bins],
     }
     scale = Scale.around(value for column in columns.values() for value in column)
-    plot = svg.Plot(BYTES_HEIGHT)
+    plot = Plot(BYTES_HEIGHT)
     y = plot.y_axis(scale, "bytes, logarithmic" if scale.is_log else "bytes", size)
     _ticks(plot, line)
     for kind, column in columns.items():
@@ -125,16 +403,14 @@ def bytes_over_time(summary: Summary) -> str:
         [_name(line, i), when, *map(size, (one.used_bytes, one.cache_bytes, one.peak_bytes))]
         for i, (one, when) in enumerate(zip(line.bins, _clock(line), strict=True))
     )
-    return elements.figure(
+    return figure(
         "Memory",
         "After each request."
         if line.width == 1
         else f"The most of each {number(line.width)} requests.",
-        elements.legend(
-            {f'<path class="line {k}" d="M0 7h14"/>': name for k, name in names.items()}
-        ),
+        legend({f'<path class="line {k}" d="M0 7h14"/>': name for k, name in names.items()}),
         plot,
-        elements.table(["requests", "from", "used", "allocated", "peak"], rows),
+        table(["requests", "from", "used", "allocated", "peak"], rows),
     )
 
 
@@ -160,10 +436,10 @@ def _hint(line: Timeline, index: int) -> str:
     )
 
 
-def _ticks(plot: svg.Plot, line: Timeline) -> None:
+def _ticks(plot: Plot, line: Timeline) -> None:
     """Write round numbers of requests below a plot, and times where they change."""
     requests = sum(one.requests for one in line.bins)
-    step = max(1, round(svg.round_step(requests, MOST_TICKS)))
+    step = max(1, round(round_step(requests, MAX_TIME_TICKS)))
     numbers = [1, *(at for at in range(step, requests + 1, step) if at > 1)]
     if len(numbers) > 2 and numbers[1] - 1 < step / 2:
         numbers.pop(1)
@@ -202,7 +478,7 @@ def _prompts_table(line: Timeline) -> str:
         ]
         for index, (one, when) in enumerate(zip(line.bins, _clock(line), strict=True))
     )
-    return elements.table(columns, rows)
+    return table(columns, rows)
 
 
 def _outcomes_table(summary: Summary) -> str:
@@ -211,7 +487,7 @@ def _outcomes_table(summary: Summary) -> str:
         times = summary.ttft[outcome].as_dict()
         shown = (seconds(times[name]) for name in ("p50", "p90", "p99"))
         rows.append([outcome, number(int(times["requests"] or 0)), *shown])
-    return elements.table(["outcome", "requests", "p50", "p90", "p99"], rows)
+    return table(["outcome", "requests", "p50", "p90", "p99"], rows)
 
 
 def _sizes_table(samples: Iterable[Sample]) -> str:
@@ -227,7 +503,7 @@ def _sizes_table(samples: Iterable[Sample]) -> str:
         ]
         for digits, times in sorted(by_digits.items())
     )
-    return elements.table(["evaluated tokens", "requests", "median", "slowest"], rows)
+    return table(["evaluated tokens", "requests", "median", "slowest"], rows)
 
 
 def _name(line: Timeline, index: int) -> str:

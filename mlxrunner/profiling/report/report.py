@@ -6,13 +6,16 @@ ended well.
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mlxrunner.errors import OptionError, ReadError, WriteError
 from mlxrunner.profiling.reading import read_events, with_rotated
@@ -20,6 +23,149 @@ from mlxrunner.profiling.report.aggregate import Summary
 from mlxrunner.profiling.schema import Event
 from mlxrunner.system.reading import open_given
 from mlxrunner.system.writing import is_stream, open_stream, written
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+
+NESTED = ("line", "divergence", "spans", "verify", "evicted")
+"""The fields that are objects or lists; a row has a few of their own fields instead."""
+FLAT = [field.name for field in fields(Event) if field.name not in NESTED]
+COLUMNS = (
+    *FLAT,
+    "line_number",
+    "divergence_index",
+    "divergence_role",
+    "divergence_part",
+    "prefill_chunks",
+    "verified_equal",
+    "evicted_tokens",
+    "evicted_parked",
+)
+FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""The beginnings of a cell that spreadsheets run or misread (OWASP, CSV injection)."""
+
+
+class CsvWriter:
+    """A writer of a header and a row per event."""
+
+    def __init__(self, stream: SupportsWrite[str]) -> None:
+        """Write the header to `stream`, which was opened with newline=""."""
+        self._writer = csv.writer(stream)
+        self._writer.writerow(COLUMNS)
+
+    def add(self, event: Event) -> None:
+        """Write the row of an event."""
+        parted, verify = event.divergence, event.verify
+        row = [
+            *(getattr(event, name) for name in FLAT),
+            event.line.number if event.line else None,
+            *((parted.index, parted.role, parted.part) if parted else (None, None, None)),
+            sum(span.name == "prefill" for span in event.spans),
+            verify.equal if verify else None,
+            sum(one.tokens for one in event.evicted),
+            sum(one.tokens for one in event.evicted if one.parked),
+        ]
+        self._writer.writerow(map(_cell, row))
+
+
+def _cell(value: Any) -> Any:
+    """Return a value for a cell.
+
+    A text that a spreadsheet would take for a formula is marked as text.
+    """
+    if isinstance(value, str):
+        text = value.replace("\x00", "")
+        return "'" + text if text.startswith(FORMULAS) else text
+    return value
+
+
+ARGS = """
+id command reason finish prompt_tokens matched_tokens cached_tokens evaluated_tokens lost_tokens
+completion_tokens
+""".split()
+"""The fields that a viewer shows for a request that is clicked."""
+
+
+class TraceWriter:
+    """A writer of events as one JSON document.
+
+    Times are whole microseconds since 1970, so the order of the file does not matter. A request
+    without a readable time begins with the one before it. Requests of one process that overlap get
+    a thread each, since the spans of a thread have to be nested.
+    """
+
+    def __init__(self, stream: SupportsWrite[str]) -> None:
+        """Begin the document on `stream`."""
+        self._stream = stream
+        self._begin = 0
+        self._processes: dict[str, int] = {}
+        self._lanes: dict[int, list[int]] = {}
+        self._is_first = True
+        stream.write('{"displayTimeUnit":"ms","traceEvents":[')
+
+    def add(self, event: Event) -> None:
+        """Write the spans of a request."""
+        begin = self._begin = _epoch_us(event.time, self._begin)
+        end = begin + _us(event.total_s)
+        pid = self._process(event)
+        tid = self._lane(pid, begin, end)
+        place = {"ph": "X", "pid": pid, "tid": tid}
+        args = {name: getattr(event, name) for name in ARGS}
+        when = {"ts": begin, "dur": end - begin}
+        self._write({"name": event.outcome, "cat": "request", **when, **place, "args": args})
+        for span in event.spans:
+            first, last = _us(span.start_s), _us(span.start_s + span.duration_s)
+            when = {"ts": begin + first, "dur": last - first}
+            args = {"tokens": span.tokens}
+            self._write({"name": span.name, "cat": "span", **when, **place, "args": args})
+        counted = {"used": event.used_bytes, "allocated": event.cache_bytes}
+        self._write(
+            {"name": "bytes", "ph": "C", "pid": pid, "tid": tid, "ts": end, "args": counted}
+        )
+
+    def close(self) -> None:
+        """End the document. The stream stays open."""
+        self._stream.write("\n]}\n")
+
+    def _process(self, event: Event) -> int:
+        """Return the number of the event's process, which is named when it first appears."""
+        pid = self._processes.get(event.process)
+        if pid is None:
+            pid = self._processes[event.process] = len(self._processes) + 1
+            name = f"{event.model} ({event.process})"
+            self._write(
+                {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+            )
+        return pid
+
+    def _lane(self, pid: int, begin: int, end: int) -> int:
+        """Return the first thread of the process that is free at `begin` (microseconds)."""
+        ends = self._lanes.setdefault(pid, [])
+        lane = next((i for i, busy_until in enumerate(ends) if busy_until <= begin), len(ends))
+        ends[lane : lane + 1] = [end]
+        return lane + 1
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._stream.write(
+            ("\n" if self._is_first else ",\n") + json.dumps(entry, separators=(",", ":"))
+        )
+        self._is_first = False
+
+
+def _epoch_us(time: str, otherwise: int) -> int:
+    """Return microseconds since 1970, or `otherwise` if `time` can't be parsed."""
+    try:
+        moment = datetime.fromisoformat(time)
+        return round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1e6)
+    except (ValueError, OverflowError):
+        return otherwise
+
+
+def _us(seconds: float) -> int:
+    """Return whole microseconds, rounded down so that a span still lies inside its request."""
+    return int(seconds * 1e6)
+
 
 SKIPPED = {
     "unreadable": "broken or cut off",
@@ -76,12 +222,8 @@ def make_report(
     with ExitStack() as stack:
         sinks: list[Callable[[Event], None]] = [report.summary.add]
         if csv is not None:
-            from mlxrunner.profiling.report.csv_rows import CsvWriter
-
             sinks.append(CsvWriter(stack.enter_context(replaced(csv, files, newline=""))).add)
         if trace is not None:
-            from mlxrunner.profiling.report.trace import TraceWriter
-
             spans = TraceWriter(stack.enter_context(replaced(trace, files)))
             stack.callback(spans.close)
             sinks.append(spans.add)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from mlxrunner.profiling.replay.guesses import Guesses
-    from mlxrunner.profiling.replay.variants import Simulation
+    from mlxrunner.profiling.replay.trials import Simulation
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
 """The colours of outcomes; red is only what could have been avoided."""

@@ -16,8 +16,7 @@ from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MemoryPlanError, MlxrunnerError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand
-from mlxrunner.memory.reserve import weights_of
-from mlxrunner.memory.slots import demand_of_slots
+from mlxrunner.memory.reserve import demand_of_slots, weights_of
 from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.facts import ModelFacts, Shapes, without_weights
 from mlxrunner.models.fingerprint import fingerprint

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxrunner.profiling.reasons import remedy
-from mlxrunner.profiling.report import elements, plots
+from mlxrunner.profiling.report import plots
 from mlxrunner.profiling.report.aggregate import Summary, place_of
 from mlxrunner.profiling.report.formatting import moment, number, percent
 from mlxrunner.profiling.report.html import document
-from mlxrunner.profiling.report.svg import safe
+from mlxrunner.profiling.report.plots import safe
 from mlxrunner.profiling.schema import Event
 from mlxrunner.terminal.text import size
 
@@ -76,8 +76,8 @@ def _conversations(models: Sequence[Mapping[str, Any]]) -> str:
     ]
     columns = ["state", "client", "session", "tokens", "size", "request", "model"]
     text = "What each slot holds. An idle conversation goes on where it ended."
-    table = elements.table(columns, rows, kind="stack")
-    return elements.panel("Conversations", text, table, is_wide=True)
+    table = plots.table(columns, rows, kind="stack")
+    return plots.panel("Conversations", text, table, is_wide=True)
 
 
 def _misses(events: Sequence[Event]) -> str:
@@ -99,12 +99,12 @@ def _misses(events: Sequence[Event]) -> str:
     ]
     columns = ["request", "at", "client", "prompt", "cached", "lost", "reason", "place", "remedy"]
     text = "Requests that evaluated tokens again. Each leads to its two sides, in words."
-    table = elements.table(columns, rows, kind="stack")
-    return elements.panel("The latest misses", text, table, is_wide=True)
+    table = plots.table(columns, rows, kind="stack")
+    return plots.panel("The latest misses", text, table, is_wide=True)
 
 
-def _explained(request: str) -> elements.Link:
-    return elements.Link(request, f"/explain/{request}")
+def _explained(request: str) -> plots.Link:
+    return plots.Link(request, f"/explain/{request}")
 
 
 def _helps(event: Event) -> str:
