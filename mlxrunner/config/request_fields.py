@@ -23,7 +23,7 @@ class RequestField:
     apis: str
     """The programs whose API has it."""
     why: str = ""
-    """What to send instead, or why it may be ignored."""
+    """The field to send in its place, or the reason why it may be ignored."""
     neutral: tuple[Any, ...] = ()
     """The values, beside empty ones, that ask for nothing."""
 
