@@ -15,7 +15,7 @@ from support.events import as_event
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import cli
-from mlxrunner.errors import OptionError, VerifyError
+from mlxrunner.errors import LogitsError, OptionError, VerifyError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.record.profile import Profile, profiled
 from mlxrunner.profiling.record.verify import Measured, Verifier
@@ -160,14 +160,21 @@ def spoil(cache: Any) -> None:
         cache._stored = cache._stored._replace(values=-cache._stored.values)
 
 
-def test_not_a_number_is_a_difference() -> None:
-    """It compares as false with everything."""
+def test_a_request_on_values_that_are_no_numbers_is_an_error_and_frees_them() -> None:
+    """Nothing is left to verify, and the next request is right again."""
     runner, events = watched()
     ask(runner, "the quick brown fox")
     for cache in runner.entry.caches:
         cache.values = cache.values * mx.nan  # type: ignore[attr-defined]
-    ask(runner, [*runner.entry.tokens, 7, 8])
-    assert events[-1]["verify"]["equal"] is False
+    prompt = [*runner.entry.tokens, 7, 8]
+    with pytest.raises(LogitsError):
+        ask(runner, prompt)
+    assert events[-1]["error"] == "LogitsError"
+    assert not len(runner.entry.tokens)
+    for _ in range(2):
+        ask(runner, prompt)
+    assert events[-1]["cached_tokens"] > 0
+    assert events[-1]["verify"]["equal"] is True
 
 
 @pytest.mark.parametrize(
