@@ -20,6 +20,7 @@ from mlxrunner.models.settings import check_settings
 from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json, untagged
 from mlxrunner.system.tensorfile import METADATA, Header, HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
+from mlxrunner.tokenizer.tables import LAST_TOKEN
 
 WEIGHTS = "model*.safetensors"
 """The files of weights that are read."""
@@ -51,7 +52,6 @@ MOST_BYTES = {
 
 Each is several times the size of the largest file in use.
 """
-LAST_TOKEN = 2**31 - 1
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Names of the settings of the part of a model that writes text."""
 
@@ -311,19 +311,27 @@ def index_in(index: Path) -> dict[str, str]:
 
     Raise ModelError if it is not a weight index, or names a file outside of its folder.
     """
+    remedy = "remove it, if the weights are whole without it, or download it again"
     try:
-        found = read_json(index, MOST_BYTES[".json"])["weight_map"]
-        return {name: _inner(index, file) for name, file in found.items()}
+        content = read_json(index, MOST_BYTES[".json"])
     except ReadError as error:
-        raise ModelError(f"{error}; it is the weight index") from error
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index}: not a readable weight index: {_one_line(error)}") from error
+        raise ModelError(f"{error}; it is the weight index: {remedy}") from error
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise ModelError(
+            f"{index}: not a readable weight index: it has no object 'weight_map', which names the "
+            f"file of each tensor: {remedy}"
+        )
+    return {name: _inner(index, file) for name, file in found.items()}
 
 
 def _inner(index: Path, file: Any) -> str:
     """Return the name of a weight file in an index. Raise ModelError if it leads elsewhere."""
     if not isinstance(file, str):
-        raise TypeError(f"it names the file {reprlib.repr(file)}")
+        raise ModelError(
+            f"{index}: not a readable weight index: it names the file {reprlib.repr(file)}, which "
+            "is no text: remove the index, or download it again"
+        )
     name = posixpath.normpath(file)
     if name.startswith(("/", "../")) or name == ".." or "\0" in name:
         raise ModelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ SIZES = re.compile(
 )
 MOST_SIZE = 2**27
 """Largest side of a matrix."""
+FORMS: dict[str, tuple[type, str]] = {
+    "tie_word_embeddings": (bool, "true or false"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+}
+"""The forms of settings with which a model would be built wrongly in silence, or fail elsewhere."""
 MOST_LIST = 2**16
 """Longest list of settings, such as the kinds of all layers."""
 
@@ -39,6 +46,9 @@ def check_settings(file: Path, config: dict[str, Any]) -> None:
                 f"{file}: {name[:200]} is a list of {len(value):,} values, and {MOST_LIST:,} are "
                 "the most"
             )
+        form, shown = FORMS.get(last, (object, ""))
+        if value is not None and not isinstance(value, form):
+            raise ModelError(f"{file}: {name[:200]} is {reprlib.repr(value)}: write {shown}")
         is_size = COUNTS.fullmatch(last) or SIZES.fullmatch(last)
         if isinstance(value, str) and value.strip().isdecimal() and is_size:
             raise ModelError(f"{file}: {name[:200]} is the text {value[:40]!r}: write a number")

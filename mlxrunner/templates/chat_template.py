@@ -28,6 +28,8 @@ MOST_PROVEN = 4096
 """Most places in conversations of which it is remembered that the template writes them."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 """The roles that a template is asked about."""
+ANSWER = ("<answer>", "</answer>")
+"""The texts around the answer of Hunyuan, whose template drops all else."""
 JOINT = "\n\n"
 """The text between two contents that become one."""
 _MARK = "qzj{}x"
@@ -49,6 +51,8 @@ class Form(NamedTuple):
     """True if a text beside calls is a message of its own before them."""
     is_folded: bool = False
     """True if the system prompt begins the first user message."""
+    is_silent: bool = False
+    """True if a message with calls and no text has None for its content."""
 
     def of(self, messages: Sequence[PlainMessage]) -> Messages:
         """Return `messages` in this form."""
@@ -59,6 +63,11 @@ class Form(NamedTuple):
             shaped = [one for message in shaped for one in _split(message)]
         if self.has_text_arguments:
             shaped = [_with_text_arguments(message) for message in shaped]
+        if self.is_silent:
+            shaped = [
+                one | {"content": None} if _calls(one) and not one["content"] else one
+                for one in shaped
+            ]
         return [
             message | {"content": [{"type": "text", "text": message["content"]}]}
             if message["role"] in self.parts and (message["content"] or not _calls(message))
@@ -195,7 +204,8 @@ class ChatTemplate:
 
     def _forms(self, messages: Sequence[PlainMessage]) -> Iterator[Form]:
         """Yield the forms that a conversation may have, the likeliest first."""
-        first = Form(self._parts, self._wants_text_arguments if _has_calls(messages) else False)
+        has_text, is_silent = self._call_form if _has_calls(messages) else (False, False)
+        first = Form(self._parts, has_text, is_silent=is_silent)
         yield first
         if self._render is None:
             return
@@ -207,6 +217,7 @@ class ChatTemplate:
             else (False,),
             (False, True) if shares else (False,),
             (False, True) if _can_fold(messages) else (False,),
+            (is_silent,),
         )
         yield from (form for one in others if (form := Form(*one)) != first)
 
@@ -225,15 +236,23 @@ class ChatTemplate:
         )
 
     @cached_property
-    def _wants_text_arguments(self) -> bool:
-        """True if the template writes JSON only of arguments that are JSON texts."""
-        objects, texts = (
-            self._probed("uct", Form(self._parts, has_text)) for has_text in (False, True)
-        )
+    def _call_form(self) -> tuple[bool, bool]:
+        """The form of calls: if arguments are JSON texts, and if the content beside is None.
+
+        Each is True only if the template writes the JSON of a call so, and not otherwise.
+        """
         shown = json.dumps(_ARGUMENTS, ensure_ascii=False)
-        if texts is None or shown not in texts:
-            return False
-        return objects is None or (str(_ARGUMENTS) in objects and shown not in objects)
+        for is_silent in (False, True):
+            objects, texts = (
+                self._probed("uct", Form(self._parts, has_text, is_silent=is_silent)) or ""
+                for has_text in (False, True)
+            )
+            is_text = shown in texts and (
+                not objects or (str(_ARGUMENTS) in objects and shown not in objects)
+            )
+            if is_text or _ARGUMENTS["p"] in objects:
+                return is_text, is_silent
+        return False, False
 
     def _probed(self, letters: str, form: Form) -> str | None:
         """Return the text of a conversation of marks in a form, or None if it is refused."""
@@ -292,8 +311,11 @@ class ChatTemplate:
         for n, message in enumerate(rendering.messages):
             marks[Lost(n, "content")] = (mark.format(f"{n}c"),)
             if _calls(message):
-                own = "na" if any(one["function"]["arguments"] for one in _calls(message)) else "n"
-                marks[Lost(n, "tool_calls")] = tuple(mark.format(f"{n}{one}") for one in own)
+                marks[Lost(n, "tool_calls")] = tuple(
+                    mark.format(f"{n}{kind}{number}")
+                    for number, call in enumerate(_calls(message))
+                    for kind in ("na" if call["function"]["arguments"] else "n")
+                )
         return {one for one, own in marks.items() if all(found in text for found in own)}
 
 
@@ -402,7 +424,7 @@ def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
         if found >= 0 and message["role"] != "system":  # a system prompt may be moved to the end
             at = found + size
     if not is_in_order:  # a text that is left out may be found in place of a later one
-        every = [n for n, one in enumerate(rendering.messages) if visible_text(one["content"])]
+        every = [n for n, one in enumerate(rendering.messages) if _required(one)]
         doubts = {Lost(n, "content"): rendering.place(n, "content") for n in every} | doubts
     if rendering.tools:
         is_found = all(_name(tool) in text for tool in rendering.tools)
@@ -419,7 +441,7 @@ def _found_otherwise(text: str, message: PlainMessage, at: int) -> tuple[int, st
     if (found := text.find(content, at)) >= 0:
         return found, content
     if message["role"] == "assistant":
-        content = visible_text(content)
+        content = _required(message)
     escaped = (json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))
     for spelling in (content, *escaped):
         if (found := text.find(spelling, at)) >= 0:
@@ -427,18 +449,33 @@ def _found_otherwise(text: str, message: PlainMessage, at: int) -> tuple[int, st
     return -1, content
 
 
-def visible_text(answer: str) -> str:
-    """Return the text of an assistant behind its thinking, which a template may leave out."""
+def visible_span(answer: str) -> tuple[int, int]:
+    """Return where the text of an assistant begins and ends that a template has to write.
+
+    It may leave out thinking, also if that was cut off, and what is around an `<answer>`.
+    """
     ends = [answer.rfind(tags.end) + len(tags.end) for tags in THINKING_TAGS if tags.end in answer]
-    return answer[max(ends, default=0) :].strip()
+    begin = max(ends, default=0)
+    cuts = [answer.find(tags.begin, begin) for tags in THINKING_TAGS]
+    end = min((at for at in cuts if at >= 0), default=len(answer))
+    opened, closed = (answer.rfind(tag, begin, end) for tag in ANSWER)
+    if 0 <= opened < closed:
+        begin, end = opened + len(ANSWER[0]), closed
+    return begin, end
+
+
+def _required(message: PlainMessage) -> str:
+    """Return what of a content a template has to write."""
+    content = message["content"]
+    is_answer = message["role"] == "assistant"
+    return (content[slice(*visible_span(content))] if is_answer else content).strip()
 
 
 def _found(rendering: _Rendering) -> set[Lost]:
     """Return all that is found in the text as it is, for a template that refuses marks."""
     text, found = rendering.text, set[Lost]()
     for n, message in enumerate(rendering.messages):
-        content = message["content"].strip()
-        if content in text or visible_text(content) in text:
+        if message["content"].strip() in text or _required(message) in text:
             found.add(Lost(n, "content"))
         if all(call["function"]["name"] in text for call in _calls(message)):
             found.add(Lost(n, "tool_calls"))
@@ -459,11 +496,15 @@ def _with_marks(mark: str, number: int, message: PlainMessage) -> dict[str, Any]
     """Return a message with a mark behind its content, its calls' names and in their arguments."""
     marked: dict[str, Any] = dict(message)
     if message["content"].strip():
-        marked["content"] = message["content"] + mark.format(f"{number}c")
+        content = message["content"]
+        end = visible_span(content)[1] if message["role"] == "assistant" else len(content)
+        marked["content"] = content[:end] + mark.format(f"{number}c") + content[end:]
     if _calls(message):
         marked["tool_calls"] = [
-            _with_argument(_renamed(call, mark.format(f"{number}n")), mark.format(f"{number}a"))
-            for call in message["tool_calls"]
+            _with_argument(
+                _renamed(call, mark.format(f"{number}n{index}")), mark.format(f"{number}a{index}")
+            )
+            for index, call in enumerate(message["tool_calls"])
         ]
     return marked
 
@@ -509,6 +550,12 @@ def _explained(lost: Lost, rendering: _Rendering) -> MlxrunnerError:
         )
     message = rendering.messages[lost.message]
     if lost.what == "tool_calls":
+        if len(_calls(message)) > 1:
+            return PromptError(
+                f"tool_calls: the model's chat template does not use all {len(_calls(message))} of "
+                f"message {lost.message}: write one call in a message, each before its result, or "
+                "write them into its content"
+            )
         return PromptError(
             f"tool_calls: the model's chat template does not use them, and message {lost.message} "
             "has some: write them into its content"

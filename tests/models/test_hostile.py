@@ -208,6 +208,22 @@ def test_sizes_of_a_layer_are_no_numbers_of_layers(tmp_path: Path) -> None:
     check_settings(tmp_path, config)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tie_word_embeddings": "false"},
+        {"text_config": {"tie_word_embeddings": 0}},
+        {"rope_scaling": ["linear", 2]},
+        {"rope_parameters": "linear"},
+    ],
+)
+def test_a_setting_of_another_form_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A text such as "false" counts as true, and the model would use its embeddings as its head."""
+    with pytest.raises(ModelError, match=r"(tie_word_embeddings|rope_\w+) is .*: write "):
+        check_settings(tmp_path, config)
+    check_settings(tmp_path, {"tie_word_embeddings": None, "rope_scaling": None})
+
+
 @pytest.mark.parametrize("value", [None, True, "5", 5.0, -5, [5], 0])
 def test_a_size_is_a_whole_number_above_0(value: Any) -> None:
     """Everything else is as if it were not there."""

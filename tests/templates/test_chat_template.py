@@ -197,6 +197,72 @@ def test_what_is_left_out_is_named(
         assert str(error.value).startswith(problem)
 
 
+R1 = """{% for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}
+{%- elif m.role == 'tool' %}<output>{{ m.content }}
+{%- elif m.content is none %}{% for c in m.tool_calls %}<call>{{ c['type'] + c.function.name + \
+c.function.arguments }}{% endfor %}{% else %}<Assistant>{{ m.content }}{% endif %}{% endfor %}"""
+"""Writes calls only beside a content that is None, as DeepSeek R1 and the first V3 do."""
+FIRST_CALL = """{% for m in messages %}<|start|>{{ m.role }}{% if m.tool_calls %}
+{%- set c = m.tool_calls[0].function %} to={{ c.name }}{{ c.arguments | tojson }}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+"""Writes the first of several calls, as gpt-oss does."""
+HUNYUAN = """{% for m in messages %}{% set content = m.content %}
+{%- if m.role == 'assistant' and '<answer>' in content and '</answer>' in content %}
+{%- set content = content.split('<answer>')[-1].split('</answer>')[0].strip() %}{% endif %}\
+<{{ m.role }}>{{ content }}{% endfor %}"""
+"""Writes only what is within <answer>."""
+GEMMA4 = """{% for m in messages %}<|turn>{{ m.role }}
+{% if m.role == 'assistant' %}{% for part in m.content.split('<channel|>') %}\
+{{ part.split('<|channel>')[0] }}{% endfor %}{% else %}{{ m.content }}{% endif %}<turn|>
+{% endfor %}"""
+"""Leaves out thinking, also if it has no end."""
+
+
+def test_calls_are_written_where_their_content_has_to_be_none() -> None:
+    """The arguments of each call are there, and so are results."""
+    messages = [said("user", LONG), call(at="Oslo"), result("rain"), said("assistant", "It rains.")]
+    text = template(R1).text([*messages, said("user", "hi")])
+    assert '<call>functionlook{"at": "Oslo"}<output>rain<Assistant>It rains.' in text
+
+
+def test_a_call_that_is_left_out_beside_another_one_is_an_error() -> None:
+    """The first one alone is written as it is."""
+    both = call(at="Oslo")
+    both["tool_calls"] += call(at="Rome")["tool_calls"]
+    with pytest.raises(PromptError, match="does not use all 2 of message 1"):
+        template(FIRST_CALL).text([said("user", LONG), both, result("rain"), result("sun")])
+    text = template(FIRST_CALL).text([said("user", LONG), call(at="Oslo"), result("rain")])
+    assert 'to=look{"at": "Oslo"}' in text
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "written"),
+    [
+        (HUNYUAN, "<think>\nHm.\n</think>\n<answer>\n4\n</answer>", "<assistant>4<user>"),
+        (HUNYUAN, f"<answer>\n{LONG}\n</answer>", f"<assistant>{LONG}<user>"),
+        (GEMMA4, "Yes.<|channel>thought\ncut o", "assistant\nYes.<turn|>"),
+        (GEMMA4, "<|channel>thought\ncut o", "assistant\n<turn|>"),
+    ],
+)
+def test_thinking_that_a_template_leaves_out_is_no_loss(
+    source: str, answer: str, written: str
+) -> None:
+    """Also where it was cut off, or has no tags of its own."""
+    messages = [said("user", LONG), said("assistant", answer), said("user", "hi")]
+    assert written in template(source).text(messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [(HUNYUAN, "<answer>a</answer> b"), (GEMMA4, "Is <|channel> a tag?")],
+)
+def test_tags_of_thinking_in_a_users_text_are_no_excuse(source: str, content: str) -> None:
+    """A text of the user has to be written whole."""
+    cut = source.replace("m.role == 'assistant'", "true")
+    with pytest.raises(PromptError, match="message 0"):
+        template(cut).text([said("user", content)])
+
+
 def test_text_beside_calls_goes_before_them() -> None:
     """Llama 3.1 writes a message with calls without its text."""
     messages = [said("user", LONG), call("Let me look.", at="x"), result("rain")]
