@@ -130,7 +130,10 @@ def _translate_form(fields: dict[str, Any]) -> None:
         return
     if not isinstance(asked, dict):
         raise OptionError(f"structured_outputs: {asked!r:.80} is not an object")
-    match {name: value for name, value in asked.items() if value is not None}:
+    given = {name: value for name, value in asked.items() if value not in (None, "", False)}
+    if not given:
+        return  # as vLLM's client writes an object of which nothing is set
+    match given:
         case {"json": schema, **rest} if not rest:
             found = {"schema": schema}
         case {"choice": choices, **rest} if not rest:

@@ -7,6 +7,7 @@ the value. Knows nothing about what a schema or a template means.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from mlxrunner.config.arguments import shown
@@ -46,6 +47,27 @@ def parsed_json(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return value
+
+
+_SURROGATE = re.compile(
+    r"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?P<rest>\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F]..)"
+)
+"""Half of a character as an escape, or a whole one of two escapes."""
+
+
+def with_whole_characters(text: str) -> str:
+    """Return a JSON text with U+FFFD in place of each half of a character.
+
+    Programs and models cut texts within an emoji, and no template can write what is left.
+    """
+    parts, at = list[str](), 0
+    while found := _SURROGATE.search(text, at):
+        before = text[at : found.start()]
+        is_text = (len(before) - len(before.rstrip("\\"))) % 2  # the backslash itself is escaped
+        at = found.start() + 2 if is_text else found.end()
+        whole = text[found.start() : at] if is_text or found["rest"] else "\\ufffd"
+        parts += [before, whole]
+    return "".join([*parts, text[at:]])
 
 
 def check_template(template: str | None) -> None:

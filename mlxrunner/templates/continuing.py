@@ -47,8 +47,8 @@ def is_continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = No
     if last.get("role") != "assistant":
         if wanted:
             raise PromptError(
-                "continue_final_message: the last message is not the assistant's, but of role "
-                f"{last.get('role')!r:.80}: leave the field out"
+                "continue_final_message needs a last message of the assistant, and it is of role "
+                f"{last.get('role')!r:.80}: leave it out, as well as add_generation_prompt: false"
             )
         return False
     if wanted is False or (last.get("tool_calls") and not wanted):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mlxrunner.config.json_options import parsed_json
+from mlxrunner.config.json_options import parsed_json, with_whole_characters
 
 Content = str | list[dict[str, Any]]
 """A text, or a list of parts in the form of `mlxrunner.templates.messages.Message`."""
@@ -164,7 +164,9 @@ def parts_of(where: str, content: Any, by: str = "") -> Parts:
     if content is None or isinstance(content, str):
         return Parts([content or ""], by)
     if not isinstance(content, list | tuple):
-        return Parts(_read(where, content), by)
+        why = f"it has to be a text or parts, not {content!r:.60}"
+        is_part = isinstance(content, Mapping) and "type" in content
+        return Parts(_read(where, content) if is_part else [item_text(where, content, why)], by)
     found = (_read(f"{where}.{number}", part) for number, part in enumerate(content))
     return Parts((one for parts in found for one in parts), by)
 
@@ -175,7 +177,9 @@ def _read(where: str, part: Any) -> Iterator[str | Shown | StandIn]:
         yield part
         return
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or (kind and not isinstance(kind, str)):
+    if not isinstance(part, Mapping):
+        yield item_text(where, part, f"it has to be an object or a text, not {part!r:.60}")
+    elif kind and not isinstance(kind, str):
         yield item_text(where, part)
     elif kind == "refusal" or kind in _TEXTS or (not kind and "text" in part):
         yield _text(where, part)
@@ -308,9 +312,10 @@ def arguments_of_call(given: Any) -> tuple[Any, bool]:
     if isinstance(given, Mapping):
         return given, True
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    text = with_whole_characters(text)
     try:
         if isinstance(parsed_json(text), Mapping):
-            return given if isinstance(given, str) else text, True
+            return text, True
     except (ValueError, RecursionError):
         pass
     return {"arguments": text}, False

@@ -143,7 +143,12 @@ def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continue
         (
             "/v1/chat/completions",
             {"messages": USER, "continue_final_message": True},
-            "the last message is not the assistant's, but of role 'user'",
+            "continue_final_message needs a last message of the assistant, and it is of role",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "add_generation_prompt": False},
+            "leave it out, as well as add_generation_prompt: false",
         ),
         (
             "/v1/chat/completions",
@@ -166,7 +171,7 @@ def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continue
             "message 1: the conversation ends with tool calls",
         ),
     ],
-    ids=["white space", "user", "both", "calls"],
+    ids=["white space", "user", "user by its opposite", "both", "calls"],
 )
 @pytest.mark.exhaustive(4)
 def test_what_cannot_be_continued_is_named(demo: str, path: str, body: Any, said: str) -> None:

@@ -90,7 +90,12 @@ ANSWER_BLOCKS: list[Any] = [
 ]
 """Blocks of an answer in Anthropic's form."""
 TOOL_BLOCKS: list[Any] = [*USER_BLOCKS, {"type": "tool_reference", "tool_name": "Read"}, {}]
-ARGUMENTS: list[Any] = [{}, {"a": 1}, None, "", '{"a": 1}', '{"a": "cut o', "[1]", "null", 5, HALF]
+ARGUMENTS: list[Any] = [
+    *({}, {"a": 1}, None, "", '{"a": 1}', '{"a": "cut o', "[1]", "null", 5, HALF),
+    '{"half an emoji": "\\ud83d"}',
+]
+ODD: list[Any] = [None, 5, True, {"a": 1}, [None], [5, "a text"], [{"type": 5}], [[]]]
+"""Contents that are neither texts nor lists of parts."""
 CHAT_PARTS: list[Any] = [
     {"type": "text", "text": HALF},
     {"type": "image_url", "image_url": {"url": URL}},
@@ -152,7 +157,7 @@ def some(of: list[Any], most: int = 3) -> st.SearchStrategy[list[Any]]:
 
 
 def content(parts: list[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(some(parts), st.just("a text"), st.just(HALF), st.just(""))
+    return st.one_of(some(parts), st.sampled_from(["a text", HALF, "", *ODD]))
 
 
 @st.composite
@@ -167,7 +172,8 @@ def anthropic_turn(draw: st.DrawFn) -> list[dict[str, Any]]:
         block["tool_use_id"] = draw(st.sampled_from([f"toolu_{number}", "toolu_lost"]))
         results[len(results) :] = [block] * draw(st.sampled_from([1, 1, 1, 0, 2]))
     turn = [{"role": "user", "content": draw(content(USER_BLOCKS))}] * draw(st.integers(0, 1))
-    turn.append({"role": "assistant", "content": answer})
+    odd = draw(st.sampled_from([False, False, False, True]))
+    turn.append({"role": "assistant", "content": draw(st.sampled_from(ODD)) if odd else answer})
     if draw(st.booleans()):
         turn.append({"role": "user", "content": results})
     return turn
@@ -217,14 +223,15 @@ def response_turn(draw: st.DrawFn) -> list[dict[str, Any]]:
 @st.composite
 def ollama_turn(draw: st.DrawFn) -> list[dict[str, Any]]:
     images = some([PIXEL, "not base64", 5], 2)
-    turn = [{"role": "user", "content": "a text", "images": draw(images)}]
+    turn = [{"role": "user", "content": draw(content(CHAT_PARTS)), "images": draw(images)}]
     if draw(st.booleans()):
         turn.append({"role": "thinking", "content": "Hm."})
     answer: dict[str, Any] = {"role": "assistant", "content": "", "images": draw(images)}
     if draw(st.booleans()):
         function = {"name": "look", "arguments": draw(st.sampled_from(ARGUMENTS))}
         answer["tool_calls"] = [{"function": function}, {}][: draw(st.integers(0, 2))]
-    result = {"role": draw(st.sampled_from(["tool", "function"])), "content": HALF}
+    result = {"role": draw(st.sampled_from(["tool", "function"]))}
+    result["content"] = draw(content(TOOL_BLOCKS))
     result["images"] = draw(images)
     return [*turn, answer, *[result] * draw(st.integers(0, 2))]
 
@@ -383,6 +390,7 @@ REPLACED: list[tuple[str, list[dict[str, Any]], str, str]] = [
         "picture",
     ),
     ("responses", [ITEMS[6], SAID], "[image_generation_call]", "image_generation_call"),
+    ("chat", [{"role": "tool", "content": {"degrees": 5}}, SAID], '[item: {"degrees": 5}]', "item"),
     (
         "ollama",
         [{"role": "user", "content": "Look", "images": [PIXEL]}, DONE, SAID],
@@ -422,6 +430,34 @@ def test_a_picture_that_the_user_has_just_sent_is_refused(name: str, send: Send)
     assert ("could not process image" in response.text) == (name == "anthropic")
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (5, "messages.0.content: it has to be a text or parts, not 5"),
+        ({"a": 1}, "messages.0.content: it has to be a text or parts, not {'a': 1}"),
+        ([None], "messages.0.content.0: it has to be"),
+    ],
+)
+def test_an_odd_content_that_the_user_has_just_sent_is_refused(
+    content: Any, said: str, send: Send
+) -> None:
+    """By its name, with what it may be."""
+    for name in ("chat", "ollama"):
+        response = send(PROTOCOLS[name], [{"role": "user", "content": content}])
+        assert response.status_code == 400
+        assert said in response.text
+
+
+def test_words_to_be_continued_may_stand_beside_a_picture(send: Send) -> None:
+    """White space at their end is refused there, too."""
+    source = {"type": "content", "content": [USER_BLOCKS[1], {"type": "text", "text": "It is"}]}
+    for end, status in (("", 200), (" ", 400)):
+        source["content"][1] = {"type": "text", "text": f"It is{end}"}
+        answer = {"role": "assistant", "content": [{"type": "document", "source": source}]}
+        response = send(PROTOCOLS["anthropic"], [SAID, answer])
+        assert response.status_code == status, response.text
+
+
 def test_a_stream_says_so_in_its_header(send: Send, making: Making) -> None:
     """Before the prompt is made."""
     body = PROTOCOLS["anthropic"].body([{"role": "user", "content": [USER_BLOCKS[1]]}, DONE, SAID])
@@ -444,3 +480,8 @@ def test_half_a_character_is_replaced_and_a_whole_one_is_not(send: Send, making:
     whole = '"\U0001f600 \\ud83d"'
     assert send(PROTOCOLS["chat"], [{"role": "user", "content": f"{whole} \ud83d"}]).is_success
     assert making.last.messages[0]["content"] == f"{whole} \ufffd"
+    call = {"name": "look", "arguments": '{"a": "\\ud83d", "b": "\\\\ud83d \\ud83d\\ude00"}'}
+    answer = {"role": "assistant", "function_call": call}
+    assert send(PROTOCOLS["chat"], [SAID, answer, SAID]).is_success
+    text = making.last.messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(text) == {"a": "\ufffd", "b": "\\ud83d \U0001f600"}

@@ -109,5 +109,5 @@ def test_python_continues_the_words() -> None:
         assert again != warm
         empty: list[Any] = [*NAME, {"role": "assistant", "content": ""}]
         assert runner.complete(empty).text == "Your name is Bo."
-        with pytest.raises(PromptError, match="is not the assistant's, but of role 'user'"):
+        with pytest.raises(PromptError, match="of the assistant, and it is of role 'user'"):
             runner.complete(NAME, continue_final_message=True)

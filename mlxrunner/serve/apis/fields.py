@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from mlxrunner.batch.translate import READ
@@ -18,7 +24,7 @@ from mlxrunner.serve.answering.answers import Answers
 from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import Ended, RefusedError
 from mlxrunner.serve.shapes import BAD_DOCUMENT, BAD_PICTURE
-from mlxrunner.templates.parts import PartError, arguments_of_call, settled
+from mlxrunner.templates.parts import PartError, arguments_of_call, parts_of, settled
 from mlxrunner.terminal.text import one_line
 
 LONGEST_NAME = 60
@@ -75,22 +81,35 @@ class Body(BaseModel):
         return schema
 
 
-class Part(Body):
-    """A part of a content. Its other fields depend on its type."""
+_PART = {"type": "object", "properties": {"type": {"type": "string"}}}
+SentContent = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"anyOf": [_PART, {"type": "string"}]}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+"""A content as a client sent it: a text or a list of parts, and whatever `parts_of` makes of
+another value, which a client would repeat with each request.
+"""
 
-    type: str | None = None
 
-
-def plain(content: str | Sequence[str | Part] | None) -> Any:
-    """Return a content as the JSON that it was."""
-    if content is None or isinstance(content, str):
+def plain(content: Any) -> Any:
+    """Return a content without the nulls of its parts, which count as not given."""
+    if not isinstance(content, list):
         return content
-    return [one if isinstance(one, str) else _fields(one) for one in content]
+    return [without_nulls(one) if isinstance(one, dict) else one for one in content]
 
 
-def _fields(part: Part) -> dict[str, Any]:
-    extra = part.model_extra or {}
-    return dict(extra) if part.type is None else {"type": part.type, **extra}
+def text_of(content: Any) -> str:
+    """Return a content that can only be a text, such as that of a thought; else an empty text."""
+    found = parts_of("", plain(content)).content
+    return found if isinstance(found, str) else ""
 
 
 def shown_messages(

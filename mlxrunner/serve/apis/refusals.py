@@ -93,7 +93,7 @@ def _problem(errors: Sequence[Any]) -> str:
     return f"it has to be {' or '.join(dict.fromkeys(either))}, not {shown(first['input'])}"
 
 
-_BRANCHES = ("str", "int", "float", "bool", "Part")
+_BRANCHES = ("str", "int", "float", "bool")
 
 
 def _is_branch(part: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
+from mlxrunner.config.json_options import with_whole_characters
 from mlxrunner.serve.apis.delivery import ClientLeftError
 from mlxrunner.serve.apis.refusals import refusal_of
 from mlxrunner.serve.asked import Client
@@ -50,7 +50,8 @@ class CheckedRequest(Request):
             except msgspec.ValidationError:
                 raise
             except (msgspec.MsgspecError, UnicodeError):
-                whole = await asyncio.to_thread(_with_whole_characters, body)
+                text = body.decode(errors="replace")
+                whole = await asyncio.to_thread(with_whole_characters, text)
                 return msgspec.json.decode(whole)
         except msgspec.ValidationError as error:  # nothing but a number can be one too many
             raise HTTPException(
@@ -62,24 +63,6 @@ class CheckedRequest(Request):
             raise HTTPException(400, "the body is nested too deeply") from error
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise HTTPException(400, f"the body is not valid JSON: {error}") from error
-
-
-_SURROGATE = re.compile(
-    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?P<rest>\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F]..)"
-)
-"""Half of a character as an escape, or a whole one of two escapes."""
-
-
-def _with_whole_characters(body: bytes) -> bytes:
-    """Return a JSON text with U+FFFD in place of each half of a character."""
-    parts, at = list[bytes](), 0
-    while found := _SURROGATE.search(body, at):
-        before = body[at : found.start()]
-        is_text = (len(before) - len(before.rstrip(b"\\"))) % 2  # the backslash itself is escaped
-        at = found.start() + 2 if is_text else found.end()
-        whole = body[found.start() : at] if is_text or found["rest"] else rb"\ufffd"
-        parts += [before, whole]
-    return b"".join([*parts, body[at:]]).decode(errors="replace").encode()
 
 
 def route_class(write_error: WriteError, prefix: str, *, any_type: bool = False) -> type[APIRoute]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mlxrunner.serve.apis.fields import Body, Part, plain, shown_messages, unread
+from mlxrunner.serve.apis.fields import Body, SentContent, plain, shown_messages, unread
 from mlxrunner.serve.apis.openai.options import options_of
 from mlxrunner.serve.asked import Asked, Client, ToolChoice
 from mlxrunner.serve.events import RefusedError
@@ -66,7 +66,7 @@ class Message(Body):
     """A message of the conversation. Messages of the system may stand anywhere."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Part | str]
+    content: SentContent = None
 
 
 class CountRequest(Body):
@@ -74,7 +74,7 @@ class CountRequest(Body):
 
     model: str = ""
     messages: list[Message] = Field(min_length=1)
-    system: str | list[Part | str] | None = None
+    system: SentContent = None
     tools: list[Tool] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
@@ -143,6 +143,8 @@ def _refuse_space(number: int, last: Mapping[str, Any]) -> None:
     The next word brings its own space: behind another one the model would write something else.
     """
     content = last["content"]
+    if not isinstance(content, str):
+        content = content[-1].get("text", "")
     if last["role"] == "assistant" and not last.get("tool_calls") and content != content.rstrip():
         where = f"messages.{number}.content"
         raise RefusedError(
@@ -167,15 +169,10 @@ def left_out(body: CountRequest) -> tuple[str, ...]:
 def marks_cache(body: CountRequest) -> bool:
     """Return True if the body has a mark `cache_control` anywhere."""
     contents = [body.system, *(message.content for message in body.messages)]
-    parts = [
-        part
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if isinstance(part, Part)
-    ]
-    marked: list[Body] = [body, *(body.tools or ()), *parts]
-    return any((one.model_extra or {}).get("cache_control") for one in marked)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    marked = [one.model_extra or {} for one in (body, *(body.tools or ()))]
+    marked += [part for part in parts if isinstance(part, dict)]
+    return any(one.get("cache_control") for one in marked)
 
 
 def _tool(number: int, tool: Tool) -> dict[str, Any]:
@@ -236,7 +233,7 @@ def _messages(body: CountRequest) -> Iterator[dict[str, Any]]:
     for number, message in enumerate(body.messages):
         where, content = f"messages.{number}.content", plain(message.content)
         is_last = number == len(body.messages) - 1
-        if isinstance(content, str) or message.role == "system":
+        if not isinstance(content, list) or message.role == "system":
             yield {"role": message.role, "content": parts_of(where, content, BETWEEN)}
         elif message.role == "assistant":
             yield _answer(where, content)

@@ -13,11 +13,19 @@ from mlxrunner.batch.fields import ANY_OBJECT
 from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.apis.fields import OPTIONS, Body, shown_messages, unread
+from mlxrunner.serve.apis.fields import (
+    OPTIONS,
+    Body,
+    SentContent,
+    plain,
+    shown_messages,
+    text_of,
+    unread,
+)
 from mlxrunner.serve.apis.openai.options import checked_effort, options_of
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.events import RefusedError
-from mlxrunner.templates.parts import UNREAD_PICTURE, Parts, Shown, StandIn
+from mlxrunner.templates.parts import UNREAD_PICTURE, Parts, Shown, StandIn, parts_of
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """Seconds of each unit of a duration."""
@@ -45,7 +53,7 @@ class Message(Body):
     """"function" is the older name of "tool"; the content of "thinking" is that of the answer
     behind it.
     """
-    content: str = ""
+    content: SentContent = None
     thinking: str | None = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
@@ -151,15 +159,18 @@ def _messages(body: ChatRequest | GenerateRequest) -> Iterator[dict[str, Any]]:
     if isinstance(body, GenerateRequest):
         if body.system:
             yield {"role": "system", "content": body.system}
-        yield {"role": "user", "content": _content("images", body.prompt or "", body.images)}
+        content = Parts([*_pictures("images", body.images), body.prompt or ""])
+        yield {"role": "user", "content": content}
         return
     waiting: list[str] = []
     thought = ""
     for number, message in enumerate(body.messages or ()):
         if message.role == "thinking":
-            thought += message.content
+            thought += text_of(message.content)
             continue
-        content = _content(f"messages.{number}.images", message.content, message.images)
+        where = f"messages.{number}"
+        content = parts_of(f"{where}.content", plain(message.content))
+        content[:0] = _pictures(f"{where}.images", message.images)
         role = "tool" if message.role == "function" else message.role
         found: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant":
@@ -178,14 +189,12 @@ def _messages(body: ChatRequest | GenerateRequest) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _content(where: str, text: str, images: list[Any] | None) -> Parts:
-    """Return a text behind its pictures, with a stand-in for each that is none."""
-    found = Parts()
+def _pictures(where: str, images: list[Any] | None) -> Iterator[Shown | StandIn]:
+    """Yield the pictures of a message, and a stand-in for each that is none."""
     for number, image in enumerate(images or ()):
         why, name = "a picture has to be base64", f"{where}.{number}"
         is_text = isinstance(image, str)
-        found.append(Shown(image) if is_text else StandIn("picture", UNREAD_PICTURE, name, why))
-    return Parts([*found, text])
+        yield Shown(image) if is_text else StandIn("picture", UNREAD_PICTURE, name, why)
 
 
 def _calls(number: int, calls: list[Call]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from mlxrunner.config.arguments import shown, without_nulls
 from mlxrunner.config.request_fields import is_neutral
-from mlxrunner.serve.apis.fields import Body, Part, plain, shown_messages, unread
+from mlxrunner.serve.apis.fields import Body, SentContent, plain, shown_messages, text_of, unread
 from mlxrunner.serve.apis.openai.options import (
     Sampled,
     checked_effort,
@@ -45,7 +45,7 @@ class ChatMessage(Body):
     """"function" is the older name of "tool"; the content of "thinking" is that of the answer
     behind it.
     """
-    content: str | list[Part | str] | None = None
+    content: SentContent = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Function | None = None
@@ -149,8 +149,7 @@ def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     thought, waiting = "", list[str]()
     for number, message in enumerate(given):
         if message.role == "thinking":
-            content = parts_of("", plain(message.content)).content
-            thought += content if isinstance(content, str) else ""
+            thought += text_of(message.content)
             continue
         one = _message(number, message, thought)
         thought = ""
