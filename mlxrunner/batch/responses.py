@@ -207,7 +207,7 @@ def _content(number: int, content: Any) -> Parts:
 
 
 def _translate_text(fields: dict[str, Any]) -> None:
-    """Replace `text` by the `response_format` and the `verbosity` that are in it."""
+    """Replace `text` by the `response_format` in it. Its `verbosity` is a wish."""
     text = fields.pop("text", None)
     if text is None:
         return
@@ -216,8 +216,6 @@ def _translate_text(fields: dict[str, Any]) -> None:
     text = without_nulls(text)
     if not text.keys() <= {"format", "verbosity"}:
         raise OptionError(f"text: {text!r:.80} is not supported, only format in it")
-    if "verbosity" in text:
-        fields["verbosity"] = text["verbosity"]
     match text.get("format"):
         case None:
             return

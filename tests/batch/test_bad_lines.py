@@ -96,7 +96,7 @@ from mlxrunner.terminal.text import LONGEST_LINE
         ),
         ('{"prompt": "a", "system": 5}', "system has to be a text, not a number"),
         ('{"promt": "a"}', "unknown field 'promt': did you mean 'prompt'? known are choices, "),
-        ('{"prompt": "a", "logits_processors": []}', "unknown field 'logits_processors'"),
+        ('{"prompt": "a", "logits_processors": [1]}', "logits_processors: [1] is not supported"),
         (
             '{"prompt": "a", "id": 1.5}',
             "id has to be a text or a whole number of at most 64 bits, not 1.5",
