@@ -171,7 +171,7 @@ def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> Non
             "guided_regex: 'a+' is not supported: give a JSON schema in response_format",
         ),
         ({"temprature": 1}, "'temprature' is not supported in a body: did you mean 'temperature"),
-        ({"system": "Be brief."}, "system: 'Be brief.' is not supported: send a message of the role system"),
+        ({"system": "Be brief."}, "system: 'Be brief.' is not supported: send a message"),
         (
             {"structured_outputs": {"regex": "a+"}},
             "structured_outputs: {'regex': 'a+'} is not supp",
