@@ -27,11 +27,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
 }
 """Fields that only the server supports, with the values that are accepted and change nothing."""
+TURN = frozenset(("add_generation_prompt", "continue_final_message"))
+"""The fields that tell if an answer continues the last message."""
 READ = frozenset((
-    "add_generation_prompt", "continue_final_message", "documents", "ignore_eos", "logprobs",
-    "reasoning_effort", "response_format",
-    "structured_outputs", "template", "tools", "top_logprobs", *NEUTRAL,
-))  # fmt: skip  # one name a line would be eleven lines
+    "documents", "ignore_eos", "logprobs", "reasoning_effort", "response_format",
+    "structured_outputs", "template", "tools", "top_logprobs", *TURN, *NEUTRAL,
+))  # fmt: skip  # one name a line would be nine lines
 """The fields of other programs that `translate` reads, beside those that only have other names."""
 
 

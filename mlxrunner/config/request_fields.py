@@ -104,12 +104,10 @@ REFUSED: dict[str, RequestField] = {
     "output_config": RequestField("Anthropic", "only /v1/messages has it: send response_format"),
     "output_format": RequestField("Anthropic", "only /v1/messages has it: send response_format"),
     # vLLM, SGLang
-    "add_generation_prompt": RequestField("vLLM, llama.cpp", _TEMPLATE, (True,)),
     "add_special_tokens": RequestField("vLLM", "the chat template writes them"),
     "allowed_token_ids": RequestField("vLLM", _FORM),
     "bad_words": RequestField("vLLM", _SAMPLING),
     "chat_template": RequestField("vLLM, llama.cpp", _TEMPLATE),
-    "continue_final_message": RequestField("vLLM", "leave it out: the last message is continued"),
     "custom_logit_processor": RequestField("SGLang", _SAMPLING),
     "ebnf": RequestField("SGLang", _FORM),
     "enable_response_messages": RequestField("vLLM", "the answer is the output of a response"),

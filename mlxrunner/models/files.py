@@ -6,10 +6,9 @@ import os
 import posixpath
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -187,10 +186,10 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelError(
             f"{folder}: no weights: no model*.safetensors in it (other formats are not loaded)"
         )
-    for lacking in map(partial(_lacking, names), _counts(names)):
-        if lacking:
+    for count, files in _numbered(names).items():
+        if (lacking := _lacking(files, count)) is not None:
             raise ModelError(
-                f"{folder / lacking[0]}: missing, by the numbers in the names of the other weight "
+                f"{folder / lacking}: missing, by the numbers in the names of the other weight "
                 "files: download the model again"
             )
     return sorted(folder / name for name in names)
@@ -227,30 +226,28 @@ def whole_sets(names: Set[str]) -> list[list[str]]:
     """Return the weights that are whole by the `names` of their files: one file, or all numbers."""
     single = [[SINGLE]] if SINGLE in names else []
     return single + [
-        sorted(name for name in names if (found := NUMBERED.fullmatch(name)) and found[2] == count)
-        for count in _counts(names)
-        if not _lacking(names, count)
+        sorted(name for several in files.values() for name in several)
+        for count, files in _numbered(names).items()
+        if _lacking(files, count) is None
     ]
 
 
-def _counts(names: Iterable[str]) -> list[str]:
-    """Return each number of files, as text, that the numbered files among `names` are of."""
-    return sorted({found[2] for name in names if (found := NUMBERED.fullmatch(name))})
+def _numbered(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
+    """Return the numbered files among `names`, by the number of files, as text, and their own."""
+    found: dict[str, dict[int, list[str]]] = {}
+    for name in sorted(names):
+        if match := NUMBERED.fullmatch(name):
+            found.setdefault(match[2], {}).setdefault(int(match[1]), []).append(name)
+    return dict(sorted(found.items()))
 
 
-def _lacking(names: Iterable[str], count: str) -> list[str]:
-    """Return the files that are not among `names` of `count` numbered ones, from 0 or 1 on."""
-    numbers = {
-        int(found[1]): len(found[1])
-        for name in names
-        if (found := NUMBERED.fullmatch(name)) and found[2] == count
-    }
-    first, width = min(1, *numbers), max(numbers.values())
-    return [
-        f"model-{number:0{width}}-of-{count}.safetensors"
-        for number in range(first, first + int(count))
-        if number not in numbers
-    ]
+def _lacking(files: Mapping[int, Sequence[str]], count: str) -> str | None:
+    """Return the first name that numbered `files` lack to be `count`, from 0 or 1 on, or None."""
+    first = min(1, *files)
+    width = max(len(name.split("-")[1]) for several in files.values() for name in several)
+    numbers = (number for number in range(first, first + int(count)) if number not in files)
+    lacking = next(numbers, None)
+    return None if lacking is None else f"model-{lacking:0{width}}-of-{count}.safetensors"
 
 
 def _in(folder: Path, file: Path) -> str:

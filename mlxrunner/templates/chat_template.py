@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError, TemplateLimitError
 from mlxrunner.results import logger
-from mlxrunner.templates.messages import PlainMessage, check_messages
+from mlxrunner.templates.ends import CALL_ID, TOOL
+from mlxrunner.templates.messages import PlainMessage, check_messages, system_count
 from mlxrunner.templates.rendering import Render
 from mlxrunner.templates.thinking import THINKING_TAGS
 
@@ -24,6 +25,8 @@ SHORT = 16
 """Characters of a text that is not sure to be a message's own, wherever it is found."""
 HEAD = 24
 """Characters of a content that are looked for first."""
+MOST_LOOKS = 8
+"""Times that a rendered text may be searched as a whole for contents that are not in it."""
 MOST_PROVEN = 4096
 """Most places in conversations of which it is remembered that the template writes them."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -40,7 +43,7 @@ Messages = list[dict[str, Any]]
 Key = tuple[Any, ...]
 
 
-class Form(NamedTuple):
+class MessageFormat(NamedTuple):
     """A form in which a template may take a conversation."""
 
     parts: frozenset[str] = frozenset()
@@ -90,7 +93,7 @@ class _Rendering:
     """A conversation, the form that its template got, and the text that it wrote."""
 
     messages: Sequence[PlainMessage]
-    form: Form
+    form: MessageFormat
     add_generation_prompt: bool
     variables: Mapping[str, Any]
     text: str
@@ -202,10 +205,10 @@ class ChatTemplate:
         lines = "".join(f"{one['role'].capitalize()}: {one['content']}\n" for one in messages)
         return lines + ("Assistant:" if add_generation_prompt else "")
 
-    def _forms(self, messages: Sequence[PlainMessage]) -> Iterator[Form]:
+    def _forms(self, messages: Sequence[PlainMessage]) -> Iterator[MessageFormat]:
         """Yield the forms that a conversation may have, the likeliest first."""
         has_text, is_silent = self._call_form if _has_calls(messages) else (False, False)
-        first = Form(self._parts, has_text, is_silent=is_silent)
+        first = MessageFormat(self._parts, has_text, is_silent=is_silent)
         yield first
         if self._render is None:
             return
@@ -219,20 +222,20 @@ class ChatTemplate:
             (False, True) if _can_fold(messages) else (False,),
             (is_silent,),
         )
-        yield from (form for one in others if (form := Form(*one)) != first)
+        yield from (form for one in others if (form := MessageFormat(*one)) != first)
 
     @cached_property
     def _parts(self) -> frozenset[str]:
         """The roles whose contents the template writes only if they are lists of parts."""
-        if self._writes("u", Form()):
+        if self._writes("u", MessageFormat()):
             return frozenset()
         roles = {"user": "u", "system": "su", "assistant": "uau", "tool": "uct"}
         as_parts = frozenset(ROLES)
         return frozenset(
             role
             for role, letters in roles.items()
-            if not self._writes(letters, Form(as_parts - {role}), role)
-            and self._writes(letters, Form(as_parts), role)
+            if not self._writes(letters, MessageFormat(as_parts - {role}), role)
+            and self._writes(letters, MessageFormat(as_parts), role)
         )
 
     @cached_property
@@ -244,7 +247,7 @@ class ChatTemplate:
         shown = json.dumps(_ARGUMENTS, ensure_ascii=False)
         for is_silent in (False, True):
             objects, texts = (
-                self._probed("uct", Form(self._parts, has_text, is_silent=is_silent)) or ""
+                self._probed("uct", MessageFormat(self._parts, has_text, is_silent=is_silent)) or ""
                 for has_text in (False, True)
             )
             is_text = shown in texts and (
@@ -254,10 +257,10 @@ class ChatTemplate:
                 return is_text, is_silent
         return False, False
 
-    def _probed(self, letters: str, form: Form) -> str | None:
+    def _probed(self, letters: str, form: MessageFormat) -> str | None:
         """Return the text of a conversation of marks in a form, or None if it is refused."""
         messages: Any = [_probe_message(letter, n) for n, letter in enumerate(letters)]
-        for tools in (None, [_TOOL]):
+        for tools in (None, [TOOL]):
             try:
                 return self._written(form.of(messages), True, {"tools": tools})
             except TemplateLimitError:
@@ -266,7 +269,7 @@ class ChatTemplate:
                 continue
         return None
 
-    def _writes(self, letters: str, form: Form, role: str = "user") -> bool:
+    def _writes(self, letters: str, form: MessageFormat, role: str = "user") -> bool:
         """Return True if the template writes all marks of a role, and not as lists."""
         text = self._probed(letters, form)
         if text is None or any(sign in text for sign in _PARTS_SHOWN):
@@ -320,24 +323,16 @@ class ChatTemplate:
 
 
 _ARGUMENTS = {"p": _MARK.format("v")}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probetool",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"p": {"type": "string"}}},
-    },
-}
 
 
 def _probe_message(letter: str, number: int) -> dict[str, Any]:
     content = _MARK.format(number)
     if letter == "c":
         function = {"name": "probetool", "arguments": _ARGUMENTS}
-        call = {"type": "function", "id": "probe0001", "function": function}
+        call = {"type": "function", "id": CALL_ID, "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if letter == "t":
-        own = {"tool_call_id": "probe0001", "name": "probetool"}
+        own = {"tool_call_id": CALL_ID, "name": "probetool"}
         return {"role": "tool", "content": content, **own}
     role = {"s": "system", "u": "user", "a": "assistant"}[letter]
     return {"role": role, "content": content}
@@ -352,19 +347,14 @@ def _has_calls(messages: Sequence[PlainMessage]) -> bool:
     return any(map(_calls, messages))
 
 
-def _systems(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of system messages at the beginning."""
-    return next((n for n, one in enumerate(messages) if one["role"] != "system"), len(messages))
-
-
 def _can_fold(messages: Sequence[PlainMessage]) -> bool:
-    count = _systems(messages)
+    count = system_count(messages, ("system",))
     return 0 < count < len(messages) and messages[count]["role"] == "user"
 
 
 def _folded(messages: Messages) -> Messages:
     """Return messages whose system prompt begins the first user message."""
-    count = _systems(messages)
+    count = system_count(messages, ("system",))
     texts = [message["content"] for message in messages[: count + 1]]
     return [messages[count] | {"content": JOINT.join(texts)}, *messages[count + 1 :]]
 
@@ -405,19 +395,16 @@ def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
     written if the template writes a mark in its place.
     """
     text, at, doubts, is_in_order = rendering.text, 0, dict[Lost, Key](), True
+    search = _Search(text)
     for n, message in enumerate(rendering.messages):
         if message.get("tool_calls"):
             doubts[Lost(n, "tool_calls")] = rendering.place(n, "tool_calls")
-        content = message["content"]
-        # Compare the beginning first: to look for a long text takes time before it begins.
-        found = text.find(content[:HEAD], at)
-        if found < 0 or not text.startswith(content, found):
-            found, content = _found_otherwise(text, message, at)
+        found, content = search.find_message(message, at)
         size = len(content)
         if size < SHORT or found < 0:
             if not content.strip():
                 continue
-            is_known = found >= 0 or content in text
+            is_known = found >= 0 or search.find(content, 0) >= 0
             key = rendering.place(n, "content") if is_known else (n, hash(content))
             doubts[Lost(n, "content")] = key
             is_in_order = is_in_order and (found >= 0 or message["role"] == "system")
@@ -432,21 +419,38 @@ def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
     return {lost: key for lost, key in doubts.items() if key not in proven}
 
 
-def _found_otherwise(text: str, message: PlainMessage, at: int) -> tuple[int, str]:
-    """Return the place of a content in the text from `at` on, and the content as it stands there.
+class _Search:
+    """A search for contents in a rendered text, each behind the one before.
 
-    A template may trim it, leave out thinking, and write JSON. The place is -1 if it is not found.
+    It ends after MOST_LOOKS texts, so that its time is linear. Behind them nothing is found, and
+    marks have to prove what is written.
     """
-    content = message["content"].strip()
-    if (found := text.find(content, at)) >= 0:
-        return found, content
-    if message["role"] == "assistant":
-        content = _required(message)
-    escaped = (json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))
-    for spelling in (content, *escaped):
-        if (found := text.find(spelling, at)) >= 0:
-            return found, spelling
-    return -1, content
+
+    def __init__(self, text: str) -> None:
+        self._text, self._left = text, MOST_LOOKS * len(text)
+
+    def find(self, content: str, at: int) -> int:
+        """Return the place of a content from `at` on; -1 if it is not found."""
+        # Look for the beginning first: to look for a long text takes time before it begins.
+        head = content[:HEAD]
+        found = self._text.find(head, at, at + self._left + len(head))
+        if found >= 0 and not self._text.startswith(content, found):
+            found = self._text.find(content, found, at + self._left + len(content))
+        passed = (len(self._text) if found < 0 else found) - at
+        self._left = max(0, self._left - passed)
+        return found
+
+    def find_message(self, message: PlainMessage, at: int) -> tuple[int, str]:
+        """Return the place of a message's content from `at` on, and the content as it stands there.
+
+        A template may trim it, leave out thinking, and write JSON.
+        """
+        own = _required(message)
+        escaped = (json.dumps(own, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))
+        for spelling in dict.fromkeys((own, *escaped)):
+            if (found := self.find(spelling, at)) >= 0:
+                return found, spelling
+        return -1, own
 
 
 def visible_span(answer: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mlxrunner.errors import PromptError, TemplateLimitError
+from mlxrunner.templates.segments import common
 from mlxrunner.templates.thinking import THINKING_TAGS, opens_thinking
 
 _END = "\ue0f8\ue0f9"
@@ -94,7 +95,7 @@ def continued(
     header = (
         len(begun)
         if begun is not None and found.text.startswith(begun)
-        else _common(begun or "", found.text[: found.words])
+        else common(begun or "", found.text[: found.words])
     )
     return found._replace(header=min(header, found.words))
 
@@ -176,9 +177,3 @@ def _try(render: Render, messages: Sequence[Mapping[str, Any]]) -> str | None:
         raise
     except PromptError:
         return None
-
-
-def _common(a: str, b: str) -> int:
-    from mlxrunner.templates.segments import common
-
-    return common(a, b)

@@ -34,7 +34,7 @@ _USER = {"role": "user", "content": _QUESTION}
 Encode = Callable[[str], list[int]]
 
 
-class _Turn(NamedTuple):
+class _ProbedTurn(NamedTuple):
     """A turn of the assistant within a conversation."""
 
     before: list[dict[str, Any]]
@@ -70,7 +70,7 @@ def turn_ends(
     return frozenset(ends - within - openers)
 
 
-def _turns() -> Iterator[_Turn]:
+def _turns() -> Iterator[_ProbedTurn]:
     """Yield the turns that a template may write."""
     user = {"role": "user", "content": _NEXT}
     last = {"role": "user", "content": _LAST}
@@ -78,8 +78,8 @@ def _turns() -> Iterator[_Turn]:
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     tagged = {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
     for message in (answer, answer | thought, answer | tagged):
-        yield _Turn([_USER], message, _ANSWER, user)
-        yield _Turn([_USER, answer, user], message, _ANSWER, last)
+        yield _ProbedTurn([_USER], message, _ANSWER, user)
+        yield _ProbedTurn([_USER, answer, user], message, _ANSWER, last)
     tools = {"tools": [TOOL]}
     result = {"role": "tool", "content": _NEXT, "tool_call_id": CALL_ID, "name": "probetool"}
     function = {"name": "probetool", "arguments": {"p": _VALUE}}
@@ -91,16 +91,16 @@ def _turns() -> Iterator[_Turn]:
         silent | {"tool_calls": [call, call]},
         answer | {"tool_calls": [call]},
     ):
-        yield _Turn([_USER], message, _VALUE, result, tools)
-    yield _Turn([_USER], silent, _VALUE, result, {"builtin_tools": ["probetool"], **tools})
-    yield _Turn([_USER, silent, result], answer | thought, _ANSWER, last, tools)
+        yield _ProbedTurn([_USER], message, _VALUE, result, tools)
+    yield _ProbedTurn([_USER], silent, _VALUE, result, {"builtin_tools": ["probetool"], **tools})
+    yield _ProbedTurn([_USER, silent, result], answer | thought, _ANSWER, last, tools)
 
 
 def _look(
     render: Callable[..., str],
     encode: Encode,
     is_mark: Callable[[int], bool],
-    turn: _Turn,
+    turn: _ProbedTurn,
     openers: set[int],
 ) -> tuple[int | None, set[int]]:
     """Return the mark that ends a turn, if one does, and those that stand within it."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from mlxrunner.config.arguments import shown
 from mlxrunner.config.json_options import parsed_json
 from mlxrunner.errors import PromptError
+
+SYSTEM_ROLES = ("system", "developer")
+"""The roles of messages that make up a system prompt."""
 
 
 class TextPart(TypedDict):
@@ -103,6 +106,14 @@ def has_picture(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
     parts = content if isinstance(content, list | tuple) else ()
     return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+
+
+def system_count(
+    messages: Sequence[Mapping[str, Any]], roles: Container[str] = SYSTEM_ROLES
+) -> int:
+    """Return the number of system messages at the beginning: those of one of `roles`."""
+    places = (n for n, message in enumerate(messages) if message["role"] not in roles)
+    return next(places, len(messages))
 
 
 def check_messages(

@@ -20,7 +20,12 @@ from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Usage
 from mlxrunner.system.picture_files import pixels_of
 from mlxrunner.templates.continuing import continued, is_continued
-from mlxrunner.templates.messages import PlainMessage, check_messages, has_picture
+from mlxrunner.templates.messages import (
+    PlainMessage,
+    check_messages,
+    has_picture,
+    system_count,
+)
 from mlxrunner.tokenizer.base import Tokenizer
 from mlxrunner.tokenizer.longest import check_text
 
@@ -122,8 +127,6 @@ class TokenizedPrompt:
     """A function from the tokens that end the answer to its constraint, if no option holds it."""
 
 
-SYSTEM_ROLES = ("system", "developer")
-"""The roles of messages that make up a system prompt."""
 OTHER = "\ue0f2another message\ue0f3"
 """Stands for the text behind a system prompt: private characters, which no template changes."""
 MOST_MERGED = 4
@@ -222,7 +225,8 @@ def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt, context: int) -
     can't be kept.
     """
     first = common_prefix(as_tokens(tokenizer.encode("")), prompt.tokens)
-    texts = [message["content"].strip() for message in _systems(prompt)]
+    systems = prompt.messages[: system_count(prompt.messages)]
+    texts = [message["content"].strip() for message in systems]
     if not any(texts):
         return first
     head = _head(tokenizer, prompt, texts)
@@ -240,20 +244,13 @@ def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt, context: int) -
     return first if is_late and kept > context // 2 else kept
 
 
-def _systems(prompt: TokenizedPrompt) -> Sequence[PlainMessage]:
-    """Return the system messages at the beginning of a conversation."""
-    is_other = (message.get("role") not in SYSTEM_ROLES for message in prompt.messages)
-    count = next((n for n, other in enumerate(is_other) if other), len(prompt.messages))
-    return prompt.messages[:count]
-
-
 def _head(tokenizer: Tokenizer, prompt: TokenizedPrompt, systems: Sequence[str]) -> str | None:
     """Return the beginning of a prompt's text with its system messages, whose texts are `systems`.
 
     That is their rendering alone if the template takes them alone, or else all that stays the same
     with another message behind them. None: the template writes them later.
     """
-    count = len(_systems(prompt))
+    count = system_count(prompt.messages)
     alone, after = prompt.messages[:count], prompt.messages[count : count + 1]
     other: Any = [{**message, "content": OTHER} for message in after]
     for messages, add_generation_prompt in ((alone, False), ([*alone, *other], True)):

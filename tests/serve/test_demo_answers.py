@@ -102,6 +102,18 @@ def test_a_stream_has_the_new_text_only(demo: str) -> None:
     assert not streamed.startswith("Your")
 
 
+@pytest.mark.exhaustive(2)
+@pytest.mark.parametrize("words", [[], [{"type": "text", "text": "Your name"}]], ids=["", "words"])
+def test_a_picture_in_the_last_answer_is_no_fault(demo: str, words: list[Any]) -> None:
+    """A model that sees none gets a text in its place, and the answer continues what is there."""
+    picture = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
+    messages = [*USER, {"role": "assistant", "content": [picture, *words]}]
+    claude = post(demo, "/v1/messages", messages=messages)
+    chat = post(demo, "/v1/chat/completions", messages=messages)
+    text = "".join(block["text"] for block in claude["content"])
+    assert text == chat["choices"][0]["message"]["content"]
+
+
 def test_the_next_turn_reuses_words_and_answer(demo: str) -> None:
     """It also counts the words as a part of the prompt."""
     messages = [*USER, {"role": "assistant", "content": "Your na"}]
@@ -128,8 +140,12 @@ def test_the_next_turn_reuses_words_and_answer(demo: str) -> None:
 def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continues: bool) -> None:
     """vLLM's fields are honoured; a new message says everything again."""
     messages = [*USER, {"role": "assistant", "content": "Your name"}]
-    found = post(demo, "/v1/chat/completions", messages=messages, **more)
-    assert found["choices"][0]["message"]["content"].startswith(" is Bo") == continues
+    chat = post(demo, "/v1/chat/completions", messages=messages, **more)
+    assert chat["choices"][0]["message"]["content"].startswith(" is Bo") == continues
+    llama = {"model": "demo", "stream": False, "messages": messages}
+    for body in (llama | more, llama | {"options": more}):
+        found = httpx.post(f"{demo}/api/chat", json=body).json()
+        assert found["message"]["content"].startswith(" is Bo") == continues
 
 
 @pytest.mark.parametrize(

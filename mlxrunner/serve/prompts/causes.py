@@ -20,8 +20,8 @@ from mlxrunner.serve.prompts.chain import digest, message_digest
 from mlxrunner.serve.prompts.differences import difference, is_like
 from mlxrunner.serve.prompts.kept import common_end
 from mlxrunner.serve.prompts.make import Made
-from mlxrunner.serve.prompts.rewriting import SYSTEM, without_billing
-from mlxrunner.templates.messages import PICTURE
+from mlxrunner.serve.prompts.rewriting import without_billing
+from mlxrunner.templates.messages import PICTURE, SYSTEM_ROLES, system_count
 from mlxrunner.templates.remembered import Remembered, footprint
 from mlxrunner.templates.segments import common
 
@@ -197,7 +197,7 @@ def cause_of(seen: Seen, usage: Usage) -> Cause | None:
     at = first_difference(seen, old)
     if (summary := _summary(seen, old, at)) is not None:
         return _cause("compaction", summary)
-    if at <= _systems(seen) and not _continues(seen, old, at):
+    if at <= system_count(seen.messages) and not _continues(seen, old, at):
         return _cause("first-request")
     if old.variables != seen.variables:
         return _cause("template-variables")
@@ -206,11 +206,6 @@ def cause_of(seen: Seen, usage: Usage) -> Cause | None:
     if at < len(old.digests):
         return _changed(seen, old, at)
     return _grown(seen, old, usage)
-
-
-def _systems(seen: Seen) -> int:
-    roles = [message["role"] for message in seen.messages]
-    return next((n for n, role in enumerate(roles) if role not in SYSTEM), len(roles))
 
 
 def _continues(seen: Seen, old: Seen, at: int) -> bool:
@@ -223,8 +218,9 @@ def _continues(seen: Seen, old: Seen, at: int) -> bool:
 
 def _summary(seen: Seen, old: Seen, at: int) -> int | None:
     """Return the number of a message that asks for a summary, or is one; None if there is none."""
-    new = [n for n, one in enumerate(seen.digests) if n >= at and one not in old.known]
-    found = [n for n in new if n >= _systems(seen) and _asks([seen.messages[n]], _SUMMARY)]
+    first = max(at, system_count(seen.messages))
+    new = [n for n, one in enumerate(seen.digests) if n >= first and one not in old.known]
+    found = [n for n in new if _asks([seen.messages[n]], _SUMMARY)]
     is_shorter = len(seen.digests) < len(old.digests)
     is_question = bool(found) and found[0] == len(seen.digests) - 1
     return found[0] if found and (is_shorter or (is_question and at < len(old.digests))) else None
@@ -245,13 +241,13 @@ def _changed(seen: Seen, old: Seen, at: int) -> Cause:
     if picture is not None and at < len(seen.digests) - 1:
         return _cause("picture-changed", at, picture)
     kind = difference(before["content"], after["content"])
-    is_asked_anew = at == len(seen.digests) - 1 and after["role"] not in SYSTEM
+    is_asked_anew = at == len(seen.digests) - 1 and after["role"] not in SYSTEM_ROLES
     if is_asked_anew and not _has_rest(before["content"], after["content"]):
-        is_first = at <= _systems(seen)
+        is_first = at <= system_count(seen.messages)
         return _cause("first-request") if is_first else _cause("asked-anew", at)
     if kind in REMEDIES:
         return _cause(kind, at)
-    if after["role"] not in SYSTEM:
+    if after["role"] not in SYSTEM_ROLES:
         return _cause("message-edited", at)
     return _cause("system-grown" if kind == "grown" else "system-changed", at)
 

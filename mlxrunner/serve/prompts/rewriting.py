@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxrunner.serve.prompts.probe import MARK, Probe, ordered
+from mlxrunner.templates.messages import SYSTEM_ROLES, system_count
 from mlxrunner.templates.remembered import Remembered, sign
 
 MOST_BYTES = 16_000_000
 """Most bytes of tools that are remembered as the rules changed them."""
 Messages = list[dict[str, Any]]
-SYSTEM = ("system", "developer")
 JOINT = "\n\n"
 """The text between two contents that become one."""
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
@@ -47,14 +47,14 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
     """Return messages without the billing header of the system messages that begin them."""
-    count = _systems(messages)
+    count = system_count(messages)
     first = [{**one, "content": _BILLING.sub("", one["content"])} for one in messages[:count]]
     return [*first, *map(dict, messages[count:])]
 
 
 def leave_out_billing(draft: Draft, probe: Probe) -> Draft:
     """Leave out the billing header."""
-    first = draft.messages[: _systems(draft.messages)]
+    first = draft.messages[: system_count(draft.messages)]
     if not any(_BILLING.match(message["content"]) for message in first):
         return draft
     stripped = without_billing(draft.messages)
@@ -101,19 +101,12 @@ def developer_as_system(draft: Draft, probe: Probe) -> Draft:
 
 def join_systems(draft: Draft, probe: Probe) -> Draft:
     """Join the system messages that begin, if the template takes only one."""
-    count = _systems(draft.messages)
+    count = system_count(draft.messages)
     if count < 2 or (probe.keeps_two_systems and not probe.names_developer):
         return draft
     texts = [message["content"] for message in draft.messages[:count]]
     first = {**draft.messages[0], "content": JOINT.join(texts)}
     return replace(draft, messages=[first, *draft.messages[count:]])
-
-
-def _systems(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of system messages at the beginning."""
-    return next(
-        (n for n, message in enumerate(messages) if message["role"] not in SYSTEM), len(messages)
-    )
 
 
 def write_tools(draft: Draft, probe: Probe) -> Draft:
@@ -123,7 +116,7 @@ def write_tools(draft: Draft, probe: Probe) -> Draft:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in draft.tools)
     text = TOOLS_TEXT.format(lines)
     messages = list(draft.messages)
-    if messages and messages[0]["role"] in SYSTEM:
+    if messages and messages[0]["role"] in SYSTEM_ROLES:
         messages[0] = {**messages[0], "content": messages[0]["content"] + JOINT + text}
     else:
         messages.insert(0, {"role": "system", "content": text})
@@ -291,12 +284,13 @@ def leave_out_text_beside_calls(draft: Draft, probe: Probe) -> Draft:
 
 def keep_system_in_place(draft: Draft, probe: Probe) -> Draft:
     """Write later system messages where they stand, if the template does not."""
-    first = _systems(draft.messages)
-    if probe.keeps_systems or not any(one["role"] in SYSTEM for one in draft.messages[first:]):
+    first = system_count(draft.messages)
+    later = (one["role"] for one in draft.messages[first:])
+    if probe.keeps_systems or not any(role in SYSTEM_ROLES for role in later):
         return draft
     messages, places = draft.messages[:first], list[str]()
     for message in draft.messages[first:]:
-        if message["role"] not in SYSTEM:
+        if message["role"] not in SYSTEM_ROLES:
             messages.append(message)
         elif probe.system_header is not None:
             content = PLACE.format(MARK.format(len(places)))
@@ -343,7 +337,7 @@ def join_roles(draft: Draft, probe: Probe) -> Draft:
 
 def begin_with_user(draft: Draft, probe: Probe) -> Draft:
     """Put an empty message of the user first, if the template needs one there."""
-    at = _systems(draft.messages)
+    at = system_count(draft.messages)
     is_first = at < len(draft.messages) and draft.messages[at]["role"] != "user"
     if not is_first or probe.takes_assistant_first:
         return draft

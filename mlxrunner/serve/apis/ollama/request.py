@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mlxrunner.batch.fields import ANY_OBJECT
+from mlxrunner.batch.translate import TURN
 from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.options import GenerateOptions
@@ -93,8 +94,8 @@ class GenerateRequest(Common):
 def read(body: ChatRequest | GenerateRequest, client: Client, request_id: str) -> Asked:
     """Return what a body asks for. Raise RefusedError or OptionError."""
     extra = body.model_extra or {}
-    held(extra)
-    for name in OPTIONS & extra.keys():
+    held(extra, TURN)
+    for name in OPTIONS & (extra.keys() - TURN):
         if not is_neutral(extra[name]):
             raise RefusedError(
                 400, f"{name}: send it as a member of options, where it is heeded", param=name
@@ -226,7 +227,9 @@ def _options(body: Common) -> dict[str, Any]:
     for name in ("typical_p", "tfs_z"):
         if given.get(name) == 0:
             del given[name]  # as Ollama writes that it is off
-    own = {name: value for name, value in held(given, (), "options.").items() if name in OPTIONS}
+    kept, wanted = held(given, TURN, "options."), OPTIONS | TURN
+    own = {name: value for name, value in kept.items() if name in wanted}
+    own |= {name: value for name, value in (body.model_extra or {}).items() if name in TURN}
     # Where Ollama has a number for "no limit" or "by chance", we have nothing.
     for name in ("num_predict", "seed", "repeat_last_n"):
         if isinstance(own.get(name), int | float) and own[name] < 0:
