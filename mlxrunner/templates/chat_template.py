@@ -150,10 +150,8 @@ class ChatTemplate:
         for form in self._forms(plain):
             try:
                 text = self._written(form.of(plain), add_generation_prompt, variables)
-            except TemplateLimitError as error:
-                raise TemplateLimitError(
-                    f"the model's chat template does not end well: {error}; another model, or --raw"
-                ) from error
+            except TemplateLimitError:
+                raise
             except Exception as error:
                 problem = problem or _refusal(error)
                 continue
@@ -195,7 +193,12 @@ class ChatTemplate:
         self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         if self._render is not None:
-            return self._render(messages, add_generation_prompt, **variables)
+            try:
+                return self._render(messages, add_generation_prompt, **variables)
+            except TemplateLimitError as error:
+                raise TemplateLimitError(
+                    f"the model's chat template does not end well: {error}; another model, or --raw"
+                ) from error
         if self._is_missing:
             self._is_missing = False
             logger.warning(
@@ -258,13 +261,17 @@ class ChatTemplate:
         return False, False
 
     def _probed(self, letters: str, form: MessageFormat) -> str | None:
-        """Return the text of a conversation of marks in a form, or None if it is refused."""
+        """Return the text of a conversation of marks in a form, or None if it is refused.
+
+        Raise TemplateLimitError if the template was stopped: each further question would take as
+        long.
+        """
         messages: Any = [_probe_message(letter, n) for n, letter in enumerate(letters)]
         for tools in (None, [TOOL]):
             try:
                 return self._written(form.of(messages), True, {"tools": tools})
             except TemplateLimitError:
-                return None
+                raise
             except Exception:
                 continue
         return None
