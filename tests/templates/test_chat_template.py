@@ -312,3 +312,30 @@ def test_a_model_without_a_template_says_so_once(
     ]
     with pytest.raises(OptionError, match="tools: "):
         chat([said("user", "hi")], tools=[TOOL])
+
+
+@pytest.mark.parametrize("turns", [20, 200])
+def test_the_search_for_contents_grows_with_the_text(turns: int) -> None:
+    """A template that changes each text does not make it grow with the square of the history."""
+    looked = 0
+
+    class Text(str):
+        """A text that counts the characters that are searched."""
+
+        def find(self, *arguments: Any) -> int:
+            nonlocal looked
+            found, begin = str.find(self, *arguments), arguments[1]
+            end = min(len(self), *arguments[2:3], len(self))
+            looked += (end if found < 0 else found) - begin
+            return found
+
+    def render(messages: Any, add_generation_prompt: bool, /, **variables: Any) -> str:
+        return Text("".join(f"<{one['content'].replace(' ', '  ')}>" for one in messages))
+
+    messages: Any = [
+        {"role": role, "content": f"{role} says {n} more than this once"}
+        for n in range(turns)
+        for role in ("user", "assistant")
+    ]
+    text = ChatTemplate(render).text(messages)
+    assert 0 < looked <= 12 * len(text)

@@ -132,21 +132,21 @@ MAX_SPANS = 32
 """Most spans that are listed. A sequence that lies in more pieces is scattered."""
 
 
-class Span(NamedTuple):
+class CellSpan(NamedTuple):
     """Cells `begin .. end - 1` with the tokens at `position`, `position + 1`, ..."""
 
     begin: int
     end: int
     position: int
 
-    def between(self, low: int, high: int) -> Span:
+    def between(self, low: int, high: int) -> CellSpan:
         """Return the cells at positions `low .. high - 1`; they may be none."""
         begin = self.begin + max(0, low - self.position)
         end = min(self.end, self.begin + high - self.position)
-        return Span(begin, max(begin, end), self.position + begin - self.begin)
+        return CellSpan(begin, max(begin, end), self.position + begin - self.begin)
 
 
-Spans = tuple[Span, ...]
+Spans = tuple[CellSpan, ...]
 """Spans in the order of their cells."""
 
 
@@ -165,22 +165,22 @@ def breaks(cells: Ints, positions: Ints, sequences: Ints | None = None) -> Ints:
     return np.flatnonzero(are).astype(np.int32)
 
 
-def pieces(cells: Ints, positions: Ints, begins: Ints) -> list[Span]:
+def pieces(cells: Ints, positions: Ints, begins: Ints) -> list[CellSpan]:
     """Return the spans that begin at the indices `begins`."""
     bounds = pairwise([*begins.tolist(), len(cells)])
     first = zip(cells[begins].tolist(), positions[begins].tolist(), bounds, strict=True)
-    return [Span(cell, cell + end - begin, at) for cell, at, (begin, end) in first]
+    return [CellSpan(cell, cell + end - begin, at) for cell, at, (begin, end) in first]
 
 
-def grown(old: Spans, new: Span) -> Spans | None:
+def grown(old: Spans, new: CellSpan) -> Spans | None:
     """Return the spans of a sequence that had `old` and got `new`; None if scattered."""
     for index, other in enumerate(old):
         if other.end == new.begin and other.position + other.end - other.begin == new.position:
-            return (*old[:index], Span(other.begin, new.end, other.position), *old[index + 1 :])
+            return (*old[:index], CellSpan(other.begin, new.end, other.position), *old[index + 1 :])
     return tuple(sorted((*old, new))) if len(old) < MAX_SPANS else None
 
 
-def between(spans: Iterable[Span], low: int, high: int) -> Spans:
+def between(spans: Iterable[CellSpan], low: int, high: int) -> Spans:
     """Return the spans with the tokens at positions `low .. high - 1`."""
     if all(low <= at and at + end - begin <= high for begin, end, at in spans):
         return tuple(spans)
@@ -607,11 +607,11 @@ class Cells:
         )
 
 
-def _spans(batch: Batch, cells: Ints) -> Iterable[tuple[int, Span]]:
+def _spans(batch: Batch, cells: Ints) -> Iterable[tuple[int, CellSpan]]:
     """Return the spans of a batch in `cells`, each with its sequence."""
     if len(batch.by_sequence) == len(batch):
         each = zip(batch.sequences, cells.tolist(), batch.positions, strict=True)
-        return [(sequence, Span(cell, cell + 1, at)) for sequence, cell, at in each]
+        return [(sequence, CellSpan(cell, cell + 1, at)) for sequence, cell, at in each]
     positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
     begins = breaks(cells, positions, sequences)
     return zip(sequences[begins].tolist(), pieces(cells, positions, begins), strict=True)

@@ -23,9 +23,9 @@ from mlxrunner.cache.pool.cells import (
     MAX_SPANS,
     AttentionWindow,
     Cells,
+    CellSpan,
     Reservation,
     Run,
-    Span,
     runs,
 )
 
@@ -459,4 +459,4 @@ def test_a_sequence_in_many_pieces_is_scattered() -> None:
         assert some.spans(0) is not None
         some = placed(some, (0, position), (1, position))
     assert some.spans(0) is None
-    assert some.without(1, 0, END)[0].packed()[0].spans(0) == (Span(0, MAX_SPANS + 1, 0),)
+    assert some.without(1, 0, END)[0].packed()[0].spans(0) == (CellSpan(0, MAX_SPANS + 1, 0),)
