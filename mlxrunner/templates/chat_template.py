@@ -146,6 +146,7 @@ class ChatTemplate:
         """
         plain = check_messages(messages)
         problem: MlxrunnerError | None = None
+        refusals = dict[bool, MlxrunnerError]()
         first: str | None = None
         for form in self._forms(plain):
             try:
@@ -153,7 +154,7 @@ class ChatTemplate:
             except TemplateLimitError:
                 raise
             except Exception as error:
-                problem = problem or _refusal(error)
+                refusals.setdefault(form.is_folded, _refusal(error))
                 continue
             rendering = _Rendering(plain, form, add_generation_prompt, variables, text)
             if _shows_parts(rendering):
@@ -166,7 +167,13 @@ class ChatTemplate:
                 problem = _explained(lost, rendering)
         if is_partial and first is not None:
             return first
-        raise problem or PromptError("the model's chat template refuses this conversation")
+        # A system prompt is no reason for a refusal that is the same without it.
+        raise (
+            problem
+            or refusals.get(True)
+            or refusals.get(False)
+            or PromptError("the model's chat template refuses this conversation")
+        )
 
     def unchecked(
         self,
@@ -547,7 +554,13 @@ def _renamed(tool: Any, mark: str) -> Any:
 
 def _refusal(error: Exception) -> PromptError:
     why = " ".join(str(error).split()) or type(error).__name__
-    refusal = PromptError(f"the model's chat template refuses this conversation: {why}")
+    line = getattr(error, "lineno", None)
+    refusal = PromptError(
+        f"the model's chat template refuses this conversation: {why}"
+        if line is None
+        else f"the model's chat template can't be read, line {line}: {why}: download it again, or "
+        "use --raw"
+    )
     refusal.__cause__ = error
     return refusal
 

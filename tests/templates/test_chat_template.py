@@ -263,6 +263,19 @@ def test_tags_of_thinking_in_a_users_text_are_no_excuse(source: str, content: st
         template(cut).text([said("user", content)])
 
 
+def test_a_refusal_names_what_is_refused_without_the_system_prompt_too() -> None:
+    """Gemma 2 has no system role, but that is not why it refuses two users in turn."""
+    messages = [said("system", "Be brief."), said("user", "hi"), said("user", LONG)]
+    with pytest.raises(PromptError, match="roles must alternate"):
+        template(PUBLISHED["gemma2"]).text(messages)
+
+
+def test_a_template_that_is_broken_is_not_said_to_refuse_a_conversation() -> None:
+    """The error names the line."""
+    with pytest.raises(PromptError, match="can't be read, line 2: Expected an expression"):
+        template("\n{% for m in %}").text([said("user", "hi")])
+
+
 def test_text_beside_calls_goes_before_them() -> None:
     """Llama 3.1 writes a message with calls without its text."""
     messages = [said("user", LONG), call("Let me look.", at="x"), result("rain")]
