@@ -236,12 +236,15 @@ def _document(where: str, part: Mapping[str, Any]) -> Iterator[str | Shown | Sta
     inner = part.get("file")
     part = {**part, **inner} if isinstance(inner, Mapping) else part
     name = next((one for key in ("title", "filename") if isinstance(one := part.get(key), str)), "")
+    said = [one for key in ("title", "context") if isinstance(one := part.get(key), str) and one]
     kind, data = "", None
     match part.get("source"):
         case {"type": "text", "data": str(text)}:
-            yield text
+            yield "\n".join([*said, text])
             return
         case {"type": "content", "content": content}:
+            if said:
+                yield "\n".join(said)
             yield from parts_of(f"{where}.source.content", content)
             return
         case {"media_type": str(media), "data": str(given)}:
@@ -251,7 +254,7 @@ def _document(where: str, part: Mapping[str, Any]) -> Iterator[str | Shown | Sta
         kind = head.removeprefix("data:").partition(";")[0] if comma else ""
     decoded = _decoded(kind, data)
     if decoded is not None:
-        yield decoded
+        yield "\n".join([*said, decoded])
         return
     named = " ".join(
         one for one in (f'"{name}"' if name else "", f"({kind})" if kind else "") if one

@@ -230,7 +230,7 @@ def ollama_turn(draw: st.DrawFn) -> list[dict[str, Any]]:
     if draw(st.booleans()):
         function = {"name": "look", "arguments": draw(st.sampled_from(ARGUMENTS))}
         answer["tool_calls"] = [{"function": function}, {}][: draw(st.integers(0, 2))]
-    result = {"role": draw(st.sampled_from(["tool", "function"]))}
+    result: dict[str, Any] = {"role": draw(st.sampled_from(["tool", "function"]))}
     result["content"] = draw(content(TOOL_BLOCKS))
     result["images"] = draw(images)
     return [*turn, answer, *[result] * draw(st.integers(0, 2))]
@@ -417,6 +417,22 @@ def test_what_can_not_be_shown_is_a_short_text(
     assert f'"replaced":{json.dumps(kinds.split(", "), separators=(",", ":"))}' in response.text
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "text", "media_type": "text/plain", "data": "plain"},
+        {"type": "base64", "media_type": "text/plain", "data": "cGxhaW4="},
+        {"type": "content", "content": [{"type": "text", "text": "plain"}]},
+    ],
+    ids=["text", "base64", "content"],
+)
+def test_a_document_has_its_title_and_context(source: Any, send: Send, making: Making) -> None:
+    """Before its text, as Anthropic's models see them."""
+    document = {"type": "document", "source": source, "title": "T", "context": "from a file"}
+    assert send(PROTOCOLS["anthropic"], [{"role": "user", "content": [document]}]).is_success
+    assert making.last.messages[0]["content"] == "T\nfrom a file\nplain"
+
+
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_a_picture_that_the_user_has_just_sent_is_refused(name: str, send: Send) -> None:
     """Also before a reminder of the system. Beside a tool's result it is the tool's."""
@@ -448,14 +464,20 @@ def test_an_odd_content_that_the_user_has_just_sent_is_refused(
         assert said in response.text
 
 
-def test_words_to_be_continued_may_stand_beside_a_picture(send: Send) -> None:
+def test_words_to_be_continued_may_stand_beside_a_picture(send: Send, making: Making) -> None:
     """White space at their end is refused there, too."""
-    source = {"type": "content", "content": [USER_BLOCKS[1], {"type": "text", "text": "It is"}]}
+    source: Any = {
+        "type": "content",
+        "content": [USER_BLOCKS[1], {"type": "text", "text": "It is"}],
+    }
     for end, status in (("", 200), (" ", 400)):
         source["content"][1] = {"type": "text", "text": f"It is{end}"}
         answer = {"role": "assistant", "content": [{"type": "document", "source": source}]}
         response = send(PROTOCOLS["anthropic"], [SAID, answer])
         assert response.status_code == status, response.text
+    body = PROTOCOLS["anthropic"].body([SAID, answer]) | {"continue_final_message": False}
+    with serving(app_of(making)) as url:  # a new answer has its own beginning
+        assert httpx.post(f"{url}/v1/messages", json=body).is_success
 
 
 def test_a_stream_says_so_in_its_header(send: Send, making: Making) -> None:

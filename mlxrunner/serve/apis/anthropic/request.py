@@ -102,7 +102,8 @@ def read(body: CountRequest, client: Client, request_id: str) -> Asked:
     choice = body.tool_choice
     output = body.output_config or Output()
     messages, replaced = shown_messages(list(_messages(body)))
-    if isinstance(body, MessageRequest):
+    is_new = more.get("continue_final_message") is False
+    if isinstance(body, MessageRequest) and not is_new:
         _refuse_space(len(body.messages) - 1, messages[-1])
     return Asked(
         protocol="anthropic",
