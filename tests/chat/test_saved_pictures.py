@@ -201,15 +201,13 @@ def test_damaged_names_of_pictures_cost_the_caches_only(
         file.write_text(json.dumps(stored))
     typed = typed_to(seeing, tmp_path)
     capsys.readouterr()
-    if where == "text" and not isinstance(stored["pictures"], dict):
-        with pytest.raises(SessionError, match="damaged: 'pictures'"):
-            typed.type("And now?", session="zor")
-        return
     typed.type("And now?", session="zor")
     said = "".join(capsys.readouterr())
     if where == "caches":
         assert "its text is kept, its caches are dropped: " in said
         assert "among the" in said
+    else:
+        assert "its file was changed by something else" in said
     album, messages = typed.chat.conversation.album, typed.chat.conversation.messages
     assert len(messages) == 4
     assert messages[-1]["content"] == cold_answer(seeing, album, messages[:-1])

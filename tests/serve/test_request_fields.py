@@ -36,7 +36,7 @@ OLLAMA = {"/api/chat", "/api/generate"}
 RAW = {"tools", "tool_choice", "parallel_tool_calls", "documents"}
 MORE = {
     "/v1/chat/completions": {"think", "enable_thinking", "thinking", "reasoning", *READ},
-    "/v1/completions": READ - RAW,
+    "/v1/completions": {"add_special_tokens", *READ} - RAW,
     "/v1/responses": {"text", "reasoning", "include", "instructions", *READ},
     "/v1/messages": READ,
 }
