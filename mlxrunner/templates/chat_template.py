@@ -405,8 +405,9 @@ def _shows_parts(rendering: _Rendering) -> bool:
 def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
     """Return what may not be in the text, each with the key of its proof, unless it is `proven`.
 
-    A content is certain if it is long and found behind the one before it. Everything else is
-    written if the template writes a mark in its place.
+    A content is certain if it is long and found behind the one before it, and a system prompt if it
+    is long and no other message has it, too. Everything else is written if the template writes a
+    mark in its place.
     """
     text, at, doubts, is_in_order = rendering.text, 0, dict[Lost, Key](), True
     search = _Search(text)
@@ -415,7 +416,7 @@ def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
             doubts[Lost(n, "tool_calls")] = rendering.place(n, "tool_calls")
         found, content = search.find_message(message, at)
         size = len(content)
-        if size < SHORT or found < 0:
+        if size < SHORT or found < 0 or _is_elsewhere(rendering.messages, n):
             if not content.strip():
                 continue
             is_known = found >= 0 or search.find(content, 0) >= 0
@@ -431,6 +432,14 @@ def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
         is_found = all(_name(tool) in text for tool in rendering.tools)
         doubts[Lost(None, "tools")] = ("tools", is_found)
     return {lost: key for lost, key in doubts.items() if key not in proven}
+
+
+def _is_elsewhere(messages: Sequence[PlainMessage], index: int) -> bool:
+    """Return True if a system prompt may be found in what another message says."""
+    own = messages[index]["content"].strip()
+    return messages[index]["role"] == "system" and any(
+        own in one["content"] for n, one in enumerate(messages) if n != index
+    )
 
 
 class _Search:

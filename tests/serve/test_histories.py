@@ -507,3 +507,31 @@ def test_half_a_character_is_replaced_and_a_whole_one_is_not(send: Send, making:
     assert send(PROTOCOLS["chat"], [SAID, answer, SAID]).is_success
     text = making.last.messages[1]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(text) == {"a": "\ufffd", "b": "\\ud83d \U0001f600"}
+
+
+CALLS = [{"id": 7, "type": 5, "function": {"name": "look", "arguments": "{}"}}, None]
+ODD_CHAT = [
+    {"role": "user", "content": "Hi", "name": 5, "tool_calls": [{"type": 4}]},
+    None,
+    {"role": "assistant", "content": None, "tool_calls": CALLS, "refusal": 5},
+    {"role": "tool", "tool_call_id": 7, "content": "done"},
+    {"role": "assistant", "content": "Yes", "reasoning_content": {}, "reasoning": [1]},
+    {"role": "user", "content": "And now?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("chat", ODD_CHAT),
+        ("ollama", ODD_CHAT),
+        ("anthropic", [None, {"role": "user", "content": "Hi"}]),
+        ("responses", [None, {"role": "user", "content": "Hi"}, None]),
+    ],
+)
+def test_wrong_kinds_of_values_in_a_history_end_no_session(
+    name: str, messages: Any, send: Send
+) -> None:
+    """Ids that are numbers, nulls between messages, calls of a user: a client repeats them."""
+    response = send(PROTOCOLS[name], messages)
+    assert response.status_code == 200, response.text

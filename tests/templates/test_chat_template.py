@@ -133,6 +133,15 @@ def test_a_system_prompt_without_a_place_begins_the_users_message(family: str) -
     assert TEMPLATES[family].text([messages[1]]) != text
 
 
+@pytest.mark.parametrize("family", ["phi3-first", "gemma2", "mistral-v1", "chatml"])
+@pytest.mark.parametrize("more", ["", " And when it snows?"], ids=["equal", "within"])
+def test_a_system_prompt_that_the_user_says_too_is_written_twice(family: str, more: str) -> None:
+    """The text of one is no sign that the other is there."""
+    text = "Say where the quick brown fox is when it rains."
+    found = template(SOURCES[family]).text([said("system", text), said("user", text + more)])
+    assert found.count(text) == 2
+
+
 @pytest.mark.parametrize("source", [PARTS_ONLY, PUBLISHED["parts of users"]])
 def test_contents_are_given_as_the_template_takes_them(source: str) -> None:
     """The parts are those of each role that needs them."""

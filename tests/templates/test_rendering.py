@@ -72,7 +72,7 @@ def test_what_the_template_raises_is_a_prompt_error_in_its_words(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% if %}", "refuses this conversation"),
+        ("{% if %}", "chat template can't be read, line 1"),
         ("{{ messages[9].content }}", "refuses this conversation"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ raise_exception('two\nlines') }}", "two lines"),

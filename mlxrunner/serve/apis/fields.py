@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     WithJsonSchema,
@@ -97,6 +99,24 @@ SentContent = Annotated[
 """A content as a client sent it: a text or a list of parts, and whatever `parts_of` makes of
 another value, which a client would repeat with each request.
 """
+
+
+def _as_text(value: Any) -> str | None:
+    """Return a value as a text; None for one that says nothing, such as null or an empty list."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value) if value or isinstance(value, (int, float)) else None
+
+
+HistoryText = Annotated[str | None, BeforeValidator(_as_text)]
+"""A text of an earlier message, such as the id of a call. Another value is taken as its JSON: a
+client would repeat it with each request.
+"""
+
+
+def present(items: Any) -> Any:
+    """Return a list without its nulls, which count as not given."""
+    return [one for one in items if one is not None] if isinstance(items, list) else items
 
 
 def plain(content: Any) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from mlxrunner.serve.apis.fields import Body, SentContent, plain, shown_messages, unread
+from mlxrunner.serve.apis.fields import Body, SentContent, plain, present, shown_messages, unread
 from mlxrunner.serve.apis.openai.options import options_of
 from mlxrunner.serve.asked import Asked, Client, ToolChoice
 from mlxrunner.serve.events import RefusedError
@@ -73,7 +73,7 @@ class CountRequest(Body):
     """The body of a request for the number of tokens of a prompt."""
 
     model: str = ""
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], BeforeValidator(present)] = Field(min_length=1)
     system: SentContent = None
     tools: list[Tool] | None = None
     tool_choice: Choice | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mlxrunner.batch.fields import ANY_OBJECT
 from mlxrunner.batch.translate import TURN
@@ -17,8 +17,10 @@ from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.apis.fields import (
     OPTIONS,
     Body,
+    HistoryText,
     SentContent,
     plain,
+    present,
     shown_messages,
     text_of,
     unread,
@@ -43,7 +45,7 @@ class Call(Body):
         arguments: Any = None
         """An object. Another value, of an answer that was cut off, is taken, too."""
 
-    id: str | None = None
+    id: HistoryText = None
     function: Function = Function()
 
 
@@ -55,10 +57,10 @@ class Message(Body):
     behind it.
     """
     content: SentContent = None
-    thinking: str | None = None
-    tool_calls: list[Call] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
+    thinking: HistoryText = None
+    tool_calls: Annotated[list[Call] | None, BeforeValidator(present)] = None
+    tool_name: HistoryText = None
+    tool_call_id: HistoryText = None
     images: list[Any] | None = None
 
 
@@ -78,7 +80,7 @@ class Common(Body):
 class ChatRequest(Common):
     """The body of a request for the next message of a conversation."""
 
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message] | None, BeforeValidator(present)] = None
     tools: list[dict[str, Any]] | None = None
 
 

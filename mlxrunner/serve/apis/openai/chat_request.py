@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mlxrunner.config.arguments import shown, without_nulls
 from mlxrunner.config.request_fields import is_neutral
-from mlxrunner.serve.apis.fields import Body, SentContent, plain, shown_messages, text_of, unread
+from mlxrunner.serve.apis.fields import (
+    Body,
+    HistoryText,
+    SentContent,
+    plain,
+    present,
+    shown_messages,
+    text_of,
+    unread,
+)
 from mlxrunner.serve.apis.openai.options import (
     Sampled,
     checked_effort,
@@ -25,7 +34,7 @@ from mlxrunner.templates.parts import Parts, item_text, parts_of
 class Function(Body):
     """A function: what it is called, and with what."""
 
-    name: str | None = None
+    name: HistoryText = None
     arguments: Any = None
     """The JSON text of an object. Another value, of an answer that was cut off, is taken, too."""
 
@@ -33,8 +42,8 @@ class Function(Body):
 class ToolCall(Body):
     """A call in an earlier answer. One of a type that is not known becomes a text."""
 
-    id: str | None = None
-    type: str | None = None
+    id: HistoryText = None
+    type: HistoryText = None
     function: Function | None = None
 
 
@@ -46,14 +55,14 @@ class ChatMessage(Body):
     behind it.
     """
     content: SentContent = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, BeforeValidator(present)] = None
+    tool_call_id: HistoryText = None
     function_call: Function | None = None
     """The older form of `tool_calls`."""
-    name: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
+    name: HistoryText = None
+    refusal: HistoryText = None
+    reasoning_content: HistoryText = None
+    reasoning: HistoryText = None
 
 
 class Tool(Body):
@@ -66,7 +75,7 @@ class Tool(Body):
 class ChatRequest(Sampled):
     """The body of a request for a chat completion."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], BeforeValidator(present)] = Field(min_length=1)
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -194,7 +203,7 @@ def _message(number: int, message: ChatMessage, thought: str) -> dict[str, Any]:
         if own:
             found["tool_calls"] = own
     elif calls:
-        raise RefusedError(400, f"{where}: only an assistant has tool_calls", param=where)
+        content += [item_text(where, call.model_dump(exclude_none=True)) for call in calls]
     if role == "tool" and message.name:
         found["name"] = message.name
     return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from mlxrunner.batch.responses import INCLUDED, RESPONSE_FIELDS, read_response
 from mlxrunner.batch.translate import READ
 from mlxrunner.config.request_fields import held
-from mlxrunner.serve.apis.fields import Body, shown_messages, unread
+from mlxrunner.serve.apis.fields import Body, present, shown_messages, unread
 from mlxrunner.serve.apis.openai.kept import Item, KeptResponse, KeptResponses
 from mlxrunner.serve.apis.openai.options import Common, checked_effort, choice_of, options_of
 from mlxrunner.serve.asked import Asked, Client
@@ -36,7 +38,7 @@ class Reasoning(Body):
 class ResponseRequest(Common):
     """The body of a request for a response."""
 
-    input: str | list[dict[str, Any]] = ""
+    input: Annotated[str | list[dict[str, Any]], BeforeValidator(present)] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
