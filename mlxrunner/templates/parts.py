@@ -168,7 +168,7 @@ def parts_of(where: str, content: Any, by: str = "") -> Parts:
         return Parts([content or ""], by)
     if not isinstance(content, list | tuple):
         why = f"it has to be a text or parts, not {content!r:.60}"
-        is_part = isinstance(content, Mapping) and "type" in content
+        is_part = isinstance(content, Mapping) and ("type" in content or "text" in content)
         return Parts(_read(where, content) if is_part else [item_text(where, content, why)], by)
     found = (_read(f"{where}.{number}", part) for number, part in enumerate(content))
     return Parts((one for parts in found for one in parts), by)

@@ -509,11 +509,11 @@ def test_half_a_character_is_replaced_and_a_whole_one_is_not(send: Send, making:
     assert json.loads(text) == {"a": "\ufffd", "b": "\\ud83d \U0001f600"}
 
 
-CALLS = [{"id": 7, "type": 5, "function": {"name": "look", "arguments": "{}"}}, None]
+ODD_CALLS = [{"id": 7, "type": 5, "function": {"name": "look", "arguments": "{}"}}, None]
 ODD_CHAT = [
     {"role": "user", "content": "Hi", "name": 5, "tool_calls": [{"type": 4}]},
     None,
-    {"role": "assistant", "content": None, "tool_calls": CALLS, "refusal": 5},
+    {"role": "assistant", "content": None, "tool_calls": ODD_CALLS, "refusal": 5},
     {"role": "tool", "tool_call_id": 7, "content": "done"},
     {"role": "assistant", "content": "Yes", "reasoning_content": {}, "reasoning": [1]},
     {"role": "user", "content": "And now?"},

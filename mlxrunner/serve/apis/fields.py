@@ -35,6 +35,10 @@ MOST_LEFT_OUT = 40
 """Most entries of that list."""
 
 
+_BOUNDS = {"ge": -(2**63), "le": 2**63 - 1}
+"""The bounds of an integer without bounds of its own: 64 bits."""
+
+
 def _read_as_json(schema: Any) -> None:
     """Change a pydantic schema, and those in it, so that they read values as JSON has them.
 
@@ -51,14 +55,14 @@ def _read_as_json(schema: Any) -> None:
         items = schema.get("items_schema", {})
         if items.get("type") == "int" and not items.get("strict"):
             # Python is called for floats only: a prompt may have a million tokens.
-            exact = {**items, "strict": True}
+            exact = _BOUNDS | {**items, "strict": True}
             float_too = core_schema.no_info_before_validator_function(as_whole, {**exact})
             either = {"type": "union", "choices": [exact, float_too], "mode": "left_to_right"}
             schema["items_schema"] = either
     if schema.get("type") == "float":
         schema["strict"] = True
     if schema.get("type") == "int" and not schema.get("strict"):
-        exact = {**schema, "strict": True}
+        exact = _BOUNDS | {**schema, "strict": True}
         schema.clear()
         schema.update(core_schema.no_info_before_validator_function(as_whole, exact))
     for part in schema.values():
