@@ -46,6 +46,10 @@ MOST_TOKENS = 2**31 - 1
 LARGEST_TOKEN = 2**31 - 1
 """The largest token id: ids are stored in 32 bits."""
 
+STOP_IDS = ("stop_tokens", "stop_token_ids")
+"""The options that are lists of token ids: all that end an answer, and further ones."""
+NO_STOP: dict[str, Any] = {STOP_IDS[0]: []}
+"""The options of an answer that no token ends."""
 GREEDY: dict[str, Any] = {
     "temperature": 0.0,
     "repetition_penalty": None,

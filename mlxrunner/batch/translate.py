@@ -15,7 +15,7 @@ from mlxrunner.config.names import SAME, did_you_mean, nearest
 from mlxrunner.config.option import names, read_json
 from mlxrunner.config.request_fields import is_neutral
 from mlxrunner.errors import OptionError
-from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.options import NO_STOP, GenerateOptions, RunnerSettings
 
 WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "resume"))
 """The names of options that are for the whole batch."""
@@ -87,9 +87,9 @@ def _translate_ends(fields: dict[str, Any]) -> None:
         return
     if ignored is not True:
         raise OptionError(f"ignore_eos: {ignored!r:.80} is neither true nor false")
-    if "stop_tokens" in fields:
+    if NO_STOP.keys() & fields.keys():
         raise OptionError("ignore_eos and stop_tokens say which tokens end: give one of them")
-    fields["stop_tokens"] = []
+    fields.update(NO_STOP)
 
 
 def _translate_logprobs(fields: dict[str, Any], counts: bool) -> None:

@@ -17,7 +17,7 @@ from mlxrunner.cli.words import model_words
 from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
 from mlxrunner.config.option import Option, about, names
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.options import STOP_IDS, GenerateOptions, RunnerSettings
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.system.reading import read_text
 
@@ -135,7 +135,7 @@ LOADING = (*names(RunnerSettings), "reserve", "trust_remote_code")
 FULL_CONTEXT = ("overflow", "keep")
 FORM = ("schema", "choices")
 TEMPLATE = ("template", "tools")
-PYTHON_ONLY = ("logprobs", "stop_tokens", "stop_token_ids", "continue_final_message")
+PYTHON_ONLY = ("logprobs", *STOP_IDS, "continue_final_message")
 SAMPLING = tuple(
     name
     for name in names(GenerateOptions)

@@ -15,7 +15,7 @@ from mlxrunner.engine.constrain import constraint_of
 from mlxrunner.engine.sampling import LogitsProcessor, NextToken, checked_processors
 from mlxrunner.errors import ContextFullError, OptionError
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.options import GenerateOptions
+from mlxrunner.options import STOP_IDS, GenerateOptions
 from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
@@ -127,7 +127,7 @@ def _words(prompt: TokenizedPrompt, options: GenerateOptions) -> str:
 
 def _check_ends(options: GenerateOptions, vocab: int) -> None:
     """Raise OptionError for a stop token beyond the vocabulary, which could never come."""
-    for name in ("stop_tokens", "stop_token_ids"):
+    for name in STOP_IDS:
         beyond = [token for token in getattr(options, name) or () if vocab and token >= vocab]
         if beyond:
             raise OptionError(
