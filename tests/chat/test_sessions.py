@@ -155,6 +155,7 @@ def test_tokens_that_do_not_spell_the_text_are_dropped(
     """The load says so, and the answer is that to the text."""
     talk(["My name is Zorblin."], "--session", "zor")
     saved = content(data, "zor")
+    del saved["crc32"]  # as a file of an older version, in which nothing tells of the change
     history = saved["branches"]["main"]["history"]
     history["spelling"]["tokens"] = tokens
     history["turns"][0]["begins"] = history["turns"][0]["ends"] = None

@@ -101,7 +101,7 @@ def test_the_form_of_a_line_takes_the_place_of_the_batch_s(
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content "
     "}}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}; "
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}; "
     "{% endfor %}{% if style %}{{ style }}{% endif %}"
 )
 
@@ -134,7 +134,7 @@ def test_template_variables_and_tools_become_part_of_the_prompt() -> None:
         len(text)
         for text in (
             f"{listed}user:Hi; terse",
-            "user:Hi; assistant:{}; long",
+            'user:Hi; assistant:{"name": "weather", "arguments": {}}; long',
             f"{listed}user:Hi; brief",
         )
     ]

@@ -307,6 +307,10 @@ def test_the_place_is_the_one_of_the_first_character_that_differs(
                 _pieces(family, case.chat, case.before_variables),
                 _pieces(family, case.after, case.variables),
             )
+            system = next((one["content"] for one in case.after if one["role"] == "system"), "")
+            if system.strip() not in _spelled(new):  # which the program writes elsewhere
+                assert family == "mistral"
+                continue
             assert (before.text, after.text) == (_spelled(old), _spelled(new)), case.what
             old += _answered(family, case)
             answer = case.answer + (KINDS[family].marks[-1] if case.ended else "")

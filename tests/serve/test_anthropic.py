@@ -366,9 +366,9 @@ def test_thinking_that_says_nothing_is_left_out(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"messages": []}, "messages: list should have at least 1 item"),
-        ({"messages": None}, "messages: input should be a valid list"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: input should be"),
+        ({"messages": []}, "messages: it has to be a list of at least 1, not []"),
+        ({"messages": None}, "messages: it has to be given"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: it has to be 'user'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "of_the_future"}]}]},
             "messages.0.content.0: content of type 'of_the_future' is not supported here, only",
@@ -382,7 +382,7 @@ def test_thinking_that_says_nothing_is_left_out(
             "messages.0.content.0.text: it has to be a text",
         ),
         ({"mcp_servers": [{"url": "a"}]}, "mcp_servers: [{'url': 'a'}] is not supported"),
-        ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens: it has to be at least 1, not 0"),
         ({"tools": [{"description": "a"}]}, "tools.0.name: a tool needs a name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
         (

@@ -272,8 +272,8 @@ def test_an_error_in_the_middle_ends_the_stream(client: ollama.Client, answers: 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": ""}, "model: string should have at least 1 character"),
-        ({"messages": [{"role": "bot"}]}, "messages.0.role: input should be"),
+        ({"model": ""}, "model: it has to be a text of at least 1 character"),
+        ({"messages": [{"role": "bot"}]}, "messages.0.role: it has to be 'system'"),
         (
             {"messages": [{"role": "user", "content": "a", "images": [1]}]},
             "messages.0.images.0: a picture has to be base64",

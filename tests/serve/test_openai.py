@@ -370,8 +370,8 @@ def test_variables_of_the_template(url: str, answers: Scripted) -> None:
 @pytest.mark.parametrize(
     ("change", "said", "param"),
     [
-        ({"messages": []}, "messages: list should have at least 1 item", "messages"),
-        ({"messages": [{"role": "bot"}]}, "messages.0.role: input", "messages.0.role"),
+        ({"messages": []}, "messages: it has to be a list of at least 1, not []", "messages"),
+        ({"messages": [{"role": "bot"}]}, "messages.0.role: it has to be", "messages.0.role"),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
             "messages.0.tool_call_id: it has to be",
@@ -391,7 +391,7 @@ def test_variables_of_the_template(url: str, answers: Scripted) -> None:
         ({"temperature": -1}, "temperature: ", "temperature"),
         ({"temperature": "hot"}, "temperature: ", "temperature"),
         ({"max_tokens": 0}, "max_tokens: ", "max_tokens"),
-        ({"n": 99}, "n: input should be less than or equal to 16", "n"),
+        ({"n": 99}, "n: it has to be at most 16, not 99", "n"),
         ({"tools": [{"type": "function"}]}, "tools.0.function: ", "tools.0.function"),
         ({"tool_choice": "required"}, "tool_choice: there are no tools", "tool_choice"),
         ({"tools": [READ], "tool_choice": "all"}, "tool_choice: 'all' is not", "tool_choice"),
@@ -404,7 +404,11 @@ def test_variables_of_the_template(url: str, answers: Scripted) -> None:
         ({"response_format": {"type": "xml"}}, "response_format: ", "response_format"),
         ({"modalities": ["audio"]}, "modalities: ['audio'] is not supported", "modalities"),
         ({"functions": [{"name": "a"}]}, "functions: ", "functions"),
-        ({"web_search_options": {}}, "web_search_options: {} is not", "web_search_options"),
+        (
+            {"web_search_options": {"a": 1}},
+            "web_search_options: {'a': 1} is not",
+            "web_search_options",
+        ),
         (
             {"chat_template_kwargs": {"messages": 1}},
             "chat_template_kwargs: 'messages' is not",
