@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import write_model
+from support.models import write_model, write_tokenizer
+from support.tokenizers import CHATML
 from support.waiting import PATIENCE_S
 
 from mlxrunner.config.option import about
@@ -183,6 +184,7 @@ def test_another_model_takes_the_place_of_the_first(run: Llm, tmp_path: Path) ->
     """One runner at a time; the same model with the same settings is not loaded again."""
     folder = tmp_path / "model"
     write_model(folder)
+    write_tokenizer(folder, chat_template=CHATML)
     run.env["MLXRUNNER_MODEL"] = str(folder)
     code = (
         "import llm, json\n"

@@ -13,6 +13,7 @@ from tempfile import TemporaryFile
 
 from tests.support.architectures import build, settings_of
 from tests.support.models import save_model, write_tokenizer
+from tests.support.tokenizers import CHATML
 from tests.support.waiting import until
 
 
@@ -36,7 +37,7 @@ def write_models(folder: Path, *kinds: str) -> Path:
         settings = {**settings_of(kind), "num_attention_heads": 4, "num_key_value_heads": 4}
         settings["vocab_size"] = 300
         save_model(folder / kind, build(kind, **settings), settings)
-        write_tokenizer(folder / kind)
+        write_tokenizer(folder / kind, chat_template=CHATML)
     return folder
 
 
