@@ -37,26 +37,112 @@ FLOORS = [
     ["config", "errors", "options", "results", "system", "terminal"],
 ]
 BOOKKEEPING = """
-batch.answers batch.database batch.fields batch.job batch.lines batch.options batch.output
-batch.plan batch.prompts batch.responses batch.shards.cut batch.shards.lines batch.shards.merge
-batch.shards.plan batch.speed batch.store batch.translate bench.measurements cache.checkpoints
-cache.entry cache.layers.extents cache.layers.layout cache.layers.logged_extents
-cache.layers.protocol cache.layers.stock_extents cache.lease cache.lookup cache.overflow
-cache.pool.attention_split cache.pool.cells cache.pool.interface cache.prefix cache.saved
-cache.tokens cache.worth chat.branches chat.commands.table chat.markdown chat.typeahead chat.view
-cluster.dealing cluster.options config.arguments config.file config.json_options config.layering
-config.list_options config.names config.option engine.constrain engine.owner errors memory.plan
-models.fingerprint models.suggested options parallel.scheduling.slots parallel.settings
-pictures.table profiling.curve profiling.reading profiling.reasons profiling.record.divergence
-profiling.record.event profiling.record.metrics profiling.record.tokenlog profiling.record.writer
-profiling.replay.simulate profiling.report.aggregate profiling.report.explain
-profiling.report.formatting profiling.report.html profiling.report.plots profiling.report.report
-profiling.report.screen profiling.schema results sessions.history sessions.session sessions.store
-speculation.controller speculation.drafting speculation.lookup stored.folder stored.parked
-stored.prefixes stored.shelf stored.tensors system.folders system.limits system.power
-system.reading system.tensorfile system.writing templates.messages templates.segments
-templates.thinking terminal.clipboard terminal.keyboard terminal.logs terminal.progress
-terminal.signals terminal.text tokenizer.stream tokenizer.vocabulary verify.findings
+batch.answers
+batch.database
+batch.fields
+batch.job
+batch.lines
+batch.options
+batch.output
+batch.plan
+batch.prompts
+batch.responses
+batch.shards.cut
+batch.shards.lines
+batch.shards.merge
+batch.shards.plan
+batch.speed
+batch.store
+batch.translate
+bench.measurements
+cache.checkpoints
+cache.entry
+cache.layers.extents
+cache.layers.layout
+cache.layers.logged_extents
+cache.layers.protocol
+cache.layers.stock_extents
+cache.lease
+cache.lookup
+cache.overflow
+cache.pool.attention_split
+cache.pool.cells
+cache.pool.interface
+cache.prefix
+cache.saved
+cache.tokens
+cache.worth
+chat.branches
+chat.commands.table
+chat.markdown
+chat.typeahead
+chat.view
+cluster.dealing
+cluster.options
+config.arguments
+config.file
+config.json_options
+config.layering
+config.list_options
+config.names
+config.option
+engine.constrain
+engine.owner
+errors
+memory.plan
+models.fingerprint
+models.suggested
+options
+parallel.scheduling.slots
+parallel.settings
+pictures.table
+profiling.curve
+profiling.reading
+profiling.reasons
+profiling.record.divergence
+profiling.record.event
+profiling.record.metrics
+profiling.record.tokenlog
+profiling.record.writer
+profiling.replay.simulate
+profiling.report.aggregate
+profiling.report.explain
+profiling.report.formatting
+profiling.report.html
+profiling.report.plots
+profiling.report.report
+profiling.report.screen
+profiling.schema
+results
+sessions.history
+sessions.session
+sessions.store
+speculation.controller
+speculation.drafting
+speculation.lookup
+stored.folder
+stored.parked
+stored.prefixes
+stored.shelf
+stored.tensors
+system.folders
+system.limits
+system.power
+system.reading
+system.tensorfile
+system.writing
+templates.messages
+templates.segments
+templates.thinking
+terminal.clipboard
+terminal.keyboard
+terminal.logs
+terminal.progress
+terminal.signals
+terminal.text
+tokenizer.stream
+tokenizer.vocabulary
+verify.findings
 """.split()
 
 
