@@ -105,7 +105,7 @@ def texts(tokenizer: Any) -> dict[str, tuple[list[int], list[int], dict[str, Any
     edited = list(code)
     for place in rng.sample(range(len(edited)), 12):
         edited[place : place + rng.randrange(3)] = rng.sample(code, 3)
-    prose = tokenizer.encode_more((ROOT / "docs/limits.md").read_text())
+    prose = tokenizer.encode_more((ROOT / "docs/troubleshooting.md").read_text())
     people = [
         {
             "first_name": name,

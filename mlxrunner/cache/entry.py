@@ -40,7 +40,7 @@ class CacheEntry:
     is_shifted: bool = False
     """True if tokens were moved in a full context.
 
-    The entry then differs from what a cold run stores (see docs/limits.md).
+    The entry then differs from what a cold run stores (see docs/troubleshooting.md).
     """
 
     @property

@@ -13,7 +13,7 @@ DEEPEST = 8
 
 
 def read_extent(line: Mapping[str, Any], context: int, slack: int | None = None) -> Extent:
-    """Make the empty extent of a layer that a token log describes (see TOKENS.md).
+    """Make the empty extent of a layer that a token log describes (see docs/profiling.md).
 
     `line`: a line that `is_layer` has checked. `context`: tokens of the context. `slack`: the
     rewind slack of windows in tokens, in place of the logged one; None: the logged one.

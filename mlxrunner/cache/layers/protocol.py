@@ -1,7 +1,7 @@
 """The protocol of all layer caches. No tensors, no policy.
 
 A new kind derives from `mlxrunner.cache.layers.base.ArrayCache`, which implements most of it;
-docs/adding-a-cache-kind.md walks through one.
+docs/architecture.md walks through one.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class RewindError(RuntimeError):
 
 
 def describe(cache: LayerCache) -> dict[str, Any]:
-    """Return the line of a token log for a layer that has stored a token (see TOKENS.md)."""
+    """Return the line of a token log for a layer that has stored a token (see docs/profiling.md)."""
     layouts, parameters = cache.layouts(), cache.extent.describe()
     return {
         "kind": cache.kind,

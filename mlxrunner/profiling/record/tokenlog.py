@@ -1,6 +1,6 @@
 """Write and read the token log: the requests as token ids.
 
-The log is enough to replay the entry's decisions without a model. `TOKENS.md` describes each field.
+The log is enough to replay the entry's decisions without a model. docs/profiling.md describes each field.
 A line holds the number of tokens that its prompt shares with the request before, and the rest of
 the prompt. A conversation of n turns therefore takes n lines of one turn each. No tensors.
 """
@@ -45,7 +45,7 @@ _TYPES: Mapping[str, Mapping[type, str]] = {
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """One request of a token log. TOKENS.md describes the fields of its lines."""
+    """One request of a token log. docs/profiling.md describes the fields of its lines."""
 
     process: Mapping[str, Any]
     """The line of its process."""

@@ -1,4 +1,4 @@
-"""A new kind of layer cache is one file and one line: those of docs/adding-a-cache-kind.md.
+"""A new kind of layer cache is one file and one line: those of docs/architecture.md.
 
 The code is read from the page and run as it stands there, as if it were a file of the package.
 """
@@ -30,7 +30,7 @@ from mlxrunner.sessions.store import SessionStore
 from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import LAYERS, PACKAGE, PRIME, OracleLayer, OracleModel, oracle_runner
 
-PAGE = Path(__file__).parents[3] / "docs" / "adding-a-cache-kind.md"
+PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 NAME = "mlxrunner.cache.layers.trail"
 FILE = os.path.join(PACKAGE, "cache", "layers", "trail.py")
 """Where the file would be: Ctrl-C comes between its lines, too."""
