@@ -193,6 +193,7 @@ def test_names_are_in_the_files_that_the_architecture_gives() -> None:
     text = " ".join(DOCS["architecture.md"].split())
     named = re.findall(r"`([A-Za-z_.]+)` (?:in |\()`([a-z_/]+\.py)`", text)
     assert len(named) >= 20
+    named = [(name, file) for name, file in named if not file.startswith("tests/")]
     source = {file: (PACKAGE / file).read_text() for _, file in named}
     assert [
         (name, file)

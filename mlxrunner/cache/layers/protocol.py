@@ -269,7 +269,7 @@ class RewindError(RuntimeError):
 
 
 def describe(cache: LayerCache) -> dict[str, Any]:
-    """Return the line of a token log for a layer that has stored a token (see docs/profiling.md)."""
+    """Return the line of a token log for a layer that has stored a token (docs/profiling.md)."""
     layouts, parameters = cache.layouts(), cache.extent.describe()
     return {
         "kind": cache.kind,
