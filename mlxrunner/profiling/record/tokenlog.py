@@ -1,8 +1,8 @@
 """Write and read the token log: the requests as token ids.
 
 The log is enough to replay the entry's decisions without a model. docs/profiling.md describes each
-field. A line holds the number of tokens that its prompt shares with the request before, and the rest of
-the prompt. A conversation of n turns therefore takes n lines of one turn each. No tensors.
+field. A line holds the number of tokens that its prompt shares with the request before, and the
+rest of the prompt. A conversation of n turns therefore takes n lines of one turn each. No tensors.
 """
 
 from __future__ import annotations
