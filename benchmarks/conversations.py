@@ -26,7 +26,7 @@ from support.histories import tiny_parts
 
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.trials import simulate
 from mlxrunner.stored.parking import Parking
 

@@ -23,7 +23,7 @@ from support.models import tiny_config, tiny_model
 
 from mlxrunner.bench.measurements import Comparison, excess, print_json, print_table
 from mlxrunner.models.facts import facts_of
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from mlxrunner.parallel.handle import Handle
     from mlxrunner.parallel.runner import ParallelRunner
     from mlxrunner.parallel.threads.thread import Stats
-    from mlxrunner.profiling.record.profile import Profile
+    from mlxrunner.profiling.profile import Profile
     from mlxrunner.results import Chunk, Result, Usage
     from mlxrunner.runner import Runner
     from mlxrunner.templates.messages import Message
@@ -134,7 +134,7 @@ _HOMES = {
     "Message": "templates.messages",
     "ParallelRunner": "parallel.runner",
     "Plan": "memory.plan",
-    "Profile": "profiling.record.profile",
+    "Profile": "profiling.profile",
     "Result": "results",
     "Runner": "runner",
     "RunnerKwargs": "options",

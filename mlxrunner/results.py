@@ -103,7 +103,7 @@ class Usage:
     outcome: Literal["hit", "partial", "miss"]
     """"hit": all that can be reused was; "partial": a part of it was; "miss": nothing was."""
     reason: str | None
-    """Reason why not more was reused (listed in `mlxrunner.profiling.reasons`), or None."""
+    """Reason why not more was reused (listed in `mlxrunner.profiling.schema`), or None."""
     timing: Timing
     """Times in seconds, and rates."""
     memory: MemoryUse

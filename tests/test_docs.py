@@ -16,7 +16,7 @@ import pytest
 
 import mlxrunner
 from mlxrunner import cli
-from mlxrunner.profiling.reasons import REASONS
+from mlxrunner.profiling.schema import REASONS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))

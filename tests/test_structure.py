@@ -97,21 +97,15 @@ parallel.scheduling.slots
 parallel.settings
 pictures.table
 profiling.curve
-profiling.reading
-profiling.reasons
-profiling.record.divergence
-profiling.record.event
-profiling.record.metrics
-profiling.record.tokenlog
-profiling.record.writer
+profiling.logs
+profiling.divergence
+profiling.metrics
+profiling.tokenlog
 profiling.replay.simulate
-profiling.report.aggregate
-profiling.report.explain
-profiling.report.formatting
-profiling.report.html
-profiling.report.plots
+profiling.report.page
 profiling.report.report
 profiling.report.screen
+profiling.report.summary
 profiling.schema
 results
 sessions.history
@@ -366,7 +360,7 @@ OPENERS = {
     "system.device": "files of the kernel",
     "system.power": "files of the kernel",
     "cli.program": "the null device, in the place of a closed stream",
-    "profiling.report.html": "a style sheet of the package",
+    "profiling.report.page": "a style sheet of the package",
     "stored.folder": "a folder that is held open, nothing in it",
     "batch.output": "its own descriptor again, and its folder",
     "serve.launch": "an address of a server, no file",

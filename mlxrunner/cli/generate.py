@@ -38,7 +38,7 @@ ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_inte
 
 if TYPE_CHECKING:
     from mlxrunner.parallel.samples import Failed
-    from mlxrunner.profiling.record.profile import Profile
+    from mlxrunner.profiling.profile import Profile
     from mlxrunner.results import Chunk, Result
     from mlxrunner.runner import Runner
 

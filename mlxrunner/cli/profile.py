@@ -53,15 +53,17 @@ def report(
     EVENTS are files that --events wrote; those they were rotated to (FILE.1 ...) are read, too.
     Lines that can't be read are skipped and counted.
     """
-    from mlxrunner.profiling.report.formatting import number, percent
     from mlxrunner.profiling.report.report import make_report, skipped_words, source_files
-    from mlxrunner.profiling.report.screen import console, show
+    from mlxrunner.profiling.report.screen import console, show_report
     from mlxrunner.terminal.progress import reading
     from mlxrunner.terminal.signals import orderly_end
+    from mlxrunner.terminal.text import number, percent
 
     with orderly_end(), reading("events") as progress:  # a report that is half written is removed
         made = make_report(source_files(events), html=html, csv=csv, trace=trace, progress=progress)
-    click.echo(json.dumps(made.as_dict())) if as_json else show(made.summary, console(sys.stdout))
+    click.echo(json.dumps(made.as_dict())) if as_json else show_report(
+        made.summary, console(sys.stdout)
+    )
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
     if min_hit_rate is not None and made.summary.hit_rate < min_hit_rate:
@@ -86,9 +88,8 @@ def explain(events: str, request: str | None, last: bool) -> None:
     ID is that of the event, or its beginning, or that in a response of mlxrunner serve. Where
     MLXRUNNER_EVENTS is set, EVENTS may be left out.
     """
-    from mlxrunner.profiling.report.explain import find, show
     from mlxrunner.profiling.report.report import source_files
-    from mlxrunner.profiling.report.screen import console
+    from mlxrunner.profiling.report.screen import console, find_event, show_event
     from mlxrunner.terminal.progress import reading
 
     known = os.environ.get("MLXRUNNER_EVENTS")
@@ -97,8 +98,8 @@ def explain(events: str, request: str | None, last: bool) -> None:
     if (request is None) == (not last):
         raise OptionError("give the ID of an event, or --last" + (", not both" if last else ""))
     with reading("events") as progress:
-        event = find(source_files([events]), request, progress)
-    show(event, console(sys.stdout))
+        event = find_event(source_files([events]), request, progress)
+    show_event(event, console(sys.stdout))
 
 
 def _several(

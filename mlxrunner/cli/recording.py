@@ -13,7 +13,7 @@ from mlxrunner.cli.program import F
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.profiling.record.profile import Profile
+    from mlxrunner.profiling.profile import Profile
 
 WATCHING = ("events", "log_text", "log_tokens", "metrics", "verify_cache")
 RECORDING = (*WATCHING, "strict")
@@ -90,11 +90,11 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
             "--metrics": taken["metrics"],
         }
     )
-    from mlxrunner.profiling.record.profile import Profile, profiled
+    from mlxrunner.profiling.profile import Profile, profiled
 
     sinks = []
     if taken["metrics"]:
-        from mlxrunner.profiling.record.metrics import Metrics
+        from mlxrunner.profiling.metrics import Metrics
 
         sinks.append(Metrics(taken["metrics"]))
     profile = Profile(

@@ -25,8 +25,7 @@ from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_outcome
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.record.event import as_line
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile, as_line
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
 

@@ -27,7 +27,7 @@ from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
 from mlxrunner.cluster.over_dask import Machines, Reply
 from mlxrunner.cluster.wire import SentBatch, outcome_of, plain_line
 from mlxrunner.errors import CutOffError, MlxrunnerError
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.terminal.progress import Progress
 
 SILENT_S = 60.0

@@ -10,7 +10,7 @@ import pytest
 from support.chats import Do
 
 from mlxrunner.chat.commands.reports import explanation, saved_seconds
-from mlxrunner.profiling.reasons import REASONS
+from mlxrunner.profiling.schema import REASONS
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 
 FLAT = [

@@ -17,7 +17,7 @@ from support.models import save_model, write_tokenizer
 
 from mlxrunner import cli
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("folder")
 

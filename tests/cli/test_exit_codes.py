@@ -43,8 +43,8 @@ def ended_by(number: signal.Signals) -> Callable[[pytest.MonkeyPatch, Path], int
     def run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
         told = (
             "import os, signal\n"
-            "from mlxrunner.profiling.report import aggregate\n"
-            f"aggregate.Summary.add = lambda *given: os.kill(os.getpid(), {int(number)})\n"
+            "from mlxrunner.profiling.report import summary\n"
+            f"summary.Summary.add = lambda *given: os.kill(os.getpid(), {int(number)})\n"
             f"from mlxrunner.cli import main; main(['report', {str(EXAMPLE)!r}])\n"
         )
         result = subprocess.run(

@@ -19,7 +19,7 @@ from mlxrunner.cluster.driving import Driver
 from mlxrunner.cluster.over_dask import Reply
 from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_line, plain_outcome
 from mlxrunner.errors import CutOffError, MemoryPlanError
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 
 LINES = 12
 PARTS = {"model": "demo", "set of weights": "aa", "tokenizer": "bb"}

@@ -20,7 +20,7 @@ from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import load_model
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import ByteTokenizer

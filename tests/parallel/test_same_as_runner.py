@@ -13,7 +13,7 @@ from support.sample import fewer
 
 from mlxrunner import Profile, Runner
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.reading import read_events
+from mlxrunner.profiling.logs import read_events
 from mlxrunner.results import Usage
 from mlxrunner.testing import EOS
 

@@ -31,7 +31,7 @@ from mlxrunner import (
 )
 from mlxrunner.models import seeing
 from mlxrunner.models.sharding import share_among
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 

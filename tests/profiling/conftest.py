@@ -85,7 +85,7 @@ class Talk:
 
     def __init__(self, tokenizer: Tokenizer, file: Path, **options: Any) -> None:
         from mlxrunner.models.facts import facts_of
-        from mlxrunner.profiling.record.profile import Profile
+        from mlxrunner.profiling.profile import Profile
         from mlxrunner.runner import Runner
 
         config = tiny_config("llama", max_position_embeddings=2048)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.explained import Lines
 
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 

@@ -17,7 +17,7 @@ from support.sample import fewer
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
-from mlxrunner.profiling.record.divergence import Divergences
+from mlxrunner.profiling.divergence import Divergences
 from mlxrunner.profiling.schema import Divergence
 from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer

@@ -12,9 +12,8 @@ from support.events import as_event, example_event
 
 from mlxrunner import BatchRequest, Profile, Runner, run_batch
 from mlxrunner.cli import main
-from mlxrunner.profiling.report.aggregate import Summary
-from mlxrunner.profiling.report.batches import MOST_RUNS, name_of, words
-from mlxrunner.profiling.report.html import page
+from mlxrunner.profiling.report.page import page
+from mlxrunner.profiling.report.summary import MOST_RUNS, Summary, name_of, words
 from mlxrunner.profiling.schema import Event
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.profiling.record.divergence import _from_begin, _from_end
+from mlxrunner.profiling.divergence import _from_begin, _from_end
 from mlxrunner.profiling.schema import Event
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 

@@ -21,8 +21,7 @@ from support.waiting import PATIENCE_S, until
 from mlxrunner import cli
 from mlxrunner.errors import BusyError, ContextFullError
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.record.event import logfmt
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile, logfmt
 from mlxrunner.profiling.schema import Event, event_schema
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
@@ -214,7 +213,7 @@ def test_an_observer_that_fails_fails_no_request(caplog: pytest.LogCaptureFixtur
 
 def test_nothing_is_made_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a file, a log level or anybody who listens, a profile only counts."""
-    from mlxrunner.profiling.record import profile as module
+    from mlxrunner.profiling import profile as module
 
     monkeypatch.setattr(module, "event_of", lambda *_: pytest.fail("an event was made"))
     runner, profile = oracle_runner(), Profile()

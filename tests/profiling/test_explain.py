@@ -12,9 +12,9 @@ from rich.console import Console
 from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
-from mlxrunner.profiling.reasons import REASONS
-from mlxrunner.profiling.report import explain
-from mlxrunner.profiling.report.explain import MOST, compare, show, words
+from mlxrunner.profiling.report import screen
+from mlxrunner.profiling.report.screen import MOST, compare, cut_words, show_event
+from mlxrunner.profiling.schema import REASONS
 
 
 def run(*arguments: str | Path, width: int = 120) -> Result:
@@ -163,11 +163,11 @@ def test_blanks_that_make_the_difference_are_seen() -> None:
 
 def test_only_what_differs_is_coloured() -> None:
     """Words that come again on the other side are plain."""
-    left, right = compare(words("the red fox"), words("the blue fox"))
+    left, right = compare(cut_words("the red fox"), cut_words("the blue fox"))
     assert left == [("the ", True), ("red", False), (" fox", True)]
     assert right == [("the ", True), ("blue", False), (" fox", True)]
     assert (
-        "".join(words("any text,\n\n with\t all\u00a0of it\u200b"))
+        "".join(cut_words("any text,\n\n with\t all\u00a0of it\u200b"))
         == "any text,\n\n with\t all\u00a0of it\u200b"
     )
     coloured = shown(example_event(), colours=True)
@@ -207,7 +207,7 @@ def shown(event: dict[str, Any], width: int = 120, *, colours: bool = False) -> 
         emoji=False,
     )
     with console.capture() as captured:
-        show(as_event(event), console)
+        show_event(as_event(event), console)
     return captured.get()
 
 
@@ -222,12 +222,12 @@ def test_long_sides_are_compared_by_their_first_words(
     """Comparing all of them takes minutes; how many more there are is said."""
     sizes = []
 
-    class Matcher(explain.SequenceMatcher[str]):
+    class Matcher(screen.SequenceMatcher[str]):
         def __init__(self, junk: Any, a: list[str], b: list[str], *, autojunk: bool) -> None:
             sizes.append((len(a), len(b)))
             super().__init__(junk, a, b, autojunk)
 
-    monkeypatch.setattr(explain, "SequenceMatcher", Matcher)
+    monkeypatch.setattr(screen, "SequenceMatcher", Matcher)
     before, after = compare(left, right)
     assert sizes == [(MOST, MOST)]
     assert "".join(text for text, _ in before).startswith("".join(left[:MOST]))

@@ -8,9 +8,9 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from mlxrunner import Runner, cli
-from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.record.tokenlog import read_token_log
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.guesses import Guesses
+from mlxrunner.profiling.tokenlog import read_token_log
 
 PROMPTS = [
     *["My name is Zorblin. What is my name?"] * 2,

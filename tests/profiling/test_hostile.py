@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from support.events import afternoon, example_event
 
 from mlxrunner import cli
-from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.record.tokenlog import are_ids
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.tokenlog import are_ids
 from mlxrunner.testing import oracle_runner
 
 TRIES = 80

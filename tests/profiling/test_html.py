@@ -12,9 +12,8 @@ import pytest
 from support.browser import WIDTHS, browse, measure, needs_chromium
 from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.report.aggregate import BINS, Summary
-from mlxrunner.profiling.report.html import page
-from mlxrunner.profiling.report.plots import SHAPES, Plot, Scale
+from mlxrunner.profiling.report.page import SHAPES, Plot, Scale, page
+from mlxrunner.profiling.report.summary import BINS, Summary
 
 HOSTILE = """</title><script>alert(1)</script><img src=x onerror=alert(2)>"'&\x1b[31m\u202e"""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.explained import Lines, said
 
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.schema import Event
 from mlxrunner.testing import oracle_runner
 

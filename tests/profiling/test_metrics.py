@@ -14,7 +14,7 @@ from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
 from mlxrunner.errors import OptionError
-from mlxrunner.profiling.record.metrics import Metrics
+from mlxrunner.profiling.metrics import Metrics
 
 
 def values(file: Path) -> dict[str, float]:

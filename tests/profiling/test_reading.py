@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner.errors import ReadError
-from mlxrunner.profiling.reading import read_events, with_rotated
-from mlxrunner.profiling.record.event import as_line
+from mlxrunner.profiling.logs import read_events, with_rotated
+from mlxrunner.profiling.profile import as_line
 from mlxrunner.profiling.schema import event_schema
 
 EXAMPLES = Path(__file__).with_name("example.jsonl")

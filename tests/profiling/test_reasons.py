@@ -11,9 +11,8 @@ import pytest
 from support.explained import Lines, run, said
 from support.models import write_model
 
-from mlxrunner.profiling.reasons import PARTS, REASONS
-from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.schema import Event, event_schema
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.schema import PARTS, REASONS, Event, event_schema
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 

@@ -291,9 +291,9 @@ def test_a_report_that_is_told_to_end_leaves_nothing_half_written(
     rows.write_text("old")
     code = (
         "import os, signal, sys\n"
-        "from mlxrunner.profiling.report import aggregate\n"
+        "from mlxrunner.profiling.report import summary\n"
         "def told(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
-        "aggregate.Summary.add = told\n"
+        "summary.Summary.add = told\n"
         f"from mlxrunner.cli import main; main(['report', {str(events)!r}, '--csv', "
         f"{str(rows)!r}])\n"
     )

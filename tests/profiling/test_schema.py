@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from support.events import example_event
 
-from mlxrunner.profiling.record.event import as_line
+from mlxrunner.profiling.profile import as_line
 from mlxrunner.profiling.report.report import COLUMNS, NESTED
 from mlxrunner.profiling.schema import Event, event_schema, field_rows
 

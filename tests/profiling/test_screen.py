@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.reasons import PARTS, place_remedy
-from mlxrunner.profiling.report.aggregate import NOWHERE, Summary, place_of
-from mlxrunner.profiling.report.formatting import number, percent, rate, seconds
-from mlxrunner.profiling.report.screen import console, show, sparkline
+from mlxrunner.profiling.report.screen import console, show_report, sparkline
+from mlxrunner.profiling.report.summary import NOWHERE, Summary, place_of
+from mlxrunner.profiling.schema import PARTS, place_remedy
+from mlxrunner.terminal.text import number, percent, rate, seconds
 
 HOSTILE = "\x1b[31m[bold red]evil[/]\x1b]8;;http://x\x07:smile:\u202e"
 
@@ -22,7 +22,7 @@ def printed(summary: Summary, width: int, encoding: str = "utf-8") -> str:
     stream = io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace")
     to = console(stream)
     to.width = width
-    show(summary, to)
+    show_report(summary, to)
     stream.flush()
     return raw.getvalue().decode(encoding)
 

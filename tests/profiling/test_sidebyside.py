@@ -20,11 +20,11 @@ from mlxrunner.batch.run import BatchRequest, run_batch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.reading import read_events
-from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.profiling.logs import read_events
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
 from mlxrunner.profiling.replay.trials import Simulation, simulate
+from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.results import Usage
 from mlxrunner.stored.parking import Parking
 

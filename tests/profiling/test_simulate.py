@@ -21,8 +21,7 @@ from mlxrunner import Runner, cli
 from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay import simulate
 from mlxrunner.profiling.replay.simulate import (
     Replay,
@@ -32,6 +31,7 @@ from mlxrunner.profiling.replay.simulate import (
 )
 from mlxrunner.profiling.replay.trials import Simulation, by_prefix
 from mlxrunner.profiling.replay.trials import simulate as replay
+from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
 
 ARCHITECTURES = [

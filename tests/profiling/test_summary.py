@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from support.events import afternoon, as_event, example_event
 
-from mlxrunner.profiling.report.aggregate import (
+from mlxrunner.profiling.report.summary import (
     BINS,
     MOST_PLACES,
     NOWHERE,

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxrunner import cli
-from mlxrunner.profiling.record.profile import Profile
+from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.simulate import ReplayedRequest
 from mlxrunner.profiling.replay.trials import Rewriter
 from mlxrunner.testing import ByteTokenizer, oracle_runner

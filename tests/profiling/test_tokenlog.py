@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from mlxrunner import cli
-from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.record.tokenlog import ANEW, read_token_log
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.tokenlog import ANEW, read_token_log
 from mlxrunner.testing import oracle_runner
 
 Lines = Callable[[Path], list[dict[str, Any]]]

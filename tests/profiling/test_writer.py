@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlxrunner.errors import OptionError
-from mlxrunner.profiling.reading import with_rotated
-from mlxrunner.profiling.record.writer import KEPT, LineWriter
+from mlxrunner.profiling.logs import KEPT, LineWriter, with_rotated
 
 
 def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
@@ -77,7 +76,7 @@ def test_a_line_longer_than_the_limit_is_written_all_the_same(tmp_path: Path) ->
 
 WRITE = """
 import sys
-from mlxrunner.profiling.record.writer import LineWriter
+from mlxrunner.profiling.logs import LineWriter
 writer = LineWriter(sys.argv[1], limit=int(sys.argv[3]))
 for number in range(400):
     writer.write('{"who": "%s", "number": %d, "fill": "%s"}' % \

@@ -17,7 +17,7 @@ from support.events import as_event, example_event
 from support.scripted import serving
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.profiling.report.plots import Link, table
+from mlxrunner.profiling.report.page import Link, table
 from mlxrunner.profiling.schema import Event
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames

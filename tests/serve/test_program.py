@@ -20,7 +20,7 @@ from support.program import program, started
 
 from mlxrunner.cli import main
 from mlxrunner.config.file import read_config_file
-from mlxrunner.profiling.report.explain import find
+from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.serve.unit import unit
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
@@ -63,7 +63,7 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
         explained = httpx.get(f"{server.url}/explain/{request}").text
         assert f"request {request} of python-httpx" in explained
         assert "0 of 341 prompt tokens were reused" in explained
-        while_running = find([events], request)
+        while_running = find_event([events], request)
         assert while_running.caller is not None
         assert while_running.caller.request == request
         metrics = httpx.get(f"{server.url}/metrics").text

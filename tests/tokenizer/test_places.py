@@ -6,7 +6,7 @@ Divergences are placed by this.
 from __future__ import annotations
 
 from mlxrunner.models.resolve import DEMO_FOLDER
-from mlxrunner.profiling.record.divergence import Divergences
+from mlxrunner.profiling.divergence import Divergences
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import tokenize_prompt

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mlxrunner.chat.commands.table import ChatContext, Command
-from mlxrunner.profiling import reasons
 from mlxrunner.profiling.curve import PrefillCurve
-from mlxrunner.profiling.report.formatting import seconds
+from mlxrunner.profiling.schema import explain_reuse, remedy
 from mlxrunner.results import Usage
-from mlxrunner.terminal.text import count_of, size
+from mlxrunner.terminal.text import count_of, seconds, size
 
 if TYPE_CHECKING:
     from mlxrunner.chat.conversation import Conversation
@@ -114,8 +113,8 @@ def explain(chat: ChatContext, argument: str) -> None:
 
 def explanation(usage: Usage) -> list[str]:
     """Return lines that say why a turn did not reuse more."""
-    lines = [reasons.explain(usage.as_dict())]
-    if mend := reasons.remedy(usage.reason):
+    lines = [explain_reuse(usage.as_dict())]
+    if mend := remedy(usage.reason):
         lines.append(f"what would help: {mend}")
     if usage.cache.lost_tokens:
         lines.append(f"{usage.cache.lost_tokens} tokens were evaluated that need not have been")

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxrunner.cache.prefix import leaving
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
-from mlxrunner.profiling.record.tokenlog import LoggedRequest
+from mlxrunner.profiling.tokenlog import LoggedRequest
 from mlxrunner.speculation.drafting import Counts, Drafting, Experience
 
 

@@ -27,8 +27,8 @@ from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.parallel.settings import EngineSettings
-from mlxrunner.profiling.record.tokenlog import LoggedRequest
 from mlxrunner.profiling.replay.engine import ReplayedEngine, ReplayedParking
+from mlxrunner.profiling.tokenlog import LoggedRequest
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 

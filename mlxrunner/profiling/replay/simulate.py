@@ -24,7 +24,7 @@ from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.overflow import Shift
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
-from mlxrunner.profiling.record.tokenlog import LoggedRequest, are_ids
+from mlxrunner.profiling.tokenlog import LoggedRequest, are_ids
 
 MOST_MARKS = 32
 """The most kinds of thinking blocks that a token log may name."""

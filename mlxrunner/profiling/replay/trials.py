@@ -15,7 +15,6 @@ from mlxrunner.batch.records import sort_key
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.errors import ReadError
-from mlxrunner.profiling.record.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.profiling.replay.guesses import Guesses
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed, has_room
 from mlxrunner.profiling.replay.simulate import (
@@ -26,6 +25,7 @@ from mlxrunner.profiling.replay.simulate import (
     is_usable,
 )
 from mlxrunner.profiling.report.report import skipped_words
+from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 
 ENTRIES = (2, 4, 8)
 """The usual numbers of entries to try."""

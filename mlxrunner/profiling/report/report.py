@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from mlxrunner.errors import OptionError, ReadError, WriteError
-from mlxrunner.profiling.reading import read_events, with_rotated
-from mlxrunner.profiling.report.aggregate import Summary
+from mlxrunner.profiling.logs import read_events, with_rotated
+from mlxrunner.profiling.report.summary import Summary
 from mlxrunner.profiling.schema import Event
 from mlxrunner.system.reading import open_given
 from mlxrunner.system.writing import is_stream, open_stream, written
@@ -235,7 +235,7 @@ def make_report(
         report.skipped = events.skipped
         must_have(report.summary.requests, files, events.skipped, "events")
         if html is not None:
-            from mlxrunner.profiling.report.html import page
+            from mlxrunner.profiling.report.page import page
 
             names = [str(file) for file in files]
             stack.enter_context(replaced(html, files)).write(

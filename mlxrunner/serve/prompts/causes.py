@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
-from mlxrunner.profiling.reasons import REASONS
+from mlxrunner.profiling.schema import REASONS
 from mlxrunner.results import Usage
 from mlxrunner.serve.asked import Asked, Client
 from mlxrunner.serve.prompts.chain import digest, message_digest

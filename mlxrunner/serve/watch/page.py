@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxrunner.profiling.reasons import remedy
-from mlxrunner.profiling.report import plots
-from mlxrunner.profiling.report.aggregate import Summary, place_of
-from mlxrunner.profiling.report.formatting import moment, number, percent
-from mlxrunner.profiling.report.html import document
-from mlxrunner.profiling.report.plots import safe
-from mlxrunner.profiling.schema import Event
-from mlxrunner.terminal.text import size
+from mlxrunner.profiling.report import page as plots
+from mlxrunner.profiling.report.page import document, safe
+from mlxrunner.profiling.report.summary import Summary, place_of
+from mlxrunner.profiling.schema import Event, remedy
+from mlxrunner.terminal.text import moment, number, percent, size
 
 REFRESH_S = 5
 """Seconds after which the browser loads the page again."""

@@ -10,10 +10,9 @@ from collections import OrderedDict, defaultdict
 from pathlib import Path
 
 from mlxrunner.engine.observation import Observation
-from mlxrunner.profiling.record.event import as_line
-from mlxrunner.profiling.record.metrics import Counts
-from mlxrunner.profiling.record.profile import Profile
-from mlxrunner.profiling.record.writer import LineWriter
+from mlxrunner.profiling.logs import LineWriter
+from mlxrunner.profiling.metrics import Counts
+from mlxrunner.profiling.profile import Profile, as_line
 from mlxrunner.profiling.schema import Event
 from mlxrunner.serve.answering.opened import Opened
 from mlxrunner.serve.events import Note

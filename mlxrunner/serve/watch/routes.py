@@ -85,10 +85,10 @@ def explained(event: Event) -> str:
     """Return what `mlxrunner explain` prints about an event, without colours."""
     from rich.console import Console
 
-    from mlxrunner.profiling.report.explain import show
+    from mlxrunner.profiling.report.screen import show_event
 
     text = io.StringIO()
-    show(event, Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False))
+    show_event(event, Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False))
     return text.getvalue()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.houses import asked, events_of, house_of, in_house, opening
 
-from mlxrunner.profiling.report.explain import find
+from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.asked import Asked, Client
@@ -194,7 +194,7 @@ def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
     report = asyncio.run(run()).cache
     record.close()
     assert (report.cause, report.outcome) == ("changing-date", "partial")
-    event = find([tmp_path / "events.jsonl"], "msg_22")
+    event = find_event([tmp_path / "events.jsonl"], "msg_22")
     assert event.caller is not None
     assert (event.caller.cause, event.caller.remedy, event.caller.message) == (
         report.cause,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from mlxrunner.profiling.schema import Event
 
+
 LARGEST = 2**24
 """The most bytes of a file whose counts are continued."""
 Labels = tuple[tuple[str, str], ...]

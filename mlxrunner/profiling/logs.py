@@ -1,22 +1,29 @@
-"""Append lines to a file that other processes append to as well.
+"""Append lines to a log file that other processes write to, and read lines that others wrote.
 
-A failure never fails a request. A line is one `write` to a file opened for appending, under a lock,
-so each line stays whole, also behind one that was cut off. Only the owner can read the file, since
-it tells what somebody asked. No tensors.
+A failed write never fails a request, and a line that can't be used never raises an error: such
+lines are counted by kind. No tensors.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from mlxrunner.errors import OptionError
+import msgspec
+
+from mlxrunner.errors import OptionError, ReadError
+from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
 from mlxrunner.results import logger
+from mlxrunner.system.reading import open_given, say_if_waiting
 from mlxrunner.system.writing import check_own, is_stream, open_own, open_stream, write_all
 
 LIMIT = 64 * 10**6
@@ -157,3 +164,107 @@ def _write_whole(descriptor: int, data: bytes, size: int) -> None:
             os.ftruncate(descriptor, size)
     if written < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+LONGEST_LINE = 64 * 2**20
+"""The most bytes of a line; our own lines stay far below."""
+T = TypeVar("T")
+
+
+class LogLines(Generic[T]):
+    """An iterable over the lines of files, each converted to a value."""
+
+    def __init__(
+        self,
+        files: Iterable[str | Path],
+        schema: str,
+        version: int,
+        convert: Callable[[dict[str, Any]], T],
+        decode: Callable[[bytes], T] | None = None,
+    ) -> None:
+        """Read the lines of `files` that have this `schema` and `version`.
+
+        `convert` makes a value of a parsed line, and raises ValueError for a missing field or an
+        impossible value. `decode` does the same for the bytes of a line, and is tried first because
+        it is faster. The iteration raises ReadError if a file can't be read.
+        """
+        self._files, self._schema, self._version = list(files), schema, version
+        self._convert, self._decode = convert, decode
+        self.skipped: Counter[str] = Counter()
+        """The number of lines that the last iteration skipped, by kind.
+
+        The kinds are "unreadable" (no JSON object, cut off, not UTF-8), "foreign" (another schema),
+        "version" (another version of it) and "invalid" (`convert` refused it).
+        """
+
+    def __iter__(self) -> Iterator[T]:
+        self.skipped.clear()
+        for file in self._files:
+            for raw in _raw_lines(Path(file)):
+                if raw.strip() and (value := self._parse(raw)) is not None:
+                    yield value
+
+    def _parse(self, raw: bytes) -> T | None:
+        """Return the value of the line `raw`. If it can't be used, count it and return None."""
+        with suppress(ValueError, RecursionError):
+            if self._decode is not None:
+                return self._decode(raw)
+        line: Any = None
+        with suppress(ValueError, RecursionError):
+            line = json.loads(raw, parse_constant=_refuse)
+        if not isinstance(line, dict):
+            self.skipped["unreadable"] += 1
+        elif line.get("schema") != self._schema:
+            self.skipped["foreign"] += 1
+        elif line.get("version") != self._version:
+            self.skipped["version"] += 1
+        else:
+            try:
+                return self._convert(line)
+            except (ValueError, RecursionError):
+                self.skipped["invalid"] += 1
+        return None
+
+
+def read_events(files: Iterable[str | Path]) -> LogLines[Event]:
+    """Read the events of `files`, in the order in which they were written.
+
+    The iteration raises ReadError if a file can't be read.
+    """
+    return LogLines(files, SCHEMA, VERSION, Event.of, _decode_event)
+
+
+def _decode_event(raw: bytes) -> Event:
+    return _decoder().decode(raw).checked()
+
+
+@cache
+def _decoder() -> msgspec.json.Decoder[Event]:
+    return msgspec.json.Decoder(Event)
+
+
+def with_rotated(file: str | Path) -> list[Path]:
+    """List the files that `file` was rotated to, and then `file`.
+
+    The oldest comes first; FILE.1 is the youngest of the rotated files.
+    """
+    older: list[Path] = []
+    while os.path.exists(one := f"{file}.{len(older) + 1}"):  # also False for an impossible name
+        older.append(Path(one))
+    return [*reversed(older), Path(file)]
+
+
+def _raw_lines(file: Path) -> Iterator[bytes]:
+    """Yield the lines of a file. Raise ReadError if it can't be read."""
+    try:
+        with open_given(file) as stream:
+            say_if_waiting(stream, str(file))
+            while raw := stream.readline(LONGEST_LINE):
+                yield raw
+    except OSError as error:
+        raise ReadError(f"{file}: can't be read: {error.strerror or error}") from error
+
+
+def _refuse(constant: str) -> Any:
+    """Raise ValueError for NaN and infinities, which JSON does not have."""
+    raise ValueError(f"{constant} is not JSON")

@@ -18,11 +18,12 @@ import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
-from mlxrunner.profiling.reading import LogLines
+from mlxrunner.profiling.logs import LogLines
 
 if TYPE_CHECKING:
     from mlxrunner.engine.observation import Beside, Observation
     from mlxrunner.profiling.schema import Event
+
 
 SCHEMA, VERSION = "mlxrunner/tokens", 1
 ANEW = 64

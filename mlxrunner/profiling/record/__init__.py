@@ -1,1 +1,0 @@
-"""Record requests: events, token logs and metrics."""
