@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.batches import lines, llama
+from support.engine import Stepper
 
 from mlxrunner import Runner
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.models import tiny_config, tiny_model
 
+from mlxrunner import ParallelRunner
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import shared_before
 from mlxrunner.batch.records import StoredLine
@@ -17,7 +18,6 @@ from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.engine.observation import Observation
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 

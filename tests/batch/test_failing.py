@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.batches import prompts, requests, texts
+from support.engine import backend
 
 from mlxrunner import BatchRequest, run_batch
 from mlxrunner.testing import ByteTokenizer, oracle_runner
@@ -69,7 +70,7 @@ def with_failures(which: str, request: pytest.FixtureRequest, times: int) -> Any
     if which == "alone":
         runner.model = failing
     else:
-        runner._adapted.model = failing
+        backend(runner).model = failing
     return runner
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.batches import llama, prompts, requests, texts
+from support.engine import Stepper
 from support.prompts import shared_prefixes
 
 import mlxrunner
@@ -16,7 +17,6 @@ from mlxrunner import BatchRequest, OptionError, Runner, run_batch
 from mlxrunner.batch.order import run_order
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.records import sort_key
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
 
 Make = Callable[[], Any]

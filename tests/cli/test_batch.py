@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 from support.architectures import build, settings_of
 from support.batch_command import FACTS, answers, openai, run, write
+from support.engine import Stepper
 from support.models import save_model, write_tokenizer
 
 from mlxrunner import cli
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("folder")

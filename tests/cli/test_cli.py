@@ -14,10 +14,10 @@ import click
 import pexpect
 import pytest
 from click.testing import CliRunner, Result
+from support.engine import Stepper
 from support.waiting import PATIENCE_S
 
 from mlxrunner import Profile, Runner, cli
-from mlxrunner.parallel.stepper import Stepper
 
 
 def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Result:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.engine import StepController
 from support.models import write_model
 
 from mlxrunner import GenerateOptions, OptionError, cli
-from mlxrunner.parallel.scheduling.drafts import StepController
 from mlxrunner.speculation.controller import Controller
 
 

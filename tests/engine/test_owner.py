@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.engine import Stepper
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import MlxrunnerError, Runner
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.errors import WrongThreadError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 PROMPT = [i * 7 % 290 for i in range(40)]

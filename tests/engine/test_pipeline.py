@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from support.engine import tell_time_by
 from support.mixes import CHECKPOINTS, NO_HELP
 
 from mlxrunner import BusyError, ContextLengthError, PromptError, Runner
@@ -154,15 +155,13 @@ def test_what_cannot_be_evaluated_is_an_error_that_changes_nothing() -> None:
 
 def test_chunks_grow_and_shrink_with_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cancel is heard soon on any machine; a chunk is never more than a prefill step."""
-    import mlxrunner.engine.pipeline as pipeline
-
     clock = {"now": 0.0, "cost": 0.001}
 
     def passing() -> float:
         clock["now"] += clock["cost"]
         return clock["now"]
 
-    monkeypatch.setattr(pipeline.time, "perf_counter", passing)
+    tell_time_by(passing, monkeypatch)
     runner = oracle_runner(prefill_step=100)
     runner.evaluate(numbers(400, 6))
     assert runner.model.forwards[:5] == [8, 16, 32, 64, 100]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.engine import Stepper
 from support.families import KINDS
 from support.published_templates import PUBLISHED
 
@@ -14,7 +15,6 @@ from mlxrunner import OptionError, PromptError, Runner
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import jinja_renderer

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from support.engine import Stepper
 from support.models import _TINY, tiny_config, tiny_model, write_model
 
 from mlxrunner import Runner, cli
@@ -19,7 +20,6 @@ from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import load_model
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.stored.entry import StoredEntry, pack

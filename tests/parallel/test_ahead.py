@@ -7,12 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.engine import Stepper, backend, scheduler
 from support.histories import tiny_parts
 
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.rows import adapt
-from mlxrunner.parallel.stepper import Stepper
 
 KINDS = ["llama", "gemma3_text", "lfm2", "qwen3_next", "mamba2", "deepseek_v3", "jamba"]
 PROMPT = np.random.default_rng(0).integers(10, 200, 300).tolist()
@@ -23,7 +23,7 @@ def answers(name: str) -> tuple[list[list[tuple[int | None, float | None]]], lis
     """Return what a runner answers, and the tokens of each forward pass of the model."""
     passes: list[int] = []
     with Stepper(*tiny_parts(name), max_sequences=3, context=400, prefill_step=250) as runner:
-        adapted: Any = runner._adapted
+        adapted: Any = backend(runner)
         run = adapted._run
 
         def counted(tokens: mx.array, *more: Any) -> mx.array:
@@ -60,7 +60,7 @@ def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatc
 def test_no_buffer_is_copied(name: str) -> None:
     """The cells of a layer take more memory than all else that a step computes."""
     with Stepper(*tiny_parts(name), max_sequences=8, context=20_000, prefill_step=250) as runner:
-        adapted: Any = runner._adapted
+        adapted: Any = backend(runner)
         list(runner.submit(SHORT, max_tokens=2, stop_tokens=[]))
         mx.eval(adapted.state())
         layer = max(array.nbytes for group in adapted.groups for array in group.state)
@@ -74,7 +74,7 @@ def test_no_buffer_is_copied(name: str) -> None:
 def test_a_step_that_lacks_cells_stores_nothing() -> None:
     """Though its first pass alone had room."""
     with Stepper(*tiny_parts("llama"), max_sequences=2, context=100, prefill_step=64) as runner:
-        adapted: Any = runner._adapted
+        adapted: Any = backend(runner)
         cells = adapted.groups[0].num_cells
         batch = Batch([*range(cells), 0], [0] * cells + [1])
         with pytest.raises(CacheFullError):
@@ -89,10 +89,10 @@ def test_a_step_that_lacks_cells_stores_nothing() -> None:
 def test_a_step_without_logits_tells_nothing_of_their_width() -> None:
     """Guesses beside it need that of the logits before."""
     with Stepper(*tiny_parts("llama"), max_sequences=2, context=400, prefill_step=64) as runner:
-        scheduler: Any = runner._scheduler
+        inner = scheduler(runner)
         assert len(list(runner.submit(SHORT, max_tokens=2, stop_tokens=[]))) == 2
         runner.submit(PROMPT, max_tokens=1)
-        width = scheduler._passes.width
+        width = inner._passes.width
         runner.step()
-        assert scheduler._pending.sampled == []
-        assert scheduler._passes.width == width == 300
+        assert inner._pending.sampled == []
+        assert inner._passes.width == width == 300

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.architectures import build, settings_of
+from support.engine import Stepper
 
 from mlxrunner import ParallelRunner, Runner
 from mlxrunner.models.facts import ModelFacts, facts_of
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import VOCAB as ORACLES
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
 

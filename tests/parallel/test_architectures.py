@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from support.architectures import CONFIGS, VOCAB, build, settings_of
+from support.engine import WINDOWS_KEEP, Adapted, Stepper, engine_for
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
@@ -22,10 +23,6 @@ from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.windows import widen_windows
-from mlxrunner.parallel.rows.adapt import Adapted
-from mlxrunner.parallel.rows.engine import WINDOWS_KEEP
-from mlxrunner.parallel.rows.proof import engine_for
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "many-sequences.md"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from support.conversations import Ideal, Trace, play
+from support.engine import Stepper
 from support.histories import Parts, tiny_parts
 from support.sample import fewer
 
 from mlxrunner.engine.observation import Observation
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.stored.parking import Parking
 
 ENOUGH = 0.97

@@ -10,6 +10,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.checked import WITH_WINDOWS, CheckedHistory, parts
+from support.engine import (
+    DraftPlan,
+    DrivenHandle,
+    OpenSettings,
+    StepController,
+    Stepper,
+    offer_bytes,
+    request_of,
+    scheduler,
+)
 from support.histories import Parts, tiny_parts
 from support.models import write_model
 from support.sample import fewer
@@ -18,11 +28,6 @@ from mlxrunner import MemoryPlanError, OptionError, ParallelRunner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.parallel.draft_model import DraftPlan
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.scheduling.drafts import StepController
-from mlxrunner.parallel.settings import OpenSettings
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result, Usage
 from mlxrunner.serve.answering.opened import Opening
 from mlxrunner.speculation.model import DraftModel
@@ -111,7 +116,7 @@ class DraftHistory(CheckedHistory):
         """Check that only running answers hold an entry, each of which is true between answers."""
         super().look()
         held = {number for one in self.seats for number in one._holders if one._holder(number)}
-        assert len(held) <= max(1, len(self.runner._scheduler.requests))
+        assert len(held) <= max(1, len(scheduler(self.runner).requests))
         seats = self.seats[-1]
         for number, entry in enumerate(seats.entries):
             if seats._holder(number) is None:
@@ -196,12 +201,12 @@ def test_a_long_text_is_read_between_steps() -> None:
         runner.guess_with(seats)
         short = runner.submit(texts(1, 3)[0], max_tokens=60, stop_tokens=[], speculate="off")
         long = runner.submit(texts(1, 90)[0], max_tokens=60, stop_tokens=[], speculate="auto")
-        while not long._request.said:
+        while not request_of(long).said:
             runner.step()
-        said = len(short._request.said)
-        while not guessed(runner._usage(long._request))[0]:
+        said = len(request_of(short).said)
+        while not guessed(runner._usage(request_of(long)))[0]:
             runner.step()
-        assert len(short._request.said) - said >= 90 // 8 - 1
+        assert len(request_of(short).said) - said >= 90 // 8 - 1
         assert max(passes) == 8
         drafted = long.result()
     assert guessed(drafted.usage)[0] == guessed(drafted.usage)[1] > 9
@@ -252,7 +257,7 @@ def test_a_draft_model_is_planned_and_reserved_at_start() -> None:
 
 
 def test_memory_that_a_draft_model_has_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxrunner.parallel.draft_model.device.offered_bytes", lambda: 10**6)
+    offer_bytes(10**6, monkeypatch)
     with pytest.raises(MemoryPlanError, match="the draft model demo has 25 kB"):
         DraftPlan.of("demo", 256, OpenSettings(max_sequences=8))
 

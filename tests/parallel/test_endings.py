@@ -10,14 +10,13 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
+from support.engine import DrivenHandle, Stepper, backend, request_of, scheduler
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
 from mlxrunner import ContextLengthError, Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 LONG, OTHER = [i * 7 % 290 for i in range(40)], [i * 11 % 290 for i in range(30)]
@@ -30,7 +29,7 @@ Act = Callable[[Stepper], DrivenHandle | None]
 ACTS: dict[str, Act] = {
     "submit": lambda runner: runner.submit(SHARING, max_tokens=6, stop_tokens=[]),
     "step": lambda runner: runner.step(),
-    "cancel": lambda runner: runner.cancel(runner._scheduler.requests[0]),
+    "cancel": lambda runner: runner.cancel(scheduler(runner).requests[0]),
 }
 
 
@@ -66,8 +65,8 @@ def computed(given: Parts, prompt: list[int], count: int) -> list[int]:
 
 def is_consistent(runner: Stepper) -> bool:
     """Each slot has the cells of its tokens, and is busy where it has a request."""
-    ends = runner._adapted.groups[0]._cells.next_positions()
-    busy = {request.slot.number for request in runner._scheduler.requests}
+    ends = backend(runner).groups[0]._cells.next_positions()
+    busy = {request.slot.number for request in scheduler(runner).requests}
     return all(
         len(slot.tokens) == ends[slot.number] and slot.is_busy == (slot.number in busy)
         for slot in runner.slots
@@ -172,7 +171,7 @@ def test_an_error_while_a_token_is_read_ends_one_request_and_says_so(
         def fail(*_: object) -> None:
             raise RuntimeError("a tokenizer's fault")
 
-        monkeypatch.setattr(second._request.answer, "take", fail)
+        monkeypatch.setattr(request_of(second).answer, "take", fail)
         assert first.result().tokens == alone(llama, LONG, 9)
         with pytest.raises(
             StepFailedError, match="made a step fail: RuntimeError: a tokenizer's fault"
@@ -202,7 +201,7 @@ def test_the_single_runner_beside_it_is_not_disturbed_by_an_error(
     """On the same model: which rows are wanted is forgotten however a pass ends."""
     expected = alone(llama, LONG, 5)
     with Stepper(*llama, max_sequences=2, context=80) as runner:
-        view = runner._adapted._views[1]
+        view = backend(runner)._views[1]
 
         def fail(*_: object) -> None:
             raise KeyboardInterrupt
@@ -295,8 +294,8 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
         assert mixture.finished > 40
         assert is_consistent(runner)
         for slot in runner.slots:
-            runner._adapted.cache.remove(slot.number, 0)
-        assert all(group.num_free == group.num_cells for group in runner._adapted.groups)
+            backend(runner).cache.remove(slot.number, 0)
+        assert all(group.num_free == group.num_cells for group in backend(runner).groups)
 
 
 class Mixture:

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 from support.checked import CheckedHistory
 from support.checked import parts as parts_of
+from support.engine import (
+    DrivenHandle,
+    Stepper,
+    backend,
+    claim_least,
+    park_in_pieces_of,
+    request_of,
+    scheduler,
+)
 from support.histories import tiny_parts
 
 from mlxrunner import Runner
-from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.scheduling.slots import Slot
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import interrupt_at
@@ -30,9 +37,7 @@ LONG = 120
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a file have 16 tokens, and a step do one piece of what parks and restores."""
-    monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 16)
-    monkeypatch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", 16)
-    monkeypatch.setattr("mlxrunner.parallel.scheduling.pace.StepPace.errand_s", lambda *_: 1e-9)
+    park_in_pieces_of(16, monkeypatch)
 
 
 class Talks:
@@ -83,7 +88,7 @@ def talks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talks]:
 
 
 def has_errand(handle: DrivenHandle) -> bool:
-    return handle._request.errand is not None
+    return request_of(handle).errand is not None
 
 
 def test_an_answer_goes_on_while_conversations_are_parked_and_come_back(talks: Talks) -> None:
@@ -91,16 +96,16 @@ def test_an_answer_goes_on_while_conversations_are_parked_and_come_back(talks: T
     answer = talks.begin_answer()
     said = []
     for number in (0, 1, 0, 1):
-        before, handle, steps = answer._request.sampled, talks.submit(number), 0
-        while has_errand(handle) or not handle._request.is_placed:
+        before, handle, steps = request_of(answer).sampled, talks.submit(number), 0
+        while has_errand(handle) or not request_of(handle).is_placed:
             talks.runner.step()
             steps += 1
-        said.append((steps, answer._request.sampled - before))
+        said.append((steps, request_of(answer).sampled - before))
         handle.cancel()
         talks.say(number)
     assert not answer.finished
     assert all(tokens >= steps - 2 for steps, tokens in said)
-    if talks.runner._adapted.groups:
+    if backend(talks.runner).groups:
         assert said[1][0] > LONG // 16  # parked the other one
         assert said[2][0] > LONG // 16  # came back
 
@@ -126,15 +131,15 @@ def test_a_cancel_in_the_middle_leaves_nothing_wrong(talks: Talks, steps: int) -
             talks.runner.step()
         handle.cancel()
         assert not has_errand(handle)
-        free = [group.num_free for group in talks.runner._adapted.groups]
+        free = [group.num_free for group in backend(talks.runner).groups]
         held = [
             max(0, len(slot.tokens)) if group.window is None else 0
-            for group in talks.runner._adapted.groups
+            for group in backend(talks.runner).groups
             for slot in talks.runner.slots
         ]
         assert all(
             count + sum(held) >= group.num_cells - 2 * (group.memory or 0)
-            for count, group in zip(free, talks.runner._adapted.groups, strict=True)
+            for count, group in zip(free, backend(talks.runner).groups, strict=True)
         )
     for number in (0, 1, 0):
         talks.say(number)
@@ -153,7 +158,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing_wrong(
 
     def run() -> None:
         handle = talks.submit(0)
-        while not handle._request.is_placed:
+        while not request_of(handle).is_placed:
             talks.runner.step()
         handle.cancel()
 
@@ -162,7 +167,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing_wrong(
     talks.say(1)
     with suppress(KeyboardInterrupt), interrupt_at(int(seen[0] * share)):
         run()
-    for request in list(talks.runner._scheduler.requests):
+    for request in list(scheduler(talks.runner).requests):
         talks.runner.cancel(request)  # the interrupt may have come before the handle was there
     for number in (0, 1, 0):
         talks.say(number)
@@ -176,7 +181,7 @@ def test_closing_in_the_middle_leaves_a_folder_that_is_whole(talks: Talks) -> No
     handle = talks.submit(1)
     for _ in range(4):
         talks.runner.step()
-    assert has_errand(handle) or not talks.runner._adapted.groups
+    assert has_errand(handle) or not backend(talks.runner).groups
     folder = talks.parking.folder.parent
     talks.close()
     again = Talks(talks.name, folder)
@@ -197,7 +202,7 @@ def test_a_damaged_file_ends_the_return_and_the_prompt_is_evaluated(talks: Talks
 
 def watch_what_makes_room(runner: Stepper, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the tokens that have to be written when a conversation is given up."""
-    residents, lacking = runner._scheduler.residents, list[int]()
+    residents, lacking = scheduler(runner).residents, list[int]()
     give_up = residents.give_up
 
     def watched(slot: Slot, *more: Any) -> None:
@@ -221,7 +226,7 @@ def test_what_makes_room_for_a_growing_answer_is_parked_before(
     steps = 0
     while not answer.finished:
         talks.runner.step()
-        steps += talks.runner._scheduler.errands._ahead is not None
+        steps += scheduler(talks.runner).errands._ahead is not None
     assert steps > LONG // 16
     assert len(lacking) == 1
     assert lacking[0] <= 16
@@ -234,8 +239,7 @@ def test_a_request_that_steps_back_is_parked_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives its cells up when they are needed, and goes on from the disk."""
-    monkeypatch.setattr("mlxrunner.parallel.scheduling.claims.LEAST", 8)
-    monkeypatch.setattr("mlxrunner.parallel.scheduling.room.LEAST", 60)
+    claim_least(8, 60, monkeypatch)
     talks = Talks("llama", tmp_path / "parked", cells=200, context=200)
     lacking = watch_what_makes_room(talks.runner, monkeypatch)
     prompts = [talk[:60] for talk in talks.talks]
@@ -243,7 +247,7 @@ def test_a_request_that_steps_back_is_parked_in_pieces(
     rested = 0
     while not all(handle.finished for handle in handles):
         talks.runner.step()
-        rested += handles[1]._request.slot.rests
+        rested += request_of(handles[1]).slot.rests
     assert rested > 60 // 16
     assert lacking
     assert all(count <= 16 for count in lacking)
@@ -257,7 +261,7 @@ def test_a_parking_that_another_one_overtakes_leaves_its_files(talks: Talks) -> 
     """A conversation that is parked at once, while it is parked in pieces, is found again."""
     talks.say(0)
     slot = next(slot for slot in talks.runner.slots if slot.tokens)
-    work = talks.runner._scheduler.residents.parking_ahead(slot)
+    work = scheduler(talks.runner).residents.parking_ahead(slot)
     for _ in range(3):
         next(work)
     parked = talks.parking.park(slot.cache.current)
@@ -275,8 +279,7 @@ def test_any_history_in_pieces_gives_the_answers_of_cold_single_runs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few cells, cancels, interrupts, errors and restarts while pieces are moved."""
-    monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 4)
-    monkeypatch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", 4)
+    park_in_pieces_of(4, monkeypatch)
     seen = Counter[str]()
     for seed in range(2):
         one = PiecesHistory(parts_of(name, 33 if name == "gemma3_text" else 0), random.Random(seed))

@@ -6,10 +6,10 @@ import gc
 
 import mlx.core as mx
 from support.conversations import Trace, play
+from support.engine import Stepper
 from support.histories import tiny_parts
 from support.sample import fewer
 
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.stored.parking import Parking
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from support.engine import Stepper, sample
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
 from mlxrunner.engine.constrain import Constraint
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk
 from mlxrunner.testing import VOCAB, ByteTokenizer
 from mlxrunner.tokenizer.vocabulary import Vocabulary

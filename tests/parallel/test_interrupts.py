@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine import StepCosts, Stepper
 from support.reused import cold
 from support.sample import fewer
 
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.parallel.scheduling.costs import StepCosts
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at
 

@@ -17,12 +17,12 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from mlxrunner.parallel.scheduling import pace, residents
-from mlxrunner.stored import parked, shelf
+from mlxrunner.stored import shelf
+import pytest
 from parallel.test_errands import Talks
+from support.engine import park_in_pieces_of
 
-parked.SEGMENT = residents.IN_ONE_PIECE = 16
-pace.StepPace.errand_s = lambda *given: 1e-9
+park_in_pieces_of(16, pytest.MonkeyPatch())
 add, remove = shelf.Shelf.add, shelf.Shelf.remove
 
 def added(self, parked):

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.conversations import Trace, play
+from support.engine import Stepper, backend, scheduler
 from support.histories import tiny_parts
 from support.models import tiny_config
 from support.sample import fewer
@@ -16,7 +17,6 @@ from support.sample import fewer
 from mlxrunner.cache.lookup import Evicted
 from mlxrunner.engine.observation import Observation
 from mlxrunner.models.load import LoadedModel
-from mlxrunner.parallel.stepper import Stepper
 
 SETTINGS: dict[str, Any] = {"context": 300, "prefill_step": 64, "checkpoint_interval": 40}
 
@@ -33,7 +33,7 @@ def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None
     given, slots = loaded(name, tmp_path), 4
     with Stepper.of(given, max_sequences=slots, reserve=False, **SETTINGS) as runner:
         play(runner, trace())
-        memory = runner._scheduler.residents.allocated_bytes // 2
+        memory = scheduler(runner).residents.allocated_bytes // 2
     with Stepper.of(given, max_sequences=slots, memory=memory, reserve=False, **SETTINGS) as runner:
         played = play(runner, trace())
         assert runner.cells < slots * runner.context or name == "mamba2"
@@ -75,7 +75,7 @@ def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
     with Stepper(*given, max_sequences=3, **SETTINGS) as runner:
         runner.observers.append(see)
         runner.complete(one, max_tokens=4, stop_tokens=[])
-        residents = runner._scheduler.residents
+        residents = scheduler(runner).residents
         residents.memory = 1 if is_full else residents.allocated_bytes
         runner.complete(two, max_tokens=4, stop_tokens=[])
         residents.memory = None
@@ -118,6 +118,6 @@ def test_the_plan_has_a_line_for_what_the_host_notes() -> None:
         assert plan.total == sum(one.total for one in plan.lines)
         notes = [
             cells.positions.nbytes + cells.owners.nbytes
-            for cells in (group._cells for group in runner._adapted.groups)
+            for cells in (group._cells for group in backend(runner).groups)
         ]
         assert 0 < sum(notes) < line.total

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine import Adapted, Stepper
 from support.models import write_model
-
-from mlxrunner.parallel.rows.adapt import Adapted
-from mlxrunner.parallel.stepper import Stepper
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
+from support.engine import Stepper
 from support.histories import tiny_parts
 
 from mlxrunner import OptionError, ParallelRunner, Runner
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.stored.parking import Parking
 
 SETTINGS = {"context": 400, "prefill_step": 32, "checkpoint_budget": 10**6}

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from support.engine import DrivenHandle, Stepper, request_of
 from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 
@@ -17,8 +18,6 @@ from mlxrunner.errors import (
     NoFreeSlotError,
 )
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -120,7 +119,7 @@ def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
         runner.step()
         first.cancel()
         runner.step()
-        assert [handle._request.is_placed for handle in others] == [True, False]
+        assert [request_of(handle).is_placed for handle in others] == [True, False]
         for i, handle in enumerate(others):
             assert handle.result().tokens == alone(given, [*trunk, 101 + i], 5)
 

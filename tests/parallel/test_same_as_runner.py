@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine import Stepper
 from support.histories import tiny_parts
 from support.models import ARCHITECTURES
 from support.sample import fewer
 
 from mlxrunner import Profile, Runner
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.logs import read_events
 from mlxrunner.results import Usage
 from mlxrunner.testing import EOS

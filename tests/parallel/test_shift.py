@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.engine import Stepper, claim_least, move_no_keys, request_of, sample
 from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
@@ -14,9 +15,6 @@ from support.sample import fewer
 from mlxrunner import ContextFullError, Runner
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.scheduling import claims, room
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer
 
@@ -159,9 +157,9 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
     )
     with Stepper(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         shifting = runner.submit(prompt(90), **options)
-        while not shifting._request.shifted:
+        while not request_of(shifting).shifted:
             runner.step()
-        left = shifting._request.slot.tokens.array.tolist()
+        left = request_of(shifting).slot.tokens.array.tolist()
         during = runner.submit([*left[:45], 5], max_tokens=8, stop_tokens=[]).result()
         shifting.result()
         after = runner.submit([*left[:45], 6], max_tokens=8, stop_tokens=[]).result()
@@ -172,8 +170,7 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
 
 def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The single runner does the same."""
-    for module in ("mlxrunner.parallel.rows.adapt", "mlxrunner.runner"):
-        monkeypatch.setattr(f"{module}.rotators", lambda *_: None)
+    move_no_keys(monkeypatch)
     given, options = (
         parts("llama"),
         {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4},
@@ -247,18 +244,17 @@ def test_a_shifted_answer_that_steps_back_is_that_of_the_single_runner(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Moved keys can't be had from the kept tokens alone: all are evaluated again."""
-    for module in (claims, room):
-        monkeypatch.setattr(module, "LEAST", 8)
+    claim_least(8, 8, monkeypatch)
     given = tiny_parts(name)
     options: dict[str, Any] = {"overflow": "shift", "keep": 5, "stop_tokens": [], "logprobs": 0}
     with Stepper(*given, max_sequences=2, context=CONTEXT, cells=120, prefill_step=16) as runner:
         shifted = runner.submit(prompt(20), max_tokens=250, priority="batch", **options)
-        while shifted._request.shifted < 60:
+        while request_of(shifted).shifted < 60:
             runner.step()
         other = runner.submit(prompt(11, 5), max_tokens=80, stop_tokens=[])
-        while shifted._request.is_placed and not other.finished:
+        while request_of(shifted).is_placed and not other.finished:
             runner.step()
-        assert not shifted._request.is_placed  # it stepped back
+        assert not request_of(shifted).is_placed  # it stepped back
         result, expected = shifted.result(), alone(given, prompt(20), max_tokens=250, **options)
     assert result.tokens == expected.tokens
     assert result.usage.cache.shifted_tokens == expected.usage.cache.shifted_tokens
@@ -286,7 +282,7 @@ def test_a_shifted_answer_whose_keys_are_lost_is_that_of_the_single_runner(
 
     with Stepper(*given, max_sequences=2, context=CONTEXT, prefill_step=16) as runner:
         handles = [runner.submit(prompt(length), **options) for length in (20, 31)]
-        while any(handle._request.shifted < 60 for handle in handles):
+        while any(request_of(handle).shifted < 60 for handle in handles):
             runner.step()
         monkeypatch.setattr(mx, "eval", fail)
         results = [handle.result() for handle in handles]

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from support.checked import ARCHITECTURES, WITH_WINDOWS, parts
 from support.drafting import steady_costs
+from support.engine import FORGOTTEN, Composer, Step, StepController, Stepper, backend, request_of
 from support.guessed import GuessedHistory, Guesses
 from support.histories import tiny_parts
 from support.sample import fewer
@@ -18,9 +19,6 @@ from support.sample import fewer
 from mlxrunner import ParallelRunner
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
-from mlxrunner.parallel.scheduling.row import Composer, Step
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.serve.answering.opened import Opening
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Costs
@@ -121,7 +119,7 @@ def guessed(
     if wrong is not None:
         told[wrong] = (told[wrong] + 1) % 290
     drafting: Any = Certain(told, random.Random(0), Counter())
-    handle._request.drafting = drafting
+    request_of(handle).drafting = drafting
     return handle
 
 
@@ -174,7 +172,7 @@ def test_an_answer_may_stop_anywhere_in_an_accepted_run(name: str) -> None:
                 one = guessed(runner, prompt, answer, wrong, stop_tokens=[answer[place]])
                 result = one.result()
                 assert result.tokens == answer[: place + 1]
-                slot = one._request.slot
+                slot = request_of(one).slot
                 held = list(slot.tokens)
                 said = [*prompt, *result.tokens]
                 assert held == said[: len(held)]
@@ -191,13 +189,13 @@ def test_a_step_has_few_guesses_and_a_full_one_none(answering: int) -> None:
     with Stepper(*given, max_sequences=answering + 1, context=200) as runner:
         expected = [one.tokens for one in runner.run(texts, max_tokens=24, stop_tokens=[])]
         rows: list[tuple[int, int]] = []
-        forward = runner._adapted.forward
+        forward = backend(runner).forward
 
         def watched(tokens: mx.array, batch: Batch, wanted: Any, **more: Any) -> mx.array:
             rows.append((len(batch), len(batch.by_sequence)))
             return forward(tokens, batch, wanted, **more)
 
-        runner._adapted.forward = watched  # type: ignore[method-assign]
+        backend(runner).forward = watched  # type: ignore[method-assign]
         handles = [
             guessed(runner, text, answer, max_tokens=24)
             for text, answer in zip(texts, expected, strict=True)
@@ -219,7 +217,7 @@ def begun(runner: Stepper, expected: list[list[int]]) -> list[Any]:
         guessed(runner, text, answer, 7, max_tokens=20)
         for text, answer in zip(prompts(len(expected)), expected, strict=True)
     ]
-    while any(len(handle._request.said) < 2 for handle in handles):
+    while any(len(request_of(handle).said) < 2 for handle in handles):
         runner.step()
     return handles
 
@@ -233,7 +231,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None
         handles = begun(runner, expected)
         with interrupt_at(-1) as seen:
             runner.step()
-        assert sum(len(handle._request.said) for handle in handles) > 6
+        assert sum(len(request_of(handle).said) for handle in handles) > 6
         for handle in handles:
             handle.cancel()
         for line in range(1, seen[0], max(1, seen[0] // fewer(60, 25))):
@@ -242,7 +240,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None
                 runner.step()
             for handle, text, answer in zip(handles, texts, expected, strict=True):
                 handle.cancel()
-                entry = handle._request.slot.cache.current
+                entry = request_of(handle).slot.cache.current
                 held = list(entry.tokens)
                 assert entry.is_true or not held, line
                 assert held == [*text, *answer][: len(held)], line

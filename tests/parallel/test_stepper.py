@@ -9,6 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.engine import (
+    AHEAD,
+    SAMPLED,
+    DrivenHandle,
+    Stepper,
+    backend,
+    largest_step,
+    request_of,
+    sample,
+    sample_at_most,
+)
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
@@ -28,11 +39,6 @@ from mlxrunner.errors import (
     StepFailedError,
 )
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.opening import SAMPLED, largest_step
-from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.several import AHEAD
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer
 
@@ -128,8 +134,8 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
     given = parts(name)
     prompts = some_prompts(1, 12)
     with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
-        assert runner._adapted.can_split == (name != "gemma2")
-        runner._adapted.worth_splitting = worth
+        assert backend(runner).can_split == (name != "gemma2")
+        backend(runner).worth_splitting = worth
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
     for prompt, result in zip(prompts, results, strict=True):
         assert result.tokens == alone(given, prompt, max_tokens=10, stop_tokens=[])
@@ -163,8 +169,8 @@ def test_first_tokens_are_told_before_the_next_step_is_dispatched(
             lambda: told.append(
                 (
                     runner.steps,
-                    [len(handle._request.said) for handle in handles],
-                    handles[-1]._request.sampled,
+                    [len(request_of(handle).said) for handle in handles],
+                    request_of(handles[-1]).sampled,
                 )
             )
         )
@@ -204,7 +210,7 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(
     prompts = [[*prefix, 100 + i, i] for i in range(6)]
     with Stepper(*llama, max_sequences=6, context=120, prefill_step=64) as runner:
         results = runner.run(prompts, max_tokens=4, stop_tokens=[])
-        assert runner._adapted.groups[0].num_used_by(range(6)) == 100 + 6 * (2 + 3)
+        assert backend(runner).groups[0].num_used_by(range(6)) == 100 + 6 * (2 + 3)
     assert [r.usage.cached_tokens for r in results] == [0, *[100] * 5]
     assert [r.usage.outcome for r in results] == ["miss", *["partial"] * 5]
     assert all(
@@ -382,7 +388,7 @@ def failing(runner: Stepper, call: int, error: BaseException) -> None:
             raise error
         return put(keys, values)
 
-    for view in runner._adapted._views:
+    for view in backend(runner)._views:
         view.update_and_fetch = partial(  # type: ignore[method-assign]
             fail, view.update_and_fetch
         )
@@ -432,14 +438,14 @@ def test_a_request_that_fails_every_step_ends_alone(
     with Stepper(*llama, max_sequences=4, context=80, prefill_step=16) as runner:
         handles = [runner.submit(prompt, max_tokens=5, stop_tokens=[]) for prompt in prompts]
         runner.step()
-        forward, slot = runner._adapted.forward, handles[culprit]._request.slot.number
+        forward, slot = backend(runner).forward, request_of(handles[culprit]).slot.number
 
         def fail(tokens: mx.array, batch: Batch, rows: Any) -> mx.array:
             if slot in batch.sequences:
                 raise RuntimeError("its rows are poison")
             return forward(tokens, batch, rows)
 
-        runner._adapted.forward = fail  # type: ignore[method-assign,assignment]
+        backend(runner).forward = fail  # type: ignore[method-assign,assignment]
         for number, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
             if number == culprit:
                 with pytest.raises(StepFailedError, match="its rows are poison"):
@@ -470,7 +476,7 @@ def test_tokens_that_cannot_be_read_are_computed_again(
 
         evaluate = mx.eval
         with monkeypatch.context() as patch:
-            patch.setattr("mlxrunner.parallel.scheduling.scheduler.mx.eval", fail)
+            patch.setattr(mx, "eval", fail)
             runner.step()
         assert calls >= 2
         assert [handle.result().tokens for handle in handles] == expected
@@ -524,7 +530,7 @@ def test_many_requests_with_cancels_through_eight_slots(
             )
         assert finished > 0.6 * count
         assert cancelled > 0.1 * count
-        cells = runner._adapted.groups[0]
+        cells = backend(runner).groups[0]
         for slot in runner.slots:
             assert not slot.is_busy
             assert cells.num_used_by([slot.number]) == len(slot.tokens)
@@ -535,8 +541,8 @@ def test_many_requests_with_cancels_through_eight_slots(
 def test_many_slots_are_reserved_by_sampling_for_a_few(llama: Any) -> None:
     """Sampling for each of a thousand took minutes."""
     with Stepper(*llama, max_sequences=40, context=8) as runner:
-        few = largest_step(runner._adapted, 80, 3)
-        many = largest_step(runner._adapted, 80, 40)
+        few = largest_step(backend(runner), 80, 3)
+        many = largest_step(backend(runner), 80, 40)
     kept = 2  # keys and values behind one layer of each kind
     assert (len(few) - kept) / 3 == (len(many) - kept) / SAMPLED
 
@@ -545,12 +551,12 @@ def test_buffers_are_allocated_once() -> None:
     """By the reserving pass, for all cells, and never again; the plan says how much."""
     with Stepper.load("demo", max_sequences=4, context=256, prefill_step=64) as runner:
         assert runner.plan is not None
-        stored = sum(group.nbytes for group in runner._adapted.groups)
+        stored = sum(group.nbytes for group in backend(runner).groups)
         assert stored == 6 * 2 * 192 * 4 * 4 * 256
         assert any(line.total == stored for line in runner.plan.lines)
         before = mx.get_active_memory()
         runner.run([[1, 2, 3 + i] for i in range(8)], max_tokens=20, stop_tokens=[])
-        assert sum(group.nbytes for group in runner._adapted.groups) == stored
+        assert sum(group.nbytes for group in backend(runner).groups) == stored
         assert mx.get_active_memory() - before < stored // 20
 
 
@@ -602,7 +608,7 @@ def test_several_answers_of_no_given_length_end_after_some_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A context that has more room is not full then, whatever the rule for that."""
-    monkeypatch.setattr("mlxrunner.parallel.samples.DEFAULT_MAX_TOKENS", 30)
+    sample_at_most(30, monkeypatch)
     for overflow in ("stop", "shift", "error"):
         more: dict[str, Any] = {"overflow": overflow, "stop_tokens": ()}
         results = sample("demo", [9], 2, parallel=2, loading={"context": 200}, **more)

@@ -6,14 +6,12 @@ import random
 from typing import Any
 
 import pytest
+from support.engine import Stepper, claim_least, request_of
 from support.models import tiny_config, tiny_model
 
-from mlxrunner import Runner
+from mlxrunner import ParallelRunner, Runner
 from mlxrunner.errors import CacheFullError, ContextLengthError, OptionError, TimeLimitError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.scheduling import claims, room
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -94,7 +92,7 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(llama: Parts, prompt: int,
         handle = runner.submit(some(2, prompt), max_tokens=150, stop_tokens=[], deadline=3600)
         for _ in range(max(1, said)):
             runner.step()
-        handle._request.asked -= 3600
+        request_of(handle).asked -= 3600
         runner.step()
         assert isinstance(handle.error, TimeLimitError)
         assert "stopped after 3600 s without an end" in str(handle.error)
@@ -120,8 +118,7 @@ def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three answers need more cells than there are. Each is that of a runner alone."""
-    for module in (claims, room):
-        monkeypatch.setattr(module, "LEAST", 8)
+    claim_least(8, 8, monkeypatch)
     given, waited = parts(name), set()
     prompts = [some(i, 30) for i in range(3)]
     with Stepper(*given, max_sequences=3, context=300, prefill_step=64, cells=200) as runner:
@@ -133,7 +130,7 @@ def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
         ]
         while not all(handle.finished for handle in handles):
             runner.step()
-            back = [not one.finished and not one._request.is_placed for one in handles]
+            back = [not one.finished and not request_of(one).is_placed for one in handles]
             waited.add(tuple(back))
         for handle, prompt in zip(handles, prompts, strict=True):
             assert handle.result().tokens == alone(given, prompt, 90)
@@ -170,7 +167,7 @@ def test_a_shared_prefix_that_is_awaited_counts_once(llama: Parts) -> None:
         evaluated = [handle.result().usage.evaluated_tokens for handle in handles]
         assert evaluated == [201, 1, 1, 1]
         for i, handle in enumerate(handles):
-            assert handle._request.said == alone(llama, [*trunk, i], 20)
+            assert request_of(handle).said == alone(llama, [*trunk, i], 20)
 
 
 @pytest.mark.parametrize("step_ms", [None, 5], ids=["chosen", "given"])

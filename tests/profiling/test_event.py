@@ -16,11 +16,11 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner
+from support.engine import Stepper
 from support.waiting import PATIENCE_S, until
 
 from mlxrunner import cli
 from mlxrunner.errors import BusyError, ContextFullError
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.profile import Profile, logfmt
 from mlxrunner.profiling.schema import Event, event_schema
 from mlxrunner.runner import Runner

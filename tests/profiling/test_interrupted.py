@@ -55,7 +55,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from mlxrunner.cli import main
-from mlxrunner.engine.pipeline import Pipeline
+from support.engine import Pipeline
 
 forward, file = Pipeline._forward, Path(sys.argv.pop(1))
 

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.conversations import Played, Trace, play
+from support.engine import DrivenHandle, Stepper, move_no_keys, request_of
 from support.histories import History, Parts, tiny_parts
 from support.sample import fewer
 
 from mlxrunner import cli
 from mlxrunner.batch.run import BatchRequest, run_batch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.logs import read_events
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
@@ -92,7 +91,7 @@ class LoggedHistory(History):
         self.seen["failed" if handle.error else "ended"] += 1
         if handle.error:
             return None
-        self.past.append((prompt + handle._request.said)[: self.context - 1])
+        self.past.append((prompt + request_of(handle).said)[: self.context - 1])
         return handle.result().usage
 
 
@@ -224,7 +223,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens kept in a full context are evaluated again, and others share them."""
-    monkeypatch.setattr("mlxrunner.parallel.rows.adapt.rotators", lambda *_: None)
+    move_no_keys(monkeypatch)
     file, rng = tmp_path / "log", random.Random(5)
     trunk, profile = some(rng, 50), Profile(tokens=file)
     with Stepper(*parts("llama"), max_sequences=3, context=64) as runner:
@@ -233,7 +232,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
         first = runner.submit(trunk, max_tokens=200, overflow="shift", keep=10, **plain)
         for _ in range(60):
             runner.step()
-        tail = [*trunk[:10], *first._request.slot.tokens[10:40]]
+        tail = [*trunk[:10], *request_of(first).slot.tokens[10:40]]
         runner.submit([*tail, 1], max_tokens=9, **plain).result()
         assert first.result().usage.cache.reevaluated_tokens
     profile.finish()

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support.engine import SEED_TOKENS, Stepper, after_each_chunk
 from support.models import tiny_config, tiny_model
 
-import mlxrunner.cache.layers.sliding
-import mlxrunner.engine.pipeline
 from mlxrunner import Runner, cli
 from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay import simulate
 from mlxrunner.profiling.replay.simulate import (
@@ -142,16 +140,15 @@ def _interrupted(
     runner: Runner, prompt: list[int], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while that pass of the prefill is evaluated."""
-    real, left = mlxrunner.engine.pipeline.evaluate, [passes]
+    left = [passes]
 
-    def evaluate(caches: Any) -> None:
-        real(caches)
+    def count(caches: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mlxrunner.engine.pipeline, "evaluate", evaluate)
+        after_each_chunk(count, patch)
         with suppress(KeyboardInterrupt):
             list(runner.generate(prompt, max_tokens=2, stop_tokens=[], overflow="shift", keep=8))
 
@@ -229,7 +226,7 @@ def test_a_replay_agrees_in_a_full_context(
 
 def test_the_constants_are_the_pipelines() -> None:
     """A replay that cuts chunks elsewhere would be wrong about states."""
-    assert simulate.SEED_TOKENS == mlxrunner.engine.pipeline.SEED_TOKENS
+    assert simulate.SEED_TOKENS == SEED_TOKENS
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.engine import Decoding
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.engine.decode import Decoding
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.speculation.controller import Controller
 from mlxrunner.speculation.drafting import Drafting

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from mlxrunner import ParallelRunner
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, LoadProgress, tell_nobody
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.serve.answering.opened import Opened, Opening
 from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.templates.rendering import jinja_renderer

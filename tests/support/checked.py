@@ -6,12 +6,12 @@ import random
 from functools import cache
 from typing import Any
 
+from support.engine import DrivenHandle as Handle
+from support.engine import Stepper
 from support.histories import History, Parts, tiny_parts
 
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
-from mlxrunner.parallel.driven import DrivenHandle as Handle
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Result, Usage
 
 SLIDING = {"head_dim": 16, "num_hidden_layers": 3, "rope_theta": 1e4}

@@ -14,10 +14,11 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.engine import DrivenHandle as Handle
+from support.engine import Stepper
+
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
-from mlxrunner.parallel.driven import DrivenHandle as Handle
-from mlxrunner.parallel.stepper import Stepper
 
 BOS, END, SYSTEM, USER, ASSISTANT = 256, 257, 260, 261, 262
 """`END` is the end mark of `ByteTokenizer`; the others begin a message."""

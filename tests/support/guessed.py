@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from support.checked import CheckedHistory
+from support.engine import Stepper, request_of
 
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.speculation.drafting import Counts
 
 DEEPEST = 9
@@ -59,4 +59,4 @@ class GuessedHistory(CheckedHistory):
             handle, prompt, options = self.live[-1]
             answer = self.cold(prompt, options).tokens
             drafting: Any = Guesses(answer, self.rng, self.seen)
-            handle._request.drafting = drafting
+            request_of(handle).drafting = drafting

@@ -12,14 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
+from support.engine import DrivenHandle, Stepper, backend, request_of, scheduler
 from support.models import tiny_config, tiny_model
 
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Usage
 from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import ByteTokenizer, interrupt_at
@@ -198,7 +197,7 @@ class History(ABC):
         An interrupt ends what is running. After an error the requests go on, but for one that was
         alone in the step.
         """
-        view, failure = self.rng.choice(runner._adapted._views), self.rng.choice(self.failures)
+        view, failure = self.rng.choice(backend(runner)._views), self.rng.choice(self.failures)
 
         def fail(keys: mx.array, values: mx.array) -> Any:
             self.seen["interrupted"] += 1
@@ -231,7 +230,7 @@ class History(ABC):
 
     def submit_broken(self, runner: Stepper) -> None:
         """Begin a request that makes each of its steps fail; all others go on."""
-        engine, live = runner._adapted, len(self.live)
+        engine, live = backend(runner), len(self.live)
         forward = engine.forward
         self.submit(runner)
         if len(self.live) != live + 1:
@@ -241,8 +240,8 @@ class History(ABC):
         self.seen["broken"] += 1
 
         def fail(tokens: mx.array, batch: Batch, rows: Any, **more: Any) -> mx.array:
-            slot = handle._request.slot.number
-            if not handle.finished and handle._request.is_placed and slot in batch.sequences:
+            slot = request_of(handle).slot.number
+            if not handle.finished and request_of(handle).is_placed and slot in batch.sequences:
                 raise RuntimeError("a request that can't be run")
             return forward(tokens, batch, rows, **more)
 
@@ -260,13 +259,13 @@ class History(ABC):
         """Let all requests end, check that every slot holds what it says, and close the runner."""
         runner = self.runner
         try:
-            while runner._scheduler.requests or self.live:
+            while scheduler(runner).requests or self.live:
                 self.step(runner)
             for slot in runner.slots:
                 held = {cache.offset for cache in slot.cache.current.caches}
                 assert held <= {len(slot.tokens)}, (slot.number, held, len(slot.tokens))
                 assert not slot.is_busy
                 slot.cache.reset()
-            assert all(group.num_free == group.num_cells for group in runner._adapted.groups)
+            assert all(group.num_free == group.num_cells for group in backend(runner).groups)
         finally:
             runner.close()

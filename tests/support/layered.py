@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from support.actor import TEMPLATE, Script
+from support.engine import engine_of
 from support.models import save_model, tiny_config, tiny_model
 
 from mlxrunner.engine.sampling import Sampled
@@ -163,7 +164,7 @@ class Played:
 
     def take(self, opened: Opened) -> None:
         """Let the script choose the tokens of all answers of a model."""
-        stepper, tokenizer = opened.runner._stepper, opened.loaded.tokenizer
+        stepper, tokenizer = engine_of(opened.runner), opened.loaded.tokenizer
         prepare = stepper.prepare
         (end,) = tokenizer.stop_tokens
 

@@ -18,9 +18,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from support.engine import backend, engine_of
+
+from mlxrunner import ParallelRunner
 from mlxrunner.errors import StepFailedError
 from mlxrunner.models.part import Way
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts
@@ -176,7 +178,7 @@ def count_messages(runner: ParallelRunner) -> dict[str, int]:
 
 def fail_at_times(runner: ParallelRunner) -> None:
     """Let one pass in 40 raise an error, before or after all ranks have begun it."""
-    chance, engine = random.Random(13), runner._stepper._adapted
+    chance, engine = random.Random(13), backend(engine_of(runner))
     run = engine._pass
 
     def may_fail(tokens: Any, caches: Any) -> Any:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.engine import last_pass_of
 from support.mixes import CHECKPOINTS, FEW, NO_HELP, SLACK, mixes_of
 
 from mlxrunner import Runner
@@ -37,7 +38,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
     monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
-    monkeypatch.setattr("mlxrunner.engine.pipeline.SEED_TOKENS", 3)
+    last_pass_of(3, monkeypatch)
 
 
 def tokens(runner: Runner, prompt: list[int], n: int = 6, **options: Any) -> list[int]:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from click.testing import CliRunner, Result
+from support.engine import Adapted, PerTokenRope, Stepper
 from support.models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
 
 from mlxrunner import OptionError, Runner, cli
@@ -20,9 +21,6 @@ from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.parallel.rows.adapt import Adapted
-from mlxrunner.parallel.rows.views import PerTokenRope
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import oracle_runner
 from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
 from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import QuantizedKVCache
+from support.engine import Stepper
 from support.models import tiny_config, tiny_model, write_model
 from support.sample import examples
 
@@ -21,7 +22,6 @@ from mlxrunner.cache.layers import quantized as module
 from mlxrunner.cache.layers.quantized import STEP, QuantizedAttentionCache
 from mlxrunner.loading import plan_model
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.testing import ByteTokenizer
 
 bits = pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits}-bits")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
+from support.engine import Parts
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
@@ -28,7 +29,6 @@ from mlxrunner.cache.pool.attention_split import (
     split,
 )
 from mlxrunner.cache.pool.cells import AttentionWindow, Bools, Cells, Run
-from mlxrunner.parallel.rows.attention import Parts
 
 SEQUENCES = 6
 SIGHTS = [

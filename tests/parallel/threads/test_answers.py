@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine import engine_of
 from support.family_tokenizers import write_family
 from support.threads import alone, asked, in_threads, opened
 from support.waiting import until
@@ -52,7 +53,7 @@ def test_eight_threads_get_the_answers_of_a_runner_alone(llama: Any) -> None:
 
         in_threads(8, work)
         until(lambda: runner.stats().busy == runner.stats().waiting == 0)
-        assert not any(slot.is_busy for slot in runner._stepper.slots)
+        assert not any(slot.is_busy for slot in engine_of(runner).slots)
     assert len(seen) == 5
 
 

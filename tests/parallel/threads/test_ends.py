@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.engine import Stepper, backend, engine_of
 from support.threads import LONG, alone, opened
 from support.waiting import until
 
@@ -22,7 +23,6 @@ from mlxrunner import (
     Runner,
     StepFailedError,
 )
-from mlxrunner.parallel.stepper import Stepper
 
 
 @pytest.mark.parametrize("in_thread", [True, False])
@@ -102,7 +102,7 @@ def test_an_observer_may_submit_and_not_wait(llama: Any) -> None:
 def test_a_failing_step_ends_one_request(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others in the same step get their answers."""
     with opened(llama, 3) as runner:
-        adapted = runner._stepper._adapted
+        adapted = backend(engine_of(runner))
         forward = adapted.forward
 
         def fail(tokens: Any, *rest: Any, **more: Any) -> Any:

@@ -18,7 +18,7 @@ sys.path[:0] = ["tests"]
 from support.family_tokenizers import write_family
 from support.histories import tiny_parts
 from mlxrunner import ClosedError, ParallelRunner
-from mlxrunner.parallel.stepper import Stepper
+from support.engine import Stepper
 parts = tiny_parts("llama")
 LONG = {"max_tokens": 3000, "stop_tokens": []}
 def read(handle):

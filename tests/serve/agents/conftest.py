@@ -11,8 +11,8 @@ from support.jobs import Recorder, Shared, script
 from support.layered import KINDS, LayeredOpening, Played, trained_tokenizer, write_kind
 from support.scripted import serving
 
+from mlxrunner import ParallelRunner
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.server import application

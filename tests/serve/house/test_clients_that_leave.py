@@ -22,7 +22,7 @@ from support.houses import (
     reached,
 )
 
-from mlxrunner.parallel.handle import Handle
+from mlxrunner import Handle
 from mlxrunner.serve.answering import house as house_module
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.events import Ended, Event, RefusedError, Text

@@ -1,0 +1,137 @@
+"""All that tests take from within the engine: one place to edit when its modules move.
+
+A test of a law uses `mlxrunner`, `mlxrunner.testing` and this module, and no module of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlxrunner import ParallelRunner
+from mlxrunner.engine import pipeline
+from mlxrunner.engine.decode import Decoding
+from mlxrunner.engine.pipeline import SEED_TOKENS, Pipeline
+from mlxrunner.parallel.draft_model import DraftPlan
+from mlxrunner.parallel.driven import DrivenHandle
+from mlxrunner.parallel.opening import SAMPLED, largest_step
+from mlxrunner.parallel.rows.adapt import Adapted
+from mlxrunner.parallel.rows.attention import Parts
+from mlxrunner.parallel.rows.engine import WINDOWS_KEEP
+from mlxrunner.parallel.rows.proof import engine_for
+from mlxrunner.parallel.rows.views import PerTokenRope
+from mlxrunner.parallel.samples import sample
+from mlxrunner.parallel.scheduling.costs import StepCosts
+from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
+from mlxrunner.parallel.scheduling.row import Composer, Step
+from mlxrunner.parallel.settings import OpenSettings
+from mlxrunner.parallel.several import AHEAD
+from mlxrunner.parallel.stepper import Stepper
+
+__all__ = [
+    "AHEAD",
+    "FORGOTTEN",
+    "SAMPLED",
+    "SEED_TOKENS",
+    "WINDOWS_KEEP",
+    "Adapted",
+    "Composer",
+    "Decoding",
+    "DraftPlan",
+    "DrivenHandle",
+    "OpenSettings",
+    "Parts",
+    "PerTokenRope",
+    "Pipeline",
+    "Step",
+    "StepController",
+    "StepCosts",
+    "Stepper",
+    "after_each_chunk",
+    "backend",
+    "claim_least",
+    "engine_for",
+    "engine_of",
+    "largest_step",
+    "last_pass_of",
+    "move_no_keys",
+    "offer_bytes",
+    "park_in_pieces_of",
+    "request_of",
+    "sample",
+    "sample_at_most",
+    "scheduler",
+    "tell_time_by",
+]
+
+
+def engine_of(runner: ParallelRunner) -> Stepper:
+    """Return the engine that the thread of `runner` drives."""
+    return runner._stepper
+
+
+def backend(engine: Stepper) -> Any:
+    """Return the model of an engine, as the scheduler runs it."""
+    return engine._adapted
+
+
+def scheduler(engine: Stepper) -> Any:
+    """Return the scheduler of an engine."""
+    return engine._scheduler
+
+
+def request_of(handle: DrivenHandle) -> Any:
+    """Return the request of a handle, with its slot, its answer so far and its counts."""
+    return handle._request
+
+
+def last_pass_of(count: int, patch: pytest.MonkeyPatch) -> None:
+    """Let the last pass of a prefill, which gives the first logits, have at most `count` tokens."""
+    patch.setattr("mlxrunner.engine.pipeline.SEED_TOKENS", count)
+
+
+def after_each_chunk(call: Callable[[Any], None], patch: pytest.MonkeyPatch) -> None:
+    """Call `call` when a chunk of a prefill has been evaluated and not been recorded yet."""
+    evaluate = pipeline.evaluate
+
+    def evaluate_and_call(caches: Any) -> None:
+        evaluate(caches)
+        call(caches)
+
+    patch.setattr(pipeline, "evaluate", evaluate_and_call)
+
+
+def tell_time_by(clock: Callable[[], float], patch: pytest.MonkeyPatch) -> None:
+    """Let the chunks of an evaluation ahead be timed by `clock`."""
+    patch.setattr("mlxrunner.engine.pipeline.time.perf_counter", clock)
+
+
+def move_no_keys(patch: pytest.MonkeyPatch) -> None:
+    """Let no layer move its keys, so that a full context is evaluated again."""
+    for module in ("mlxrunner.parallel.rows.adapt", "mlxrunner.runner"):
+        patch.setattr(f"{module}.rotators", lambda *_: None)
+
+
+def claim_least(claim: int, room: int, patch: pytest.MonkeyPatch) -> None:
+    """Let growing answers claim `claim` tokens at a time, and begin with room for `room`."""
+    patch.setattr("mlxrunner.parallel.scheduling.claims.LEAST", claim)
+    patch.setattr("mlxrunner.parallel.scheduling.room.LEAST", room)
+
+
+def park_in_pieces_of(count: int, patch: pytest.MonkeyPatch) -> None:
+    """Let files have `count` tokens, and a step write or read one piece of a conversation."""
+    patch.setattr("mlxrunner.stored.parked.SEGMENT", count)
+    patch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", count)
+    patch.setattr("mlxrunner.parallel.scheduling.pace.StepPace.errand_s", lambda *_: 1e-9)
+
+
+def offer_bytes(count: int, patch: pytest.MonkeyPatch) -> None:
+    """Let the device offer `count` bytes to a draft model."""
+    patch.setattr("mlxrunner.parallel.draft_model.device.offered_bytes", lambda: count)
+
+
+def sample_at_most(count: int, patch: pytest.MonkeyPatch) -> None:
+    """Let an answer of no given length, one of several, have `count` tokens."""
+    patch.setattr("mlxrunner.parallel.samples.DEFAULT_MAX_TOKENS", count)
