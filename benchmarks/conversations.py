@@ -24,11 +24,11 @@ from typing import Any
 from support.conversations import Played, Trace, play
 from support.histories import tiny_parts
 
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.trials import simulate
-from mlxrunner.stored.parking import Parking
 
 CONTEXT = 1024
 TARGET = 0.97
@@ -50,7 +50,7 @@ def run(
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)  # a log of earlier runs would be predicted, too
     began, profile = time.perf_counter(), Profile(tokens=log)
-    parking = Parking(None, {"model": model}, limit=disk)
+    parking = DiskCache(None, {"model": model}, limit=disk)
     try:
         with Stepper(
             *given,

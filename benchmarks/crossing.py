@@ -22,7 +22,7 @@ from support.seeing_answers import joined
 
 from mlxrunner import Runner
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.pictures.sight import Sight
+from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
@@ -73,7 +73,7 @@ def main() -> None:
     if not given.quick:
         widened()
     model = seeing.built("mllama")
-    sight = Sight(model, seeing.MadeUpProcessor("mllama"), "*", b"")
+    sight = VisionEncoder(model, seeing.MadeUpProcessor("mllama"), "*", b"")
     facts = ModelFacts("mllama", 2048, True, {"full": 2}, seeing.VOCABULARY, False)
     runner = Runner(seeing.seeing_model(model, sight), ByteTokenizer(), facts, context=512)
     block, made = seeing.block_of("mllama", FULL)

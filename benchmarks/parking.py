@@ -30,11 +30,10 @@ from mlxrunner.bench.measurements import (
     print_json,
     print_table,
 )
+from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.index import DiskCacheIndex, StoredConversation
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
-from mlxrunner.stored.parked import Parked
-from mlxrunner.stored.parking import Parking
-from mlxrunner.stored.shelf import Shelf
 from mlxrunner.testing import ByteTokenizer
 
 TURN = 500
@@ -68,7 +67,7 @@ def forget(folder: Path) -> bool:
     return True
 
 
-def restored(runner: Runner, parking: Parking, parked: Parked) -> None:
+def restored(runner: Runner, parking: DiskCache, parked: StoredConversation) -> None:
     """Read a conversation into the entry of `runner`."""
     runner.cache.adopt(parking.restore(parked), "the disk")
     _ = runner.entry  # read now
@@ -82,7 +81,7 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison
     names = ("turn", "evaluating", "warm", "cold disk", "written")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        parking = Parking(Path(folder), {"model": label}, limit=2**40)
+        parking = DiskCache(Path(folder), {"model": label}, limit=2**40)
         first, parked = timed(lambda: parking.park(runner.entry))
         nbytes = parking.bytes
         for turn in range(1, rounds + 1):
@@ -139,7 +138,7 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison
 def finding(conversations: int, length: int) -> list[float]:
     """Return the milliseconds of each of 100 lookups."""
     random = np.random.default_rng(0)
-    shelf = Shelf(None, 2**40, lambda parked: None)  # type: ignore[arg-type]  # no file is touched
+    shelf = DiskCacheIndex(None, 2**40, lambda parked: None)  # type: ignore[arg-type]  # no file is touched
     header = random.integers(0, 8000, length * 3 // 10)
     talks = []
     for number in range(conversations):
@@ -148,7 +147,7 @@ def finding(conversations: int, length: int) -> list[float]:
             tokens[: len(header)] = header
         tokens[0] = 1
         talks.append(tokens)
-        shelf.add(Parked(str(number), tokens, [], [], length, has_only_rows=False))
+        shelf.add(StoredConversation(str(number), tokens, [], [], length, has_only_rows=False))
     seconds = []
     for number in random.integers(0, conversations, 100):
         prompt = np.concatenate([talks[number], random.integers(0, 8000, 500)]).astype(np.int32)

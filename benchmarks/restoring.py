@@ -29,9 +29,8 @@ from parallel import random_llama
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.history import History, Rendering
 from mlxrunner.sessions.saver import Saver
-from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.session import Branch, History, Rendering, Session
 from mlxrunner.sessions.store import CACHE, SessionStore
 from mlxrunner.testing import ByteTokenizer
 

@@ -101,7 +101,7 @@ class Side:
 def texts(tokenizer: Any) -> dict[str, tuple[list[int], list[int], dict[str, Any]]]:
     """Return the prompt, the answer and the options of each kind of text."""
     rng = random.Random(1)
-    code = tokenizer.encode_more((ROOT / "mlxrunner/cache/lease.py").read_text())[:1500]
+    code = tokenizer.encode_more((ROOT / "mlxrunner/cache/prefix.py").read_text())[:1500]
     edited = list(code)
     for place in rng.sample(range(len(edited)), 12):
         edited[place : place + rng.randrange(3)] = rng.sample(code, 3)

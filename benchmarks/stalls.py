@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from parallel import SIZES, random_llama
 
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.scheduling.turns import Priority
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import ByteTokenizer
 
 ALONE = 40
@@ -113,7 +113,7 @@ def parked(model: Any, prompt: int, step_ms: float | None) -> dict[str, float]:
     talk = np.random.default_rng(0).integers(10, 250, prompt).tolist()
     arrival, figures = Arrival("a conversation", 1), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
-        parking = Parking(Path(folder), {"model": "random"}, limit=2**34)
+        parking = DiskCache(Path(folder), {"model": "random"}, limit=2**34)
         with Stepper(
             model,
             ByteTokenizer(),

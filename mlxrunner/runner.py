@@ -18,8 +18,7 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import check_quantized, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
-from mlxrunner.cache.lease import EntryLease
-from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config.arguments import check_callable, check_flag, check_kind
 from mlxrunner.engine.answer import AnswerStream

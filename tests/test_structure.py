@@ -30,7 +30,7 @@ FLOORS = [
     ["batch", "bench", "chat", "profiling", "testing"],
     ["sessions", "ranks"],
     ["runner", "loading", "parallel"],
-    ["engine", "memory", "speculation", "stored"],
+    ["engine", "memory", "speculation"],
     ["models"],
     ["cache", "pictures", "tokenizer"],
     ["templates"],
@@ -56,22 +56,17 @@ batch.store
 batch.translate
 bench.measurements
 cache.checkpoints
+cache.disk.index
 cache.entry
+cache.eviction
 cache.layers.extents
-cache.layers.layout
-cache.layers.logged_extents
 cache.layers.protocol
-cache.layers.stock_extents
-cache.lease
 cache.lookup
-cache.overflow
 cache.pool.attention_split
 cache.pool.cells
 cache.pool.interface
 cache.prefix
-cache.saved
 cache.tokens
-cache.worth
 chat.branches
 chat.commands.table
 chat.markdown
@@ -108,17 +103,11 @@ profiling.report.screen
 profiling.report.summary
 profiling.schema
 results
-sessions.history
 sessions.session
 sessions.store
 speculation.controller
 speculation.drafting
 speculation.lookup
-stored.folder
-stored.parked
-stored.prefixes
-stored.shelf
-stored.tensors
 system.folders
 system.limits
 system.power
@@ -361,7 +350,7 @@ OPENERS = {
     "system.power": "files of the kernel",
     "cli.program": "the null device, in the place of a closed stream",
     "profiling.report.page": "a style sheet of the package",
-    "stored.folder": "a folder that is held open, nothing in it",
+    "system.folders": "a folder that is held open, nothing in it",
     "batch.output": "its own descriptor again, and its folder",
     "serve.launch": "an address of a server, no file",
 }

@@ -22,7 +22,7 @@ from mlxrunner.templates.messages import CheckedMessages, PlainMessage, check_me
 from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, tokenize_prompt
 
 if TYPE_CHECKING:
-    from mlxrunner.pictures.sight import Prepared
+    from mlxrunner.pictures.vision_encoder import Prepared
 
 
 def named(image: Any, name: str) -> str:

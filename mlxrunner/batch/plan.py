@@ -17,8 +17,7 @@ from mlxrunner.batch.prompts import Cost, cost
 from mlxrunner.batch.records import BriefLine, Counts, StoredLine
 from mlxrunner.batch.shards.plan import CutPlan
 from mlxrunner.batch.speed import Speed
-from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import Shift, TokenArray
 from mlxrunner.terminal.text import duration
 
 MOST, LONG, FEWER = 8, 1024, 4

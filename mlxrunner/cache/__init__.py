@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.protocol import LayerCache, RewindError
-from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.pool.interface import END, Batch, Cache, WrapperCache
-from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.cache.tokens import TokenBuffer, common_prefix
 from mlxrunner.errors import CacheFullError, NotSupportedError
 

@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Places:
+class CheckpointPlaces:
     """Offsets of one prompt at which checkpoints are worth taking."""
 
     roles: Mapping[int, Role] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Places:
 
 def places_of(
     total: int, message_ends: Sequence[int], *, ahead: bool = False, at: int | None = None
-) -> Places:
+) -> CheckpointPlaces:
     """Return the offsets at which the next prompt is likely to leave a prompt of `total` tokens.
 
     At most HEADER tokens follow the answer's place. They are evaluated in one pass, as the seed of
@@ -86,7 +86,7 @@ def places_of(
         roles.pop(0, None)  # a cold start is there without a checkpoint
     if not ahead and answer > 0:
         roles[answer] = "answer"
-    return Places(roles, ends, max(answer, 0), ahead)
+    return CheckpointPlaces(roles, ends, max(answer, 0), ahead)
 
 
 def spacing(length: int, slots: int, interval: int) -> int:
@@ -149,7 +149,7 @@ class Checkpoints:
     def __init__(self, budget: int, interval: int = INTERVAL) -> None:
         self.budget, self.interval = budget, interval
         self._items: list[Checkpoint] = []
-        self._places = Places()
+        self._places = CheckpointPlaces()
         # Offset of the last one added, kept or not. The next comes a spacing later.
         self._offered = 0
 
@@ -182,7 +182,7 @@ class Checkpoints:
         self._places = replace(self._places, roles=roles, until=min(self._places.until, to))
         self._offered = min(self._offered, to)
 
-    def mark(self, places: Places) -> None:
+    def mark(self, places: CheckpointPlaces) -> None:
         """Set the places of the next prompt.
 
         If `places` are of a prompt evaluated ahead, the checkpoint of the last answer keeps its

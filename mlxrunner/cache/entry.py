@@ -12,8 +12,14 @@ from typing import Any
 
 from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints
 from mlxrunner.cache.layers.extents import Extent
-from mlxrunner.cache.layers.protocol import LayerCache, reach
-from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, SavedEntry
+from mlxrunner.cache.layers.protocol import (
+    Exported,
+    LayerCache,
+    Saved,
+    SavedCheckpoint,
+    SavedEntry,
+    reach,
+)
 from mlxrunner.cache.tokens import TokenBuffer
 
 Rotators = Callable[[Sequence[LayerCache], int], Sequence[Callable[[Any, int], Any]] | None]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES, as_tokens, common_prefix, words
+from mlxrunner.cache.tokens import FIRST_OF_PICTURES, Shift, as_tokens, common_prefix, words
 from mlxrunner.chat.pictures import Album
 from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
 from mlxrunner.config.layering import MODEL, Settings, values
@@ -21,8 +20,7 @@ from mlxrunner.engine.pipeline import Progress
 from mlxrunner.options import CHOOSING, sampling
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.history import History, Rendering, Turn
-from mlxrunner.sessions.session import Branch
+from mlxrunner.sessions.session import Branch, History, Rendering, SessionTurn
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, system_tokens
@@ -139,7 +137,7 @@ class Conversation:
         self.policy = policy
         self.history = self.renderer.settled(self.history)
 
-    def undo(self, turns: int = 1) -> tuple[Turn, ...]:
+    def undo(self, turns: int = 1) -> tuple[SessionTurn, ...]:
         """Take back the last `turns` turns and return them.
 
         The entry keeps their tokens until something else is evaluated.
@@ -292,7 +290,9 @@ class Conversation:
                 self.history = answered.without_range(keep, self.runner.shifted_tokens)
                 self.history = self.renderer.settled(self.history)
 
-    def _turn(self, user: str, asked: Rendering, shown: list[Chunk]) -> tuple[Turn, Rendering]:
+    def _turn(
+        self, user: str, asked: Rendering, shown: list[Chunk]
+    ) -> tuple[SessionTurn, Rendering]:
         """Return the turn, and the rendering up to its end.
 
         The rendering has the tokens whose text was shown. It lacks those of half a character, of a
@@ -311,5 +311,5 @@ class Conversation:
                 break
             if piece:
                 rendered, count = rendered + piece, number
-        turn = Turn(user, text, asked.end, closing=closing)
+        turn = SessionTurn(user, text, asked.end, closing=closing)
         return turn, asked.and_then(rendered + closing, tokens[:count])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mlxrunner.sessions.history import History, Rendering, Turn, common
+from mlxrunner.sessions.session import History, Rendering, SessionTurn, common
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import has_thinking, opens_thinking
 from mlxrunner.tokenizer import Tokenizer, encode_after
@@ -120,7 +120,7 @@ class Renderer:
         if turn.begins is not None:  # the tokens are kept, and so is this count
             before = replace(before, dropped=history.dropped)
         rendering = self._extended(asked, answer)
-        edited = before.with_turn(Turn(turn.user, answer, asked.end), rendering)
+        edited = before.with_turn(SessionTurn(turn.user, answer, asked.end), rendering)
         return self.settled(edited, is_edited=True)
 
     def drift(self, history: History) -> TemplateDrift:
@@ -181,7 +181,7 @@ class Renderer:
         Return None if the template leaves the answer out.
         """
         *earlier, last = history.turns
-        unknown = replace(history, turns=(*earlier, Turn(last.user, UNKNOWN)))
+        unknown = replace(history, turns=(*earlier, SessionTurn(last.user, UNKNOWN)))
         _, found, tail = self._text(unknown, user).partition(UNKNOWN)
         return tail if found else None
 

@@ -44,7 +44,7 @@ from mlxrunner.chat.view import (
 from mlxrunner.errors import ContextLengthError, MlxrunnerError, PromptError
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.history import History
+from mlxrunner.sessions.session import History
 from mlxrunner.system.power import on_battery
 from mlxrunner.terminal.early import INTERRUPTED
 from mlxrunner.terminal.external import edit_outside

@@ -29,8 +29,7 @@ def sessions() -> None:
 def list_(as_json: bool) -> None:
     """List the saved sessions, then unnamed chats: turns, sizes of text and caches, date, model."""
     from mlxrunner.errors import SessionError
-    from mlxrunner.sessions.store import SessionStore
-    from mlxrunner.sessions.unnamed import unnamed_chats
+    from mlxrunner.sessions.store import SessionStore, unnamed_chats
     from mlxrunner.terminal.text import size
 
     store = SessionStore()

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches, outline_of
-from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.layers.protocol import LayerCache, Saved, SavedEntry
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.saved import Saved, SavedEntry
 from mlxrunner.cache.tokens import TokenArray
 
 

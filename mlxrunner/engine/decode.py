@@ -15,8 +15,8 @@ from contextlib import suppress
 import mlx.core as mx
 
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.lease import EntryLease
-from mlxrunner.cache.overflow import Shift
+from mlxrunner.cache.prefix import EntryLease
+from mlxrunner.cache.tokens import Shift
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled, dispatch
 from mlxrunner.errors import FormError, LogitsError
 from mlxrunner.speculation.controller import DEEPEST

@@ -15,9 +15,8 @@ import mlx.core as mx
 
 from mlxrunner.cache.entry import Rotators
 from mlxrunner.cache.layers.factory import evaluate
-from mlxrunner.cache.lease import EntryLease
-from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray, as_tokens, words
+from mlxrunner.cache.prefix import EntryLease
+from mlxrunner.cache.tokens import Shift, TokenArray, as_tokens, words
 from mlxrunner.engine.decode import Decoding
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.sampling import Decoded, NextToken, dispatch

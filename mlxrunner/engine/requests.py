@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import Shift, TokenArray
 from mlxrunner.engine.answer import Clock
 from mlxrunner.engine.constrain import constraint_of
 from mlxrunner.engine.sampling import LogitsProcessor, NextToken, checked_processors

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observation, finish_of, usage_of
 from mlxrunner.engine.pipeline import Pipeline, Progress

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlxrunner.cache.checkpoints import SPACING
-from mlxrunner.cache.layers.layout import Layout
+from mlxrunner.cache.layers.protocol import Layout
 from mlxrunner.terminal.text import size
 
 CHECKPOINTS, CHECKPOINT_SHARE = 8, 10
@@ -37,7 +37,7 @@ def default_checkpoints(nbytes: int, context: int, offered: int, sequences: int 
 
 
 @dataclass(frozen=True)
-class Batch:
+class WorstCaseBatch:
     """Memory of the worst-case batch in bytes: `fixed + per_token * context`.
 
     The batch is one prefill step at the far end of the context.
@@ -51,13 +51,13 @@ class Batch:
         """Return the bytes of the batch with `context` tokens."""
         return self.fixed + self.per_token * context
 
-    def measured(self, nbytes: int, context: int) -> Batch:
+    def measured(self, nbytes: int, context: int) -> WorstCaseBatch:
         """Return a batch that was measured to take `nbytes` with `context` tokens.
 
         It keeps the estimated growth with the context.
         """
         per_token = min(self.per_token, nbytes // context)
-        return Batch(nbytes - per_token * context, per_token, is_measured=True)
+        return WorstCaseBatch(nbytes - per_token * context, per_token, is_measured=True)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Demand:
     weights: int
     layouts: Sequence[Layout]
     """The layout of each layer's cache."""
-    batch: Batch
+    batch: WorstCaseBatch
     checkpoint_budget: int | None = None
     """Bytes for checkpoints; None chooses the default."""
     host_fixed: int = 0
@@ -138,7 +138,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlanLine:
     """One line of the plan's table. All sizes are in bytes."""
 
     what: str
@@ -158,7 +158,7 @@ class Plan:
 
     context: int
     prefill_step: int
-    lines: tuple[Line, ...]
+    lines: tuple[PlanLine, ...]
     total: int
     offered: int
     largest_context: int
@@ -216,17 +216,17 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
     budget, drafts = demand.checkpoints(context, offered), demand.drafts(context)
     batch, host = demand.batch.nbytes(context), demand.host(context)
     lines = [
-        Line("weights", demand.weights),
+        PlanLine("weights", demand.weights),
         *_layer_lines(demand.layouts, context),
-        *([Line("checkpoints", budget)] if budget else []),
-        *([Line("copies while a draft is checked", drafts)] if drafts else []),
-        Line(
+        *([PlanLine("checkpoints", budget)] if budget else []),
+        *([PlanLine("copies while a draft is checked", drafts)] if drafts else []),
+        PlanLine(
             f"batch of {prefill_step} tokens "
             f"({'measured' if demand.batch.is_measured else 'estimated'})",
             batch,
         ),
-        *([Line("places of the tokens, and a mask", host)] if host else []),
-        *([Line("pictures", demand.pictures)] if demand.pictures else []),
+        *([PlanLine("places of the tokens, and a mask", host)] if host else []),
+        *([PlanLine("pictures", demand.pictures)] if demand.pictures else []),
     ]
     total = sum(line.total for line in lines)
     largest = demand.largest_context(offered, max(limit, context))
@@ -242,13 +242,13 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
     )
 
 
-def _layer_lines(layouts: Sequence[Layout], context: int) -> list[Line]:
+def _layer_lines(layouts: Sequence[Layout], context: int) -> list[PlanLine]:
     """Return one line for each group of equal layers."""
     counts: dict[Layout, int] = {}
     for layout in layouts:
         counts[layout] = counts.get(layout, 0) + 1
     return [
-        Line(
+        PlanLine(
             f"{layout.kind} layers",
             n * layout.nbytes(context),
             n,
@@ -260,7 +260,7 @@ def _layer_lines(layouts: Sequence[Layout], context: int) -> list[Line]:
     ]
 
 
-def _detail(line: Line) -> str:
+def _detail(line: PlanLine) -> str:
     if not line.layers:
         return ""
     stored = f"{line.rows} tokens x {size(line.row_bytes)}" if line.row_bytes else ""

@@ -18,9 +18,9 @@ from mlxrunner.engine.pipeline import SEED_TOKENS
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import (
     SMALLEST_CONTEXT,
-    Batch,
     Demand,
     Plan,
+    WorstCaseBatch,
     default_checkpoints,
     make_plan,
 )
@@ -67,7 +67,7 @@ def _has_sinks(model: Any) -> bool:
 
 def estimate_batch(
     config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool, has_sinks: bool = False
-) -> Batch:
+) -> WorstCaseBatch:
     """Estimate the batch roughly from the model's dimensions, for a plan without weights.
 
     `item`: bytes of one number. `is_fused`: attention kernels keep no scores in memory.
@@ -83,7 +83,7 @@ def estimate_batch(
     wide = max(3 * max(dense, 4 * hidden), 5 * chosen)
     fixed = prefill_step * ((8 + 2 * experts) * hidden + wide) * item + HEADER * vocab * item
     scores = (3 if has_sinks else 2) * heads * prefill_step * 4
-    return Batch(fixed, 0 if is_fused else scores + prefill_step)
+    return WorstCaseBatch(fixed, 0 if is_fused else scores + prefill_step)
 
 
 def choose(

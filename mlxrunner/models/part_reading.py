@@ -23,7 +23,7 @@ from mlxrunner.errors import ModelError, ReadError
 from mlxrunner.models.files import check_weights, missing_files, read_config, tensors_of
 from mlxrunner.models.part import needed_tensors
 from mlxrunner.system.reading import open_file
-from mlxrunner.system.tensorfile import Place
+from mlxrunner.system.tensorfile import TensorPlace
 
 DIRECT = 2**16
 """Bytes that lie together from which on they are read by themselves."""
@@ -48,7 +48,7 @@ class WeightFiles:
         self._folder, self._progress, self.nbytes = folder, progress, 0
         self.is_whole = not missing_files(folder)
         """True if the files of the other ranks are here, too."""
-        self._places: dict[str, tuple[Path, Place]] = {}
+        self._places: dict[str, tuple[Path, TensorPlace]] = {}
         self._names: dict[int, str] = {}
         self._arrays: list[mx.array] = []  # kept, so that each has an id of its own
         for file in check_weights(folder):
@@ -104,7 +104,7 @@ class WeightFiles:
 
 
 def _read(
-    stream: BinaryIO, place: Place, width: int, axis: int, kept: list[int]
+    stream: BinaryIO, place: TensorPlace, width: int, axis: int, kept: list[int]
 ) -> npt.NDArray[np.unsignedinteger]:
     """Return the indices `kept` of `axis` of a tensor whose elements have `width` bytes."""
     shape = place.shape

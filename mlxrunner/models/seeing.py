@@ -26,10 +26,9 @@ from mlxrunner.models.load import (
 from mlxrunner.models.resolve import HUB_ID, resolve
 from mlxrunner.models.settings import check_layers
 from mlxrunner.models.sharding import is_sharing
-from mlxrunner.pictures.crossing import CrossingModel
-from mlxrunner.pictures.model import SeeingModel
-from mlxrunner.pictures.sight import Sight
+from mlxrunner.pictures.model import CrossingModel, SeeingModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
+from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.foreign import foreign_code
@@ -108,7 +107,9 @@ def with_eyes(
         read_bytes(folder / name, MOST_SETTINGS) for name in SETTINGS if is_there(folder / name)
     )
     version = internals.version().encode()
-    sight = Sight(model, processor, internals.marker_of(processor), version + b"\0" + settings)
+    sight = VisionEncoder(
+        model, processor, internals.marker_of(processor), version + b"\0" + settings
+    )
     crosses = internals.crossing_layers(model)
     seeing = CrossingModel(model, sight) if crosses else SeeingModel(model, sight)
     return seeing, SeeingTokenizer(tokenizer, sight)

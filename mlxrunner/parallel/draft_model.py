@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.errors import MemoryPlanError
-from mlxrunner.memory.plan import SMALLEST_CONTEXT, Batch, Demand
+from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand, WorstCaseBatch
 from mlxrunner.memory.reserve import demand_of, reserve
 from mlxrunner.models.facts import without_weights
 from mlxrunner.models.load import LoadedModel, load_model
@@ -75,7 +75,7 @@ class DraftPlan:
 
     @property
     def _entry(self) -> Demand:
-        return replace(self.demand, weights=0, batch=Batch(0))
+        return replace(self.demand, weights=0, batch=WorstCaseBatch(0))
 
     def load(self, own: LoadedModel) -> DraftSeats:
         """Load the draft model for the model `own`, and allocate its entries if they are whole.
@@ -90,7 +90,7 @@ class DraftPlan:
         plan = self
         if self.options.whole:
             batch = max(self._reserve(loaded.model, entry) for entry in entries)
-            plan = replace(self, demand=replace(self.demand, batch=Batch(batch)))
+            plan = replace(self, demand=replace(self.demand, batch=WorstCaseBatch(batch)))
         return DraftSeats(entries, plan.nbytes)
 
     def _reserve(self, model: Any, entry: DraftModel) -> int:

@@ -13,8 +13,7 @@ from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import OptionError
 from mlxrunner.loading import cache_options
-from mlxrunner.memory.plan import Batch as WorstBatch
-from mlxrunner.memory.plan import Demand, Plan
+from mlxrunner.memory.plan import Demand, Plan, WorstCaseBatch
 from mlxrunner.memory.reserve import cells_within, demand_of_slots, must_fit, must_have_cells
 from mlxrunner.memory.reserve import choose as choose_plan
 from mlxrunner.models.load import LoadedModel, tell_nobody
@@ -28,7 +27,7 @@ SAMPLED = 16
 """Most tokens that are sampled to measure a step: more take turns in the same memory."""
 
 if TYPE_CHECKING:
-    from mlxrunner.stored.parking import Parking
+    from mlxrunner.cache.disk.disk_cache import DiskCache
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Opening:
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
         shifted = stored * (asked.context or 0) // cells
-        batch = WorstBatch(max(0, peak - before - stored, shifted), is_measured=True)
+        batch = WorstCaseBatch(max(0, peak - before - stored, shifted), is_measured=True)
         measured = replace(self, demand=replace(self.demand, batch=batch))
         plan = must_fit(measured.plan(cells, cells))
         device.set_limits(plan.total + self.beside, batch.fixed)
@@ -187,16 +186,16 @@ def _refuse(given: dict[str, Any]) -> None:
             raise OptionError(f"{name}: a model that sees pictures runs without it: leave it out")
 
 
-def parking_of(loaded: LoadedModel, settings: OpenSettings) -> Parking | None:
+def parking_of(loaded: LoadedModel, settings: OpenSettings) -> DiskCache | None:
     """Open the parking of a model; None without `park_bytes`.
 
     Raise SessionError if the folder can't be used.
     """
     if not settings.park_bytes:
         return None
+    from mlxrunner.cache.disk.disk_cache import DiskCache
     from mlxrunner.models.fingerprint import fingerprint
-    from mlxrunner.pictures.stored import PictureNames
-    from mlxrunner.stored.parking import Parking
+    from mlxrunner.pictures.table import PictureNames
     from mlxrunner.system import mlx_vlm_internals as internals
 
     place = None if settings.park_folder is None else Path(settings.park_folder)
@@ -205,4 +204,4 @@ def parking_of(loaded: LoadedModel, settings: OpenSettings) -> Parking | None:
     if sight is not None:
         pictures, stored = PictureNames(sight.table), stored | {"eyes": internals.version()}
     model = fingerprint(loaded.folder) | stored
-    return Parking(place, model, limit=settings.park_bytes, pictures=pictures)
+    return DiskCache(place, model, limit=settings.park_bytes, pictures=pictures)

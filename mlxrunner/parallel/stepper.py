@@ -46,7 +46,7 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
 if TYPE_CHECKING:
-    from mlxrunner.stored.parking import Parking
+    from mlxrunner.cache.disk.disk_cache import DiskCache
 
 
 class Stepper(Several):
@@ -64,7 +64,7 @@ class Stepper(Several):
         facts: ModelFacts,
         *,
         max_sequences: int,
-        parking: Parking | None = None,
+        parking: DiskCache | None = None,
         name: str = "",
         **settings: Unpack[EngineKwargs],
     ) -> None:

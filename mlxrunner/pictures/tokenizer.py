@@ -8,9 +8,8 @@ from typing import Any, cast
 
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
 from mlxrunner.errors import ModelError, PromptError
-from mlxrunner.pictures.sight import Prepared, Sight
-from mlxrunner.pictures.stored import PictureNames
-from mlxrunner.pictures.table import Picture
+from mlxrunner.pictures.table import Picture, PictureNames
+from mlxrunner.pictures.vision_encoder import Prepared, VisionEncoder
 from mlxrunner.system.picture_files import Pixels
 from mlxrunner.templates.messages import PICTURE, PlainMessage
 from mlxrunner.tokenizer.base import Tokenizer
@@ -22,7 +21,7 @@ PROBES = (("", "a"), ("a", ""), ("a", "b"), ("a", "", "b"), ("a", "b", "c"))
 class SeeingTokenizer:
     """The tokenizer of a model that sees. All but pictures is left to the model's own."""
 
-    def __init__(self, inner: Tokenizer, sight: Sight) -> None:
+    def __init__(self, inner: Tokenizer, sight: VisionEncoder) -> None:
         """Tokenize text with `inner`.
 
         Raise ModelError if its chat template has no place for pictures.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxrunner.cache.saved import SavedEntry
+from mlxrunner.cache.layers.protocol import SavedEntry
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.runner import Runner
 

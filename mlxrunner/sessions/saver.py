@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
+from mlxrunner.cache.disk.pieces import Packed, StoredEntry, pack
 from mlxrunner.cache.tokens import TokenArray, as_tokens, has_pictures
 from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
@@ -16,8 +17,7 @@ from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.entry import Packed, StoredEntry, pack
-from mlxrunner.stored.folder import Folder
+from mlxrunner.system.folders import Folder
 from mlxrunner.terminal.text import size
 from mlxrunner.tokenizer import Tokenizer
 

@@ -6,20 +6,205 @@ A file may come from anybody, so each value is checked before it is used.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import PictureError, PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
-from mlxrunner.sessions.history import History, Position, Rendering, Turn, common
 from mlxrunner.system.reading import said_once, unsealed
 from mlxrunner.templates.messages import PlainMessage
+from mlxrunner.templates.thinking import content_for_template
 from mlxrunner.tokenizer.base import Tokenizer
 
 if TYPE_CHECKING:
     from mlxrunner.pictures.table import Picture
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position in a rendering."""
+
+    characters: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A text and its tokens."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    """The tokens of `text`, without those that were dropped when the context was full."""
+
+    @property
+    def end(self) -> Position:
+        """The position after the last character and token."""
+        return Position(len(self.text), len(self.tokens))
+
+    def shared(self, other: Rendering) -> Position:
+        """Return the position up to which both are the same."""
+        return Position(common(self.text, other.text), common(self.tokens, other.tokens))
+
+    def up_to(self, position: Position) -> Rendering:
+        """Return the rendering up to `position`."""
+        return Rendering(self.text[: position.characters], self.tokens[: position.tokens])
+
+    def and_then(self, text: str, tokens: Sequence[int]) -> Rendering:
+        """Return the rendering with `text` and `tokens` added."""
+        return Rendering(self.text + text, (*self.tokens, *tokens))
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """A message of the user and its answer."""
+
+    user: str
+    answer: str
+    """The answer, with its thinking."""
+    begins: Position | None = None
+    """The beginning of the answer in the history's rendering, or None if it is not known."""
+    ends: Position | None = None
+    """The end of the answer and of `closing`, or None if it is not known."""
+    closing: str = ""
+    """The text of the token that ended the answer, if one did."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The turns of a conversation and their rendering."""
+
+    turns: tuple[SessionTurn, ...] = ()
+    rendering: Rendering = field(default_factory=Rendering)
+    """The rendering of the turns from `first` on; empty if their tokens are not known."""
+    first: int = 0
+    """Index of the first turn that is rendered; earlier turns were left out to make room."""
+    dropped: int = 0
+    """Number of tokens dropped from the rendering because the context was full."""
+
+    def messages(self, system: str | None) -> list[PlainMessage]:
+        """Return the messages for the template: the system prompt and the turns from `first` on."""
+        messages: list[PlainMessage] = [{"role": "system", "content": system}] if system else []
+        for turn in self.turns[self.first :]:
+            messages += [
+                {"role": "user", "content": turn.user},
+                {"role": "assistant", "content": content_for_template(turn.answer)},
+            ]
+        return messages
+
+    @property
+    def all_messages(self) -> list[PlainMessage]:
+        """The messages of all turns, without a system prompt."""
+        return replace(self, first=0).messages(None)
+
+    @property
+    def _said(self) -> list[tuple[str, str]]:
+        return [(turn.user, turn.answer) for turn in self.turns]
+
+    def is_within(self, other: History) -> bool:
+        """Return True if `other` begins with all these turns.
+
+        The last answer of this history may be only the beginning of the answer in `other`.
+        """
+        if not self.turns:
+            return True
+        if len(other.turns) < len(self.turns):
+            return False
+        *earlier, (user, answer) = self._said
+        *others, (other_user, other_answer) = other._said[: len(self.turns)]
+        return earlier == others and user == other_user and other_answer.startswith(answer)
+
+    def shared_turns(self, other: History) -> int:
+        """Return the number of turns at the beginning that are equal in both."""
+        return common(self._said, other._said)
+
+    def cut(self, turns: int) -> History:
+        """Return the first `turns` turns, with their tokens if those are known."""
+        kept = replace(self, turns=self.turns[:turns], first=min(self.first, turns))
+        end = kept.turns[-1].ends if kept.turns else None
+        if end is None:
+            return kept.without_tokens()
+        return replace(kept, rendering=self.rendering.up_to(end))
+
+    def with_turn(self, turn: SessionTurn, rendering: Rendering) -> History:
+        """Return the history with one turn more.
+
+        `rendering` is the rendering of the new history as a whole. If it differs from the present
+        one within earlier turns, their positions after the difference are forgotten.
+        """
+        earlier = self._with_positions_up_to(self.rendering.shared(rendering))
+        turns = (*earlier, replace(turn, ends=rendering.end))
+        return replace(self, turns=turns, rendering=rendering)
+
+    def rerendered(self, kept: Position | None, rendering: Rendering, closing: str) -> History:
+        """Return the history with another rendering of all that follows `kept`.
+
+        `kept` is None to replace the whole rendering. `closing` is the text after the last answer.
+        """
+        *earlier, last = self._with_positions_up_to(kept or Position(0, 0))
+        turns = (*earlier, replace(last, ends=rendering.end, closing=closing))
+        dropped = 0 if kept is None else self.dropped
+        return replace(self, turns=turns, rendering=rendering, dropped=dropped)
+
+    @property
+    def shows_pictures(self) -> bool:
+        """True if pictures are among the tokens, whose ids hold for one loaded model only."""
+        from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
+
+        return max(self.rendering.tokens, default=0) >= FIRST_OF_PICTURES
+
+    def without_tokens(self) -> History:
+        """Return the turns as texts only."""
+        turns = tuple(replace(turn, begins=None, ends=None) for turn in self.turns)
+        return History(turns, first=self.first)
+
+    def without_range(self, keep: int, discard: int) -> History:
+        """Return the history without the tokens `keep` to `keep + discard`.
+
+        A full context drops such a range.
+        """
+        if discard <= 0:
+            return self
+
+        def moved(position: Position | None) -> Position | None:
+            if position is None or position.tokens <= keep:
+                return position
+            if position.tokens < keep + discard:
+                return None
+            return replace(position, tokens=position.tokens - discard)
+
+        turns = tuple(
+            replace(turn, begins=moved(turn.begins), ends=moved(turn.ends)) for turn in self.turns
+        )
+        text, tokens = self.rendering.text, self.rendering.tokens
+        rendering = Rendering(text, tokens[:keep] + tokens[keep + discard :])
+        return replace(self, turns=turns, rendering=rendering, dropped=self.dropped + discard)
+
+    def last_position(self, characters: int) -> Position | None:
+        """Return the last known position within the first `characters` characters."""
+        positions = (one for turn in reversed(self.turns) for one in (turn.ends, turn.begins))
+        return next((one for one in positions if one and one.characters <= characters), None)
+
+    def _with_positions_up_to(self, kept: Position) -> list[SessionTurn]:
+        """Return the turns without the positions after `kept`."""
+
+        def within(one: Position | None) -> Position | None:
+            is_kept = one and one.tokens <= kept.tokens and one.characters <= kept.characters
+            return one if is_kept else None
+
+        return [
+            replace(turn, begins=within(turn.begins), ends=within(turn.ends)) for turn in self.turns
+        ]
+
+
+def common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix."""
+    short = min(len(a), len(b))
+    if a[:short] == b[:short]:
+        return short
+    return next(index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
 
 SCHEMA = 1
 """Version of the JSON format."""
@@ -60,7 +245,7 @@ class Session:
     saved_at: float = 0.0
     """The time of the last save in seconds since 1970, or 0."""
     pictures: dict[str, list[int]] = field(default_factory=dict)
-    """The pictures among the tokens, by digest, with their ids; see `mlxrunner.pictures.stored`."""
+    """The pictures among the tokens, by digest, with their ids; see `mlxrunner.pictures.table`."""
     is_changed: bool = False
     """True if the file is not as this program left it: then the texts are all that was read."""
 
@@ -97,7 +282,7 @@ class Session:
         texts only.
         """
         from mlxrunner.cache.tokens import as_tokens  # with numpy, which completion has not
-        from mlxrunner.pictures.stored import renumbered
+        from mlxrunner.pictures.table import renumbered
 
         for name, branch in self.branches.items():
             history = branch.history
@@ -147,7 +332,7 @@ class Session:
         is_changed = not is_whole and (
             is_whole is False or (isinstance(found, dict) and bool(found.keys() - NAMES))
         )
-        read = _Reader(_only_texts(found) if is_changed else found, "the session")
+        read = _FieldReader(_only_texts(found) if is_changed else found, "the session")
         schema = read.take("schema", int)
         if schema != SCHEMA:
             raise SessionError(
@@ -181,9 +366,9 @@ def _only_texts(found: Any) -> dict[str, Any]:
     Nothing tells if its tokens are still those of its words. Raise SessionError if a text is not
     found under its name.
     """
-    read = _Reader(found, "the session")
+    read = _FieldReader(found, "the session")
     branches = {
-        name: _only_texts_of(_Reader(branch, "a branch"))
+        name: _only_texts_of(_FieldReader(branch, "a branch"))
         for name, branch in read.take("branches", dict).items()
     }
     present, model, settings = (found.get(name) for name in ("branch", "model", "settings"))
@@ -198,9 +383,9 @@ def _only_texts(found: Any) -> dict[str, Any]:
     }
 
 
-def _only_texts_of(branch: _Reader) -> dict[str, Any]:
-    history = _Reader(branch.take("history", dict), "a history")
-    turns = [_Reader(turn, "a turn") for turn in history.take("turns", list)]
+def _only_texts_of(branch: _FieldReader) -> dict[str, Any]:
+    history = _FieldReader(branch.take("history", dict), "a history")
+    turns = [_FieldReader(turn, "a turn") for turn in history.take("turns", list)]
     texts = [
         {"user": turn.take("user", str), "answer": turn.take("answer", str), "closing": ""}
         for turn in turns
@@ -225,7 +410,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number")
 
 
-class _Reader:
+class _FieldReader:
     """Takes values from a JSON object and checks their types."""
 
     def __init__(self, found: Any, what: str) -> None:
@@ -253,13 +438,13 @@ def _one_word(name: str) -> str:
 
 
 def _branch(value: Any) -> Branch:
-    read = _Reader(value, "a branch")
+    read = _FieldReader(value, "a branch")
     return Branch(read.take("system", str, None), _history(read.take("history", dict)))
 
 
 def _history(value: Any) -> History:
-    read = _Reader(value, "a history")
-    rendering = _Reader(read.take("spelling", dict), "a spelling")
+    read = _FieldReader(value, "a history")
+    rendering = _FieldReader(read.take("spelling", dict), "a spelling")
     text, tokens = rendering.take("text", str), rendering.take("tokens", list)
     if any(type(token) is not int or not 0 <= token <= LARGEST_TOKEN for token in tokens):
         raise SessionError("is damaged: a token is not a whole number between 0 and 2147483647")
@@ -281,10 +466,10 @@ def _history(value: Any) -> History:
     return History(turns, Rendering(text, tuple(tokens)), first, dropped)
 
 
-def _turn(value: Any, most: Position) -> Turn:
-    read = _Reader(value, "a turn")
+def _turn(value: Any, most: Position) -> SessionTurn:
+    read = _FieldReader(value, "a turn")
     begins, ends = (_position(read.take(name, dict, None), most) for name in ("begins", "ends"))
-    return Turn(
+    return SessionTurn(
         read.take("user", str), read.take("answer", str), begins, ends, read.take("closing", str)
     )
 
@@ -292,7 +477,7 @@ def _turn(value: Any, most: Position) -> Turn:
 def _position(value: Any, most: Position) -> Position | None:
     if value is None:
         return None
-    read = _Reader(value, "a mark")
+    read = _FieldReader(value, "a mark")
     position = Position(read.take("characters", int), read.take("tokens", int))
     if not (0 <= position.characters <= most.characters and 0 <= position.tokens <= most.tokens):
         raise SessionError(f"is damaged: a mark at {position.tokens} of {most.tokens} tokens")

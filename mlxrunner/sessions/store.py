@@ -16,19 +16,20 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from mlxrunner.errors import SessionError
 from mlxrunner.sessions.session import Session
-from mlxrunner.stored.folder import Folder
-from mlxrunner.stored.tensors import Buffer, TensorFile, write
-from mlxrunner.system.folders import data_folder
+from mlxrunner.system.folders import Folder, data_folder
+from mlxrunner.system.tensorfile import Buffer, TensorFile, write
 from mlxrunner.system.writing import sealed, write_all
 
 NAME = re.compile(r"\w[\w.-]{0,47}")
@@ -306,3 +307,36 @@ def _as_session_error(what: str) -> Iterator[None]:
 def _reason(error: OSError) -> str:
     file = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror or ' '.join(str(error).split())}{file}"
+
+
+MOST_CHATS = 20
+"""Most chats without a name that are kept."""
+_NAME = re.compile(r"unnamed-\d{8}-\d{6}-[0-9a-f]{4}")
+
+
+def is_unnamed(name: str) -> bool:
+    """Return True if `name` is that of a chat without a name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def new_name() -> str:
+    """Return a name for a chat that begins now."""
+    return f"unnamed-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def unnamed_chats(store: SessionStore) -> list[str]:
+    """Return the names of the chats without a name, the one that was saved last first."""
+    return sorted(filter(is_unnamed, store.names()), key=store.saved_ns, reverse=True)
+
+
+def drop_oldest(store: SessionStore) -> None:
+    """Remove all but the last `MOST_CHATS` chats. One that is open in another chat stays."""
+    for name in unnamed_chats(store)[MOST_CHATS:]:
+        with suppress(SessionError):
+            store.remove(name)
+
+
+def must_be_free(store: SessionStore, name: str) -> None:
+    """Raise SessionError if a new session may not be called `name`, as chats without a name are."""
+    if is_unnamed(name) and not store.exists(name):
+        raise SessionError(f"{name!r} is how chats without a name are called: use another name")

@@ -16,8 +16,7 @@ import numpy as np
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.lease import EntryLease
-from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LogitsError, OptionError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mlxrunner.cache.lease import EntryLease
+from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.engine.sampling import NextToken
 from mlxrunner.errors import LogitsError

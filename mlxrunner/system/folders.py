@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mlxrunner.errors import ReadError
+from mlxrunner.system.reading import open_file
+from mlxrunner.system.writing import open_new, whole_sync
 
 
 def data_folder() -> Path:
@@ -35,3 +43,118 @@ def cache_folder() -> Path:
     """
     folder = os.environ.get("XDG_CACHE_HOME")
     return (Path(folder) if folder else Path.home() / ".cache") / "mlxrunner"
+
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """An open directory, which is created first (mode 0700) if `make` is true and it is missing.
+
+    The directory is closed, and so unlocked, when its last reference is dropped: no interrupt can
+    leave it locked. Raise OSError if it is missing or a link.
+    """
+
+    def __init__(self, path: Path, *, make: bool = False) -> None:
+        if make:
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        self.path = path
+        self._fd = os.open(path, FOLDER_FLAGS)
+        self.close = weakref.finalize(self, os.close, self._fd)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lock(self) -> bool:
+        """Lock the directory until it is closed, and return True.
+
+        Return False if another process holds the lock, or has removed the directory in the
+        meantime.
+        """
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def open(self, name: str) -> int:
+        """Return a descriptor to read a file.
+
+        Raise OSError if it is missing, a link or not a regular file.
+        """
+        try:
+            return open_file(name, dir_fd=self._fd, follow=False)[0]
+        except ReadError as error:
+            cause = error.__cause__
+            raise cause if isinstance(cause, OSError) else OSError(str(error)) from error
+
+    def write(self, name: str, write: Callable[[int], None], *, sync: bool = True) -> None:
+        """Replace the file `name` by what `write(fd)` writes to the descriptor `fd`.
+
+        See `replacing`.
+        """
+        with self.replacing(name, sync=sync) as fd:
+            write(fd)
+
+    @contextmanager
+    def replacing(self, name: str, *, sync: bool = True) -> Iterator[int]:
+        """Yield a descriptor, and replace the file `name` by what the block writes to it.
+
+        At its end the new content is on the disk, unless `sync` is False: then a power cut may
+        damage it. After an error the file is as it was. A later attempt removes what a killed
+        process left behind. Only one writer at a time may write a name.
+        """
+        fresh = f".{name}.new"
+        try:
+            fd = open_new(fresh, dir_fd=self._fd)
+        except FileExistsError:
+            self.remove(fresh)
+            fd = open_new(fresh, dir_fd=self._fd)
+        try:
+            try:
+                yield fd
+                if sync:
+                    whole_sync(fd)
+            finally:
+                os.close(fd)
+            os.rename(fresh, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except BaseException:
+            self.remove(fresh)
+            raise
+        if sync:
+            whole_sync(self._fd)
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes, or 0 if it is missing."""
+        try:
+            return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
+
+    def names(self) -> list[str]:
+        """Return the names of all files. Several threads may call it at a time."""
+        # A descriptor of its own: copies of one share their place in the directory.
+        fd = os.open(".", FOLDER_FLAGS, dir_fd=self._fd)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+
+    def stat(self, name: str = ".") -> os.stat_result:
+        """Return what the system knows of a file, by default of the directory; follow no link.
+
+        Raise OSError if it is missing.
+        """
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)

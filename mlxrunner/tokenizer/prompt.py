@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from mlxrunner.cache.lookup import Earlier
-from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix, words
+from mlxrunner.cache.tokens import Shift, TokenArray, as_tokens, common_prefix, words
 from mlxrunner.config.arguments import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions

@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.errors import OptionError
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.entry import StoredEntry, pack
 
 WORDS = """
 the a one many river stone copper lantern morning engine letter winter garden number harbour music

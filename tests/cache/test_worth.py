@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.cache.worth import EVEN, GreedyDual, cost, worth
+from mlxrunner.cache.eviction import EVEN, GreedyDual, cost, eviction_score
 
 
 def test_the_cost_grows_with_the_square_of_the_tokens() -> None:
@@ -16,9 +16,9 @@ def test_the_cost_grows_with_the_square_of_the_tokens() -> None:
 
 def test_worth_is_the_cost_of_what_would_be_lost_for_its_bytes() -> None:
     """A longer conversation of equal bytes is worth more; so is a smaller one of equal length."""
-    assert worth(2000, 100) > worth(1000, 100) > worth(1000, 200)
-    assert worth(2000, 100, begin=1900) < worth(100, 10)
-    assert worth(10, 0) == cost(10)
+    assert eviction_score(2000, 100) > eviction_score(1000, 100) > eviction_score(1000, 200)
+    assert eviction_score(2000, 100, begin=1900) < eviction_score(100, 10)
+    assert eviction_score(10, 0) == cost(10)
 
 
 def test_the_least_valuable_is_chosen() -> None:

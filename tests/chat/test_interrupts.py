@@ -17,7 +17,7 @@ from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
 from mlxrunner.errors import ModelError
-from mlxrunner.sessions.history import History, Turn
+from mlxrunner.sessions.session import History, SessionTurn
 from mlxrunner.terminal.signals import Interrupts
 from mlxrunner.testing import oracle_runner
 
@@ -102,7 +102,7 @@ def change_model(lines: list[int], name: str = "other") -> tuple[Chat, Presses, 
     """Change the model of a chat, pressing at `lines`, and return what the keepers were told."""
     presses, told = Presses(lines), []
     conversation = Conversation(oracle_runner())
-    conversation.history = History((Turn("hello", "well"),))
+    conversation.history = History((SessionTurn("hello", "well"),))
     chat = Chat(conversation, model="first", interactive=True, loading={"context": 512})
     chat.after_load.append(lambda chat: told.append(chat.runner.name))
     chat.reader = Typed(presses, f"/model {name}")
@@ -157,7 +157,7 @@ def test_without_any_model_the_chat_says_so_and_goes_on(
 ) -> None:
     """The chat can be written and another model chosen when the old one cannot be loaded again."""
     conversation = Conversation(oracle_runner())
-    conversation.history = History((Turn("hello", "well"),))
+    conversation.history = History((SessionTurn("hello", "well"),))
     chat = Chat(conversation, model="broken", interactive=True)
     presses = Presses([])
     chat.reader = Typed(

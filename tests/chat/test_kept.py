@@ -17,9 +17,9 @@ from support.waiting import until
 from mlxrunner.chat.commands.sessions import Saving
 from mlxrunner.errors import SessionError
 from mlxrunner.sessions.session import Session
-from mlxrunner.sessions.store import SessionStore
-from mlxrunner.sessions.unnamed import (
+from mlxrunner.sessions.store import (
     MOST_CHATS,
+    SessionStore,
     drop_oldest,
     is_unnamed,
     must_be_free,

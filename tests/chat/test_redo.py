@@ -194,8 +194,8 @@ def test_damaged_states_are_left_out(typed: Any) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mlxrunner.stored.folder import Folder
-from mlxrunner.sessions.history import History, Turn
+from mlxrunner.system.folders import Folder
+from mlxrunner.sessions.session import History, SessionTurn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import SessionStore
 
@@ -216,7 +216,7 @@ def counted(name):
 for name in ("open", "write", "rename", "unlink", "fsync", "close"):
     counted(name)
 store = SessionStore(Path(sys.argv[1]))
-turn = Turn("new", "answer")
+turn = SessionTurn("new", "answer")
 with store.lock("trip"):
     store.save_state("trip", store.load("trip"))
     store.save("trip", Session("demo", {"main": Branch(None, History((turn,)))}))

@@ -16,12 +16,12 @@ from support.chats import Typed, content
 from support.seeing_folders import write_seeing
 
 from mlxrunner import Runner, SessionError
+from mlxrunner.cache.disk.pieces import pack
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.sessions.exchange import export_session
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.entry import pack
 from mlxrunner.system import mlx_vlm_internals as internals
 
 DEMO = "demo-pictures"

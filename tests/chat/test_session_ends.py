@@ -71,7 +71,7 @@ def disk(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`disk(SIZE)` makes a disk of SIZE bytes, from now on."""
 
     def limit(size: int) -> None:
-        for module in ("sessions.store", "stored.tensors"):
+        for module in ("sessions.store", "system.tensorfile"):
             monkeypatch.setattr(f"mlxrunner.{module}.write_all", Disk(data, size).write_all)
 
     return limit

@@ -16,7 +16,7 @@ from support.models import tiny_config, write_model
 
 from mlxrunner import OptionError, Runner
 from mlxrunner.cache.checkpoints import SPACING
-from mlxrunner.cache.layers.layout import Layout
+from mlxrunner.cache.layers.protocol import Layout
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.plan import (
     CHECKPOINT_SHARE,
@@ -24,9 +24,9 @@ from mlxrunner.memory.plan import (
     SMALL_CHECKPOINTS,
     SMALL_SHARE,
     SMALLEST_CONTEXT,
-    Batch,
     Demand,
     Plan,
+    WorstCaseBatch,
     make_plan,
 )
 from mlxrunner.system import device
@@ -54,7 +54,7 @@ DEMANDS = st.builds(
     Demand,
     weights=BYTES,
     layouts=st.lists(LAYOUTS, max_size=4).map(tuple),
-    batch=st.builds(Batch, BYTES, SMALL, st.booleans()),
+    batch=st.builds(WorstCaseBatch, BYTES, SMALL, st.booleans()),
     checkpoint_budget=st.none() | BYTES,
 )
 
@@ -130,7 +130,7 @@ def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
         Layout("sliding", 10, most_rows=100),
         Layout("recurrent", fixed_bytes=7),
     )
-    demand = Demand(1000, (full, full, window, state), Batch(50, 2))
+    demand = Demand(1000, (full, full, window, state), WorstCaseBatch(50, 2))
     assert demand.caches(80) == 2 * 800 + 800 + 7
     assert demand.caches(500) == 2 * 5000 + 1000 + 7
     assert demand.total(500, 10**9) == 1000 + 11007 + 50 + 1000
@@ -164,7 +164,7 @@ def test_the_budget_for_checkpoints(
 ) -> None:
     """Three rows of ten bytes and a state of five."""
     layout = Layout("sliding", 10, most_rows=8, checkpoint_rows=3, checkpoint_fixed=5)
-    assert Demand(0, (layout,), Batch(0), budget).checkpoints(context, offered) == expected
+    assert Demand(0, (layout,), WorstCaseBatch(0), budget).checkpoints(context, offered) == expected
 
 
 def test_what_only_a_copy_undoes_is_planned_twice() -> None:
@@ -172,7 +172,11 @@ def test_what_only_a_copy_undoes_is_planned_twice() -> None:
     full, unknown = Layout("full", 10), Layout("unknown", 7, draft_rows=2**31)
     plans = [
         make_plan(
-            Demand(0, layouts, Batch(0)), context=100, prefill_step=8, offered=10**6, limit=100
+            Demand(0, layouts, WorstCaseBatch(0)),
+            context=100,
+            prefill_step=8,
+            offered=10**6,
+            limit=100,
         )
         for layouts in ((full,), (full, unknown))
     ]
@@ -183,7 +187,7 @@ def test_what_only_a_copy_undoes_is_planned_twice() -> None:
 
 def test_a_model_that_rewinds_by_itself_gets_no_budget_for_checkpoints() -> None:
     """Even if there was one asked for."""
-    demand = Demand(0, (Layout("full", 10),), Batch(0), checkpoint_budget=99)
+    demand = Demand(0, (Layout("full", 10),), WorstCaseBatch(0), checkpoint_budget=99)
     assert demand.checkpoints(100, 10**9) == 0
     assert [
         line.what for line in make_plan(demand, context=9, prefill_step=4, offered=9, limit=9).lines
@@ -230,7 +234,7 @@ def test_the_json_has_the_numbers_of_the_table(plan: Plan) -> None:
 )
 def test_the_advice_says_what_would_fit(offered: int, advice: str) -> None:
     """100 bytes of weights, 10 for each token."""
-    demand = Demand(100, (Layout("full", 10),), Batch(0))
+    demand = Demand(100, (Layout("full", 10),), WorstCaseBatch(0))
     plan = make_plan(demand, context=400, prefill_step=256, offered=offered, limit=2048)
     assert plan.advice() == advice
     assert (plan.largest_context >= SMALLEST_CONTEXT) == ("--prefill-step" not in advice)

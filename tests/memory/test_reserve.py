@@ -19,7 +19,7 @@ from support.models import EOS, write_model
 from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli
 from mlxrunner.cache.checkpoints import HEADER
 from mlxrunner.loading import plan_model
-from mlxrunner.memory.plan import Batch, Plan
+from mlxrunner.memory.plan import Plan, WorstCaseBatch
 from mlxrunner.system import device
 from mlxrunner.system.limits import Limit
 from mlxrunner.terminal.text import size
@@ -277,7 +277,9 @@ def test_a_batch_that_was_underestimated_fails_at_start_too(
 ) -> None:
     """The table says that it was measured; nothing stays behind."""
     write_model(folder, **WIDE, max_position_embeddings=1024)
-    monkeypatch.setattr("mlxrunner.memory.reserve.estimate_batch", lambda *a, **k: Batch(0))
+    monkeypatch.setattr(
+        "mlxrunner.memory.reserve.estimate_batch", lambda *a, **k: WorstCaseBatch(0)
+    )
     plan = plan_model(str(folder))
     offer(plan.total)
     before = active()

@@ -15,6 +15,7 @@ from support.engine import Stepper
 from support.models import _TINY, tiny_config, tiny_model, write_model
 
 from mlxrunner import Runner, cli
+from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
@@ -22,7 +23,6 @@ from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import load_model
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import ByteTokenizer
 
 PLAMO: dict[str, Any] = {

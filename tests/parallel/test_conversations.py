@@ -11,8 +11,8 @@ from support.engine import Stepper
 from support.histories import Parts, tiny_parts
 from support.sample import fewer
 
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.engine.observation import Observation
-from mlxrunner.stored.parking import Parking
 
 ENOUGH = 0.97
 """The share of the shareable tokens that a runner reuses, whatever its number of slots."""
@@ -71,7 +71,7 @@ def test_cold_requests_over_one_trunk_that_come_together_evaluate_it_once(llama:
 def test_interleaved_conversations_reuse_what_they_share(llama: Parts, slots: int) -> None:
     """More conversations than slots: what is given up comes back, and no request fails."""
     trace = Trace(conversations=12, requests=fewer(150, 100), context=600, scale=0.6)
-    parking = Parking(None, {"model": "llama"}, limit=2**30)
+    parking = DiskCache(None, {"model": "llama"}, limit=2**30)
     with Stepper(
         *llama, max_sequences=slots, context=600, prefill_step=128, parking=parking
     ) as runner:

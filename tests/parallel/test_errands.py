@@ -24,9 +24,9 @@ from support.engine import (
 from support.histories import tiny_parts
 
 from mlxrunner import Runner
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.results import Usage
-from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import interrupt_at
 
 SETTINGS: dict[str, Any] = {"context": 1000, "prefill_step": 64, "checkpoint_budget": 10**6}
@@ -46,7 +46,7 @@ class Talks:
     def __init__(self, name: str, folder: Path, **settings: Any) -> None:
         self.name, self.parts, rng = name, tiny_parts(name), random.Random(1)
         self.talks = [[rng.randrange(1, 250) for _ in range(LONG)] for _ in range(2)]
-        self.parking = Parking(folder, {"model": name}, limit=10**9)
+        self.parking = DiskCache(folder, {"model": name}, limit=10**9)
         self.runner = Stepper(
             *self.parts,
             max_sequences=2,

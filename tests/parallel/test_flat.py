@@ -10,13 +10,13 @@ from support.engine import Stepper
 from support.histories import tiny_parts
 from support.sample import fewer
 
-from mlxrunner.stored.parking import Parking
+from mlxrunner.cache.disk.disk_cache import DiskCache
 
 
 def test_memory_is_flat() -> None:
     """MLX's memory and the objects of Python, after many requests and after five times as many."""
     requests = fewer(250, 40)
-    parking = Parking(None, {"model": "llama"}, limit=2**20)
+    parking = DiskCache(None, {"model": "llama"}, limit=2**20)
     with Stepper(
         *tiny_parts("llama"), max_sequences=4, context=200, prefill_step=64, parking=parking
     ) as runner:

@@ -12,8 +12,8 @@ from support.engine import StepCosts, Stepper
 from support.reused import cold
 from support.sample import fewer
 
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at
 
 FIRST = [(7 * place) % 200 + 5 for place in range(40)]
@@ -79,7 +79,7 @@ def test_ctrl_c_while_conversations_are_parked_leaves_all_of_them_whole(tmp_path
     kinds, options = ["full", "full"], {"stop_tokens": []}
 
     def parked(line: int) -> Stepper:
-        parking = Parking(tmp_path / str(line), {"model": "oracle"}, limit=2**26)
+        parking = DiskCache(tmp_path / str(line), {"model": "oracle"}, limit=2**26)
         runner = opened(kinds, cells=130, parking=parking)
         runner.complete(FIRST, max_tokens=3, **options)
         runner.complete(OTHER, max_tokens=3, **options)

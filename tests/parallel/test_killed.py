@@ -17,13 +17,13 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from mlxrunner.stored import shelf
+from mlxrunner.cache.disk import index
 import pytest
 from parallel.test_errands import Talks
 from support.engine import park_in_pieces_of
 
 park_in_pieces_of(16, pytest.MonkeyPatch())
-add, remove = shelf.Shelf.add, shelf.Shelf.remove
+add, remove = index.DiskCacheIndex.add, index.DiskCacheIndex.remove
 
 def added(self, parked):
     add(self, parked)
@@ -34,12 +34,12 @@ def removed(self, parked):
         os.write(1, f"-{{parked.name}}\\n".encode())
     remove(self, parked)
 
-shelf.Shelf.add, shelf.Shelf.remove = added, removed
+index.DiskCacheIndex.add, index.DiskCacheIndex.remove = added, removed
 left, lines = int(sys.argv[3]), 0
 
 def trace(frame, event, argument):
     global left, lines
-    if "/mlxrunner/stored/" not in frame.f_code.co_filename:
+    if "/mlxrunner/cache/disk/" not in frame.f_code.co_filename:
         return None
     if event == "line":
         left, lines = left - 1, lines + 1
@@ -59,7 +59,7 @@ print(lines)
 
 
 def killed_at(line: int, name: str, folder: Path) -> tuple[set[str], int]:
-    """Run the child until a line of `mlxrunner.stored`, 0: to its end.
+    """Run the child until a line of `mlxrunner.cache.disk`, 0: to its end.
 
     Return the conversations that were whole then, by the names of their files, and the lines.
     """

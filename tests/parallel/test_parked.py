@@ -10,7 +10,7 @@ from support.engine import Stepper
 from support.histories import tiny_parts
 
 from mlxrunner import OptionError, ParallelRunner, Runner
-from mlxrunner.stored.parking import Parking
+from mlxrunner.cache.disk.disk_cache import DiskCache
 
 SETTINGS = {"context": 400, "prefill_step": 32, "checkpoint_budget": 10**6}
 
@@ -24,7 +24,7 @@ def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -
     rng, parts = random.Random(0), tiny_parts(name)
     talks = [[rng.randrange(1, 250) for _ in range(90 + number)] for number in range(5)]
     for turns in (2, 1):
-        parking = Parking(tmp_path, {"model": name}, limit=10**9)
+        parking = DiskCache(tmp_path, {"model": name}, limit=10**9)
         with Stepper(*parts, max_sequences=2, parking=parking, **SETTINGS) as stepper:
             for _ in range(turns):
                 for number, talk in enumerate(talks):
@@ -45,7 +45,7 @@ def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
     """Where `park_bytes` run out, the next turn says so, although it has all of another's slot."""
     header = list(range(20))
     one, two, three = ([*header, *[first] * 60] for first in (100, 110, 120))
-    parking = Parking(tmp_path, {"model": "llama"}, limit=60_000)
+    parking = DiskCache(tmp_path, {"model": "llama"}, limit=60_000)
     with Stepper(*tiny_parts("llama"), max_sequences=1, parking=parking, **SETTINGS) as stepper:
         for prompt in (one, two, three, header):
             found = stepper.complete(prompt, max_tokens=1, stop_tokens=[]).usage

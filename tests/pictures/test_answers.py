@@ -24,7 +24,7 @@ from support.seeing_answers import cold_answer, joined, own_answer
 from mlxrunner import PromptError, Runner
 from mlxrunner.models.eyes import ARCHITECTURES
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.pictures.sight import Sight
+from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
@@ -34,7 +34,7 @@ class Eyes:
 
     def __init__(self, kind: str, step: int = 32) -> None:
         self.kind, self.model = kind, built(kind)
-        self.sight = Sight(self.model, MadeUpProcessor(kind), "*", b"")
+        self.sight = VisionEncoder(self.model, MadeUpProcessor(kind), "*", b"")
         facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
         seeing = seeing_model(self.model, self.sight)
         self.runner = Runner(seeing, ByteTokenizer(), facts, context=1024, prefill_step=step)

@@ -31,8 +31,8 @@ from support.seeing_folders import write_seeing
 from mlxrunner import OptionError, ParallelRunner, PictureError, Runner, StepFailedError
 from mlxrunner.models.eyes import ARCHITECTURES
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.pictures import sight
-from mlxrunner.pictures.sight import Sight
+from mlxrunner.pictures import vision_encoder
+from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
 
@@ -40,7 +40,7 @@ from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
 class Many:
     """A runner of several requests of one architecture, and mlx-vlm beside it."""
 
-    def __init__(self, kind: str, runner: ParallelRunner, model: Any, sight: Sight) -> None:
+    def __init__(self, kind: str, runner: ParallelRunner, model: Any, sight: VisionEncoder) -> None:
         self.kind, self.runner, self.model, self.sight = kind, runner, model, sight
 
     def prompt(self, history: list[Part]) -> TokenizedPrompt:
@@ -53,7 +53,7 @@ class Many:
 @contextmanager
 def many(kind: str, slots: int = 3, step: int = 16) -> Iterator[Many]:
     model, other = built(kind), built(kind)
-    sight = Sight(model, MadeUpProcessor(kind), "*", b"")
+    sight = VisionEncoder(model, MadeUpProcessor(kind), "*", b"")
     facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
     with ParallelRunner(
         seeing_model(model, sight),
@@ -150,15 +150,17 @@ def test_pictures_of_requests_that_wait_have_a_bound(monkeypatch: pytest.MonkeyP
         held = [one.view for prompt in prompts for one in prompt.views]
         most = sum(view.nbytes for view in held if view is not None)
         eyes.sight._kept_bytes = 0
-        monkeypatch.setattr(sight, "HELD_BYTES", most)
+        monkeypatch.setattr(vision_encoder, "HELD_BYTES", most)
         handles = [eyes.runner.submit(prompt, max_tokens=6, stop_tokens=[]) for prompt in prompts]
         del prompts, held
-        monkeypatch.setattr(sight, "HELD_BYTES", 1)  # what was seen of one may be smaller than it
+        monkeypatch.setattr(
+            vision_encoder, "HELD_BYTES", 1
+        )  # what was seen of one may be smaller than it
         with pytest.raises(PictureError, match=r"^the pictures of requests take .* are the most:"):
             eyes.prompt(asked[2])
         found = [handle.result().tokens for handle in handles[:2]]
         assert found == [eyes.cold(one) for one in asked[:2]]
-        monkeypatch.setattr(sight, "HELD_BYTES", most)
+        monkeypatch.setattr(vision_encoder, "HELD_BYTES", most)
         handles.clear()
         later = eyes.runner.submit(eyes.prompt(asked[2]), max_tokens=6, stop_tokens=[])
         assert later.result().tokens == eyes.cold(asked[2])

@@ -15,8 +15,7 @@ from support.seeing_folders import write_seeing
 
 from mlxrunner import ParallelRunner, PromptError, Runner
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, as_tokens
-from mlxrunner.pictures.stored import PictureNames, as_json, renumbered
-from mlxrunner.pictures.table import PictureTable
+from mlxrunner.pictures.table import PictureNames, PictureTable, as_json, renumbered
 
 KINDS = ("qwen2_5_vl", "gemma3", "idefics3", "mllama")
 

@@ -18,6 +18,7 @@ from support.sample import fewer
 
 from mlxrunner import cli
 from mlxrunner.batch.run import BatchRequest, run_batch
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.profiling.logs import read_events
 from mlxrunner.profiling.profile import Profile
@@ -25,7 +26,6 @@ from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
 from mlxrunner.profiling.replay.trials import Simulation, simulate
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.results import Usage
-from mlxrunner.stored.parking import Parking
 
 ROW = 512
 """Bytes of a token in all layers of the tiny llama."""
@@ -327,7 +327,7 @@ def conversations(
     file: Path, slots: int, memory: int | None = None, park_bytes: int = 2**30
 ) -> Played:
     """Play a trace of many conversations in `slots` slots, with a place to park."""
-    parking = Parking(None, {"model": "llama"}, limit=park_bytes)
+    parking = DiskCache(None, {"model": "llama"}, limit=park_bytes)
     with (
         Profile(tokens=file, events=file.with_suffix(".events")) as profile,
         Stepper(

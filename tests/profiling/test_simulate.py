@@ -17,7 +17,7 @@ from support.engine import SEED_TOKENS, Stepper, after_each_chunk
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner, cli
-from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
+from mlxrunner.cache.layers.extents import is_layer, read_extent
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay import simulate

@@ -10,11 +10,11 @@ import pytest
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
-from mlxrunner.cache.saved import Saved, Shape, combined, mismatch
+from mlxrunner.cache.disk.pieces import StoredEntry, pack
+from mlxrunner.cache.layers.protocol import ArrayShape, Saved, combined, mismatch
 from mlxrunner.errors import SessionError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import ByteTokenizer
 
 LATENT = {"q_lora_rank": 24, "qk_rope_head_dim": 8}
@@ -120,9 +120,9 @@ def test_another_models_states_are_refused(name: str, store: SessionStore) -> No
         for part, like in [(None, layer), *enumerate(layer.parts)]:
             for key, shape in like.arrays.items():
                 for wrong in (
-                    Shape("int8", shape.shape),
-                    Shape(shape.dtype, (*shape.shape, 1)),
-                    Shape(shape.dtype, tuple(size and size + 1 for size in shape.shape)),
+                    ArrayShape("int8", shape.shape),
+                    ArrayShape(shape.dtype, (*shape.shape, 1)),
+                    ArrayShape(shape.dtype, tuple(size and size + 1 for size in shape.shape)),
                 ):
                     if wrong.shape == shape.shape and wrong.dtype == shape.dtype:
                         continue
@@ -140,25 +140,38 @@ def test_another_models_states_are_refused(name: str, store: SessionStore) -> No
 
 def test_an_outline_is_what_stays_the_same() -> None:
     """An outline leaves changing axes open, and lets later arrays be absent, nothing else."""
-    after_one = Saved("X", {"a": Shape("float32", (1, 1, 8))}, {"b": None, "n": 3})
+    after_one = Saved("X", {"a": ArrayShape("float32", (1, 1, 8))}, {"b": None, "n": 3})
     after_nine = Saved(
-        "X", {"a": Shape("float32", (1, 9, 8)), "b": Shape("float32", (1, 2))}, {"n": 3}
+        "X", {"a": ArrayShape("float32", (1, 9, 8)), "b": ArrayShape("float32", (1, 2))}, {"n": 3}
     )
     like = combined([after_one, after_nine])
     assert like == Saved(
         "X",
-        {"a": Shape("float32", (1, None, 8)), "b": Shape("float32", (1, 2), may_lack=True)},
+        {
+            "a": ArrayShape("float32", (1, None, 8)),
+            "b": ArrayShape("float32", (1, 2), may_lack=True),
+        },
         {"n": 3},
         [],
     )
-    for fine in (after_one, after_nine, Saved("X", {"a": Shape("float32", (1, 5, 8))}, {"n": 3})):
+    for fine in (
+        after_one,
+        after_nine,
+        Saved("X", {"a": ArrayShape("float32", (1, 5, 8))}, {"n": 3}),
+    ):
         assert mismatch(fine, like, 9) is None
     for wrong in (
-        Saved("X", {"b": Shape("float32", (1, 2))}, {"n": 3}),
-        Saved("X", {"a": Shape("float32", (1, 9, 7))}, {"n": 3}),
-        Saved("X", {"a": Shape("float32", (1, 9, 8)), "b": Shape("float32", (1, 3))}, {"n": 3}),
-        Saved("X", {"a": Shape("float32", (1, 9, 8))}, {"b": 1, "n": 3}),
-        Saved("X", {"a": Shape("float32", (1, 9, 8))}, {}),
-        Saved("X", {"a": Shape("float32", (1, 9, 8)), "c": Shape("float32", (1,))}, {"n": 3}),
+        Saved("X", {"b": ArrayShape("float32", (1, 2))}, {"n": 3}),
+        Saved("X", {"a": ArrayShape("float32", (1, 9, 7))}, {"n": 3}),
+        Saved(
+            "X",
+            {"a": ArrayShape("float32", (1, 9, 8)), "b": ArrayShape("float32", (1, 3))},
+            {"n": 3},
+        ),
+        Saved("X", {"a": ArrayShape("float32", (1, 9, 8))}, {"b": 1, "n": 3}),
+        Saved("X", {"a": ArrayShape("float32", (1, 9, 8))}, {}),
+        Saved(
+            "X", {"a": ArrayShape("float32", (1, 9, 8)), "c": ArrayShape("float32", (1,))}, {"n": 3}
+        ),
     ):
         assert mismatch(wrong, like, 9) is not None

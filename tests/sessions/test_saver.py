@@ -188,7 +188,7 @@ def test_nothing_is_read_before_somebody_needs_it(
     answer(runner, PROMPT)
     save(saver(runner))
     read: list[str] = []
-    from mlxrunner.stored.tensors import StoredArray
+    from mlxrunner.system.tensorfile import StoredArray
 
     original = StoredArray.read
     monkeypatch.setattr(

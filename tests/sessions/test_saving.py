@@ -31,7 +31,7 @@ def test_an_interrupt_while_reading_costs_nothing(
     save(saver(runner))
     restored = oracle_runner()
     saver(restored).load("one")
-    from mlxrunner.stored.tensors import StoredArray
+    from mlxrunner.system.tensorfile import StoredArray
 
     original = StoredArray.read
 

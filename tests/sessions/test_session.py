@@ -8,8 +8,7 @@ import pytest
 
 from mlxrunner import Runner
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.sessions.history import History, Rendering, Turn
-from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.session import Branch, History, Rendering, Session, SessionTurn
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 VOCAB = 300
@@ -25,7 +24,7 @@ def is_kept(history: History, tokenizer: ByteTokenizer | None = None) -> bool:
 
 
 def spelled(text: str, tokens: list[int], dropped: int = 0) -> History:
-    return History((Turn("a", "b"),), Rendering(text, tuple(tokens)), dropped=dropped)
+    return History((SessionTurn("a", "b"),), Rendering(text, tuple(tokens)), dropped=dropped)
 
 
 @pytest.mark.parametrize("text", ["hello", "naïve 🙂 日本", " two  spaces\n", "\ufffd as it is"])

@@ -23,16 +23,15 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.errors import SessionError
-from mlxrunner.sessions.history import History, Position, Rendering, Turn
-from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.session import Branch, History, Position, Rendering, Session, SessionTurn
 from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
-from mlxrunner.stored.folder import Folder
-from mlxrunner.stored.tensors import Buffer
+from mlxrunner.system.folders import Folder
+from mlxrunner.system.tensorfile import Buffer
 from mlxrunner.system.writing import sealed
 
 
 def session(text: str = "hello", tokens: int = 5) -> Session:
-    history = History((Turn(text, text),), Rendering(text, tuple(range(tokens))))
+    history = History((SessionTurn(text, text),), Rendering(text, tuple(range(tokens))))
     return Session(
         "demo", {"main": Branch("be brief", history)}, settings={"options": {"temperature": 0.5}}
     )
@@ -276,10 +275,10 @@ def test_tokens_go_with_a_checksum_that_is_wrong_and_texts_stay(
     found, (state,) = store.load("one"), store.load_states("one")
     if begin:
         assert (found.is_changed, state.is_changed) == (True, True)
-        assert found.history == History((Turn("ten dogs", "ten dogs"),))
+        assert found.history == History((SessionTurn("ten dogs", "ten dogs"),))
         assert (found.system, found.settings) == ("be brief", {"options": {"temperature": 0.5}})
         assert found.fingerprint == {}
-    assert state.history == History((Turn("two dogs", "two dogs"),))
+    assert state.history == History((SessionTurn("two dogs", "two dogs"),))
     store.save("one", found)
     assert not store.load("one").is_changed
 
@@ -290,7 +289,7 @@ LONG = Session(
         name: Branch(
             system,
             History(
-                (Turn("I have 5 cats", "5", Position(13, 3), Position(14, 4), "<end>"),) * 1,
+                (SessionTurn("I have 5 cats", "5", Position(13, 3), Position(14, 4), "<end>"),) * 1,
                 Rendering("I have 5 cats5", (5, 17, 4711, 9)),
                 first=1,
                 dropped=2,
@@ -359,7 +358,7 @@ def test_what_is_saved_is_on_the_disk_in_whole(
     synced: list[str] = []
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder"}
     monkeypatch.setattr(
-        "mlxrunner.stored.folder.whole_sync",
+        "mlxrunner.system.folders.whole_sync",
         lambda fd: synced.append(kinds[stat.S_IFMT(os.fstat(fd).st_mode)]),
     )
     store.save("one", session())
@@ -428,10 +427,10 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from mlxrunner.sessions.history import History, Position, Rendering, Turn
+from mlxrunner.sessions.session import History, Position, Rendering, SessionTurn
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.tensors import Buffer
+from mlxrunner.system.tensorfile import Buffer
 from mlxrunner.system.writing import sealed
 assert "mlx" not in sys.modules
 
@@ -443,7 +442,7 @@ def saving(first, saved):
     store = SessionStore(folder)
     with store.lock("one"):
         for n in range(first, first + 10_000):
-            turns = (Turn(f"turn {n}", "x" * (n % 50)),) * 20
+            turns = (SessionTurn(f"turn {n}", "x" * (n % 50)),) * 20
             store.save("one", Session("demo", {"main": \
 Branch(None, History(turns, Rendering("", (n,) * 2000)))}))
             os.write(saved, b"t")

@@ -15,8 +15,7 @@ from mlxrunner.chat.commands.sessions import Saving
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.chat.start import commands
-from mlxrunner.sessions.history import History, Turn
-from mlxrunner.sessions.session import Branch
+from mlxrunner.sessions.session import Branch, History, SessionTurn
 from mlxrunner.sessions.store import TEXT, SessionStore
 
 TABLE = commands()
@@ -33,7 +32,7 @@ def content(data: Path, name: str) -> Any:
 
 
 def branch(*users: str, system: str | None = None) -> Branch:
-    return Branch(system, History(tuple(Turn(user, f"answer to {user}") for user in users)))
+    return Branch(system, History(tuple(SessionTurn(user, f"answer to {user}") for user in users)))
 
 
 class Typed:

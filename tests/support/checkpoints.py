@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxrunner.cache.checkpoints import Checkpoint, Checkpoints, Places, Role
+from mlxrunner.cache.checkpoints import Checkpoint, CheckpointPlaces, Checkpoints, Role
 
 
 def at(offset: int, nbytes: int = 1, role: Role | None = None) -> Checkpoint:
@@ -17,7 +17,7 @@ def holding(budget: int, *offsets: int) -> Checkpoints:
     return found
 
 
-def stops(some: Checkpoints, start: int, places: Places, nbytes: int = 1) -> list[int]:
+def stops(some: Checkpoints, start: int, places: CheckpointPlaces, nbytes: int = 1) -> list[int]:
     """Where a prefill from `start` on pauses, taking a checkpoint each time."""
     some.mark(places)
     at_, found = start, []

@@ -18,7 +18,7 @@ from mlxrunner.cache import EntryLease, PrefixCache
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.rotate import rotators
-from mlxrunner.cache.overflow import Shift
+from mlxrunner.cache.tokens import Shift
 from mlxrunner.speculation.controller import Costs
 from mlxrunner.testing import interrupt_at
 

@@ -122,7 +122,7 @@ def claim_least(claim: int, room: int, patch: pytest.MonkeyPatch) -> None:
 
 def park_in_pieces_of(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let files have `count` tokens, and a step write or read one piece of a conversation."""
-    patch.setattr("mlxrunner.stored.parked.SEGMENT", count)
+    patch.setattr("mlxrunner.cache.disk.index.SEGMENT", count)
     patch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", count)
     patch.setattr("mlxrunner.parallel.scheduling.pace.StepPace.errand_s", lambda *_: 1e-9)
 

@@ -15,12 +15,12 @@ import mlx.core as mx
 from support.engine import DrivenHandle, Stepper, backend, request_of, scheduler
 from support.models import tiny_config, tiny_model
 
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import FormError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Usage
-from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -115,7 +115,7 @@ class History(ABC):
         """Return a runner that parks conversations in the folder of this history, if it has one."""
         if self._disk is None:
             return Stepper(*self.given, **self._settings)
-        parking = Parking(Path(self._disk.name), {"model": "tiny"}, limit=2**20)
+        parking = DiskCache(Path(self._disk.name), {"model": "tiny"}, limit=2**20)
         runner = Stepper(*self.given, parking=parking, **self._settings)
         runner.observers.append(self._count)
         return runner

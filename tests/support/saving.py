@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mlxrunner import Runner
-from mlxrunner.sessions.history import History, Rendering, Turn
 from mlxrunner.sessions.saver import Saver
-from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.session import Branch, History, Rendering, Session, SessionTurn
 
 Make = Callable[..., Saver]
 
@@ -20,7 +19,9 @@ def session(runner: Runner, text: str = "hello") -> Session:
         {
             "main": Branch(
                 None,
-                History((Turn(text, text),), Rendering(runner.tokenizer.decode(tokens), tokens)),
+                History(
+                    (SessionTurn(text, text),), Rendering(runner.tokenizer.decode(tokens), tokens)
+                ),
             )
         },
     )

@@ -13,9 +13,8 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlxrunner.cache.tokens import as_tokens
-from mlxrunner.pictures.crossing import CrossingModel
-from mlxrunner.pictures.model import SeeingModel
-from mlxrunner.pictures.sight import Prepared, Sight
+from mlxrunner.pictures.model import CrossingModel, SeeingModel
+from mlxrunner.pictures.vision_encoder import Prepared, VisionEncoder
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 Part = tuple[str, Any]
@@ -162,7 +161,7 @@ def built(kind: str, seed: int = 3) -> Any:
     return model
 
 
-def seeing_model(model: Any, sight: Sight) -> SeeingModel:
+def seeing_model(model: Any, sight: VisionEncoder) -> SeeingModel:
     """Return what runs a model of mlx-vlm."""
     return (CrossingModel if model.config.model_type == "mllama" else SeeingModel)(model, sight)
 
@@ -234,7 +233,7 @@ class MadeUpProcessor:
         return {"input_ids": np.array([block]), "attention_mask": None, **inputs}
 
 
-def prompt_of(kind: str, sight: Sight, history: list[Part]) -> TokenizedPrompt:
+def prompt_of(kind: str, sight: VisionEncoder, history: list[Part]) -> TokenizedPrompt:
     """Return a prompt of texts and pictures, which holds what `sight` needs of these."""
     tokens, views = list[int](), list[Prepared]()
     for what, part in history:

@@ -17,7 +17,7 @@ from support.tokenizers import save_byte_level
 from mlxrunner import PromptError
 from mlxrunner.chat.rendering import Renderer
 from mlxrunner.models import fingerprint
-from mlxrunner.sessions.history import History, Turn
+from mlxrunner.sessions.session import History, SessionTurn
 from mlxrunner.templates.rendering import read_json, read_templates
 from mlxrunner.tokenizer import Tokenizer, encode_after, load_tokenizer
 
@@ -198,7 +198,7 @@ def test_a_chat_adds_the_tokens_of_the_whole_rendering(
     for number in range(3):
         asked = renderer.render(history, f"question {number}")
         tokens = tokenizer.encode_more("an answer<|end|>")
-        turn = Turn(f"question {number}", "an answer", asked.end, closing="<|end|>")
+        turn = SessionTurn(f"question {number}", "an answer", asked.end, closing="<|end|>")
         history = history.with_turn(turn, asked.and_then("an answer<|end|>", tokens))
     messages: Any = [*history.messages("be kind"), {"role": "user", "content": "one more"}]
     whole = tokenizer.encode(tokenizer.render(messages))

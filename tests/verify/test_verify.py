@@ -18,9 +18,9 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
-from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.testing import oracle_runner
 from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
 from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk

@@ -14,9 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner.cache.layers.layout import Layout
-from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.saved import Saved
+from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, Snapshot
 
 
 class ArrayCache(LayerCache):

@@ -7,10 +7,8 @@ from typing import Any
 
 from mlx_lm.models.cache import CacheList
 
-from mlxrunner.cache.layers.extents import Extent, Several
-from mlxrunner.cache.layers.layout import Layout
-from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.saved import Saved
+from mlxrunner.cache.layers.extents import CompositeExtent, Extent
+from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, Snapshot
 
 
 class CompositeCache(LayerCache):
@@ -32,7 +30,7 @@ class CompositeCache(LayerCache):
 
     @property
     def extent(self) -> Extent:
-        return Several.of([part.extent for part in self.parts])
+        return CompositeExtent.of([part.extent for part in self.parts])
 
     @property
     def state(self) -> list[Any]:

@@ -5,7 +5,7 @@ A layer cache answers these questions through its extent, and a replay
 immutable: a forward pass or a rewind makes another one.
 
 A token log names each layer's extent and its parameters (`describe`);
-`mlxrunner.cache.layers.logged_extents` reads them. `mlxrunner.cache.layers.stock_extents` has the
+`mlxrunner.cache.layers.extents` reads them. `mlxrunner.cache.layers.extents` has the
 extents of mlx-lm's own caches.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from mlxrunner.cache.overflow import window_closes
+from mlxrunner.cache.tokens import window_closes
 
 STEP = 256
 """Rows that a window's buffer has beyond the window and its slack."""
@@ -277,7 +277,7 @@ class LastPass(Extent):
 
 
 @dataclass(frozen=True)
-class Several(Extent):
+class CompositeExtent(Extent):
     """The parts of a composite layer, which go back together."""
 
     parts: tuple[Extent, ...] = ()
@@ -319,3 +319,163 @@ class Several(Extent):
     def checkpoint_bytes(self, line: Mapping[str, Any]) -> int:
         pairs = zip(self.parts, line["parts"], strict=True)
         return sum(part.checkpoint_bytes(of_part) for part, of_part in pairs)
+
+
+STOCK_STEP = 256
+"""Rows by which the buffers of mlx-lm's own caches grow."""
+
+
+@dataclass(frozen=True)
+class Stay(Extent):
+    """A layer of unknown content, which can only stay where it is.
+
+    Its size is estimated as that of an mlx-lm cache with a row per token, in buffers that grow by
+    steps.
+    """
+
+    rows: int = 0
+    """Rows allocated. A checkpoint copies all of them."""
+
+    name = "stay"
+
+    def reachable(self, to: int) -> int:
+        return self.offset if to >= self.offset else 0
+
+    def after(self, tokens: int) -> Self:
+        end = self.offset + tokens
+        # mlx-lm cuts off what is not used before it grows, unless it ends with a step.
+        kept = self.offset if self.offset % STOCK_STEP else self.rows
+        rows = kept + _whole_steps(tokens) if end > self.rows else self.rows
+        return replace(self, offset=end, rows=rows)
+
+    def rewound(self, to: int) -> Self:
+        return replace(self, offset=to)
+
+    @property
+    def checkpoint_rows(self) -> int:
+        return self.rows
+
+
+@dataclass(frozen=True)
+class Torn(Stay):
+    """A layer whose forward pass was begun and never ended. It can only start over."""
+
+    name = "torn"
+
+    def reachable(self, to: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Filling(Stay):
+    """A ring of `window` rows, as in mlx-lm. It can go back until the ring is full."""
+
+    window: int = 1
+    """Rows of the ring."""
+
+    name = "filling"
+    parameters = ("window",)
+
+    def reachable(self, to: int) -> int:
+        return to if to < self.offset < self.window else super().reachable(to)
+
+    def after(self, tokens: int) -> Self:
+        rows = self.rows
+        if tokens > 1:
+            rows = min(rows, self.offset, self.window - 1) + tokens
+        elif rows <= self.offset and rows < self.window:
+            rows += min(STOCK_STEP, self.window - self.offset)
+        return replace(
+            self,
+            offset=self.offset + tokens,
+            rows=rows if tokens > 1 else min(rows, self.window),
+        )
+
+
+@dataclass(frozen=True)
+class ChunkExtent(Stay):
+    """A layer with attention within chunks of `window` tokens, as in mlx-lm.
+
+    It can go back while the chunk of the next token is stored from its beginning.
+    """
+
+    first: int = 0
+    """Position of the first token stored."""
+    window: int = 1
+    """Tokens of a chunk."""
+
+    name = "chunk"
+    parameters = ("window",)
+    undoes_a_pass = True
+
+    def reachable(self, to: int) -> int:
+        if to >= self.offset:
+            return self.offset
+        return to if self.first <= to - to % self.window else 0
+
+    def after(self, tokens: int) -> Self:
+        first, rows, stored = self.first, self.rows, self.offset - self.first
+        if stored > self.window:
+            first, rows, stored = self.offset - self.window, self.window, self.window
+        if stored + tokens > rows:
+            rows = (stored if stored % STOCK_STEP else rows) + _whole_steps(tokens)
+        return replace(self, offset=self.offset + tokens, rows=rows, first=first)
+
+
+def _whole_steps(rows: int) -> int:
+    return -(-rows // STOCK_STEP) * STOCK_STEP
+
+
+DEEPEST = 8
+"""Levels of composite layers that a token log may nest."""
+
+
+def read_extent(line: Mapping[str, Any], context: int, slack: int | None = None) -> Extent:
+    """Make the empty extent of a layer that a token log describes (see docs/profiling.md).
+
+    `line`: a line that `is_layer` has checked. `context`: tokens of the context. `slack`: the
+    rewind slack of windows in tokens, in place of the logged one; None: the logged one.
+    """
+    if parts := line.get("parts"):
+        return CompositeExtent.of([read_extent(part, context, slack) for part in parts])
+    return EXTENTS[_extent_name(line)].read(line, context, slack)
+
+
+def is_layer(line: Any, depth: int = 0) -> bool:
+    """Return True if `line`, which may come from a stranger, describes a layer for `read_extent`.
+
+    `depth`: the number of composite layers around it, less than DEEPEST.
+    """
+    optional = [line[name] for name in ("window", "slack", "room") if line[name] is not None]
+    sizes = [line[name] for name in ("row_bytes", "checkpoint_rows", "checkpoint_fixed")]
+    known = EXTENTS.get(_extent_name(line))
+    return (
+        isinstance(line["kind"], str)
+        and isinstance(line["needs_checkpoints"], bool)
+        and known is not None
+        and (known is CompositeExtent) == bool(line.get("parts"))
+        and all(map(_is_size, [*sizes, *optional, line.get("count", 1)]))
+        and all(_is_size(line[name]) for name in known.parameters)
+        and line["window"] != 0
+        and depth < DEEPEST
+        and all(is_layer(part, depth + 1) for part in line.get("parts", []))
+    )
+
+
+def _extent_name(line: Mapping[str, Any]) -> str:
+    """Return the name of a layer's extent. Logs of version 0.2 give only the kind of layer."""
+    if line.get("parts"):
+        return CompositeExtent.name
+    if isinstance(line.get("extent"), str):
+        return str(line["extent"])
+    if not line["needs_checkpoints"]:
+        return Everything.name
+    if line["kind"] == "sliding" and line["room"] is not None:
+        return Window.name
+    if line["kind"] == "chunked" and line["window"] is not None:
+        return ChunkExtent.name
+    return LastPass.name if line["kind"] == "recurrent" else Stay.name
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= 2**53

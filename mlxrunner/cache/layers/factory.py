@@ -20,14 +20,11 @@ from mlx_lm.models.cache import (
 )
 
 from mlxrunner.cache.layers.composite import CompositeCache
-from mlxrunner.cache.layers.full import FullAttentionCache
-from mlxrunner.cache.layers.layout import Layout
-from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.layers.quantized import QuantizedAttentionCache
+from mlxrunner.cache.layers.full import FullAttentionCache, QuantizedAttentionCache
+from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, combined, shapes
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.cache.layers.stock import StockCache, chunked, sinks
-from mlxrunner.cache.saved import Saved, combined, shapes
 from mlxrunner.errors import OptionError
 
 DEFAULT_SLACK = 512

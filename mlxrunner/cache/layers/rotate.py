@@ -148,7 +148,7 @@ def _keys_at(model: Any, layers: int, position: int) -> list[tuple[mx.array, mx.
 
     They are `[1, kv_heads, len(TOKENS), head_dim]`.
     """
-    probes = [Probe(position) for _ in range(layers)]
+    probes = [RotationProbe(position) for _ in range(layers)]
     model(mx.array(TOKENS)[:, None], cache=probes)
     stored = [
         (probe.keys.transpose(2, 1, 0, 3), probe.values.transpose(2, 1, 0, 3)) for probe in probes
@@ -157,7 +157,7 @@ def _keys_at(model: Any, layers: int, position: int) -> list[tuple[mx.array, mx.
     return stored
 
 
-class Probe:
+class RotationProbe:
     """A layer cache that pretends to be at `offset` and lets a token see only itself."""
 
     def __init__(self, offset: int) -> None:

@@ -11,9 +11,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from mlxrunner.cache.layers.base import ArrayCache, contiguous
 from mlxrunner.cache.layers.extents import Window
-from mlxrunner.cache.layers.layout import Layout
-from mlxrunner.cache.layers.protocol import Snapshot
-from mlxrunner.cache.saved import Saved
+from mlxrunner.cache.layers.protocol import Layout, Saved, Snapshot
 from mlxrunner.system.mlx_lm_internals import rows_in_order
 
 

@@ -16,11 +16,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from mlxrunner.cache.layers.base import leaves, tree_bytes
-from mlxrunner.cache.layers.extents import Extent
-from mlxrunner.cache.layers.layout import Layout
-from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.layers.stock_extents import Chunk, Filling, Stay, Torn
-from mlxrunner.cache.saved import Saved
+from mlxrunner.cache.layers.extents import ChunkExtent, Extent, Filling, Stay, Torn
+from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, Snapshot
 from mlxrunner.system.mlx_lm_internals import has_settable_state, is_stock_cache
 
 
@@ -159,7 +156,7 @@ def chunked(inner: ChunkedKVCache) -> TrimmableCache:
     """Wrap the cache of attention within chunks, as in Llama 4."""
 
     def extent(inner: ChunkedKVCache, offset: int) -> Extent:
-        return Chunk(offset, first=inner.start_position, window=inner.chunk_size)
+        return ChunkExtent(offset, first=inner.start_position, window=inner.chunk_size)
 
     return TrimmableCache(inner, "chunked", extent)
 

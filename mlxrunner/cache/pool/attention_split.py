@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlxrunner.cache.pool.cells import Bools, Cells, Ints, Run, Spans, between
+from mlxrunner.cache.pool.cells import Bools, CellRun, Ints, KVPool, Spans, between
 from mlxrunner.cache.pool.interface import Batch
 
 PART_COST = 500
@@ -56,11 +56,11 @@ class Own(NamedTuple):
     """The mask `[queries, cells]`; None: each sees all cells up to its own."""
 
 
-class Part(NamedTuple):
+class SplitPart(NamedTuple):
     """Some queries, and a run of cells that they see."""
 
     queries: tuple[int, ...]
-    cells: Run
+    cells: CellRun
     visible: Bools | None
     """The mask `[queries, cells]`; None: all are visible."""
 
@@ -98,7 +98,7 @@ class Gathered(NamedTuple):
     """The mask `[queries, length]`; None: all are visible."""
 
 
-AnyPart = Part | StackedParts | Gathered
+AnyPart = SplitPart | StackedParts | Gathered
 Level = tuple[AnyPart, ...]
 """Parts of which each query is in at most one."""
 
@@ -113,10 +113,10 @@ class Split(NamedTuple):
     levels: tuple[Level, ...]
 
 
-class Seen(NamedTuple):
+class SeenCells(NamedTuple):
     """A run of cells, and which blocks see them, as the bits of a number."""
 
-    cells: Run
+    cells: CellRun
     blocks: int
 
     @property
@@ -136,13 +136,13 @@ Found = list[tuple[int, Gathered]]
 """Parts, each with its blocks as the bits of a number."""
 
 
-def gather(blocks: Sequence[Block], seen: Sequence[Seen]) -> tuple[Found, list[Seen]]:
+def gather(blocks: Sequence[Block], seen: Sequence[SeenCells]) -> tuple[Found, list[SeenCells]]:
     """Gather the cells that single queries see, where a part for them would cost more.
 
     Return what is gathered, and the rest of `seen`.
     """
     single = sum(1 << number for number, block in enumerate(blocks) if block.num_queries == 1)
-    runs: defaultdict[int, list[Run]] = defaultdict(list)
+    runs: defaultdict[int, list[CellRun]] = defaultdict(list)
     may_be = {one for one in seen if not one.blocks & ~single and _is_worth_copying(one)}
     for one in seen:
         for number in one.numbers if one in may_be else ():
@@ -151,11 +151,11 @@ def gather(blocks: Sequence[Block], seen: Sequence[Seen]) -> tuple[Found, list[S
     if len(short) < 2:
         return [], list(seen)
     taken = sum(1 << number for number in short)
-    rest = [Seen(one.cells, one.blocks & ~taken) if one in may_be else one for one in seen]
+    rest = [SeenCells(one.cells, one.blocks & ~taken) if one in may_be else one for one in seen]
     return _by_length(blocks, short), [one for one in rest if one.blocks]
 
 
-def gather_scattered(cells: Cells, blocks: Sequence[Block]) -> Found | None:
+def gather_scattered(cells: KVPool, blocks: Sequence[Block]) -> Found | None:
     """Gather all that the blocks see which lie in too many pieces to list.
 
     Return None if one product of all blocks is faster, or if one of these has several queries.
@@ -182,18 +182,18 @@ def cost_of(part: Gathered) -> int:
     return PART_COST + (1 + COPY_COST) * part.cells.size
 
 
-def _is_worth_copying(one: Seen) -> bool:
+def _is_worth_copying(one: SeenCells) -> bool:
     """Return True if one query sees the cells, or if a copy for each costs less than a part."""
     sharers = one.blocks.bit_count()
     return sharers == 1 or COPY_COST * sharers * (one.cells.end - one.cells.begin) < PART_COST
 
 
-def _is_short(runs: Sequence[Run]) -> bool:
+def _is_short(runs: Sequence[CellRun]) -> bool:
     """Return True if copying the cells costs less than a part for them."""
     return COPY_COST * sum(run.end - run.begin for run in runs) < PART_COST
 
 
-def _cells(runs: Sequence[Run]) -> Ints:
+def _cells(runs: Sequence[CellRun]) -> Ints:
     return np.concatenate([np.arange(*run, dtype=np.int32) for run in runs])
 
 
@@ -228,7 +228,7 @@ LONG = 64
 """Fewest tokens of a piece that attends by itself. It reads what it shares once more."""
 
 
-def blocks_of(cells: Cells, batch: Batch) -> list[Block] | None:
+def blocks_of(cells: KVPool, batch: Batch) -> list[Block] | None:
     """Return the blocks of a placed batch; None if its tokens are in no such order."""
     if batch.is_plain:
         return [_block(cells, batch, 0, len(batch))]
@@ -241,7 +241,7 @@ def blocks_of(cells: Cells, batch: Batch) -> list[Block] | None:
     return [_block(cells, batch, begin, end) for begin, end in pairwise(borders)]
 
 
-def _block(cells: Cells, batch: Batch, begin: int, end: int) -> Block:
+def _block(cells: KVPool, batch: Batch, begin: int, end: int) -> Block:
     sequence, position = batch.sequences[begin], batch.positions[begin]
     known, low = cells.spans(sequence), 0
     if cells.window.is_limited:
@@ -251,7 +251,7 @@ def _block(cells: Cells, batch: Batch, begin: int, end: int) -> Block:
 
 
 def split(
-    cells: Cells, batch: Batch, blocks: Sequence[Block], worth: float = WORTH_SPLITTING
+    cells: KVPool, batch: Batch, blocks: Sequence[Block], worth: float = WORTH_SPLITTING
 ) -> Split | None:
     """Split the attention of a placed batch; return None if one product is faster.
 
@@ -260,23 +260,23 @@ def split(
     own = tuple(_own(cells, block) for block in blocks if block.num_queries >= LONG)
     levels = _levels(cells, [block for block in blocks if block.num_queries < LONG])
     parts = [part for level in levels for part in level]
-    if not own and len(parts) == 1 and isinstance(parts[0], Part):
+    if not own and len(parts) == 1 and isinstance(parts[0], SplitPart):
         return None
     span = history_of(cells, batch, blocks)
     cost = sum(_cost_of_own(piece) for piece in own) + sum(map(_cost_of, parts))
     return None if len(batch) * (span.end - span.begin) < worth * cost else Split(own, levels)
 
 
-def history_of(cells: Cells, batch: Batch, blocks: Sequence[Block] | None) -> Run:
+def history_of(cells: KVPool, batch: Batch, blocks: Sequence[Block] | None) -> CellRun:
     """Return the cells from the first to the last that a placed batch sees."""
     seen = [] if blocks is None else [block.seen for block in blocks]
     spans = [span for found in seen if found is not None for span in found]
     if not spans or None in seen:
         return cells.history(batch)
-    return Run(min(each.begin for each in spans), max(each.end for each in spans))
+    return CellRun(min(each.begin for each in spans), max(each.end for each in spans))
 
 
-def _own(cells: Cells, block: Block) -> Own:
+def _own(cells: KVPool, block: Block) -> Own:
     """Return a long block: its cells in the order of positions, with a mask if it needs one."""
     queries = np.arange(block.position, block.position + block.num_queries, dtype=np.int32)
     first = cells.window.first_seen(queries)
@@ -293,7 +293,7 @@ def _own(cells: Cells, block: Block) -> Own:
     return Own(block.begin, block.end, found.astype(np.int32), visible)
 
 
-def _levels(cells: Cells, blocks: Sequence[Block]) -> tuple[Level, ...]:
+def _levels(cells: KVPool, blocks: Sequence[Block]) -> tuple[Level, ...]:
     """Return the parts of short blocks, those with the most queries first."""
     if not blocks:
         return ()
@@ -308,12 +308,12 @@ def _levels(cells: Cells, blocks: Sequence[Block]) -> tuple[Level, ...]:
     return tuple(tuple(level) for _, level in levels)
 
 
-def _all_parts(cells: Cells, blocks: Sequence[Block]) -> list[tuple[int, AnyPart]]:
+def _all_parts(cells: KVPool, blocks: Sequence[Block]) -> list[tuple[int, AnyPart]]:
     """Return the parts, each with its blocks as the bits of a number."""
     scattered = gather_scattered(cells, blocks)
     if scattered is None:
         return [_all_at_once(cells, blocks)]
-    seen = [[Run(each.begin, each.end) for each in block.seen or ()] for block in blocks]
+    seen = [[CellRun(each.begin, each.end) for each in block.seen or ()] for block in blocks]
     rows = [block.num_queries for block in blocks]
     stacks, rest = _stacks(cells, blocks, _overlaps(seen))
     joined = _joined(rest, rows)
@@ -326,7 +326,7 @@ def _all_parts(cells: Cells, blocks: Sequence[Block]) -> list[tuple[int, AnyPart
     return [*scattered, *stacks, *_parts(cells, blocks, joined)]
 
 
-def _overlaps(seen: Sequence[Sequence[Run]]) -> list[Seen]:
+def _overlaps(seen: Sequence[Sequence[CellRun]]) -> list[SeenCells]:
     """Return the cells that any of the blocks sees, wherever another set of blocks sees them."""
     changes: defaultdict[int, int] = defaultdict(int)
     for number, runs in enumerate(seen):
@@ -337,15 +337,15 @@ def _overlaps(seen: Sequence[Sequence[Run]]) -> list[Seen]:
     for begin, end in pairwise([*sorted(changes), 0]):
         blocks ^= changes[begin]
         if blocks:
-            found.append(Seen(Run(begin, end), blocks))
+            found.append(SeenCells(CellRun(begin, end), blocks))
     return found
 
 
 def _stacks(
-    cells: Cells, blocks: Sequence[Block], seen: Sequence[Seen]
-) -> tuple[list[tuple[int, StackedParts]], list[Seen]]:
+    cells: KVPool, blocks: Sequence[Block], seen: Sequence[SeenCells]
+) -> tuple[list[tuple[int, StackedParts]], list[SeenCells]]:
     """Stack what single queries see in even reservations of one size. Return the rest, too."""
-    by_size: defaultdict[int, dict[int, list[Run]]] = defaultdict(dict)
+    by_size: defaultdict[int, dict[int, list[CellRun]]] = defaultdict(dict)
     rest = []
     for one in seen:
         number = one.blocks.bit_length() - 1
@@ -370,15 +370,17 @@ def _stacks(
         count = (last - first) // size + 1
         if len(members) > 1 and count <= 2 * len(members):
             bits = sum(1 << number for number in members)
-            stacks.append((bits, _stacked(blocks, members, begins, Run(first, size), count)))
+            stacks.append((bits, _stacked(blocks, members, begins, CellRun(first, size), count)))
         else:
-            rest += [Seen(run, 1 << number) for number, runs in members.items() for run in runs]
+            rest += [
+                SeenCells(run, 1 << number) for number, runs in members.items() for run in runs
+            ]
     return stacks, sorted(rest)
 
 
 def _stacked(
     blocks: Sequence[Block],
-    members: dict[int, list[Run]],
+    members: dict[int, list[CellRun]],
     begins: dict[int, int],
     reservations: tuple[int, int],
     count: int,
@@ -402,17 +404,17 @@ def _stacked(
     return StackedParts(tuple(queries), tuple(sorted(wanted)), first, size, length, mask)
 
 
-Joined = list[tuple[Seen, list[Seen]]]
+Joined = list[tuple[SeenCells, list[SeenCells]]]
 """Runs of cells, each with those that it was joined from."""
 
 
-def _joined(seen: Sequence[Seen], rows: Sequence[int]) -> Joined:
+def _joined(seen: Sequence[SeenCells], rows: Sequence[int]) -> Joined:
     """Join neighbours where one product is less work. `rows`: the queries of each block."""
     joined: Joined = []
     for one in seen:
         if joined:
             last, members = joined[-1]
-            both = Seen(Run(last.cells.begin, one.cells.end), last.blocks | one.blocks)
+            both = SeenCells(CellRun(last.cells.begin, one.cells.end), last.blocks | one.blocks)
             if _pairs(both, rows) <= PART_COST + _pairs(last, rows) + _pairs(one, rows):
                 joined[-1] = both, [*members, one]
                 continue
@@ -424,7 +426,7 @@ def _cost_of_joined(joined: Joined, rows: Sequence[int]) -> int:
     return sum(PART_COST + _pairs(whole, rows) for whole, _ in joined)
 
 
-def _parts(cells: Cells, blocks: Sequence[Block], joined: Joined) -> list[tuple[int, AnyPart]]:
+def _parts(cells: KVPool, blocks: Sequence[Block], joined: Joined) -> list[tuple[int, AnyPart]]:
     rows = [block.num_queries for block in blocks]
     return [
         (part.blocks, _part(cells, blocks, part, members))
@@ -433,7 +435,7 @@ def _parts(cells: Cells, blocks: Sequence[Block], joined: Joined) -> list[tuple[
     ]
 
 
-def _small_enough(seen: Seen, rows: Sequence[int]) -> list[Seen]:
+def _small_enough(seen: SeenCells, rows: Sequence[int]) -> list[SeenCells]:
     """Divide the blocks that see some cells, so that no part has too many scores."""
     most = max(1, MOST_SHARED // (seen.cells.end - seen.cells.begin))
     found, count = [], most
@@ -443,15 +445,17 @@ def _small_enough(seen: Seen, rows: Sequence[int]) -> list[Seen]:
             count = 0
         found[-1] |= 1 << number
         count += rows[number]
-    return [Seen(seen.cells, bits) for bits in found]
+    return [SeenCells(seen.cells, bits) for bits in found]
 
 
-def _part(cells: Cells, blocks: Sequence[Block], whole: Seen, members: Sequence[Seen]) -> Part:
+def _part(
+    cells: KVPool, blocks: Sequence[Block], whole: SeenCells, members: Sequence[SeenCells]
+) -> SplitPart:
     """Return a part over `members`, which lie in the run of `whole`, for the blocks of `whole`."""
     run, own = whole.cells, [blocks[number] for number in whole.numbers]
     queries = tuple(query for block in own for query in range(block.begin, block.end))
     if len(members) == 1 and len(queries) == len(own):
-        return Part(queries, run, None)
+        return SplitPart(queries, run, None)
     visible = np.zeros((len(queries), run.end - run.begin), np.bool_)
     row = 0
     for number, block in zip(whole.numbers, own, strict=True):
@@ -463,25 +467,25 @@ def _part(cells: Cells, blocks: Sequence[Block], whole: Seen, members: Sequence[
         if block.num_queries > 1:
             rows &= _visible(cells, block, run)
         row += block.num_queries
-    return Part(queries, run, None if visible.all() else visible)
+    return SplitPart(queries, run, None if visible.all() else visible)
 
 
-def _visible(cells: Cells, block: Block, run: Run) -> Bools:
+def _visible(cells: KVPool, block: Block, run: CellRun) -> Bools:
     queries = np.arange(block.position, block.position + block.num_queries, dtype=np.int32)
     return cells.visible(queries, np.full_like(queries, block.sequence), run)
 
 
-def _all_at_once(cells: Cells, blocks: Sequence[Block]) -> tuple[int, Part]:
+def _all_at_once(cells: KVPool, blocks: Sequence[Block]) -> tuple[int, SplitPart]:
     """Return one part for all blocks, where the cells of some are scattered."""
-    masks = [_visible(cells, block, Run(0, cells.num_cells)) for block in blocks]
+    masks = [_visible(cells, block, CellRun(0, cells.num_cells)) for block in blocks]
     visible = np.concatenate(masks)
     seen = np.flatnonzero(visible.any(axis=0))
-    run = Run(int(seen[0]), int(seen[-1]) + 1)
+    run = CellRun(int(seen[0]), int(seen[-1]) + 1)
     queries = tuple(query for block in blocks for query in range(block.begin, block.end))
-    return (1 << len(blocks)) - 1, Part(queries, run, visible[:, run.begin : run.end])
+    return (1 << len(blocks)) - 1, SplitPart(queries, run, visible[:, run.begin : run.end])
 
 
-def _pairs(seen: Seen, rows: Sequence[int]) -> int:
+def _pairs(seen: SeenCells, rows: Sequence[int]) -> int:
     """Return the pairs of query and cell in one product over `seen`."""
     count = sum(rows[number] for number in seen.numbers)
     return count * (seen.cells.end - seen.cells.begin)
@@ -490,7 +494,7 @@ def _pairs(seen: Seen, rows: Sequence[int]) -> int:
 def _cost_of(part: AnyPart) -> int:
     if isinstance(part, Gathered):
         return cost_of(part)
-    length = part.cells.end - part.cells.begin if isinstance(part, Part) else part.length
+    length = part.cells.end - part.cells.begin if isinstance(part, SplitPart) else part.length
     return PART_COST + len(part.queries) * length
 
 
@@ -504,7 +508,7 @@ class Alone(NamedTuple):
     Those of a single query may have gaps between them, and any order.
     """
 
-    cells: Run
+    cells: CellRun
     visible: Bools | None
     """The mask `[queries, cells]`; None: each query sees all cells up to its own."""
 
@@ -514,10 +518,10 @@ class Forward:
     """A pass of a `batch` that was placed in `places`, and `cells` as they are then."""
 
     batch: Batch
-    cells: Cells
+    cells: KVPool
     places: Ints | None
     """The cell of each token; None in a reserve pass, which sees all cells and stores nothing."""
-    all_rows: Run
+    all_rows: CellRun
     """The rows of the buffers."""
 
     @cached_property
@@ -525,7 +529,7 @@ class Forward:
         return None if self.places is None else blocks_of(self.cells, self.batch)
 
     @cached_property
-    def history(self) -> Run:
+    def history(self) -> CellRun:
         """The rows from the first to the last that the batch sees."""
         if self.places is None:
             return self.all_rows
@@ -548,7 +552,7 @@ class Forward:
             or not (seen := self.blocks[0].seen)
         ):
             return None
-        run, queries = Run(seen[0].begin, seen[-1].end), len(self.batch)
+        run, queries = CellRun(seen[0].begin, seen[-1].end), len(self.batch)
         if sum(span.end - span.begin for span in seen) < run.end - run.begin:
             return _with_gaps(run, seen) if queries == 1 else None
         if queries == 1:  # sees them in any order
@@ -567,7 +571,7 @@ class Forward:
         return split(self.cells, self.batch, self.blocks, worth)
 
 
-def _with_gaps(run: Run, seen: Spans) -> Alone | None:
+def _with_gaps(run: CellRun, seen: Spans) -> Alone | None:
     """Return the cells that a single query sees as one product; None if parts may be less work."""
     length = run.end - run.begin
     own = sum(span.end - span.begin for span in seen)

@@ -1,29 +1,32 @@
 """The cache of causal attention for several sequences: full, windowed or chunked.
 
 It has the semantics of Ollama's causal cache. The buffers of a whole layer are allocated once and
-written in place, as `Cells` plans it. While rows move, the cells count as empty until all rows have
+written in place, as `KVPool` plans it. While rows move, the cells count as empty until all have
 arrived. An interrupt in between leaves an empty cache, never a wrong one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlxrunner.cache.layers.extents import Everything, Extent, Window
+from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, Snapshot
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Forward, Split
 from mlxrunner.cache.pool.cells import (
     AttentionWindow,
-    Cells,
+    CellRun,
     Ints,
+    KVPool,
     Move,
     Placement,
     PositionShift,
-    Run,
     runs,
 )
 from mlxrunner.cache.pool.interface import END, Batch, Cache, Commit, Lifecycle
@@ -38,7 +41,7 @@ That is faster than a slice for each run.
 """
 
 
-class Places:
+class BatchPlaces:
     """Cells that rows are written to, prepared once for all layers."""
 
     def __init__(self, cells: Ints) -> None:
@@ -89,11 +92,11 @@ class Layer:
                     f"but the cache was allocated for {expected}"
                 )
 
-    def write(self, places: Places, keys: mx.array, values: mx.array) -> None:
+    def write(self, places: BatchPlaces, keys: mx.array, values: mx.array) -> None:
         places.put(self.keys, keys.astype(self.keys.dtype))
         places.put(self.values, values.astype(self.values.dtype))
 
-    def read(self, run: Run) -> tuple[mx.array, mx.array]:
+    def read(self, run: CellRun) -> tuple[mx.array, mx.array]:
         return self.keys[..., run.begin : run.end, :], self.values[..., run.begin : run.end, :]
 
 
@@ -113,7 +116,7 @@ def read(buffer: mx.array, cells: Ints) -> mx.array:
     else:
         rows = mx.contiguous(
             mx.concatenate(
-                [buffer[..., run.begin : run.end, :] for run in found or [Run(0, 0)]], axis=2
+                [buffer[..., run.begin : run.end, :] for run in found or [CellRun(0, 0)]], axis=2
             )
         )
     mx.eval(rows)
@@ -121,7 +124,7 @@ def read(buffer: mx.array, cells: Ints) -> mx.array:
 
 
 def write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
-    Places(cells).put(buffer, rows)
+    BatchPlaces(cells).put(buffer, rows)
     mx.eval(buffer)
 
 
@@ -141,7 +144,7 @@ class Pass:
     """The pass under way, and where its rows are written: nowhere in a reserve pass."""
 
     forward: Forward
-    places: Places | None
+    places: BatchPlaces | None
     mask: mx.array | None = None
     """The mask `[n_tokens, history]`, once it was asked for."""
 
@@ -165,12 +168,12 @@ class CausalCache(Cache):
     ) -> None:
         self._shift, self._attention_window = shift, AttentionWindow(window, memory, chunk)
         self._lifecycle = Lifecycle()
-        self._dtype, self._max_batch, self._rows = mx.float32, 0, Run(0, 0)
-        self._cells = self._no_cells = Cells.empty(0, 0, self._attention_window)
+        self._dtype, self._max_batch, self._rows = mx.float32, 0, CellRun(0, 0)
+        self._cells = self._no_cells = KVPool.empty(0, 0, self._attention_window)
         self._layers: dict[int, Layer] = {}
         self._layer = 0
         self._pass: Pass | None = None
-        self._undo: tuple[Cells, Pass | None] | None = None
+        self._undo: tuple[KVPool, Pass | None] | None = None
 
     @property
     def window(self) -> int | None:
@@ -350,8 +353,10 @@ class CausalCache(Cache):
         )
         self._dtype, self._max_batch = dtype, max_batch
         num_cells = self._attention_window.num_cells(max_sequences, capacity, max_batch)
-        self._rows = Run(0, num_cells)
-        self._cells = self._no_cells = Cells.empty(num_cells, max_sequences, self._attention_window)
+        self._rows = CellRun(0, num_cells)
+        self._cells = self._no_cells = KVPool.empty(
+            num_cells, max_sequences, self._attention_window
+        )
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         self._undo = None
@@ -361,7 +366,7 @@ class CausalCache(Cache):
             self._pass = Pass(Forward(batch, self._cells, None, self._rows), None)
             return
         before, after, cells, move = self._place(batch)
-        coming = Pass(Forward(batch, after, cells, self._rows), Places(cells))
+        coming = Pass(Forward(batch, after, cells, self._rows), BatchPlaces(cells))
         if move is not None:
             self._move(move, before)
         self._undo = before, self._pass
@@ -450,7 +455,7 @@ class CausalCache(Cache):
     def close(self) -> None:
         self._lifecycle.close()
         self._layers.clear()
-        self._cells = self._no_cells = Cells.empty(0, 0, self._attention_window)
+        self._cells = self._no_cells = KVPool.empty(0, 0, self._attention_window)
         self._pass = self._undo = None
 
     def _current(self) -> Pass:
@@ -475,13 +480,13 @@ class CausalCache(Cache):
         self._check_size(batch)
         return self._cells.place(batch)
 
-    def _become(self, after: Cells) -> None:
+    def _become(self, after: KVPool) -> None:
         self._cells, self._undo = after, None
 
     def _forget(self) -> None:
         self._cells, self._pass, self._undo = self._no_cells, None, None
 
-    def _move(self, move: Move, after: Cells) -> None:
+    def _move(self, move: Move, after: KVPool) -> None:
         self._forget()
         targets = np.arange(move.begin, move.begin + len(move.sources), dtype=np.int32)
         for layer in self._layers.values():
@@ -489,9 +494,142 @@ class CausalCache(Cache):
                 write(buffer, targets, read(buffer, move.sources))
         self._cells = after
 
-    def _apply_shift(self, shift: PositionShift, rows: Rows, after: Cells) -> None:
+    def _apply_shift(self, shift: PositionShift, rows: Rows, after: KVPool) -> None:
         self._forget()
         for index, (keys, values) in rows.items():
             write(self._layers[index].keys, shift.targets, keys)
             write(self._layers[index].values, shift.copies.targets, values)
         self._cells = after
+
+
+class CellsLayer(LayerCache):
+    """The tokens of one sequence in the cells of a group of layers."""
+
+    counts_forwards = False
+    stores_plain_rows = True
+    outline_after = (1,)
+
+    def __init__(self, group: CausalCache, sequence: int) -> None:
+        """Stand for `sequence` of `group`. Both have no tokens of it yet, or keep those it has."""
+        self.group, self.sequence = group, sequence
+        self.kind = "full" if group.window is None else "sliding"
+
+    @property
+    def takes_pieces(self) -> bool:  # type: ignore[override]  # a window has only its last rows
+        return self.group.window is None
+
+    @property
+    def extent(self) -> Extent:
+        first, end = self.group.stored(self.sequence)
+        window, memory = self.group.window, self.group.memory
+        if window is None or memory is None:
+            return Everything(end)
+        return Window.sized(window, memory - window).at(first, end)
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        return self.group.window is not None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the cells that only this sequence owns."""
+        return self.group.row_bytes * self.group.num_own(self.sequence)
+
+    def go_back(self, to: int) -> None:
+        self.group.remove(self.sequence, to, END)
+
+    def free(self) -> None:
+        self.group.remove(self.sequence, 0, END)
+
+    def copy(self, other: LayerCache, to: int) -> None:
+        """Share the first `to` tokens of `other`: nothing is copied within a group."""
+        if not isinstance(other, CellsLayer) or other.group is not self.group:
+            super().copy(other, to)
+            return
+        self.group.copy_prefix(other.sequence, self.sequence, to)
+
+    def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
+        """Move the tokens in the way that the group was made with, instead of by `rotate`."""
+        self.group.remove(self.sequence, keep, keep + discard)
+
+    def layouts(self) -> list[Layout]:
+        row_bytes = self.group.row_bytes
+        if self.group.window is None:
+            return [Layout(self.kind, row_bytes)]
+        memory = self.group.memory or self.group.window
+        return [Layout(self.kind, row_bytes, memory, checkpoint_rows=self.group.window - 1)]
+
+    def export_rows(self, begin: int, end: int) -> Saved:
+        """Return the rows of the tokens `begin .. end - 1`, all of which are stored."""
+        return Saved(self.kind, _arrays(self.group.read(self.sequence, begin, end)))
+
+    def export(self, snapshot: Snapshot | None = None) -> Saved:
+        if snapshot is not None:
+            return Saved(self.kind, snapshot.content)
+        extent = self.extent
+        return self.export_rows(extent.first if isinstance(extent, Window) else 0, extent.offset)
+
+    def extend(self, saved: Saved) -> None:
+        if _count(saved.arrays):
+            self.group.write(self.sequence, self.offset, _rows(saved.arrays))
+
+    def adopt(self, saved: Saved, offset: int) -> None:
+        self._store(saved.arrays, offset)
+
+    def snapshot(self) -> Snapshot:
+        """Copy the rows that a window sees before its next token."""
+        extent = self.extent
+        if not isinstance(extent, Window) or not extent.seen:
+            return Snapshot({}, 0)
+        return _snapshot(dict(self.export_rows(extent.offset - extent.seen, extent.offset).arrays))
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        self._store(snapshot.content, offset)
+
+    def snapshot_of(self, saved: Saved, offset: int) -> Snapshot:
+        rows = _count(saved.arrays)
+        window = self.group.window
+        if window is not None and rows != min(offset, window - 1):
+            raise ValueError(f"a checkpoint at {offset} of a window of {window} has {rows} rows")
+        return _snapshot(dict(saved.arrays))
+
+    def _store(self, arrays: Mapping[str, mx.array], offset: int) -> None:
+        """Replace all tokens by the rows before `offset`. Raise ValueError if they don't fit."""
+        rows, window = _count(arrays), self.group.window
+        least = offset if window is None else min(offset, window - 1)
+        if not least <= rows <= offset:
+            raise ValueError(f"{rows} rows are not those of a {self.kind} layer at {offset}")
+        self.free()
+        if rows:
+            self.group.write(self.sequence, offset - rows, _rows(arrays))
+
+
+def _arrays(rows: Rows) -> dict[str, mx.array]:
+    """Return rows by names: that of a layer is "3.keys" or "3.values"."""
+    named = {}
+    for layer, (keys, values) in rows.items():
+        named[f"{layer}.keys"], named[f"{layer}.values"] = keys, values
+    return named
+
+
+def _rows(arrays: Mapping[str, mx.array]) -> Rows:
+    """Return named rows by layer. Raise ValueError if keys or values are missing."""
+    layers = {name.partition(".")[0] for name in arrays}
+    try:
+        return {
+            int(layer): (arrays[f"{layer}.keys"], arrays[f"{layer}.values"]) for layer in layers
+        }
+    except KeyError as error:
+        raise ValueError(f"a layer lacks {error.args[0]}") from error
+
+
+def _count(arrays: Mapping[str, mx.array]) -> int:
+    """Return the number of rows. Raise ValueError unless all arrays have the same."""
+    counts = {array.shape[2] if array.ndim == 4 else -1 for array in arrays.values()}
+    if len(counts) > 1 or -1 in counts:
+        raise ValueError(f"the arrays of a layer have {sorted(counts)} rows")
+    return counts.pop() if counts else 0
+
+
+def _snapshot(arrays: dict[str, mx.array]) -> Snapshot:
+    return Snapshot(arrays, sum(array.nbytes for array in arrays.values()), list(arrays.values()))

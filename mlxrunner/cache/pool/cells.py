@@ -1,6 +1,6 @@
 """The position and the owners of each cell. Bookkeeping only: numpy, no tensors.
 
-A cell is one row of every layer's buffers. `Cells` is a value: each operation returns the next
+A cell is one row of every layer's buffers. `KVPool` is a value: each operation returns the next
 value, together with the plan for moving the rows, and changes nothing. Therefore a failed operation
 leaves no trace, and keeping the old value undoes an operation.
 
@@ -86,7 +86,7 @@ class AttentionWindow:
         )
 
 
-class Run(NamedTuple):
+class CellRun(NamedTuple):
     """Cells `begin .. end - 1`."""
 
     begin: int
@@ -119,13 +119,13 @@ class PositionShift(NamedTuple):
         return PositionShift(self.sources[moved], self.targets[moved], self.by)
 
 
-def runs(cells: Ints) -> list[Run]:
+def runs(cells: Ints) -> list[CellRun]:
     """Return the cells as runs of neighbours."""
     if len(cells) == 1:
-        return [Run(int(cells[0]), int(cells[0]) + 1)]
+        return [CellRun(int(cells[0]), int(cells[0]) + 1)]
     ends = [*(np.flatnonzero(cells[1:] != cells[:-1] + 1) + 1).tolist(), len(cells)]
     bounds = pairwise([0, *ends]) if len(cells) else ()
-    return [Run(int(cells[begin]), int(cells[end - 1]) + 1) for begin, end in bounds]
+    return [CellRun(int(cells[begin]), int(cells[end - 1]) + 1) for begin, end in bounds]
 
 
 MAX_SPANS = 32
@@ -202,7 +202,7 @@ class Reservation(NamedTuple):
     pieces; but for those that lie behind what the sequence has.
     """
 
-    run: Run
+    run: CellRun
     next: int
     """The first cell that is not taken yet."""
 
@@ -228,7 +228,7 @@ def reserve(
     if not len(fitting):
         return None
     begin = int(fitting[0])
-    return Reservation(Run(begin, begin + size), begin)
+    return Reservation(CellRun(begin, begin + size), begin)
 
 
 def reserve_at(
@@ -238,7 +238,7 @@ def reserve_at(
     end = begin + count
     if count <= 0 or end > len(free) or not _without(free, reservations)[begin:end].all():
         return None
-    return Reservation(Run(begin, end), begin)
+    return Reservation(CellRun(begin, end), begin)
 
 
 def place_tokens(
@@ -294,9 +294,9 @@ def _first_fit(free: Bools, n: int) -> int | None:
 class Placement(NamedTuple):
     """The cells of a batch, and the tokens before and after it."""
 
-    before: Cells
+    before: KVPool
     """The tokens before the batch, with the rows moved."""
-    after: Cells
+    after: KVPool
     """The tokens with those of the batch."""
     cells: Ints
     """The cells of the batch, `[n_tokens]`."""
@@ -305,7 +305,7 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
+class KVPool:
     """The tokens in the cells. The arrays are never written to."""
 
     positions: Ints
@@ -319,7 +319,7 @@ class Cells:
     """The spans that were asked for."""
 
     @classmethod
-    def empty(cls, num_cells: int, max_sequences: int, window: AttentionWindow) -> Cells:
+    def empty(cls, num_cells: int, max_sequences: int, window: AttentionWindow) -> KVPool:
         return cls(
             np.zeros(num_cells, np.int32), np.zeros((max_sequences, num_cells), np.bool_), window
         )
@@ -405,7 +405,7 @@ class Cells:
         """Return the cells that a query at `position` of a placed batch sees, in any order."""
         query = np.array([position], np.int32)
         seen: Ints = np.flatnonzero(
-            self.visible(query, np.array([sequence]), Run(0, self.num_cells))[0]
+            self.visible(query, np.array([sequence]), CellRun(0, self.num_cells))[0]
         ).astype(np.int32)
         return seen
 
@@ -421,7 +421,7 @@ class Cells:
         first = int(self.window.first_seen(np.array([position], np.int32))[0])
         return len(np.unique(stored[(stored >= first) & (stored < position)])) == position - first
 
-    def with_prefix(self, source: int, target: int, length: int) -> Cells:
+    def with_prefix(self, source: int, target: int, length: int) -> KVPool:
         """Let `target` share the tokens of `source` at positions < `length`, and no others.
 
         Raise ValueError for a negative length or a sequence that does not exist.
@@ -433,7 +433,7 @@ class Cells:
         owners[target] = self.owners[source] & (self.positions < length)
         return self._changed(target, owners=owners)
 
-    def without(self, sequence: int, begin: int, end: int) -> tuple[Cells, PositionShift | None]:
+    def without(self, sequence: int, begin: int, end: int) -> tuple[KVPool, PositionShift | None]:
         """Drop the tokens of `sequence` at positions `begin .. end - 1`, and move up those behind.
 
         Return the cells and the tokens that move, if any. Raise ValueError for a range that does
@@ -461,7 +461,7 @@ class Cells:
         after = self._changed(sequence, positions=positions, owners=owners)
         return after, PositionShift(sources, targets, begin - end) if len(sources) else None
 
-    def expecting(self, sequence: int, count: int) -> Cells:
+    def expecting(self, sequence: int, count: int) -> KVPool:
         """Give the sequence a reservation of at least `count` cells in place of the one it had.
 
         It lies behind the sequence's last token if there is room, unless another sequence shares
@@ -518,29 +518,29 @@ class Cells:
         positions, owners, used = kept.positions.copy(), kept.owners.copy(), kept.used.copy()
         positions[cells], used[cells] = batch.positions, True
         owners[batch.sequences, cells] = True
-        after = Cells(positions, owners, self.window, reservations)
+        after = KVPool(positions, owners, self.window, reservations)
         after._known.update(kept._grown(batch, cells))
         after.__dict__["used"] = used
         return Placement(before, after, cells, move)
 
-    def packed(self) -> tuple[Cells, Move | None]:
+    def packed(self) -> tuple[KVPool, Move | None]:
         """Close all holes, in the same order."""
         order, move = self._packing(self)
         return self._in_order(order), move
 
-    def history(self, batch: Batch) -> Run:
+    def history(self, batch: Batch) -> CellRun:
         """Return the cells from the first to the last that a placed batch may see."""
         sequences, lowest = _lowest_positions(batch)
         seen = self.owners[sequences] & (self.positions >= self.window.first_seen(lowest)[:, None])
         cells = np.flatnonzero(seen.any(axis=0))
-        return Run(int(cells[0]), int(cells[-1]) + 1)
+        return CellRun(int(cells[0]), int(cells[-1]) + 1)
 
-    def mask(self, batch: Batch, history: Run) -> Bools:
+    def mask(self, batch: Batch, history: CellRun) -> Bools:
         """Return the mask `[n_tokens, history]` of the batch: True where a token sees a cell."""
         queries, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
         return self.visible(queries, sequences, history)
 
-    def visible(self, queries: Ints, sequences: Ints, run: Run) -> Bools:
+    def visible(self, queries: Ints, sequences: Ints, run: CellRun) -> Bools:
         """Return which cells of `run` tokens at positions `queries` of `sequences` look back at."""
         positions = self.positions[run.begin : run.end]
         visible: Bools = self.owners[:, run.begin : run.end][sequences]
@@ -558,7 +558,7 @@ class Cells:
                 f"the cache was initialized for {len(self.owners)}, counted from 0"
             )
 
-    def _changed(self, sequence: int | None, **fields: Any) -> Cells:
+    def _changed(self, sequence: int | None, **fields: Any) -> KVPool:
         """Replace `fields`, which changes the tokens of no sequence but `sequence`."""
         after = replace(self, **fields)
         after._known.update(self._known)
@@ -566,7 +566,7 @@ class Cells:
             after._known.pop(sequence, None)
         return after
 
-    def _kept_for(self, batch: Batch) -> Cells:
+    def _kept_for(self, batch: Batch) -> KVPool:
         """Drop the tokens that no sequence needs once the batch has begun."""
         if self.window.memory is None:
             return self
@@ -588,7 +588,7 @@ class Cells:
                 known[sequence] = more
         return known
 
-    def _packing(self, kept: Cells) -> tuple[Ints, Move | None]:
+    def _packing(self, kept: KVPool) -> tuple[Ints, Move | None]:
         """Return the order in which all cells would be packed, and the move that does it.
 
         Cells that are also used in `kept` come first.
@@ -601,7 +601,7 @@ class Cells:
         begin, end = int(displaced[0]), int(displaced[-1]) + 1
         return order, Move(begin, order[begin:end])
 
-    def _in_order(self, order: Ints) -> Cells:
+    def _in_order(self, order: Ints) -> KVPool:
         return replace(
             self, positions=self.positions[order], owners=self.owners[:, order], reservations={}
         )

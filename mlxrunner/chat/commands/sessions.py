@@ -15,8 +15,8 @@ from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve
 from mlxrunner.sessions.saver import Saver
 from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.store import SessionStore
-from mlxrunner.sessions.unnamed import (
+from mlxrunner.sessions.store import (
+    SessionStore,
     drop_oldest,
     is_unnamed,
     must_be_free,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.taken import Taken
     from mlxrunner.runner import Runner
-    from mlxrunner.sessions.history import History
+    from mlxrunner.sessions.session import History
 
 PATH = "PATH"
 """The word in `Command.takes` that makes completion offer paths."""

@@ -18,8 +18,8 @@ from mlxrunner.cache.pool.attention_split import (
     Gathered,
     Level,
     Own,
-    Part,
     Split,
+    SplitPart,
     StackedParts,
 )
 from mlxrunner.cache.pool.cells import Bools, runs
@@ -77,7 +77,7 @@ class _Own:
 class _Part:
     """Some queries over a run of cells."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: SplitPart) -> None:
         self.order, self._cells = part.queries, slice(*part.cells)
         self._rows = _Rows(part.queries)
         self._mask = None if part.visible is None else mx.array(part.visible)
@@ -161,7 +161,7 @@ class _Gathered(_Batch):
 
 
 def _prepared(part: AnyPart) -> _Part | _Batch:
-    if isinstance(part, Part):
+    if isinstance(part, SplitPart):
         return _Part(part)
     return _Stack(part) if isinstance(part, StackedParts) else _Gathered(part)
 

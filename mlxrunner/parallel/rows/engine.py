@@ -10,9 +10,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
 from mlxrunner.cache.pool.interface import Batch, Cache, WrapperCache
-from mlxrunner.cache.pool.layer import CellsLayer
 from mlxrunner.cache.tokens import TokenArray
 
 WINDOWS_KEEP = 64

@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
+from mlxrunner.cache.layers.extents import ChunkExtent
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
-from mlxrunner.cache.layers.rotate import Probe
-from mlxrunner.cache.layers.stock_extents import Chunk
+from mlxrunner.cache.layers.rotate import RotationProbe
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.models.chunks import DEPENDS
@@ -163,7 +163,7 @@ def _at(like: LayerCache, sharing: Sharing, position: int) -> Any:
     """Return a cache for the model with nothing before `position`."""
     if falls_apart(like, sharing):
         return CacheList(*(_at(part, sharing, position) for part in like.parts))
-    return Probe(position) if shares(like, sharing) else like.model_cache
+    return RotationProbe(position) if shares(like, sharing) else like.model_cache
 
 
 def _run(engine: Any) -> Iterator[mx.array]:
@@ -191,7 +191,7 @@ def _row(step: dict[int, list[int]], done: dict[int, int]) -> tuple[mx.array, Ba
 def _begin_near_the_end_of_a_chunk(caches: Sequence[LayerCache]) -> None:
     """Let layers with attention within chunks begin two tokens before a chunk ends."""
     for cache in caches:
-        if isinstance(cache.extent, Chunk):
+        if isinstance(cache.extent, ChunkExtent):
             inner: Any = cache.model_cache
             inner.offset = inner.start_position = cache.extent.window - 2
 

@@ -14,8 +14,8 @@ from itertools import groupby
 import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
-from mlxrunner.cache.lease import Source
 from mlxrunner.cache.pool.interface import END
+from mlxrunner.cache.prefix import CopySource
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.chunks import DEPENDS
@@ -184,7 +184,7 @@ class Assigner:
         `restored`: number of tokens of the slot that were just read from disk.
         """
         slot, prompt = request.slot, request.todo
-        copied = None if source is slot else Source(source.cache, source.exact)
+        copied = None if source is slot else CopySource(source.cache, source.exact)
         self.residents.explain(slot.cache, prompt)
         slot.exact, slot.rests = END, False
         lease = request.lease = slot.cache.begin(prompt, source=copied)

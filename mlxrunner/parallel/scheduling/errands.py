@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 
+from mlxrunner.cache.layers.protocol import SavedEntry
 from mlxrunner.cache.pool.causal import CausalCache
-from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.cache.tokens import goes_on
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.rows.engine import Engine

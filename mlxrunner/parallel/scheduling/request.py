@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Evicted, Lookup
 from mlxrunner.cache.pool.interface import END
+from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.cache.tokens import TokenArray, as_tokens, words
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of

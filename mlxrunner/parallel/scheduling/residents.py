@@ -1,7 +1,7 @@
 """Decide which conversations stay in the slots, which are parked on disk, and which are given up.
 
 An idle slot keeps its conversation until its cells, its bytes or the slot itself are needed. Then
-the one of least worth goes: see `mlxrunner.cache.worth`.
+the one of least worth goes: see `mlxrunner.cache.eviction`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.eviction import GreedyDual, eviction_score
+from mlxrunner.cache.layers.protocol import SavedEntry
 from mlxrunner.cache.lookup import Evicted, LostTokens
+from mlxrunner.cache.pool.causal import CellsLayer
 from mlxrunner.cache.pool.interface import END
-from mlxrunner.cache.pool.layer import CellsLayer
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
-from mlxrunner.cache.worth import GreedyDual, worth
 from mlxrunner.errors import CacheFullError
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.request import ActiveRequest
@@ -36,8 +36,8 @@ RESTORING = 32
 """Tokens that are restored in the time in which one is evaluated, or more."""
 
 
-class ParkingPlace(Protocol):
-    """A place for conversations that are given up: see `mlxrunner.stored.parking.Parking`."""
+class OffloadTarget(Protocol):
+    """The disk cache, as the scheduler uses it: see `mlxrunner.cache.disk.disk_cache.DiskCache`."""
 
     def tell(self, on_given_up: Callable[[Any], None]) -> None: ...
 
@@ -49,7 +49,7 @@ class ParkingPlace(Protocol):
 
 
 @runtime_checkable
-class PiecemealPlace(ParkingPlace, Protocol):
+class PiecemealPlace(OffloadTarget, Protocol):
     """A place that can park a conversation in pieces."""
 
     def parking(self, entry: CacheEntry) -> Generator[None, None, Any]: ...
@@ -68,7 +68,7 @@ class Residents:
         slots: Sequence[Slot],
         *,
         memory: int | None = None,
-        parking: ParkingPlace | None = None,
+        parking: OffloadTarget | None = None,
     ) -> None:
         """Manage what idle `slots` hold.
 
@@ -298,7 +298,7 @@ class Residents:
             ),
             default=0,
         )
-        return worth(len(slot.tokens), nbytes, shared)
+        return eviction_score(len(slot.tokens), nbytes, shared)
 
     def _lose(self, by: str, tokens: TokenArray) -> None:
         """Note that tokens were given up by something."""

@@ -31,7 +31,7 @@ from mlxrunner.parallel.scheduling.making_room import RoomMaker
 from mlxrunner.parallel.scheduling.pace import StepPace
 from mlxrunner.parallel.scheduling.passes import Passes
 from mlxrunner.parallel.scheduling.request import ActiveRequest
-from mlxrunner.parallel.scheduling.residents import ParkingPlace, Residents
+from mlxrunner.parallel.scheduling.residents import OffloadTarget, Residents
 from mlxrunner.parallel.scheduling.room import Room
 from mlxrunner.parallel.scheduling.row import Composer, Row, Step
 from mlxrunner.parallel.scheduling.slots import Slot
@@ -50,7 +50,7 @@ class Scheduler:
         *,
         ended: Ended,
         message_ends: TokenArray | None = None,
-        parking: ParkingPlace | None = None,
+        parking: OffloadTarget | None = None,
         is_reusable: bool = True,
         facts: ModelFacts | None = None,
     ) -> None:

@@ -14,21 +14,17 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.cache.checkpoints import Checkpoint
+from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, StoredConversation
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.extents import Extent, Window
-from mlxrunner.cache.layers.logged_extents import read_extent
-from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.layers.extents import Extent, Window, read_extent
+from mlxrunner.cache.layers.protocol import Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
+from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.cache.pool.layer import CellsLayer
-from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.errors import SessionError
 from mlxrunner.parallel.rows.alone import PromptPasses
 from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
 from mlxrunner.profiling.replay.simulate import ReplayedLayer
-from mlxrunner.stored.parked import Parked
-from mlxrunner.stored.shelf import Form, Shelf
 
 TOKEN_BYTES = 4
 """Bytes of a token in the file of a conversation."""
@@ -59,14 +55,16 @@ class _Held(LayerCache):
 
 
 class ReplayedParking:
-    """A place for conversations, with the methods of `mlxrunner.stored.parking.Parking`."""
+    """A place for conversations, with the methods of `mlxrunner.cache.disk.disk_cache.Parking`."""
 
     def __init__(self, limit: int) -> None:
         """Park at most `limit` bytes."""
-        self._shelf = Shelf(lambda name: None, limit)
-        self._entries: weakref.WeakKeyDictionary[Parked, CacheEntry] = weakref.WeakKeyDictionary()
+        self._shelf = DiskCacheIndex(lambda name: None, limit)
+        self._entries: weakref.WeakKeyDictionary[StoredConversation, CacheEntry] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def park(self, entry: CacheEntry) -> Parked | None:
+    def park(self, entry: CacheEntry) -> StoredConversation | None:
         """Keep an entry, unless it does not fit or what it holds is not exact."""
         if not entry.tokens or entry.is_shifted:
             return None
@@ -98,11 +96,11 @@ class ReplayedParking:
         shelf.drop_earlier(parked, None)
         return parked
 
-    def find(self, prompt: TokenArray) -> tuple[Parked, int] | None:
+    def find(self, prompt: TokenArray) -> tuple[StoredConversation, int] | None:
         """Return the conversation that has most of a prompt, and how many of its tokens."""
         return self._shelf.find(prompt)
 
-    def restore(self, parked: Parked, upto: int | None = None) -> Exported:
+    def restore(self, parked: StoredConversation, upto: int | None = None) -> Exported:
         """Return the first `upto` tokens of a conversation."""
         held = self._entries[parked]
         to = len(held.tokens) if upto is None else upto
@@ -123,18 +121,18 @@ class ReplayedParking:
             self._shelf.use(parked, found)
         return found
 
-    def tell(self, on_given_up: Callable[[Parked], None]) -> None:
+    def tell(self, on_given_up: Callable[[StoredConversation], None]) -> None:
         """Call `on_given_up` with each conversation that is given up to make room."""
         self._shelf.on_given_up = on_given_up
 
 
-def _form(held: CacheEntry, entry: CacheEntry) -> Form:
+def _form(held: CacheEntry, entry: CacheEntry) -> EntryForm:
     """Return the form in which the real place stores `entry`, which is held as `held`."""
     has_rows = [row_bytes_of(cache) is not None for cache in entry.caches]
     can_be_cut = all(
         rows or cache.needs_checkpoints for rows, cache in zip(has_rows, entry.caches, strict=True)
     )
-    return Form(
+    return EntryForm(
         held.tokens.array,
         [cache.extent for cache in held.caches],
         [(item.offset, item.role) for item in held.checkpoints] if can_be_cut else [],
@@ -146,7 +144,7 @@ def _form(held: CacheEntry, entry: CacheEntry) -> Form:
     )
 
 
-def _sizes(parked: Parked, entry: CacheEntry) -> dict[str, int]:
+def _sizes(parked: StoredConversation, entry: CacheEntry) -> dict[str, int]:
     """Return the bytes of each file of a conversation."""
     rows = [row_bytes_of(cache) for cache in entry.caches]
     each = sum(nbytes or 0 for nbytes in rows)

@@ -16,8 +16,7 @@ import numpy as np
 
 from mlxrunner.batch.order import order_of
 from mlxrunner.batch.records import sort_key
-from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.tokens import Shift, TokenArray, as_tokens
 from mlxrunner.engine.answer import AnswerStream, Clock
 from mlxrunner.engine.observation import usage_of
 from mlxrunner.engine.requests import Request

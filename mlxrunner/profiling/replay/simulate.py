@@ -16,14 +16,11 @@ import numpy as np
 
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.extents import Extent
-from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
+from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.lease import EntryLease
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.cache.overflow import Shift
-from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix
+from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.tokens import Shift, TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.profiling.tokenlog import LoggedRequest, are_ids
 
 MOST_MARKS = 32

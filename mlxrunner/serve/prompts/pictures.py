@@ -14,8 +14,8 @@ from typing import Any
 
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import PictureError
-from mlxrunner.pictures.sight import Prepared
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
+from mlxrunner.pictures.vision_encoder import Prepared
 from mlxrunner.system.picture_files import decode_picture
 from mlxrunner.system.picture_texts import picture_bytes
 from mlxrunner.templates.messages import PlainMessage

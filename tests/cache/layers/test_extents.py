@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+from mlxrunner.cache.layers.extents import is_layer, read_extent
 from mlxrunner.cache.layers.factory import CacheOptions, layer_cache
-from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, describe
 from mlxrunner.testing import UnknownCache
 

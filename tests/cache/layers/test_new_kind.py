@@ -22,12 +22,11 @@ from support.mixes import CHECKPOINTS, FEW, NO_HELP, mixes_of
 from support.prompts import PROMPT
 from support.reused import cold, small_steps, tokens, usage_of
 
+from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.layers import factory
-from mlxrunner.cache.layers.extents import EXTENTS, Everything
-from mlxrunner.cache.layers.logged_extents import is_layer, read_extent
+from mlxrunner.cache.layers.extents import EXTENTS, Everything, is_layer, read_extent
 from mlxrunner.cache.layers.protocol import describe
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.entry import StoredEntry, pack
 from mlxrunner.testing import LAYERS, PACKAGE, PRIME, OracleLayer, OracleModel, oracle_runner
 
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"

@@ -17,8 +17,7 @@ from support.sample import examples
 from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers.composite import CompositeCache
 from mlxrunner.cache.layers.factory import CacheOptions, layer_cache
-from mlxrunner.cache.layers.full import FullAttentionCache
-from mlxrunner.cache.layers.quantized import QuantizedAttentionCache
+from mlxrunner.cache.layers.full import FullAttentionCache, QuantizedAttentionCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.cache.layers.stock import StockCache, TrimmableCache, chunked

@@ -22,21 +22,21 @@ from mlxrunner.cache import END, Batch, CacheFullError
 from mlxrunner.cache.pool.cells import (
     MAX_SPANS,
     AttentionWindow,
-    Cells,
+    CellRun,
     CellSpan,
+    KVPool,
     Reservation,
-    Run,
     runs,
 )
 
 
-def placed(cells: Cells, *tokens: tuple[int, int]) -> Cells:
+def placed(cells: KVPool, *tokens: tuple[int, int]) -> KVPool:
     """With a batch of (sequence, position)."""
     sequences, positions = zip(*tokens, strict=True)
     return cells.place(Batch(positions, sequences)).after
 
 
-def drawn(cells: Cells) -> str:
+def drawn(cells: KVPool) -> str:
     """Draw per cell its owners and position, `.` for a free one: `0@3 01@4 .`"""
     owners = [
         "".join(str(sequence) for sequence in np.flatnonzero(cell)) for cell in cells.owners.T
@@ -47,8 +47,8 @@ def drawn(cells: Cells) -> str:
     )
 
 
-def cells(num_cells: int = 6, max_sequences: int = 3, **window: int) -> Cells:
-    return Cells.empty(num_cells, max_sequences, AttentionWindow(**window))
+def cells(num_cells: int = 6, max_sequences: int = 3, **window: int) -> KVPool:
+    return KVPool.empty(num_cells, max_sequences, AttentionWindow(**window))
 
 
 def test_a_batch_goes_to_the_first_room_that_holds_it() -> None:
@@ -69,7 +69,10 @@ def test_without_room_side_by_side_the_cells_are_packed() -> None:
     assert drawn(placement.after) == "0@0 0@1 0@2 2@0 2@1 2@2 2@3"
     assert placement.cells.tolist() == [4, 5, 6]
     assert placement.move is not None
-    assert (placement.move.begin, runs(placement.move.sources)) == (1, [Run(2, 4), Run(5, 6)])
+    assert (placement.move.begin, runs(placement.move.sources)) == (
+        1,
+        [CellRun(2, 4), CellRun(5, 6)],
+    )
     assert drawn(holes) == "0@0 . 0@1 0@2 . 2@0 ."  # a value: nothing was done to it
 
 
@@ -116,7 +119,7 @@ def test_a_batch_drops_what_is_beyond_each_memory(
     before = placed(cells(6, 2), (1, 3), (1, 4), (0, 3), (0, 4), (1, 2), (0, 2))
     assert drawn(before) == "1@3 1@4 0@3 0@4 1@2 0@2"
     assert (
-        drawn(placed(Cells(before.positions, before.owners, AttentionWindow(window=3)), *batch))
+        drawn(placed(KVPool(before.positions, before.owners, AttentionWindow(window=3)), *batch))
         == expected
     )
 
@@ -153,7 +156,7 @@ def test_a_gap_that_can_not_be_closed_for_want_of_cells() -> None:
     ):
         shared.without(0, 0, 1)
     assert drawn(shared.without(0, 1, 2)[0]) == "01@0 1@1 1@2 0@1"
-    full = Cells(np.array([1, 0], np.int32), np.array([[True, True], [True, False]]))
+    full = KVPool(np.array([1, 0], np.int32), np.array([[True, True], [True, False]]))
     assert (drawn(full), drawn(full.without(0, 0, 1)[0])) == ("01@1 0@0", "1@1 0@0")
 
 
@@ -256,8 +259,8 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
     owners[:, start : start + n] = [
         [sequence == other for other in batch.sequences] for sequence in range(2)
     ]
-    some = Cells(positions, owners, window)
-    history = Run(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 10)))
+    some = KVPool(positions, owners, window)
+    history = CellRun(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 10)))
     expected = []
     for query, sequence in zip(batch.positions, batch.sequences, strict=True):
         seen = []
@@ -273,7 +276,7 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
         expected.append(seen)
     assert some.mask(batch, history).tolist() == expected
     found = some.history(batch)
-    everything = some.mask(batch, Run(0, 10))
+    everything = some.mask(batch, CellRun(0, 10))
     assert not everything[:, : found.begin].any()
     assert not everything[:, found.end :].any()
 
@@ -337,48 +340,53 @@ def test_the_interface_comes_without_mlx() -> None:
 
 def test_a_lane_keeps_the_tokens_of_a_sequence_side_by_side() -> None:
     """The others go beside the reservations, and a reservation ends where it was filled."""
-    cells = Cells.empty(200, 3, AttentionWindow()).expecting(0, 30).expecting(1, 20)
-    assert cells.reservations == {0: Reservation(Run(0, 32), 0), 1: Reservation(Run(32, 64), 32)}
+    cells = KVPool.empty(200, 3, AttentionWindow()).expecting(0, 30).expecting(1, 20)
+    assert cells.reservations == {
+        0: Reservation(CellRun(0, 32), 0),
+        1: Reservation(CellRun(32, 64), 32),
+    }
     first = cells.place(Batch([0, 1, 0, 0, 1], [0, 0, 1, 2, 2]))
     assert first.cells.tolist() == [0, 1, 32, 64, 65]
     second = first.after.place(Batch([2, 1, 2], [0, 1, 2]))
     assert second.cells.tolist() == [2, 33, 66]
     assert second.after.reservations == {
-        0: Reservation(Run(0, 32), 3),
-        1: Reservation(Run(32, 64), 34),
+        0: Reservation(CellRun(0, 32), 3),
+        1: Reservation(CellRun(32, 64), 34),
     }
     third = second.after.place(Batch(range(3, 33), [0] * 30))
     assert third.cells.tolist() == [*range(67, 97)]  # more than was left of the reservation
-    assert third.after.reservations == {1: Reservation(Run(32, 64), 34)}
+    assert third.after.reservations == {1: Reservation(CellRun(32, 64), 34)}
 
 
 def test_lanes_come_in_few_sizes_and_begin_at_multiples_of_them() -> None:
     """Lanes have 32, 64, 128 ... cells, up to a sequence's equal share of them."""
-    cells = Cells.empty(300, 3, AttentionWindow()).place(Batch([0], [0])).after
-    assert cells.expecting(1, 1).reservations[1].run == Run(32, 64)
-    assert cells.expecting(1, 33).reservations[1].run == Run(64, 128)
-    assert cells.expecting(1, 70).reservations[1].run == Run(100, 200)
+    cells = KVPool.empty(300, 3, AttentionWindow()).place(Batch([0], [0])).after
+    assert cells.expecting(1, 1).reservations[1].run == CellRun(32, 64)
+    assert cells.expecting(1, 33).reservations[1].run == CellRun(64, 128)
+    assert cells.expecting(1, 70).reservations[1].run == CellRun(100, 200)
     assert cells.expecting(1, 101).reservations == cells.expecting(1, 0).reservations == {}
 
 
 def test_a_conversation_goes_on_in_the_cells_behind_it() -> None:
     """Each turn has a reservation; the one behind the last token is taken if nobody else has it."""
-    cells = Cells.empty(400, 3, AttentionWindow()).expecting(0, 30)
+    cells = KVPool.empty(400, 3, AttentionWindow()).expecting(0, 30)
     for begin in range(0, 120, 20):
         cells = cells.expecting(0, 30).place(Batch(range(begin, begin + 20), [0] * 20)).after
     assert [tuple(one) for one in cells.spans(0) or ()] == [(0, 120, 0)]
     beside = cells.place(Batch([0], [1])).after
-    assert beside.expecting(0, 30).reservations[0].run == Run(160, 192)  # a cell behind it is taken
+    assert beside.expecting(0, 30).reservations[0].run == CellRun(
+        160, 192
+    )  # a cell behind it is taken
     shared = cells.with_prefix(0, 1, 120)
-    assert shared.expecting(0, 30).reservations[0].run == Run(
+    assert shared.expecting(0, 30).reservations[0].run == CellRun(
         128, 160
     )  # both go on: reservations of one size
-    assert cells.without(0, 50, 120)[0].expecting(0, 30).reservations[0].run == Run(50, 80)
+    assert cells.without(0, 50, 120)[0].expecting(0, 30).reservations[0].run == CellRun(50, 80)
 
 
 def test_lanes_give_way_where_there_is_no_other_room() -> None:
     """They are a wish: everything that would fit without them fits."""
-    cells = Cells.empty(64, 2, AttentionWindow()).expecting(0, 6)
+    cells = KVPool.empty(64, 2, AttentionWindow()).expecting(0, 6)
     placement = cells.place(Batch(range(40), [1] * 40))
     assert placement.cells.tolist() == [*range(40)]
     assert placement.after.reservations == {}
@@ -388,7 +396,7 @@ def test_lanes_give_way_where_there_is_no_other_room() -> None:
 
 def test_a_lane_whose_cells_were_taken_is_no_lane() -> None:
     """Copies that a shift needs may land in it."""
-    cells = Cells.empty(64, 2, AttentionWindow()).expecting(0, 6)
+    cells = KVPool.empty(64, 2, AttentionWindow()).expecting(0, 6)
     taken = replace(cells, owners=cells.owners.copy())
     taken.owners[1, 1] = True
     placement = taken.place(Batch([0, 1], [0, 0]))
@@ -398,12 +406,12 @@ def test_a_lane_whose_cells_were_taken_is_no_lane() -> None:
 
 def test_packing_forgets_the_lanes() -> None:
     """Their cells are somewhere else now."""
-    cells = Cells.empty(64, 2, AttentionWindow()).place(Batch([0], [0])).after.expecting(1, 3)
+    cells = KVPool.empty(64, 2, AttentionWindow()).place(Batch([0], [0])).after.expecting(1, 3)
     assert cells.reservations
     assert cells.packed()[0].reservations == {}
 
 
-def listed(cells: Cells, sequence: int) -> list[tuple[int, int]] | None:
+def listed(cells: KVPool, sequence: int) -> list[tuple[int, int]] | None:
     """Return (cell, position) of each token, from the spans; None for a scattered sequence."""
     found = cells.spans(sequence)
     if found is None:

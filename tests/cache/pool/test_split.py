@@ -22,13 +22,13 @@ from mlxrunner.cache.pool.attention_split import (
     AnyPart,
     Block,
     Gathered,
-    Part,
     Split,
+    SplitPart,
     StackedParts,
     blocks_of,
     split,
 )
-from mlxrunner.cache.pool.cells import AttentionWindow, Bools, Cells, Run
+from mlxrunner.cache.pool.cells import AttentionWindow, Bools, CellRun, KVPool
 
 SEQUENCES = 6
 SIGHTS = [
@@ -51,7 +51,7 @@ def put_together(parts: Split, queries: int, num_cells: int) -> np.ndarray[Any, 
         of_level = [query for part in level for query in _asked(part)]
         assert len(of_level) == len(set(of_level))
         for part in level:
-            if isinstance(part, Part):
+            if isinstance(part, SplitPart):
                 seen = 1 if part.visible is None else part.visible
                 counts[list(part.queries), part.cells.begin : part.cells.end] += seen
             elif isinstance(part, StackedParts):
@@ -85,7 +85,7 @@ class History:
     """Cells after random steps, forks, cuts and shifts."""
 
     def __init__(self, rng: random.Random, window: AttentionWindow, num_cells: int = 160) -> None:
-        self.rng, self.cells = rng, Cells.empty(num_cells, SEQUENCES, window)
+        self.rng, self.cells = rng, KVPool.empty(num_cells, SEQUENCES, window)
 
     def step(self, sequences: int, most: int) -> tuple[Batch, Bools] | None:
         """Place a batch of some sequences; return it with its mask, or None without room."""
@@ -98,7 +98,7 @@ class History:
         with suppress(CacheFullError):
             placement = self.cells.place(batch)
             self.cells = placement.after
-            return batch, self.cells.mask(batch, Run(0, self.cells.num_cells))
+            return batch, self.cells.mask(batch, CellRun(0, self.cells.num_cells))
         return None
 
     def change(self) -> None:
@@ -159,7 +159,7 @@ def test_attention_in_parts_is_that_of_the_mask(
         assert mx.abs(ours - expected).max().item() < 1e-5
 
 
-def _blocks(cells: Cells, batch: Batch) -> list[Block]:
+def _blocks(cells: KVPool, batch: Batch) -> list[Block]:
     blocks = blocks_of(cells, batch)
     assert blocks is not None
     return blocks
@@ -167,9 +167,9 @@ def _blocks(cells: Cells, batch: Batch) -> list[Block]:
 
 def stored(
     tokens: int, reservations: dict[int, int] | None = None, num_cells: int = 20_000
-) -> Cells:
+) -> KVPool:
     """Return cells: sequence 0 has `tokens` tokens, others have reservations of some sizes."""
-    cells = Cells.empty(num_cells, 8, AttentionWindow())
+    cells = KVPool.empty(num_cells, 8, AttentionWindow())
     for sequence, size in (reservations or {}).items():
         cells = cells.expecting(sequence, size)
     for begin in range(0, tokens, 5000):
@@ -178,7 +178,9 @@ def stored(
     return cells
 
 
-def apart(cells: Cells, *counts: tuple[int, int], worth: float = 1.2) -> tuple[Cells, Split | None]:
+def apart(
+    cells: KVPool, *counts: tuple[int, int], worth: float = 1.2
+) -> tuple[KVPool, Split | None]:
     """Place the next tokens of some sequences, given as (sequence, number), and split them."""
     nexts = cells.next_positions().tolist()
     tokens = [(nexts[s] + i, s) for s, count in counts for i in range(count)]
@@ -195,7 +197,7 @@ def drawn(found: Split | None) -> list[str]:
     for number, level in enumerate(found.levels):
         for part in level:
             asked = ",".join(map(str, _asked(part)))
-            if isinstance(part, Part):
+            if isinstance(part, SplitPart):
                 cells = f"{part.cells.begin}-{part.cells.end - 1}"
             elif isinstance(part, Gathered):
                 cells = f"{part.cells.shape[1]} gathered x {len(part.queries)}"
@@ -256,7 +258,7 @@ def test_lanes_far_apart_are_no_stack() -> None:
 
 def test_short_sequences_between_each_other_are_gathered() -> None:
     """One copy of what they see is less work than a product over all that lies between."""
-    cells = Cells.empty(4000, 8, AttentionWindow())
+    cells = KVPool.empty(4000, 8, AttentionWindow())
     for _ in range(3):
         cells, _ = apart(cells, *[(sequence, 10) for sequence in range(8)])
     cells, found = apart(cells, *[(sequence, 1) for sequence in range(8)])
@@ -268,7 +270,7 @@ def test_short_sequences_between_each_other_are_gathered() -> None:
 
 def test_long_sequences_are_not_copied() -> None:
     """A part for each of them costs less than a copy."""
-    cells = Cells.empty(9000, 4, AttentionWindow())
+    cells = KVPool.empty(9000, 4, AttentionWindow())
     for _ in range(2):
         cells, _ = apart(cells, *[(sequence, 500) for sequence in range(4)])
     _, found = apart(cells, *[(sequence, 1) for sequence in range(4)])
@@ -292,7 +294,7 @@ def test_one_product_where_it_is_less_work() -> None:
 
 def test_tokens_that_lie_between_each_other_are_one_masked_part() -> None:
     """Sequences without reservations decode into every other cell; their prompts are parts."""
-    cells = Cells.empty(9000, 2, AttentionWindow())
+    cells = KVPool.empty(9000, 2, AttentionWindow())
     for sequence in (0, 1):
         cells, _ = apart(cells, (sequence, 4000))
     for _ in range(10):
@@ -326,14 +328,14 @@ def test_scores_of_shared_cells_are_bounded() -> None:
         len(part.queries) * (part.cells.end - part.cells.begin)
         for level in found.levels
         for part in level
-        if isinstance(part, Part)
+        if isinstance(part, SplitPart)
     ]
     assert max(sizes) <= MOST_SHARED < 90 * 18_000
 
 
 def test_scattered_sequences_have_a_mask() -> None:
     """They lie in too many pieces to list; beside a long piece, what one query sees is copied."""
-    cells = Cells.empty(1000, 3, AttentionWindow())
+    cells = KVPool.empty(1000, 3, AttentionWindow())
     for _ in range(50):
         cells, found = apart(cells, (0, 1), (1, 1), (2, 1), worth=0)
     assert drawn(found) == ["one product"]
@@ -354,4 +356,4 @@ def test_scattered_sequences_have_a_mask() -> None:
 )
 def test_tokens_in_another_order_have_a_mask(batch: Batch) -> None:
     """A scheduler never makes such a step."""
-    assert blocks_of(Cells.empty(20, 2, AttentionWindow()).place(batch).after, batch) is None
+    assert blocks_of(KVPool.empty(20, 2, AttentionWindow()).place(batch).after, batch) is None

@@ -23,7 +23,7 @@ from support.seeing_folders import write_seeing
 from mlxrunner import Runner
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
-from mlxrunner.pictures import sight
+from mlxrunner.pictures import vision_encoder
 from mlxrunner.serve.answering.house import House
 from mlxrunner.serve.answering.names import ModelNames
 from mlxrunner.serve.answering.opened import Opening
@@ -242,17 +242,17 @@ def test_what_can_not_be_shown_is_refused(content: list[dict[str, Any]], why: st
 
 def test_too_many_pictures_at_once_are_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client is told to come again, and then there is room."""
-    monkeypatch.setattr(sight, "KEPT_BYTES", 0)
+    monkeypatch.setattr(vision_encoder, "KEPT_BYTES", 0)
 
     async def run() -> None:
         async with seeing() as house:
             house.load_first().loaded.model.sight._kept_bytes = 0
             asks = [[{"role": "user", "content": [shown(number)]}] for number in range(2)]
-            monkeypatch.setattr(sight, "HELD_BYTES", 1)
+            monkeypatch.setattr(vision_encoder, "HELD_BYTES", 1)
             with pytest.raises(RefusedError, match="the pictures of requests take") as caught:
                 await answered(house, asks[0])
             assert (caught.value.status, caught.value.retry_after) == (503, 5)
-            monkeypatch.setattr(sight, "HELD_BYTES", 2**29)
+            monkeypatch.setattr(vision_encoder, "HELD_BYTES", 2**29)
             await answered(house, asks[1])
 
     in_house(run())

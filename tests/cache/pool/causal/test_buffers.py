@@ -8,7 +8,7 @@ import pytest
 from support.causal import DIMS, HEADS, drawn, made, put, stored
 
 from mlxrunner.cache import Batch, CausalCache
-from mlxrunner.cache.pool.causal import Places
+from mlxrunner.cache.pool.causal import BatchPlaces
 
 
 def test_buffers_are_allocated_once_and_written_in_place() -> None:
@@ -102,7 +102,7 @@ def test_rows_at_equal_distances_are_written_at_once(distance: int) -> None:
     cells = np.arange(1, 1 + 9 * (distance or 5), distance or 5, dtype=np.int32)
     cells = cells if distance >= 0 else np.arange(40, 20, distance, dtype=np.int32)
     cells[3] += distance == 0
-    places, rows = Places(cells), mx.random.normal((1, 2, len(cells), 4))
+    places, rows = BatchPlaces(cells), mx.random.normal((1, 2, len(cells), 4))
     assert isinstance(places._cells, slice) == (distance > 0)
     buffer = mx.zeros((1, 2, 80, 4))
     places.put(buffer, rows)

@@ -38,7 +38,7 @@ LARGEST = 2048
 
 
 @dataclass(eq=False)
-class View:
+class PictureView:
     """The input that the encoder gets of a picture, or what the model saw of it.
 
     Each prompt with the picture holds it, so that it is there until the last of them has ended.
@@ -71,11 +71,11 @@ class Prepared:
     """The same with PICTURE in place of all of its positions."""
     run: TokenArray
     """The tokens of the model's own vocabulary at its positions."""
-    view: View | None = None
+    view: PictureView | None = None
     """The view that a prompt with this picture has to hold."""
 
 
-class Sight:
+class VisionEncoder:
     """The eyes of one model. Any thread may prepare pictures; one runs the encoder."""
 
     def __init__(
@@ -90,8 +90,8 @@ class Sight:
         self._model, self._processor, self.marker = model, processor, marker
         self._settings, self._kept_bytes = settings, kept_bytes
         self._token = internals.image_token(model)
-        self._views: weakref.WeakValueDictionary[bytes, View] = weakref.WeakValueDictionary()
-        self._seen: OrderedDict[bytes, View] = OrderedDict()
+        self._views: weakref.WeakValueDictionary[bytes, PictureView] = weakref.WeakValueDictionary()
+        self._seen: OrderedDict[bytes, PictureView] = OrderedDict()
         self._lock = threading.Lock()
         self._most = 0
         self._tried: int | None = None
@@ -152,7 +152,7 @@ class Sight:
             view = self._views.get(digest)
         return None if view is None else _held(view)
 
-    def _check_room(self, view: View) -> None:
+    def _check_room(self, view: PictureView) -> None:
         """Raise PicturesFullError if `view` has no room beside all others that are held."""
         held, most = sum(one.nbytes for one in self._views.values()), self._kept_bytes + HELD_BYTES
         if held + view.nbytes > most:
@@ -161,7 +161,7 @@ class Sight:
                 f"and {size(most)} are the most: send fewer or smaller ones, or later"
             )
 
-    def _viewed(self, pixels: Pixels) -> View:
+    def _viewed(self, pixels: Pixels) -> PictureView:
         block, inputs = internals.process(self._processor, self.marker, pixels)
         block = internals.own_block(self._model, block)
         if self._most and _nbytes(inputs) > self._most:
@@ -170,14 +170,14 @@ class Sight:
                 f"planned for one of {LARGEST} x {LARGEST}: make it smaller"
             )
         rows = internals.rows_of(self._model, block, inputs)
-        return View(block, inputs, expected=rows * self._row_bytes)
+        return PictureView(block, inputs, expected=rows * self._row_bytes)
 
     def _note(self, seen: Seen) -> Seen:
         """Remember how many bytes a row of a picture takes once it was seen."""
         self._row_bytes = -(-seen.nbytes // len(seen.embeddings))
         return seen
 
-    def _described(self, digest: bytes, view: View) -> Prepared:
+    def _described(self, digest: bytes, view: PictureView) -> Prepared:
         assert view.inputs is not None
         begin, end = internals.span(self._model, view.block)
         grid = internals.grid_of(self._model, view.inputs)
@@ -252,7 +252,7 @@ class Sight:
         return digest.digest()
 
 
-def _held(view: View) -> Prepared:
+def _held(view: PictureView) -> Prepared:
     """Return a picture as it goes into a prompt that holds its view."""
     assert view.described is not None
     return replace(view.described, view=view)

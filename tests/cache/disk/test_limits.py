@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from support.sample import fewer
 
+from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.errors import SessionError
-from mlxrunner.stored.parked import Parked
-from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import oracle_runner
 
 from .conftest import PARTS, PLENTY, Desk, Make, answer, some
 
 
-def on_disk(parking: Parking) -> int:
+def on_disk(parking: DiskCache) -> int:
     """Return the bytes of all files in the folder."""
     return sum(path.stat().st_size for path in parking.folder.iterdir())
 
@@ -40,7 +40,7 @@ def sizes_of(make_parking: Make, counts: list[int]) -> list[int]:
 @pytest.mark.parametrize("kinds", [["full", "full"], ["full", "sliding", "recurrent"]])
 def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[str]) -> None:
     """Through turns, forks and edits of many conversations; answers stay right."""
-    rng, given_up = random.Random(0), list[Parked]()
+    rng, given_up = random.Random(0), list[StoredConversation]()
     options = {"rewind_slack": 2, "checkpoint_interval": 12, "checkpoint_budget": 4000}
     parking = make_parking(limit=40_000, on_given_up=given_up.append)
     desk = Desk(oracle_runner(kinds, **options), parking)
@@ -61,7 +61,7 @@ def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[s
 def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
     """The conversation with less work per byte goes, though it was used last."""
     sizes = sizes_of(make_parking, [400, 30, 200])
-    given_up: list[Parked] = []
+    given_up: list[StoredConversation] = []
     parking = make_parking(limit=sum(sizes), on_given_up=given_up.append)
     runner = oracle_runner()
     for number, count in enumerate([400, 30, 200, 20]):
@@ -73,7 +73,7 @@ def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
 def test_what_was_never_used_again_goes_at_some_time(make_parking: Make) -> None:
     """New conversations, each worth less, push the old one out in the end."""
     sizes = sizes_of(make_parking, [300, 60])
-    given_up: list[Parked] = []
+    given_up: list[StoredConversation] = []
     parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 100, on_given_up=given_up.append)
     runner = oracle_runner()
     for number in range(60):
@@ -140,7 +140,7 @@ def test_a_second_process_parks_elsewhere(
     first, runner = make_parking(), oracle_runner()
     runner.evaluate([1] * 30)
     first.park(runner.entry)
-    second = Parking(first.folder.parent, PARTS, limit=PLENTY)
+    second = DiskCache(first.folder.parent, PARTS, limit=PLENTY)
     assert second.folder != first.folder
     assert (first.is_kept, second.is_kept) == (True, False)
     assert len(second) == 0
@@ -155,7 +155,7 @@ def test_a_second_process_parks_elsewhere(
 
 def test_a_private_folder_goes_with_its_owner() -> None:
     """It is removed when the parking is dropped; one of a killed process when another begins."""
-    first, runner = Parking(None, PARTS, limit=PLENTY), oracle_runner()
+    first, runner = DiskCache(None, PARTS, limit=PLENTY), oracle_runner()
     runner.evaluate([1] * 30)
     parked = first.park(runner.entry)
     folder = first.folder
@@ -163,7 +163,7 @@ def test_a_private_folder_goes_with_its_owner() -> None:
     abandoned = folder.with_name("own-abandoned")
     abandoned.mkdir(0o700)
     (abandoned / "rows-x").write_bytes(b"x")
-    second = Parking(None, PARTS, limit=PLENTY)
+    second = DiskCache(None, PARTS, limit=PLENTY)
     assert not abandoned.exists()
     assert parked in first
     assert on_disk(first) == first.bytes > 0
@@ -175,28 +175,28 @@ def test_a_private_folder_goes_with_its_owner() -> None:
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     """The error says what to do."""
-    folder = Parking(tmp_path, PARTS, limit=PLENTY).folder
+    folder = DiskCache(tmp_path, PARTS, limit=PLENTY).folder
     folder.chmod(0o777)
     with pytest.raises(SessionError, match=r"mode 0777.*chmod 700 it"):
-        Parking(tmp_path, PARTS, limit=PLENTY)
+        DiskCache(tmp_path, PARTS, limit=PLENTY)
     folder.chmod(0o700)
     if os.geteuid() == 0:
         os.chown(folder, 12345, 12345)
         with pytest.raises(SessionError, match="belongs to user 12345"):
-            Parking(tmp_path, PARTS, limit=PLENTY)
+            DiskCache(tmp_path, PARTS, limit=PLENTY)
 
 
 def test_a_folder_that_cant_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SessionError, match="can't be parked in"):
-        Parking(tmp_path / "file" / "folder", PARTS, limit=PLENTY)
-    parking = Parking(tmp_path, PARTS, limit=PLENTY)
+        DiskCache(tmp_path / "file" / "folder", PARTS, limit=PLENTY)
+    parking = DiskCache(tmp_path, PARTS, limit=PLENTY)
     folder = parking.folder
     parking.close()
     folder.rmdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SessionError, match="can't be parked in"):
-        Parking(tmp_path, PARTS, limit=PLENTY)
+        DiskCache(tmp_path, PARTS, limit=PLENTY)
 
 
 def test_a_lookup_among_many_is_that_of_a_search(make_parking: Make) -> None:

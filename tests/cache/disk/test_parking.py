@@ -22,8 +22,8 @@ from support.prompts import PROMPT
 from support.sample import fewer
 
 from mlxrunner import Runner
-from mlxrunner.stored.parked import Parked
-from mlxrunner.stored.parking import Parking
+from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.testing import oracle_runner
 
 from .conftest import Desk, Make, answer, some
@@ -33,12 +33,12 @@ def array(tokens: list[int]) -> Any:
     return np.array(tokens, np.int32)
 
 
-def files(parking: Parking, kind: str = "") -> list[str]:
+def files(parking: DiskCache, kind: str = "") -> list[str]:
     """Return the names of the files whose names begin with `kind`."""
     return sorted(name for name in os.listdir(parking.folder) if name.startswith(kind))
 
 
-def parked(parking: Parking, runner: Runner, **options: Any) -> Parked:
+def parked(parking: DiskCache, runner: Runner, **options: Any) -> StoredConversation:
     """Park the entry of a runner, which has to succeed."""
     found = parking.park(runner.entry, **options)
     assert found is not None
@@ -310,7 +310,7 @@ def test_other_weights_or_settings_find_nothing(tmp_path: Path) -> None:
     runner = tiny_runner("llama")
     runner.evaluate(list(range(1, 50)))
     for part in ("one", "another", "one"):
-        parking = Parking(tmp_path, {"weights": part}, limit=10**9)
+        parking = DiskCache(tmp_path, {"weights": part}, limit=10**9)
         found = parking.find(array(list(range(1, 60))))
         assert (found is not None) == (part == "one" and len(os.listdir(tmp_path)) == 2)
         parking.park(runner.entry)

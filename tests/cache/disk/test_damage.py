@@ -22,9 +22,9 @@ import pytest
 from support.sample import fewer
 
 from mlxrunner import Runner
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.errors import SessionError
-from mlxrunner.stored import tensors
-from mlxrunner.stored.parking import Parking
+from mlxrunner.system import tensorfile
 from mlxrunner.testing import oracle_runner
 
 from .conftest import PARTS, PLENTY, Answer, Make, answer
@@ -38,7 +38,7 @@ def small_runner() -> Runner:
     return oracle_runner(KINDS, rewind_slack=2, checkpoint_interval=12, checkpoint_budget=10**6)
 
 
-def park_all(parking: Parking, talks: list[list[int]] = TALKS) -> None:
+def park_all(parking: DiskCache, talks: list[list[int]] = TALKS) -> None:
     """Park conversations, each with two turns."""
     runner = small_runner()
     for talk in talks:
@@ -48,7 +48,7 @@ def park_all(parking: Parking, talks: list[list[int]] = TALKS) -> None:
         parking.park(runner.entry, replaces=earlier)
 
 
-def check_all(parking: Parking) -> int:
+def check_all(parking: DiskCache) -> int:
     """Go on with each conversation; return the number of tokens that were reused."""
     reused = 0
     for talk in TALKS:
@@ -249,12 +249,12 @@ def test_a_kill_at_any_write_leaves_what_was_parked_before(
             copies.append(tmp_path / f"copy{len(copies)}")
             shutil.copytree(parking.folder, copies[-1] / parking.folder.name)
 
-    monkeypatch.setattr(tensors, "write_all", write_all)
+    monkeypatch.setattr(tensorfile, "write_all", write_all)
     park_all(parking, TALKS[1:])
     monkeypatch.undo()
     assert len(copies) > 50
     for copy in random.Random(0).sample(copies, fewer(10, 5)):
-        other = Parking(copy, PARTS, limit=PLENTY)
+        other = DiskCache(copy, PARTS, limit=PLENTY)
         assert check_all(other) >= before
         assert not list(other.folder.glob(".*"))
         assert on_disk(other.folder) == other.bytes
@@ -265,11 +265,12 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from mlxrunner.stored import parked, tensors
-from mlxrunner.stored.parking import Parking
-from stored.test_damage import park_all
-parked.SEGMENT = 16
-left, write = int(sys.argv[2]), tensors.write_all
+from mlxrunner.cache.disk import index
+from mlxrunner.system import tensorfile
+from mlxrunner.cache.disk.disk_cache import DiskCache
+from cache.disk.test_damage import park_all
+index.SEGMENT = 16
+left, write = int(sys.argv[2]), tensorfile.write_all
 def write_all(fd, data):
     global left
     view = memoryview(data).cast("B")
@@ -277,8 +278,8 @@ def write_all(fd, data):
     left -= len(view)
     if left < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-tensors.write_all = write_all
-park_all(Parking(Path(sys.argv[1]), {parts!r}, limit=10**9))
+tensorfile.write_all = write_all
+park_all(DiskCache(Path(sys.argv[1]), {parts!r}, limit=10**9))
 print("all")
 """
 
@@ -289,7 +290,7 @@ def test_kill_9_leaves_whole_conversations(make_parking: Make, tmp_path: Path) -
     park_all(parking)
     total = parking.bytes
     parking.close()
-    code = KILLED.format(paths=[str(Path(__file__).parent.parent)], parts=PARTS)
+    code = KILLED.format(paths=[str(Path(__file__).parents[2])], parts=PARTS)
     rng, reused = random.Random(1), []
     for _ in range(fewer(4, 1)):
         shutil.rmtree(parking.folder)
@@ -345,7 +346,7 @@ def test_a_write_that_fails_anywhere_leaves_no_file(
     parking = make_parking()
     park_all(parking, TALKS[:1])
     names, before = sorted(os.listdir(parking.folder)), parking.bytes
-    runner, write = small_runner(), tensors.write_all
+    runner, write = small_runner(), tensorfile.write_all
     runner.evaluate(TALKS[1])
     left = 0
 
@@ -356,7 +357,7 @@ def test_a_write_that_fails_anywhere_leaves_no_file(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(fd, data)
 
-    monkeypatch.setattr(tensors, "write_all", write_all)
+    monkeypatch.setattr(tensorfile, "write_all", write_all)
     for count in range(1000):
         left = count
         if parking.park(runner.entry) is not None:
@@ -376,7 +377,7 @@ def test_an_interrupt_leaves_no_file(make_parking: Make, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tensors, "write_all", write_all)
+        patch.setattr(tensorfile, "write_all", write_all)
         parking.park(runner.entry)
     assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
     assert parking.park(runner.entry) is not None

@@ -28,7 +28,7 @@ def cost(tokens: int, begin: int = 0, even: int = EVEN) -> float:
     return float(tokens - begin) + (tokens * tokens - begin * begin) / even
 
 
-def worth(tokens: int, nbytes: int, begin: int = 0) -> float:
+def eviction_score(tokens: int, nbytes: int, begin: int = 0) -> float:
     """Return the cost per byte of `tokens` tokens that take `nbytes`.
 
     `begin`: the first tokens, which stay even if the rest is given up, and whose bytes don't count.
@@ -50,9 +50,9 @@ class GreedyDual(Generic[Key]):
         """Note that `key` is used now."""
         self._used[key] = self.clock
 
-    def value(self, key: Key, worth: float) -> float:
+    def value(self, key: Key, eviction_score: float) -> float:
         """Return the value of `key`; one that was never used is as old as the clock."""
-        return self._used.get(key, 0.0) + worth
+        return self._used.get(key, 0.0) + eviction_score
 
     def least(self, worths: Mapping[Key, float]) -> Key:
         """Return the key of `worths` with the least value. Raise ValueError if there is none.
@@ -61,9 +61,9 @@ class GreedyDual(Generic[Key]):
         """
         return min(worths, key=lambda key: self.value(key, worths[key]))
 
-    def give_up(self, key: Key, worth: float) -> None:
+    def give_up(self, key: Key, eviction_score: float) -> None:
         """Note that `key` is given up to make room, and move the clock to its value."""
-        self.clock = max(self.clock, self.value(key, worth))
+        self.clock = max(self.clock, self.value(key, eviction_score))
         self.forget(key)
 
     def forget(self, key: Key) -> None:

@@ -16,14 +16,13 @@ from support.reused import MIXES
 from support.sample import examples
 
 from mlxrunner import Runner
-from mlxrunner.cache.checkpoints import ROLES, Places
+from mlxrunner.cache.checkpoints import ROLES, CheckpointPlaces
+from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.pictures.stored import PictureNames
-from mlxrunner.pictures.table import PictureTable, has_pictures
+from mlxrunner.pictures.table import PictureNames, PictureTable, has_pictures
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.stored.entry import StoredEntry, pack
-from mlxrunner.stored.parking import Parking
 from mlxrunner.testing import oracle_runner
 
 from .conftest import PARTS, PLENTY, answer
@@ -58,7 +57,7 @@ def evaluate(runner: Runner, data: st.DataObject, prompt: list[int]) -> None:
     offsets = st.integers(0, len(prompt))
     with runner._cache.begin(prompt) as lease:
         roles = draw(st.dictionaries(offsets, st.sampled_from(ROLES), max_size=3))
-        lease.mark(Places(roles, (), len(prompt)))
+        lease.mark(CheckpointPlaces(roles, (), len(prompt)))
         taken = draw(st.sets(offsets, max_size=4) | st.just({0, *range(len(prompt) + 1)}))
         until = draw(st.just(len(prompt)) | offsets)
         while True:
@@ -136,10 +135,10 @@ def test_what_is_written_is_read(
                 runner_with(new(), stored), new(), [*cut, 7, 8]
             )
         options: dict[str, Any] = {"limit": PLENTY, "pictures": names}
-        parking = Parking(Path(folder) / "kept", PARTS, **options)
+        parking = DiskCache(Path(folder) / "kept", PARTS, **options)
         assert (parking.park(entry) is None) == (not said)
         parking.close()
-        parking = Parking(Path(folder) / "kept", PARTS, **options)
+        parking = DiskCache(Path(folder) / "kept", PARTS, **options)
         assert len(parking) == bool(said)
         for parked in list(parking._shelf):
             assert described(runner_with(new(), parking.restore(parked)).entry) == (

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxrunner.cache.disk.index import PrefixTree
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.stored.prefixes import Prefixes
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -25,7 +25,7 @@ def test_every_key_is_found_with_what_it_shares(
     history: list[tuple[list[int], bool]], prompt: list[int]
 ) -> None:
     """The first group in which a key appears says how much it shares, whatever was removed."""
-    tree, there = Prefixes[int](), dict[int, list[int]]()
+    tree, there = PrefixTree[int](), dict[int, list[int]]()
     for key, (tokens, then_removes) in enumerate(history):
         tree.add(key, array(tokens))
         there[key] = tokens
@@ -46,7 +46,7 @@ def test_every_key_is_found_with_what_it_shares(
 def test_the_tree_is_as_small_as_before_once_keys_are_removed() -> None:
     """A conversation that grows by turns leaves one node behind, and an empty tree none."""
     rng = random.Random(0)
-    tree, tokens = Prefixes[int](), array([rng.randrange(9) for _ in range(300)])
+    tree, tokens = PrefixTree[int](), array([rng.randrange(9) for _ in range(300)])
     for turn in range(1, 31):
         tree.add(turn, tokens[: 10 * turn])
         if turn > 1:
@@ -60,7 +60,7 @@ def test_the_tree_is_as_small_as_before_once_keys_are_removed() -> None:
 
 
 def test_two_keys_may_have_the_same_tokens() -> None:
-    tree = Prefixes[str]()
+    tree = PrefixTree[str]()
     tree.add("a", array([1, 2, 3]))
     tree.add("b", array([1, 2, 3]))
     assert list(tree.sharing(array([1, 2, 9]))) == [(2, ["a", "b"])]

@@ -11,26 +11,26 @@ import numpy as np
 import pytest
 
 from mlxrunner import Runner
+from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.results import Usage
-from mlxrunner.stored.parked import Parked
-from mlxrunner.stored.parking import Parking
 
 PARTS = {"weights": "", "settings": ""}
 PLENTY = 10**9
-Make = Callable[..., Parking]
+Make = Callable[..., DiskCache]
 Answer = list[tuple[int | None, float | None]]
 
 
 @pytest.fixture
 def make_parking(tmp_path: Path) -> Make:
     """Open the parking that is kept in one folder of the test, and close the one before."""
-    opened: list[Parking] = []
+    opened: list[DiskCache] = []
 
-    def make(**options: Any) -> Parking:
+    def make(**options: Any) -> DiskCache:
         while opened:
             opened.pop().close()
-        opened.append(Parking(tmp_path / "kept", PARTS, **{"limit": PLENTY, **options}))
+        opened.append(DiskCache(tmp_path / "kept", PARTS, **{"limit": PLENTY, **options}))
         return opened[-1]
 
     return make
@@ -39,8 +39,8 @@ def make_parking(tmp_path: Path) -> Make:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Make every threshold a few tokens, and keep private folders within the test."""
-    monkeypatch.setattr("mlxrunner.stored.parked.SEGMENT", 16)
-    monkeypatch.setattr("mlxrunner.stored.shelf.SHORT", 4)
+    monkeypatch.setattr("mlxrunner.cache.disk.index.SEGMENT", 16)
+    monkeypatch.setattr("mlxrunner.cache.disk.index.SHORT", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
     monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
@@ -61,9 +61,9 @@ class Desk:
     Before a prompt that a parked conversation serves better, that one takes the entry.
     """
 
-    def __init__(self, runner: Runner, parking: Parking) -> None:
+    def __init__(self, runner: Runner, parking: DiskCache) -> None:
         self.runner, self.parking = runner, parking
-        self.parked: Parked | None = None
+        self.parked: StoredConversation | None = None
         self.restored = 0
 
     def ask(self, prompt: list[int], tokens: int = 6) -> tuple[Answer, Usage]:

@@ -1,8 +1,8 @@
 """Park conversations of one model on disk, and bring back the one that a prompt continues.
 
 What conversations share is stored once. Within the limit, those that are cheap to evaluate again
-for their bytes go first (`mlxrunner.cache.worth`). The files are described in
-`mlxrunner.stored.parked`.
+for their bytes go first (`mlxrunner.cache.eviction`). The files are described in
+`mlxrunner.cache.disk.index`.
 """
 
 from __future__ import annotations
@@ -12,30 +12,38 @@ import logging
 import os
 import re
 import stat
+import tempfile
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.saved import Exported, Saved
-from mlxrunner.cache.saved import outline as outlined
-from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.errors import MlxrunnerError, SessionError
-from mlxrunner.pictures.stored import PictureNames
-from mlxrunner.pictures.table import PictureTable
-from mlxrunner.stored.parked import Parked, digests, file_name, read_parked
-from mlxrunner.stored.pieces import (
-    Layers,
-    Reader,
-    Restored,
-    Unwritten,
+from mlxrunner.cache.disk.index import (
+    DiskCacheIndex,
+    EntryForm,
+    OnEvicted,
+    StoredConversation,
+    digests,
+    file_name,
+    read_conversation,
+)
+from mlxrunner.cache.disk.pieces import (
+    DividedLayers,
+    PieceFile,
+    PieceReader,
+    RestoredEntry,
     checkpoint_file,
 )
-from mlxrunner.stored.place import kept_place, private_place
-from mlxrunner.stored.shelf import Form, GivenUp, Shelf
-from mlxrunner.stored.tensors import Buffer
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.layers.protocol import Exported, Saved
+from mlxrunner.cache.layers.protocol import outline as outlined
+from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.errors import MlxrunnerError, SessionError
+from mlxrunner.pictures.table import PictureNames, PictureTable
+from mlxrunner.system.folders import Folder, cache_folder
+from mlxrunner.system.tensorfile import Buffer
 
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
 """The names of this module's files. Whatever else is in the folder is left alone."""
@@ -45,7 +53,7 @@ FAILURES = (OSError, MlxrunnerError, ValueError, TypeError, RuntimeError, Memory
 logger = logging.getLogger("mlxrunner")
 
 
-class Parking:
+class DiskCache:
     """Conversations of one model on disk, each found by its tokens.
 
     All methods belong to the thread that owns the model.
@@ -58,7 +66,7 @@ class Parking:
         *,
         limit: int,
         outline: Sequence[Saved] | None = None,
-        on_given_up: GivenUp = lambda parked: None,
+        on_given_up: OnEvicted = lambda parked: None,
         pictures: PictureNames | None = None,
     ) -> None:
         """Open the parking in `folder`, and find again what is parked there.
@@ -75,13 +83,13 @@ class Parking:
         self._seed = digests(described, np.empty(0, np.int32), [0])[0].encode()
         self._outline, self._pictures = outline, pictures or PictureNames(PictureTable())
         self._place = (
-            private_place() if folder is None else kept_place(folder, self._seed[:16].decode())
+            private_folder() if folder is None else kept_folder(folder, self._seed[:16].decode())
         )
-        self._shelf = Shelf(self._place.folder.remove, limit, on_given_up)
+        self._shelf = DiskCacheIndex(self._place.folder.remove, limit, on_given_up)
         self._said = ""
         self._read_all()
 
-    def tell(self, on_given_up: GivenUp) -> None:
+    def tell(self, on_given_up: OnEvicted) -> None:
         """Call `on_given_up` from now on with each conversation that is given up to make room."""
         self._shelf.on_given_up = on_given_up
 
@@ -111,7 +119,9 @@ class Parking:
         """Return True if `parked` is still there."""
         return parked in self._shelf
 
-    def park(self, entry: CacheEntry, *, replaces: Parked | None = None) -> Parked | None:
+    def park(
+        self, entry: CacheEntry, *, replaces: StoredConversation | None = None
+    ) -> StoredConversation | None:
         """Write what the disk lacks of a settled entry, and return its conversation.
 
         Earlier states of this conversation are dropped: all but their last few tokens are in the
@@ -123,12 +133,12 @@ class Parking:
             try:
                 next(work)
             except StopIteration as done:
-                parked: Parked | None = done.value
+                parked: StoredConversation | None = done.value
                 return parked
 
     def parking(
-        self, entry: CacheEntry, replaces: Parked | None = None
-    ) -> Generator[None, None, Parked | None]:
+        self, entry: CacheEntry, replaces: StoredConversation | None = None
+    ) -> Generator[None, None, StoredConversation | None]:
         """Park an entry as `park` does, and yield after each file.
 
         The entry must not change meanwhile. If the iterator is closed, nothing was parked.
@@ -147,14 +157,14 @@ class Parking:
         """Return how many tokens of an exact conversation no file has."""
         return len(tokens) - self._shelf.closest(tokens)[1]
 
-    def find(self, prompt: TokenArray) -> tuple[Parked, int] | None:
+    def find(self, prompt: TokenArray) -> tuple[StoredConversation, int] | None:
         """Return the conversation from which `prompt` can reuse most tokens, and how many.
 
         Only offsets at which it can be resumed count. None if there is no such token.
         """
         return self._shelf.find(prompt)
 
-    def restore(self, parked: Parked, upto: int | None = None) -> Restored:
+    def restore(self, parked: StoredConversation, upto: int | None = None) -> RestoredEntry:
         """Return the conversation as an entry that `CacheEntry.adopt` reads.
 
         `upto`: tokens that are needed. If all layers store rows, no others are read. If a
@@ -162,13 +172,13 @@ class Parking:
         Reading raises SessionError if files are missing or damaged; the conversations that use them
         are dropped then.
         """
-        reader = Reader(self._place.folder, self._shelf.drop_users)
-        found = Restored(parked, upto, reader, self._outline)
+        reader = PieceReader(self._place.folder, self._shelf.drop_users)
+        found = RestoredEntry(parked, upto, reader, self._outline)
         if parked in self._shelf:
             self._shelf.use(parked, found)
         return found
 
-    def drop(self, parked: Parked) -> None:
+    def drop(self, parked: StoredConversation) -> None:
         """Remove a conversation, if it is there, and the files that no other one uses."""
         if parked in self._shelf:
             self._shelf.remove(parked)
@@ -177,11 +187,11 @@ class Parking:
         """Unlock the folder, or remove it if it goes with this process."""
         self._place.close()
 
-    def _parking(self, entry: CacheEntry) -> Generator[None, None, Parked | None]:
+    def _parking(self, entry: CacheEntry) -> Generator[None, None, StoredConversation | None]:
         if not entry.tokens or not entry.is_true:
             return None
         exported = entry.export(outlined=True)
-        layers = Layers(entry.caches, exported.layers, len(exported.tokens))
+        layers = DividedLayers(entry.caches, exported.layers, len(exported.tokens))
         salt = "" if exported.is_exact else os.urandom(8).hex()
         parked = self._plan(entry, exported, layers, salt)
         if (there := self._shelf.named(parked.name)) is not None:
@@ -196,10 +206,12 @@ class Parking:
             raise
         return parked
 
-    def _plan(self, entry: CacheEntry, exported: Exported, layers: Layers, salt: str) -> Parked:
+    def _plan(
+        self, entry: CacheEntry, exported: Exported, layers: DividedLayers, salt: str
+    ) -> StoredConversation:
         """Name the files of an entry."""
         checkpoints = exported.checkpoints if layers.can_be_cut else []
-        form = Form(
+        form = EntryForm(
             exported.tokens,
             [cache.extent for cache in entry.caches],
             [(item.offset, item.role) for item in checkpoints],
@@ -212,7 +224,7 @@ class Parking:
         return self._shelf.plan(self._seed + salt.encode(), form)
 
     def _writing(
-        self, parked: Parked, exported: Exported, layers: Layers, salt: str
+        self, parked: StoredConversation, exported: Exported, layers: DividedLayers, salt: str
     ) -> Iterator[None]:
         """Make room for the files that are missing, and write them; the conversation's own last.
 
@@ -220,7 +232,7 @@ class Parking:
         """
         there = self._shelf.sizes
         files = [
-            Unwritten(piece.name, layers.rows(piece.begin, piece.end))
+            PieceFile(piece.name, layers.rows(piece.begin, piece.end))
             for piece in parked.rows
             if piece.name not in there
         ]
@@ -234,7 +246,7 @@ class Parking:
         about = {"salt": salt, "layers": layers.structure, **parked.describe({**there, **new})}
         if pictures := self._pictures.of(parked.tokens):
             about["pictures"] = pictures
-        files.append(Unwritten(parked.name, {"tokens": tokens, **layers.states}, about))
+        files.append(PieceFile(parked.name, {"tokens": tokens, **layers.states}, about))
         new[parked.name] = files[-1].nbytes
         self._shelf.make_room(sum(new.values()), parked)
         while files:
@@ -264,7 +276,7 @@ class Parking:
         damaged: list[str] = []
         for name in sorted(heads, key=lambda name: files[name].st_mtime_ns):
             try:
-                parked, sizes = self._read(Reader(folder, lambda name: None), name)
+                parked, sizes = self._read(PieceReader(folder, lambda name: None), name)
                 for piece, size in sizes.items():
                     if piece not in files or files[piece].st_size != size:
                         raise SessionError(f"{piece} is missing or damaged")
@@ -284,13 +296,13 @@ class Parking:
                 folder.remove(name)
         shelf.make_room(0)
 
-    def _read(self, reader: Reader, name: str) -> tuple[Parked, dict[str, int]]:
+    def _read(self, reader: PieceReader, name: str) -> tuple[StoredConversation, dict[str, int]]:
         """Return a conversation and the sizes of its files. Raise SessionError if it is damaged."""
         with reader.file(name) as file:
             about = json.loads(file.metadata["about"])
             stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
             tokens = self._pictures.adopted(stored, about.get("pictures"))
-            parked, sizes = read_parked(name, tokens, about)
+            parked, sizes = read_conversation(name, tokens, about)
             seed = self._seed + str(about["salt"]).encode()
             digest = digests(seed, self._pictures.spelled(tokens), [len(tokens)])[len(tokens)]
             if name != file_name("talk", digest, len(tokens)):
@@ -317,3 +329,85 @@ def _is_ours(found: os.stat_result) -> bool:
 def _reason(error: BaseException) -> str:
     said = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
     return said or type(error).__name__
+
+
+PREFIX = "own-"
+"""The beginning of the names of folders that go with their process."""
+
+
+class CacheFolder:
+    """A locked folder, for this process only. `close` unlocks it, and removes a private one."""
+
+    def __init__(self, folder: Folder, *, is_private: bool) -> None:
+        self.folder, self.is_private = folder, is_private
+        self.close = weakref.finalize(self, _remove if is_private else _close, folder)
+
+
+def kept_folder(parent: Path, name: str) -> CacheFolder:
+    """Return the folder `name` in `parent`, both made if they are missing (mode 0700).
+
+    If another process uses it, say so and return a private one. Raise SessionError if it can't be
+    made, or if others can write to it.
+    """
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Folder(parent / name, make=True)
+        found = folder.stat()
+    except (OSError, ValueError) as error:  # a name may hold what no path can
+        raise SessionError(f"conversations can't be parked in {parent}: {_said(error)}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise SessionError(
+            f"conversations can't be parked in {folder.path}: it has to be yours, and others may "
+            f"not write to it (it belongs to user {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):04o}): chmod 700 it, or choose another folder"
+        )
+    if folder.lock():
+        return CacheFolder(folder, is_private=False)
+    folder.close()
+    logger.warning(
+        "another process parks conversations of this model in %s: those of this one are parked "
+        "elsewhere, and go with it",
+        parent,
+    )
+    return private_folder()
+
+
+def private_folder() -> CacheFolder:
+    """Return a new folder in the user's cache folder, which goes with this process.
+
+    Folders of processes that were killed are removed first. Raise SessionError if none can be made.
+    """
+    try:
+        parent = cache_folder() / "parked"
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in parent.glob(f"{PREFIX}*"):
+            _remove_abandoned(path)
+        while True:
+            folder = Folder(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)))
+            if folder.lock():  # or else another process took it for abandoned
+                return CacheFolder(folder, is_private=True)
+    except (OSError, RuntimeError) as error:
+        raise SessionError(f"conversations can't be parked: {_said(error)}") from error
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the folder of a process that does not run any more."""
+    with suppress(OSError), Folder(path) as folder:
+        if folder.lock():
+            _remove(folder)
+
+
+def _remove(folder: Folder) -> None:
+    with suppress(OSError):
+        for name in folder.names():
+            folder.remove(name)
+        folder.path.rmdir()
+    _close(folder)
+
+
+def _close(folder: Folder) -> None:
+    folder.close()
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(getattr(error, "strerror", None) or error).split())

@@ -1,0 +1,733 @@
+"""Write conversations and entries as files of tensors, and read them: arrays, layers, pieces."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlxrunner.cache.checkpoints import ROLES
+from mlxrunner.cache.disk.index import RowsPiece, StatePiece, StoredConversation
+from mlxrunner.cache.layers.protocol import (
+    Exported,
+    LayerCache,
+    Saved,
+    SavedCheckpoint,
+    Unread,
+    dtype_name,
+    mismatch,
+)
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.errors import PromptError, SessionError
+from mlxrunner.pictures.table import Picture, renumbered
+from mlxrunner.system.folders import Folder
+from mlxrunner.system.tensorfile import (
+    ArraySource,
+    Buffer,
+    StoredArray,
+    TensorFile,
+    file_size,
+    writing,
+)
+
+
+def host_copy(array: mx.array) -> Buffer:
+    """Return a copy of an array in host memory, outside MLX, so that any thread may use it."""
+    raw = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    host = np.array(raw).reshape(-1)
+    return Buffer(dtype_name(array.dtype), array.shape, host.view(np.uint8).data)
+
+
+@dataclass(frozen=True)
+class LazyArray:
+    """An array of MLX to write soon, copied when its bytes are asked for, and only if need be."""
+
+    array: mx.array
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.array.dtype)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.array.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    @property
+    def data(self) -> memoryview:
+        raw = self.array.view(mx.uint16) if self.array.dtype == mx.bfloat16 else self.array
+        return np.ascontiguousarray(np.asarray(raw)).reshape(-1).view(np.uint8).data
+
+
+def host_type(dtype: str) -> np.dtype[Any]:
+    """Return numpy's type for the bytes of an array of MLX's type `dtype`."""
+    return np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+
+
+def from_host(host: NDArray[Any], dtype: str) -> mx.array:
+    """Return the array of MLX's type `dtype` whose bytes are in `host`, of `host_type(dtype)`."""
+    array = mx.array(host)
+    return array.view(mx.bfloat16) if dtype == "bfloat16" else array
+
+
+QUANTIZED = ("full", "sliding")
+"""Kinds of layer whose keys and values can be stored in fewer bits; it would harm other states."""
+MOST_TOKENS = 2**24
+"""Most tokens that a stored entry may have."""
+PACKED = ("packed", "scales", "biases")
+"""Suffixes of the three arrays that store one quantized array."""
+
+Array = TypeVar("Array")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A copy of an entry in host memory, ready for `SessionStore.save_cache`."""
+
+    arrays: dict[str, Buffer]
+    """The tokens and the arrays of all layers and checkpoints, by name."""
+    metadata: dict[str, str]
+    """The structure of the entry and the fingerprint of the model, as JSON texts."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all arrays in bytes."""
+        return sum(buffer.data.nbytes for buffer in self.arrays.values())
+
+
+def pack(
+    entry: Exported,
+    fingerprint: Mapping[str, str],
+    bits: int | None = None,
+    pictures: Mapping[str, Sequence[int]] | None = None,
+) -> Packed:
+    """Return a copy of `entry` in host memory.
+
+    `fingerprint` is that of the model, and is stored with the entry. `bits` (4 or 8) stores keys
+    and values in fewer bits: what is restored is then close to the original, not equal. None stores
+    them exactly. `pictures`: what the ids of those among the tokens stand for.
+    """
+    packer = Packer(host_copy, bits)
+    packer.arrays["tokens"] = host_copy(mx.array(entry.tokens))
+    structure = {
+        "is_exact": entry.is_exact and bits is None,
+        "layers": [
+            packer.layer(f"layers.{index}", layer) for index, layer in enumerate(entry.layers)
+        ],
+        "checkpoints": [
+            {
+                "offset": item.offset,
+                "role": item.role,
+                "layers": [
+                    None if layer is None else packer.layer(f"checkpoints.{place}.{index}", layer)
+                    for index, layer in enumerate(item.layers)
+                ],
+            }
+            for place, item in enumerate(entry.checkpoints)
+        ],
+    }
+    metadata = {"entry": structure, "fingerprint": dict(fingerprint)}
+    if pictures:
+        metadata["pictures"] = dict(pictures)
+    return Packed(packer.arrays, {name: json.dumps(one) for name, one in metadata.items()})
+
+
+class Packer(Generic[Array]):
+    """Collects the arrays of layers by name, as `store` makes them of MLX's."""
+
+    def __init__(self, store: Callable[[mx.array], Array], bits: int | None = None) -> None:
+        self.arrays: dict[str, Array] = {}
+        self._store, self._bits = store, bits
+
+    def layer(self, name: str, saved: Saved) -> dict[str, Any]:
+        """Add the arrays of a layer, and return its structure for JSON."""
+        arrays = {
+            key: self._array(f"{name}.{key}", array, saved.kind)
+            for key, array in saved.arrays.items()
+        }
+        parts = [self.layer(f"{name}.{index}", part) for index, part in enumerate(saved.parts)]
+        return {
+            "kind": saved.kind,
+            "arrays": arrays,
+            "numbers": dict(saved.numbers),
+            "parts": parts,
+        }
+
+    def _array(self, name: str, array: mx.array, kind: str) -> list[int] | None:
+        """Add an array. Return its bits and group size if it was quantized, or None."""
+        size = (
+            next((size for size in (64, 32) if array.shape[-1] % size == 0), None)
+            if array.size and array.ndim > 1
+            else None
+        )
+        if self._bits is None or kind not in QUANTIZED or size is None:
+            self.arrays[name] = self._store(array)
+            return None
+        for part, stored in zip(
+            PACKED, mx.quantize(array, group_size=size, bits=self._bits), strict=True
+        ):
+            self.arrays[f"{name}.{part}"] = self._store(stored)
+        return [self._bits, size]
+
+
+class StoredEntry:
+    """A `SavedEntry` in a file. Opening it reads the tokens; a layer is read when it is used.
+
+    Raise SessionError if the file is damaged. If `fingerprint` equals that of the model, call
+    `check` before using the layers.
+    """
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+        try:
+            structure = json.loads(file.metadata["entry"])
+            self.fingerprint: dict[str, str] = dict(json.loads(file.metadata["fingerprint"]))
+            self._layers = [
+                stored_layer(file, f"layers.{index}", found)
+                for index, found in enumerate(structure["layers"])
+            ]
+            self._checkpoints = [
+                SavedCheckpoint(
+                    int(found["offset"]),
+                    next((role for role in ROLES if role == found.get("role")), None),
+                    [
+                        layer and stored_layer(file, f"checkpoints.{place}.{index}", layer)
+                        for index, layer in enumerate(found["layers"])
+                    ],
+                )
+                for place, found in enumerate(structure["checkpoints"])
+            ]
+            self.is_exact = structure.get("is_exact") is True
+            self.pictures = json.loads(file.metadata.get("pictures", "{}"))
+            self.tokens = _tokens(file.arrays["tokens"])
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            AttributeError,
+            PromptError,
+        ) as error:
+            raise SessionError(
+                "the cache is damaged, or not the cache of a session: "
+                f"{' '.join(str(error).split())[:100]}"
+            ) from error
+
+    def renumber(self, known: Mapping[bytes, Picture]) -> None:
+        """Give pictures among the tokens the ids that they have in this process.
+
+        `known`: the pictures of this process, by digest. Raise SessionError if another one is among
+        the tokens.
+        """
+        try:
+            self.tokens = renumbered(self.tokens, self.pictures, known)
+        except PromptError as error:
+            raise SessionError(str(error)) from error
+
+    def check(self, outline: Sequence[Saved]) -> None:
+        """Raise SessionError unless every array has the type and shape that the model stores.
+
+        `outline` describes the model's layers: see `EntryControl.outline`.
+        """
+        for layers in (self._layers, *(item.layers for item in self._checkpoints)):
+            if len(layers) != len(outline):
+                raise SessionError(
+                    f"the cache has {len(layers)} layers, and the model {len(outline)}"
+                )
+            for layer, like in zip(layers, outline, strict=True):
+                if layer is not None and (why := _mismatch(layer, like, len(self.tokens))):
+                    raise SessionError(f"the cache is damaged: {why}")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all arrays in bytes."""
+        return sum(array.nbytes for array in self._file.arrays.values())
+
+    @property
+    def layers(self) -> Iterator[Saved]:
+        """The layers, each read from the file when it is reached."""
+        return (read_layer(layer) for layer in self._layers)
+
+    @property
+    def checkpoints(self) -> Iterator[SavedCheckpoint]:
+        """The checkpoints, each read from the file when it is reached."""
+        for item in self._checkpoints:
+            yield SavedCheckpoint(
+                item.offset, item.role, [layer and read_layer(layer) for layer in item.layers]
+            )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An array that is stored in the file as it is."""
+
+    array: StoredArray
+
+    @property
+    def dtype(self) -> str:
+        return self.array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def read(self) -> mx.array:
+        host = np.frombuffer(self.array.read(), host_type(self.dtype))
+        return from_host(host.reshape(self.shape), self.dtype)
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """An array that is stored in fewer bits, as packed values, scales and biases."""
+
+    parts: Sequence[_Stored]
+    """Packed values (uint32), scales and biases."""
+    bits: int
+    group: int
+    """Number of values that share a scale and a bias."""
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[1].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, columns = self.parts[0].shape
+        return (*rows, columns * 32 // self.bits)
+
+    def read(self) -> mx.array:
+        packed, scales, biases = (part.read() for part in self.parts)
+        return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
+
+
+def _quantized(parts: Sequence[_Stored], bits: int, group: int) -> _Quantized:
+    """Return the three arrays as one. Raise ValueError if they do not belong together."""
+    found = _Quantized(parts, bits, group)
+    *rows, columns = found.shape
+    like = [("uint32", parts[0].shape), *[(found.dtype, (*rows, columns // group))] * 2]
+    if [(part.dtype, part.shape) for part in parts] != like or columns % group:
+        shapes = ", ".join(f"{part.dtype} {list(part.shape)}"[:50] for part in parts)
+        raise ValueError(f"arrays stored in {bits} bits are {shapes}")
+    return found
+
+
+def _mismatch(layer: Saved, like: Saved, tokens: int) -> str | None:
+    try:
+        return mismatch(layer, like, tokens)
+    except ValueError:
+        return "an array has no rows"
+
+
+def _tokens(array: StoredArray) -> TokenArray:
+    if array.dtype != "int32" or array.nbytes > MOST_TOKENS * 4:
+        raise SessionError(
+            f"the cache is damaged: its tokens are {array.dtype} {list(array.shape)}"
+        )
+    return as_tokens(np.frombuffer(array.read(), np.int32).reshape(array.shape))
+
+
+def stored_layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved:
+    """Return a layer whose arrays are not read yet."""
+    arrays: dict[str, _Stored | _Quantized] = {}
+    for key, how in found["arrays"].items():
+        if how is None:
+            arrays[key] = _Stored(file.arrays[f"{name}.{key}"])
+            continue
+        bits, group = how
+        if bits not in (4, 8) or group not in (32, 64):
+            raise ValueError(
+                f"{name}.{key} is stored in {bits!r:.20} bits, in groups of {group!r:.20}"
+            )
+        arrays[key] = _quantized(
+            [_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group
+        )
+    parts = [
+        stored_layer(file, f"{name}.{index}", part) for index, part in enumerate(found["parts"])
+    ]
+    return Saved(found["kind"], arrays, dict(found["numbers"]), parts)
+
+
+def read_layer(layer: Saved) -> Saved:
+    """Return a layer with its arrays read."""
+    arrays = {key: array.read() for key, array in layer.arrays.items()}
+    return Saved(layer.kind, arrays, layer.numbers, [read_layer(part) for part in layer.parts])
+
+
+OPEN = 64
+"""Most files that are kept open while a conversation is read."""
+
+Structure = Mapping[str, Any]
+"""A layer as JSON: its kind, and one of three things that it may be.
+
+"rows": type and shape of each array with a row per token, with 0 for the number of rows. "within":
+the layers of a composite layer. Else "arrays", "numbers" and "parts", as in a session.
+"""
+
+
+class DividedLayers:
+    """The layers of an entry, divided into those with a row per token and all others."""
+
+    def __init__(self, caches: Sequence[LayerCache], saved: Sequence[Saved], tokens: int) -> None:
+        """Divide `caches` with `tokens` tokens. `saved`: what they export, at least outlined."""
+        self._tokens = tokens
+        self._rows: dict[str, LayerCache] = {}
+        self._like: dict[str, dict[str, tuple[str, list[int]]]] = {}
+        self._states, self._num_states = Packer(LazyArray), 0
+        self.can_be_cut = True
+        """False if a layer has no rows and no checkpoints."""
+        self.structure: list[Structure] = [
+            self._layer(str(index), *pair)
+            for index, pair in enumerate(zip(caches, saved, strict=True))
+        ]
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def has_only_rows(self) -> bool:
+        return self.has_rows and self._num_states == 0
+
+    @property
+    def states(self) -> Mapping[str, ArraySource]:
+        """The arrays of the layers without rows, by name."""
+        return self._states.arrays
+
+    def rows(self, begin: int, end: int) -> dict[str, ArraySource]:
+        """Return the rows of the tokens `begin .. end - 1`, by the name of their array.
+
+        They are copied when the first of them is written.
+        """
+        return {
+            f"{path}.{name}": _Row(copied, name, dtype, tuple(shape))
+            for path, cache in self._rows.items()
+            for copied in [_Copied(cache, begin, end)]
+            for name, (dtype, shape) in self._like[path].items()
+        }
+
+    def _layer(self, path: str, cache: LayerCache, saved: Saved) -> Structure:
+        if cache.parts and len(cache.parts) == len(saved.parts):
+            pairs = enumerate(zip(cache.parts, saved.parts, strict=True))
+            within = [self._layer(f"{path}.{index}", *pair) for index, pair in pairs]
+            return {"kind": saved.kind, "within": within}
+        if not cache.has_plain_rows and (
+            cache.needs_checkpoints or not _has_rows(saved, self._tokens)
+        ):
+            self._num_states += 1
+            self.can_be_cut = self.can_be_cut and cache.needs_checkpoints
+            return self._states.layer(path, saved)
+        self._rows[path] = cache
+        self._like[path] = {
+            name: (dtype_name(array.dtype), [*array.shape[:2], 0, *array.shape[3:]])
+            for name, array in saved.arrays.items()
+        }
+        return {
+            "kind": saved.kind,
+            "rows": {name: list(about) for name, about in self._like[path].items()},
+        }
+
+
+class _Copied:
+    """Some rows of a layer, copied when they are first asked for."""
+
+    def __init__(self, cache: LayerCache, begin: int, end: int) -> None:
+        self._cache, self.begin, self.end = cache, begin, end
+
+    @cached_property
+    def arrays(self) -> Mapping[str, mx.array]:
+        return self._cache.export_rows(self.begin, self.end).arrays
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One array of some rows of a layer, to be written."""
+
+    copied: _Copied
+    name: str
+    dtype: str
+    like: tuple[int, ...]
+    """Its shape, with 0 for the number of rows."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return (*self.like[:2], self.copied.end - self.copied.begin, *self.like[3:])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * host_type(self.dtype).itemsize
+
+    @property
+    def data(self) -> memoryview:
+        return LazyArray(self.copied.arrays[self.name]).data
+
+
+def _has_rows(saved: Saved, tokens: int) -> bool:
+    arrays = saved.arrays.values()
+    only_arrays = bool(arrays) and not saved.numbers and not saved.parts
+    return only_arrays and all(len(one.shape) > 2 and one.shape[2] == tokens for one in arrays)
+
+
+def checkpoint_file(name: str, item: SavedCheckpoint) -> PieceFile:
+    """Return the file of a checkpoint."""
+    packer = Packer(LazyArray)
+    layers = [
+        None if layer is None else packer.layer(str(index), layer)
+        for index, layer in enumerate(item.layers)
+    ]
+    return PieceFile(name, packer.arrays, {"layers": layers})
+
+
+@dataclass(frozen=True)
+class PieceFile:
+    """A file that is to be written."""
+
+    name: str
+    arrays: Mapping[str, ArraySource]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """The file's description of itself, for JSON."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return file_size(self.arrays, self._metadata)
+
+    def writing(self, folder: Folder) -> Iterator[None]:
+        """Write the file, and yield after each array. Raise OSError if that fails.
+
+        It is not forced to the disk: what a power cut damages is found by its checksums.
+        """
+        with folder.replacing(self.name, sync=False) as fd:
+            yield from writing(fd, self.arrays, self._metadata)
+
+    @property
+    def _metadata(self) -> dict[str, str]:
+        return {"name": self.name, "about": json.dumps(self.about)}
+
+
+class PieceReader:
+    """Reads the files of one folder, and keeps a few of them open.
+
+    `on_damage` is called with the name of the first file that is missing or damaged. Then a
+    SessionError is raised.
+    """
+
+    def __init__(self, folder: Folder, on_damage: Callable[[str], None]) -> None:
+        self._folder, self._on_damage = folder, on_damage
+        self._open: OrderedDict[str, TensorFile] = OrderedDict()
+        self._is_damaged = False
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[TensorFile]:
+        """Yield the open file `name`; an error in the block counts as damage of the file."""
+        try:
+            yield self._file(name)
+        except (SessionError, OSError, LookupError, TypeError, ValueError, RecursionError) as error:
+            if self._is_damaged:
+                raise
+            self._is_damaged = True
+            self._on_damage(name)
+            said = " ".join(str(error).split())[:200]
+            raise SessionError(f"{name} is missing or damaged: {said}") from error
+
+    def about(self, name: str) -> dict[str, Any]:
+        """Return what a file says about itself."""
+        with self.file(name) as file:
+            return dict(json.loads(file.metadata["about"]))
+
+    def _file(self, name: str) -> TensorFile:
+        folder = self._folder
+        file = self._open.pop(name, None) or TensorFile(folder.open(name))
+        if not file.is_sealed or file.metadata.get("name") != name:
+            raise SessionError("it has another name, or no checksum")
+        self._open[name] = file
+        if len(self._open) > OPEN:
+            self._open.popitem(last=False)
+        return file
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """An array whose rows are in several files."""
+
+    reader: PieceReader
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Sequence[tuple[RowsPiece, int]]
+    """The files, and where the use of each ends."""
+    first: int = 0
+    """The token of the first row."""
+
+    def read(self) -> mx.array:
+        host = np.empty(self.shape, host_type(self.dtype))
+        for piece, end in self.pieces:
+            with self.reader.file(piece.name) as file:
+                stored = file.arrays[self.name]
+                shape = (*self.shape[:2], piece.end - piece.begin, *self.shape[3:])
+                if (stored.dtype, stored.shape) != (self.dtype, shape):
+                    raise SessionError(f"{self.name} is {stored.dtype} {list(stored.shape)}")
+                into = host[:, :, piece.begin - self.first : end - self.first]
+                if end == piece.end:
+                    stored.read_into(_views(into))
+                else:
+                    whole = np.empty(shape, host.dtype)
+                    stored.read_into(_views(whole))
+                    into[:] = whole[:, :, : end - piece.begin]
+        return from_host(host, self.dtype)
+
+
+def _views(array: np.ndarray[Any, Any]) -> list[memoryview]:
+    """Return the bytes of an array whose slices along the first two axes are contiguous."""
+    return [array[index].reshape(-1).view(np.uint8).data for index in np.ndindex(array.shape[:2])]
+
+
+class RestoredEntry:
+    """A `SavedEntry` that reads a parked conversation, layer by layer.
+
+    It has all tokens, or those before a checkpoint, or any number if all layers have rows. Reading
+    raises SessionError if a file is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        parked: StoredConversation,
+        upto: int | None,
+        reader: PieceReader,
+        outline: Sequence[Saved] | None,
+    ) -> None:
+        self.parked, self.is_exact = parked, parked.is_exact
+        self._reader, self._outline = reader, outline
+        self._state: StatePiece | None = None
+        self._length = len(parked.tokens)
+        upto = self._length if upto is None else min(upto, self._length)
+        if upto < self._length and parked.has_only_rows:
+            self._length = upto
+        elif upto < parked.lowest:
+            self._state = parked.checkpoint(upto)
+            self._length = 0 if self._state is None else self._state.offset
+
+    @property
+    def tokens(self) -> TokenArray:
+        return self.parked.tokens[: self._length]
+
+    @property
+    def layers(self) -> Iterator[Saved | Unread]:
+        """The layers, each read when it is reached, or when its rows are asked for."""
+        for index, found in enumerate(self._reader.about(self.parked.name)["layers"]):
+            if "rows" in found:
+                yield _Unread(self, index, found)
+            elif self._state is None:
+                yield self._read(index, found, None)
+            else:
+                with self._reader.file(self._state.name) as file:
+                    layer = self._read(index, found, self._kept(file)[index])
+                yield layer
+
+    def _read(self, index: int, found: Structure, kept: Saved | None) -> Saved:
+        """Read a layer. `kept`: that layer in the checkpoint, if one takes the place of the end."""
+        with self._reader.file(self.parked.name) as head:
+            layer = self._layer(head, str(index), found, kept)
+            self._check(index, layer, self._length)
+            return read_layer(layer)
+
+    def read_rows(self, index: int, found: Structure) -> Saved:
+        """Read all rows of a layer."""
+        return self._read(index, found, None)
+
+    def read_pieces(self, index: int, found: Structure) -> Iterator[Saved | None]:
+        """Read the rows of a layer file by file. None comes after each array."""
+        for piece, end in self.parked.used(self._length):
+            with self._reader.file(self.parked.name):
+                layer = self._rows(str(index), found, [(piece, end)])
+                self._check(index, layer, end - piece.begin)
+            arrays = {}
+            for name, array in layer.arrays.items():
+                with self._reader.file(self.parked.name):
+                    arrays[name] = array.read()
+                yield None
+            yield Saved(layer.kind, arrays)
+
+    def _check(self, index: int, layer: Saved, tokens: int) -> None:
+        like = None if self._outline is None else self._outline[index]
+        if like is not None and (why := mismatch(layer, like, tokens)):
+            raise SessionError(why)
+
+    def _rows(self, path: str, found: Structure, pieces: Sequence[tuple[RowsPiece, int]]) -> Saved:
+        """Return a layer with the rows in `pieces`, not read yet."""
+        first, end = pieces[0][0].begin if pieces else 0, pieces[-1][1] if pieces else 0
+        return Saved(
+            found["kind"],
+            {
+                name: JoinedRows(
+                    self._reader,
+                    f"{path}.{name}",
+                    dtype,
+                    (*shape[:2], end - first, *shape[3:]),
+                    pieces,
+                    first,
+                )
+                for name, (dtype, shape) in found["rows"].items()
+            },
+        )
+
+    @property
+    def checkpoints(self) -> Iterator[SavedCheckpoint]:
+        """The checkpoints, each read when it is reached."""
+        for state in self.parked.states:
+            if state.offset <= self._length:
+                with self._reader.file(state.name) as file:
+                    kept = [layer and read_layer(layer) for layer in self._kept(file)]
+                yield SavedCheckpoint(state.offset, state.role, kept)
+
+    def _kept(self, file: TensorFile) -> list[Saved | None]:
+        """Return the layers in the file of a checkpoint, not read yet."""
+        return [
+            None if found is None else stored_layer(file, str(index), found)
+            for index, found in enumerate(json.loads(file.metadata["about"])["layers"])
+        ]
+
+    def _layer(self, head: TensorFile, path: str, found: Structure, kept: Saved | None) -> Saved:
+        """Return a layer, not read yet. `kept`: the layer in the checkpoint in its place."""
+        if "rows" in found:
+            return self._rows(path, found, self.parked.used(self._length))
+        if "within" in found:
+            parts = [
+                self._layer(head, f"{path}.{index}", part, kept and kept.parts[index])
+                for index, part in enumerate(found["within"])
+            ]
+            return Saved(found["kind"], parts=parts)
+        return stored_layer(head, path, found) if self._state is None else _required(kept)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A layer with rows, in its files."""
+
+    entry: RestoredEntry
+    index: int
+    found: Structure
+
+    def read(self) -> Saved:
+        return self.entry.read_rows(self.index, self.found)
+
+    def pieces(self) -> Iterator[Saved | None]:
+        return self.entry.read_pieces(self.index, self.found)
+
+
+def _required(kept: Saved | None) -> Saved:
+    if kept is None:
+        raise SessionError("a checkpoint lacks a layer")
+    return kept
