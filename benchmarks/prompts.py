@@ -22,13 +22,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlxrunner.results import Usage
-from mlxrunner.serve.apis.openai import chat_routes
-from mlxrunner.serve.app import make_app
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import CacheReport, Ended, Event, Text
-from mlxrunner.serve.guard import Rules
+from mlxrunner.serve import openai
+from mlxrunner.serve.events import AnswerEnd, AnswerEvent, CacheReport, ServerRequest, TextDelta
+from mlxrunner.serve.middleware import AccessRules
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.prompts.causes import Causes
-from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.serve.server import make_app
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 MESSAGES = 130
@@ -69,7 +68,7 @@ def main() -> None:
     bodies = list(conversation(10 if given.quick else MESSAGES))
     with TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(Path(folder))
-    known = PromptMaker(tokenizer, TEMPLATE)
+    known = PromptBuilder(tokenizer, TEMPLATE)
     rows = [(len(body["messages"]), *times(body, known)) for body in bodies]
     print("messages  kB  read and written  prompt made  together (ms, median of ten requests)")
     for begin in range(0, len(rows), 10):
@@ -78,7 +77,7 @@ def main() -> None:
     show(
         "at first",
         len(json.dumps(bodies[-1])),
-        [(0, *times(bodies[-1], PromptMaker(tokenizer, TEMPLATE)))],
+        [(0, *times(bodies[-1], PromptBuilder(tokenizer, TEMPLATE)))],
     )
 
 
@@ -144,19 +143,19 @@ def tool(number: int) -> dict[str, Any]:
 class OneWord:
     """Answers each request with one word."""
 
-    asked: Asked
+    asked: ServerRequest
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Event]:
+    async def answer(self, asked: ServerRequest) -> AsyncIterator[AnswerEvent]:
         self.asked = asked
         usage = Usage.from_dict({**dict.fromkeys(EMPTY, 0), "outcome": "hit", "reason": None})
-        yield Text("Done")
-        yield Ended("stop", usage, CacheReport("hit", None, 0, 0))
+        yield TextDelta("Done")
+        yield AnswerEnd("stop", usage, CacheReport("hit", None, 0, 0))
 
 
 CAUSES = Causes()
 
 
-def times(body: dict[str, Any], maker: PromptMaker) -> tuple[float, float]:
+def times(body: dict[str, Any], maker: PromptBuilder) -> tuple[float, float]:
     """Return the seconds of processor time for reading and writing, and for the prompt."""
     answers, content = OneWord(), json.dumps(body).encode()
     read = asyncio.run(asking(answers, content))
@@ -168,7 +167,7 @@ def times(body: dict[str, Any], maker: PromptMaker) -> tuple[float, float]:
 
 async def asking(answers: Any, content: bytes) -> float:
     """Return the seconds of processor time from the first byte of a body to the last one sent."""
-    app: Any = make_app([chat_routes.router(answers)], Rules(frozenset()))
+    app: Any = make_app([openai.router(answers)], AccessRules(frozenset()))
     await send(app, b"{}")  # warms it up
     began = time.process_time()
     status = await send(app, content)

@@ -61,21 +61,21 @@ def serve(pipe: Connection, folder: Path) -> None:
     A text and a number of tokens is asked of the engine; None asks only for the time.
     """
     from mlxrunner.config.serving import ServeSettings
-    from mlxrunner.serve.answering.house import House
-    from mlxrunner.serve.answering.names import ModelNames
-    from mlxrunner.serve.answering.opened import Opening
-    from mlxrunner.serve.asked import Asked
-    from mlxrunner.serve.server import Server, application, listen
-    from mlxrunner.serve.watch.record import Record
+    from mlxrunner.serve.events import ServerRequest
+    from mlxrunner.serve.loader import ModelLoader
+    from mlxrunner.serve.manager import ModelManager
+    from mlxrunner.serve.models import ModelNames
+    from mlxrunner.serve.server import UvicornServer, application, listen
+    from mlxrunner.serve.watch import RequestLog
 
     settings = ServeSettings(port=0, parks=False)
-    opening = Opening(settings=settings, runner={"context": 4096})
-    record = Record(None, log_text=False)
-    house = House(ModelNames(str(folder)), opening, record.watch)
+    opening = ModelLoader(settings=settings, runner={"context": 4096})
+    record = RequestLog(None, log_text=False)
+    house = ModelManager(ModelNames(str(folder)), opening, record.watch)
     opened = house.load_first()
     with listen(settings) as listening:
         app = application(house, record, settings)
-        server = Server(app, house, 0, lambda: pipe.send(listening.getsockname()[1]))
+        server = UvicornServer(app, house, 0, lambda: pipe.send(listening.getsockname()[1]))
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         served = threading.Thread(target=lambda: _run(server, listening))
         served.start()
@@ -84,7 +84,7 @@ def serve(pipe: Connection, folder: Path) -> None:
                 text, count = told
                 messages = [{"role": "user", "content": text}]
                 prompt = opened.maker.make(
-                    Asked(protocol="chat", model="", messages=messages)
+                    ServerRequest(protocol="chat", model="", messages=messages)
                 ).prompt
                 began = time.thread_time()
                 handle = opened.runner.submit(prompt, max_tokens=count, temperature=0.0)

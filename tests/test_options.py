@@ -188,7 +188,13 @@ ELSEWHERE = {
     "memory": "a plan counts the tokens of a step and the bytes of checkpoints",
     "engine/pipeline.py": "it does the steps",
     "parallel/runner.py": "it has settings of its own",
-    "serve/apis": "protocols have fields of these names",
+    **dict.fromkeys(
+        [
+            f"serve/{name}.py"
+            for name in ("openai", "completions", "responses", "anthropic", "ollama")
+        ],
+        "protocols have fields of these names",
+    ),
 }
 """Where an option's name is another thing's name as well."""
 

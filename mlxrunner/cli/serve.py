@@ -32,9 +32,9 @@ from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
 
 if TYPE_CHECKING:
-    from mlxrunner.serve.answering.house import House
-    from mlxrunner.serve.answering.opened import Opened, Opening
-    from mlxrunner.serve.watch.record import Record
+    from mlxrunner.serve.loader import ModelLoader, ServedModel
+    from mlxrunner.serve.manager import ModelManager
+    from mlxrunner.serve.watch import RequestLog
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 """The packages of the extra `serve`."""
@@ -112,8 +112,8 @@ def serve(
 
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
         from mlxrunner.serve import server
-        from mlxrunner.serve.answering.opened import Opening
-        from mlxrunner.serve.watch.record import Record
+        from mlxrunner.serve.loader import ModelLoader
+        from mlxrunner.serve.watch import RequestLog
 
     server.check_access(settings)
     server.check_rules(settings)
@@ -122,9 +122,9 @@ def serve(
     if unit_kind is not None:
         _print_unit(unit_kind, settings)
         return
-    record = Record(events, log_text=log_text)
+    record = RequestLog(events, log_text=log_text)
     with orderly_end(), server.listen(settings) as listening:
-        opening = Opening(
+        opening = ModelLoader(
             settings=settings,
             runner=runner,
             speculate=speculate,
@@ -140,11 +140,13 @@ def serve(
         server.serve(house, record, settings, listening, lambda: click.echo(shown, err=True))
 
 
-def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened]:
+def _loaded(
+    model: str, opening: ModelLoader, record: RequestLog
+) -> tuple[ModelManager, ServedModel]:
     """Load the first model, with a bar in a terminal."""
     from mlxrunner.models.resolve import resolve
-    from mlxrunner.serve.answering.house import House
-    from mlxrunner.serve.answering.names import ModelNames
+    from mlxrunner.serve.manager import ModelManager
+    from mlxrunner.serve.models import ModelNames
     from mlxrunner.terminal.progress import loading
 
     is_shared = opening.ranks is not None
@@ -157,13 +159,13 @@ def _loaded(model: str, opening: Opening, record: Record) -> tuple[House, Opened
         only_first=is_shared,
         has_claude=opening.settings.claude_names,
     )
-    house = House(names, opening, record.watch, record.ended)
+    house = ModelManager(names, opening, record.watch, record.ended)
     with loading(model) as show:
         return house, house.load_first(show)
 
 
 def _print_unit(kind: Any, settings: ServeSettings) -> None:
-    from mlxrunner.serve.unit import unit
+    from mlxrunner.serve.launch import unit
 
     arguments = _without(("--unit", "--api-key"), sys.argv[1:])
     program = Path(sys.argv[0]).absolute()

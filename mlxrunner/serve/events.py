@@ -1,14 +1,9 @@
-"""The events of an answer, in one form for all protocols.
-
-`Waiting` and `Reading` come at least every few seconds until the first token. Then come `Thought`,
-`Text` and the events of tool calls in the order in which the model writes them, and at last one
-`Ended`. An answer that fails raises a `RefusedError` instead.
-"""
+"""A request for an answer and the events of the answer, in one form for all protocols."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlxrunner.profiling.schema import NoteKind
@@ -20,7 +15,7 @@ CUT_OFF = "it was cut off"
 
 
 @dataclass(frozen=True)
-class Note:
+class AnswerNote:
     """A remark on an answer."""
 
     kind: NoteKind
@@ -29,21 +24,21 @@ class Note:
     """The remark for the client, which may have words of the answer."""
 
     @classmethod
-    def unread(cls, why: str) -> Note:
+    def unread(cls, why: str) -> AnswerNote:
         """Remark that a tool call could not be read, and is in the text."""
         text = f"a tool call could not be read, it is in the text: {why}"[:300]
         return cls("call-cut" if why == CUT_OFF else "call-unread", text)
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueueWait:
     """The request waits, for a slot or for its model; `why` says so in a few words."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillProgress:
     """The prompt is being evaluated."""
 
     reached: int
@@ -53,7 +48,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenLogprob:
     """A token with its log-probabilities, where they were asked for."""
 
     text: str
@@ -64,22 +59,22 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ThinkingDelta:
     """A piece of the model's thinking, without its tags."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """A piece of the answer."""
 
     text: str
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegan:
+class ToolCallStart:
     """The model calls a tool. The events of two calls never mix."""
 
     index: int
@@ -89,7 +84,7 @@ class CallBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallDelta:
     """A piece of the JSON text of a call's arguments. The pieces together are a valid object."""
 
     index: int
@@ -97,7 +92,7 @@ class CallArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class CallEnded:
+class ToolCallEnd:
     """A call is complete."""
 
     index: int
@@ -147,7 +142,7 @@ class CacheReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AnswerEnd:
     """The end of the answer."""
 
     reason: EndReason
@@ -157,22 +152,31 @@ class Ended:
     """The stop string before which the answer ended; only if `reason` is "stop_sequence"."""
     thinking_tokens: int = 0
     """Tokens of the answer that were thinking."""
-    note: Note | None = None
+    note: AnswerNote | None = None
     replaced: tuple[str, ...] = ()
     """The types of what the prompt has as short texts, since the model can't be shown it."""
 
 
-Event = Waiting | Reading | Thought | Text | CallBegan | CallArguments | CallEnded | Ended
+AnswerEvent = (
+    QueueWait
+    | PrefillProgress
+    | ThinkingDelta
+    | TextDelta
+    | ToolCallStart
+    | ToolCallDelta
+    | ToolCallEnd
+    | AnswerEnd
+)
 
 
-def joined(events: Iterable[Event]) -> Iterator[Event]:
+def joined(events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:
     """Yield `events`, neighbouring texts as one, and neighbouring thoughts as one."""
-    last: Event | None = None
+    last: AnswerEvent | None = None
     for event in events:
-        if isinstance(event, Text) and isinstance(last, Text):
-            last = Text(last.text + event.text, last.tokens + event.tokens)
-        elif isinstance(event, Thought) and isinstance(last, Thought):
-            last = Thought(last.text + event.text)
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            last = TextDelta(last.text + event.text, last.tokens + event.tokens)
+        elif isinstance(event, ThinkingDelta) and isinstance(last, ThinkingDelta):
+            last = ThinkingDelta(last.text + event.text)
         else:
             if last is not None:
                 yield last
@@ -181,7 +185,7 @@ def joined(events: Iterable[Event]) -> Iterator[Event]:
         yield last
 
 
-class RefusedError(Exception):
+class ApiError(Exception):
     """A request that gets no answer, or whose answer ends early, with what the client is told."""
 
     def __init__(
@@ -197,3 +201,77 @@ class RefusedError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.retry_after = retry_after
+
+
+ProtocolName = Literal["anthropic", "chat", "completions", "responses", "ollama"]
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """The choice of tools: the model may, must or must not call them."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+    """The function that has to be called; only if `mode` is "named"."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """The program that asks, as far as the request says so."""
+
+    name: str = ""
+    """The program, such as "claude-cli" or "opencode", from the User-Agent header."""
+    session: str | None = None
+    """The client's name of the conversation: a session's, user's or prompt cache's id."""
+    address: str = ""
+    """The peer's address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRequest:
+    """One request for an answer.
+
+    Exactly one of `messages` and `prompt` is given.
+    """
+
+    protocol: ProtocolName
+    model: str
+    """The name of the model as the client gave it; empty: the server's first model."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation in OpenAI's form, in the order in which the client sent it.
+
+    Roles are "system", "developer", "user", "assistant" and "tool", wherever they stand. `content`
+    is a text, or a list of texts and pictures, of which `image` is base64 or a URL. An assistant's
+    message may have `tool_calls` and `reasoning_content`, a tool's has `tool_call_id`. Nothing has
+    been moved or left out.
+    """
+    replaced: Sequence[str] = ()
+    """The types of parts and items that `messages` have as short texts, since no model reads them.
+    """
+    prompt: str | Sequence[int] | None = None
+    """Raw text or tokens, for requests without a conversation."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions in OpenAI's form, `{"type": "function", "function": {...}}`, in their order.
+
+    `function` may have `strict`.
+    """
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_calls: bool = True
+    """False: the answer has at most one tool call."""
+    thinking: bool | None = None
+    """True if the model is to think first; None: as its template does by itself."""
+    effort: str | None = None
+    """The amount of thinking, as the client said it ("low", "high"), for templates that ask."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `GenerateOptions`: max_tokens, temperature, stop, seed, schema, logprobs, ..."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template."""
+    deadline: float | None = None
+    """Seconds after which the answer is given up."""
+    keep_alive: float | None = None
+    """Seconds for which the model stays loaded afterwards; None: as the server is set."""
+    is_whole: bool = False
+    """True if the client gets nothing before the whole answer is there."""
+    client: Client = Client()
+    id: str = ""
+    """The id of the request, which responses, events and `/explain/{request}` name."""

@@ -1,11 +1,14 @@
-"""Point a coding agent at a server, by its environment and arguments only: no file is written."""
+"""Start a coding agent on a server, and write the files with which launchd or systemd run one."""
 
 from __future__ import annotations
 
 import json
+import plistlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -22,7 +25,7 @@ PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerAddress:
     """A server that answers, and the model that the client is to use."""
 
     url: str
@@ -63,7 +66,7 @@ subagents and small tasks use, and of its subagents.
 """
 
 
-def _claude(server: Server) -> Launch:
+def _claude(server: ServerAddress) -> Launch:
     environment = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
@@ -75,7 +78,7 @@ def _claude(server: Server) -> Launch:
     return Launch("claude", "npm install -g @anthropic-ai/claude-code", environment)
 
 
-def _codex(server: Server) -> Launch:
+def _codex(server: ServerAddress) -> Launch:
     provider = {
         "name": "mlxrunner",
         "base_url": f"{server.url}/v1",
@@ -98,7 +101,7 @@ def _codex(server: Server) -> Launch:
     )
 
 
-def _opencode(server: Server) -> Launch:
+def _opencode(server: ServerAddress) -> Launch:
     model: dict[str, object] = {"name": server.model}
     if server.context:
         model["limit"] = {"context": server.context, "output": server.context // 4}
@@ -124,7 +127,7 @@ def _opencode(server: Server) -> Launch:
     )
 
 
-CLIENTS: Mapping[str, Callable[[Server], Launch]] = {
+CLIENTS: Mapping[str, Callable[[ServerAddress], Launch]] = {
     "claude": _claude,
     "codex": _codex,
     "opencode": _opencode,
@@ -132,7 +135,7 @@ CLIENTS: Mapping[str, Callable[[Server], Launch]] = {
 """The clients that can be launched."""
 
 
-def find_server(url: str, key: str | None, model: str | None) -> Server:
+def find_server(url: str, key: str | None, model: str | None) -> ServerAddress:
     """Ask the server at `url` for its models, and choose `model`, or else its first one.
 
     Raise LaunchError if nothing answers, if the key is wrong, or if there is no such model.
@@ -163,4 +166,89 @@ def find_server(url: str, key: str | None, model: str | None) -> Server:
     name = next(iter(models)) if model is None else model
     context = models[name].get("context_length")
     sees = "image" in (models[name].get("input_modalities") or ())
-    return Server(url, name, context if isinstance(context, int) else 0, key or NO_KEY, sees)
+    return ServerAddress(url, name, context if isinstance(context, int) else 0, key or NO_KEY, sees)
+
+
+UnitKind = Literal["launchd", "systemd"]
+UNITS: tuple[UnitKind, ...] = get_args(UnitKind)
+LABEL = "mlxrunner.serve"
+CARRIED = (
+    *("LD_PRELOAD", "OPENBLAS_NUM_THREADS"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+    *("MLXRUNNER_CONFIG", "MLXRUNNER_MODEL", "MLXRUNNER_EVENTS"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
+)
+"""Variables that decide how a server runs; no secrets, which others could read in the file."""
+_SYSTEMD = """\
+# ~/.config/systemd/user/mlxrunner.service; then: systemctl --user enable --now mlxrunner
+{notes}[Unit]
+Description=mlxrunner serve: language models for the programs on this machine
+
+[Service]
+WorkingDirectory={folder}
+{environment}ExecStart={command}
+Restart=on-failure
+TimeoutStopSec={stop}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def unit(
+    kind: UnitKind,
+    command: Sequence[str],
+    folder: Path,
+    *,
+    drain: float,
+    environment: Mapping[str, str],
+    notes: Sequence[str] = (),
+) -> str:
+    """Return the file for `kind` that runs `command` in `folder`.
+
+    `drain`: the seconds that running requests have to end; parking takes some more.
+    `environment`: that of this process. The file gets what of it is in `CARRIED`.
+    `notes`: lines of text for the reader of the file.
+    """
+    stop = int(drain) + 30
+    carried = {name: environment[name] for name in CARRIED if name in environment}
+    if kind == "systemd":
+        place = str(folder).replace("%", "%%")
+        lines = "".join(f"Environment={_assigned(*pair)}\n" for pair in carried.items())
+        return _SYSTEMD.format(
+            notes="".join(f"# {note}\n" for note in notes),
+            command=_quoted(command),
+            folder=place,
+            stop=stop,
+            environment=lines,
+        )
+    found = plistlib.dumps(
+        {
+            "Label": LABEL,
+            "ProgramArguments": list(command),
+            "WorkingDirectory": str(folder),
+            **({"EnvironmentVariables": carried} if carried else {}),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ExitTimeOut": stop,
+            "StandardErrorPath": str(Path.home() / "Library" / "Logs" / f"{LABEL}.log"),
+        },
+        sort_keys=False,
+    ).decode()
+    place = f"~/Library/LaunchAgents/{LABEL}.plist"
+    comments = (f"{place}; then: launchctl load {place}", *notes)
+    how = "\n".join(f"<!-- {comment} -->" for comment in comments)
+    head, _, rest = found.partition("\n")
+    return f"{head}\n{how}\n{rest}"
+
+
+def _quoted(command: Sequence[str]) -> str:
+    """Return a command as systemd reads it: % and $ stand for something there."""
+    return shlex.join(one.replace("%", "%%").replace("$", "$$") for one in command)
+
+
+def _assigned(name: str, value: str) -> str:
+    """Return a variable as systemd reads it in `Environment=`."""
+    for one, instead in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("\n", "\\n")):
+        value = value.replace(one, instead)
+    return f'"{name}={value}"'

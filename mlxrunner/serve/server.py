@@ -1,4 +1,4 @@
-"""Run the server: take a port, say how to use it, and stop in order."""
+"""Run the server: take a port, build the application, answer connections, and stop in order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
 import h11
 import uvicorn
 import uvloop
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import HANDLED_SIGNALS
@@ -24,16 +29,23 @@ from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
 from mlxrunner.parallel.threads.workers import has_work
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.opened import Opened, parking_folder
-from mlxrunner.serve.apis.routers import routers
-from mlxrunner.serve.app import make_app
-from mlxrunner.serve.bodies import MOST_SECONDS
-from mlxrunner.serve.guard import Rules, hosts_of, is_loopback
+from mlxrunner.results import logger
+from mlxrunner.serve import anthropic, completions, ollama, openai, responses
+from mlxrunner.serve.errors import engine_error_of, refusal_response
+from mlxrunner.serve.events import ApiError
+from mlxrunner.serve.loader import ServedModel, parking_folder
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.middleware import (
+    MOST_SECONDS,
+    AccessMiddleware,
+    AccessRules,
+    hosts_of,
+    is_loopback,
+)
+from mlxrunner.serve.models import AnswerBackend
 from mlxrunner.serve.prompts.rules import RULES
-from mlxrunner.serve.shortage import Shortage
-from mlxrunner.serve.watch.record import Record
-from mlxrunner.serve.watch.routes import watch_router
+from mlxrunner.serve.watch import RequestLog, watch_router
+from mlxrunner.system.open_files import limit
 from mlxrunner.terminal.signals import say_now, uninterrupted
 from mlxrunner.terminal.text import size
 
@@ -120,17 +132,17 @@ def address_of(listening: socket.socket, host: str) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def application(house: House, record: Record, settings: ServeSettings) -> ASGIApp:
+def application(house: ModelManager, record: RequestLog, settings: ServeSettings) -> ASGIApp:
     """Return the whole application of a server."""
     is_open = settings.api_key is not None or settings.no_key
-    rules = Rules(
+    rules = AccessRules(
         hosts_of(settings.host, is_open=is_open), settings.api_key, frozenset(settings.origin)
     )
     return make_app([*routers(house), watch_router(house, record)], rules)
 
 
 def welcome(
-    opened: Opened, shown: str, address: str, settings: ServeSettings, ranks: int = 1
+    opened: ServedModel, shown: str, address: str, settings: ServeSettings, ranks: int = 1
 ) -> list[str]:
     """Return the lines that say where the server is, what it holds, and how clients find it.
 
@@ -160,7 +172,39 @@ def _key(settings: ServeSettings) -> str:
     return "the server's key" if settings.api_key else "any key"
 
 
-class Door(H11Protocol):
+EVERY_S = 60.0
+"""Seconds from one line to the next."""
+KEPT = 32
+"""Most files that no connection gets; a quarter of the limit, if that is less."""
+
+
+class ConnectionLimit:
+    """Counts nothing: the number of a connection's file says how many are open."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._next = -float("inf")
+
+    def closes(self, file: int) -> bool:
+        """Return True if a connection has to be closed: its `file` is one of those that are kept.
+
+        A system gives the lowest number that is free.
+        """
+        most = limit()
+        if most < 0 or file < most - min(KEPT, most // 4):
+            return False
+        if self._now() >= self._next:
+            self._next = self._now() + EVERY_S
+            logger.warning(
+                "no more connections can be accepted: all %d files that this process may have open "
+                "are in use, or kept for its own work; raise the limit with ulimit -n NUMBER "
+                "(LimitNOFILE= in a systemd unit) before the server starts",
+                most,
+            )
+        return True
+
+
+class HttpConnection(H11Protocol):
     """A connection that is closed if no whole header of a request comes in time.
 
     It is also closed if its client does not read its answer, goes on with a body that was answered
@@ -177,7 +221,7 @@ class Door(H11Protocol):
     """
     unread = 60.0
     """Seconds for which a client may read nothing, once no more can be written."""
-    shortage = Shortage()
+    shortage = ConnectionLimit()
     """All connections share the files of this process."""
     _limit: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -243,10 +287,12 @@ class Door(H11Protocol):
             self._limit = None
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """A server that ends its running requests before it stops. A second Ctrl-C leaves at once."""
 
-    def __init__(self, app: ASGIApp, house: House, drain: float, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, house: ModelManager, drain: float, ready: Callable[[], None]
+    ) -> None:
         """Serve `app`. Running requests have `drain` seconds to end after a signal to stop.
 
         `ready` is called once requests and signals are heeded.
@@ -254,7 +300,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Door,
+                http=HttpConnection,
                 lifespan="off",
                 log_config=None,
                 log_level="critical",  # what fails is logged by us, in one line
@@ -303,8 +349,8 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    house: House,
-    record: Record,
+    house: ModelManager,
+    record: RequestLog,
     settings: ServeSettings,
     listening: socket.socket,
     ready: Callable[[], None],
@@ -318,7 +364,7 @@ def serve(
     """
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
         app = application(house, record, settings)
-    server = Server(app, house, settings.drain, ready)
+    server = UvicornServer(app, house, settings.drain, ready)
 
     async def run() -> None:
         try:
@@ -334,3 +380,58 @@ def serve(
             with suppress(Exception):
                 stream.flush()
         os._exit(0)
+
+
+def make_app(routers: Sequence[APIRouter], rules: AccessRules) -> ASGIApp:
+    """Return the application with `routers`, behind a guard with `rules`.
+
+    `/openapi.json` describes it. There is no page for that document, because FastAPI's would fetch
+    its script from the network.
+    """
+    app = FastAPI(title="mlxrunner", version=_version(), docs_url=None, redoc_url=None)
+    for router in routers:
+        app.include_router(router)
+    for kind in (ApiError, RequestValidationError, StarletteHTTPException, Exception):
+        app.add_exception_handler(kind, _refuse)
+    return AccessMiddleware(app, rules)
+
+
+def _version() -> str:
+    try:
+        return version("mlxrunner")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer a request that no route has answered."""
+    refused = _refusal_of(request, error)
+    return refusal_response(request.url.path, refused, request.state.id)
+
+
+def _refusal_of(request: Request, error: Exception) -> ApiError:
+    path, method = request.url.path, request.method
+    if isinstance(error, HTTPException | StarletteHTTPException):
+        said = {
+            404: f"there is nothing at {path:.200}: /openapi.json lists the paths",
+            405: f"{path:.200} does not take {method}",
+        }
+        message = said.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, code="not_found")
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        return ApiError(422, f"{place}: {first['msg']}", param=place)
+    return engine_error_of(error)
+
+
+def routers(answers: AnswerBackend) -> list[APIRouter]:
+    """Return the routers of all protocols."""
+    return [
+        anthropic.router(answers),
+        openai.router(answers),
+        responses.router(answers),
+        completions.router(answers),
+        ollama.router(answers),
+        openai.models_router(answers),
+    ]

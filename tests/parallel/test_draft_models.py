@@ -29,7 +29,7 @@ from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.results import Result, Usage
-from mlxrunner.serve.answering.opened import Opening
+from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.speculation.model import DraftModel
 from mlxrunner.speculation.seats import MOST_ANSWERS, DraftSeats
 
@@ -280,7 +280,7 @@ def test_each_model_of_a_server_has_a_draft_model_if_it_can(
 ) -> None:
     """Another model goes on without, and a line says why."""
     settings = ServeSettings(slots=2, parks=False, memory=4 * 10**8)
-    opening = Opening(settings=settings, runner={"context": 200}, draft_model="demo")
+    opening = ModelLoader(settings=settings, runner={"context": 200}, draft_model="demo")
     first = opening.load("demo", 2**28)
     with first.runner:
         assert first.bytes > first.runner.draft_bytes > 0

@@ -20,7 +20,7 @@ from mlxrunner import ParallelRunner
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.results import Result
-from mlxrunner.serve.answering.opened import Opening
+from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Costs
 from mlxrunner.speculation.lookup import TextLookup
 from mlxrunner.testing import interrupt_at
@@ -147,7 +147,9 @@ def test_a_request_of_a_parallel_runner_has_guesses_and_counts_them() -> None:
 def test_the_server_guesses_where_its_user_says_so(how: str | None) -> None:
     """`serve --speculate` holds for every request."""
     settings = ServeSettings(slots=2, parks=False, memory=2 * 10**8)
-    opened = Opening(settings=settings, runner={"context": 200}, speculate=how).load("demo", 2**28)
+    opened = ModelLoader(settings=settings, runner={"context": 200}, speculate=how).load(
+        "demo", 2**28
+    )
     with opened.runner:
         assert opened.defaults.get("speculate") == how
 

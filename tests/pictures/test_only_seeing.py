@@ -16,7 +16,7 @@ from mlxrunner import ModelError, ParallelRunner, Runner, cli
 from mlxrunner.loading import plan_model
 from mlxrunner.models.eyes import runs_only_seeing
 from mlxrunner.models.seeing import load_either
-from mlxrunner.serve.answering.cards import card_of
+from mlxrunner.serve.models import card_of
 from mlxrunner.system import mlx_vlm_internals as internals
 
 SHAPES = Path(__file__).parents[2] / "docs/images/shapes.png"

@@ -11,8 +11,14 @@ import pytest
 from support.scripted import HELLO, Scripted, asking, call, ended
 from support.waiting import until
 
-from mlxrunner.serve.asked import ToolChoice
-from mlxrunner.serve.events import Reading, RefusedError, Text, Thought, Waiting
+from mlxrunner.serve.events import (
+    ApiError,
+    PrefillProgress,
+    QueueWait,
+    TextDelta,
+    ThinkingDelta,
+    ToolChoice,
+)
 
 ASK: dict[str, Any] = {
     "model": "tiny",
@@ -66,12 +72,12 @@ def test_a_message(client: anthropic.Anthropic, answers: Scripted) -> None:
 def test_a_stream_builds_the_same_message(client: anthropic.Anthropic, answers: Scripted) -> None:
     """Thinking, text and two calls; heartbeats are frames of their own."""
     answers.script = [
-        Waiting("for a slot"),
-        Reading(10, 50),
-        Thought("Let me "),
-        Thought("see."),
-        Text("I'll "),
-        Text("read."),
+        QueueWait("for a slot"),
+        PrefillProgress(10, 50),
+        ThinkingDelta("Let me "),
+        ThinkingDelta("see."),
+        TextDelta("I'll "),
+        TextDelta("read."),
         *call(0, "Read", '{"path": ', '"a"}'),
         *call(1, "Read", '{"path": "b"}'),
         ended("tool_calls"),
@@ -106,7 +112,7 @@ def frames(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 def test_heartbeats_are_pings(url: str, answers: Scripted) -> None:
     """They come after the start of the message and before its first block."""
-    answers.script = [Waiting("for a slot"), Reading(1, 2), *HELLO]
+    answers.script = [QueueWait("for a slot"), PrefillProgress(1, 2), *HELLO]
     text = httpx.post(f"{url}/v1/messages?beta=true", json=ASK | {"stream": True}).text
     events = frames(text)
     assert [name for name, _ in events] == [
@@ -138,7 +144,7 @@ def test_reasons_of_the_end(
 ) -> None:
     """Each has their word, and a stop sequence is named."""
     sequence = "END" if reason == "stop_sequence" else None
-    answers.script = [Text("a"), ended(reason, stop_sequence=sequence)]
+    answers.script = [TextDelta("a"), ended(reason, stop_sequence=sequence)]
     message = client.messages.create(**ASK, stop_sequences=["END"])
     assert (message.stop_reason, message.stop_sequence) == (theirs, sequence)
     assert answers.last.options["stop"] == ["END"]
@@ -313,7 +319,7 @@ def test_refusals_raise_their_errors(
     client: anthropic.Anthropic, answers: Scripted, status: int, kind: Any, is_stream: bool
 ) -> None:
     """A refusal before the first event has its status, in a stream, too."""
-    answers.script = [RefusedError(status, "no", retry_after=3 if status == 429 else None)]
+    answers.script = [ApiError(status, "no", retry_after=3 if status == 429 else None)]
     with pytest.raises(kind) as raised:
         client.messages.create(**ASK, stream=is_stream)
     body: Any = raised.value.body
@@ -324,16 +330,16 @@ def test_refusals_raise_their_errors(
 
 
 @pytest.mark.parametrize(
-    "error", [RefusedError(503, "out of memory"), RuntimeError("a bug")], ids=["refused", "bug"]
+    "error", [ApiError(503, "out of memory"), RuntimeError("a bug")], ids=["refused", "bug"]
 )
 def test_an_error_in_the_middle_ends_the_stream(
     client: anthropic.Anthropic, answers: Scripted, error: Exception
 ) -> None:
     """It is an event, and shows nothing of the server's inside."""
-    answers.script = [Text("Hel"), error]
+    answers.script = [TextDelta("Hel"), error]
     with pytest.raises(anthropic.APIStatusError) as raised:
         list(client.messages.create(**ASK, stream=True))
-    said = "out of memory" if isinstance(error, RefusedError) else "log says more"
+    said = "out of memory" if isinstance(error, ApiError) else "log says more"
     assert said in str(raised.value)
     assert "a bug" not in str(raised.value)
 
@@ -342,7 +348,7 @@ def test_an_answer_without_an_end_is_an_error(
     client: anthropic.Anthropic, answers: Scripted
 ) -> None:
     """A stream never just stops."""
-    answers.script = [Text("Hel")]
+    answers.script = [TextDelta("Hel")]
     with pytest.raises(anthropic.InternalServerError, match="log says more"):
         client.messages.create(**ASK)
     with pytest.raises(anthropic.APIStatusError, match="log says more"):
@@ -448,7 +454,7 @@ def test_probes(url: str) -> None:
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_leaves_ends_the_answer(url: str, answers: Scripted, is_stream: bool) -> None:
     """The answer is closed, though it would never end by itself."""
-    answers.script, answers.is_stuck = [Text("a")], True
+    answers.script, answers.is_stuck = [TextDelta("a")], True
     with asking(f"{url}/v1/messages", ASK | {"stream": is_stream}):
         until(lambda: answers.asked, "for the request")
     until(lambda: answers.closed == 1, "for the end of the answer")

@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner.results import Chunk
-from mlxrunner.serve.events import CallArguments, CallBegan, CallEnded, Event, Note, Text, Thought
-from mlxrunner.serve.prompts.formats import BARE, HERMES, OWN, CallFormat, parsed_by_mlx_lm
-from mlxrunner.serve.prompts.reader import reader_of
-from mlxrunner.serve.prompts.split import AnswerSplitter, call_id
+from mlxrunner.serve.events import (
+    AnswerEvent,
+    AnswerNote,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from mlxrunner.serve.tools.formats import BARE, HERMES, OWN, CallFormat, parsed_by_mlx_lm
+from mlxrunner.serve.tools.reader import AnswerSplitter, call_id, reader_of
 
 TOOLS = [
     {
@@ -50,7 +57,7 @@ def form_of(name: str) -> CallFormat:
 
 def events_of(
     name: str, pieces: Sequence[str], *, prompt: str = "", is_whole: bool = True, **more: Any
-) -> tuple[list[Event], AnswerSplitter]:
+) -> tuple[list[AnswerEvent], AnswerSplitter]:
     """Return the events of an answer that comes in pieces."""
     reader = reader_of(form_of(name), TOOLS, prompt)
     splitter = AnswerSplitter(reader, "request", lambda tokens: "?", **more)
@@ -58,17 +65,17 @@ def events_of(
     return [*events, *splitter.finish(is_whole=is_whole)], splitter
 
 
-def parts_of(events: Sequence[Event]) -> Parts:
+def parts_of(events: Sequence[AnswerEvent]) -> Parts:
     """Return thinking, texts and calls, with neighbouring texts joined."""
     parts: Parts = []
     for event in events:
         match event:
-            case CallBegan(_, _, name):
+            case ToolCallStart(_, _, name):
                 parts.append((name, None))
-            case CallArguments(_, text):
+            case ToolCallDelta(_, text):
                 parts[-1] = (parts[-1][0], json.loads(text))
-            case Thought(text) | Text(text):
-                kind = "thought" if isinstance(event, Thought) else "text"
+            case ThinkingDelta(text) | TextDelta(text):
+                kind = "thought" if isinstance(event, ThinkingDelta) else "text"
                 if parts and parts[-1][0] == kind:
                     parts[-1] = (kind, parts[-1][1] + text)
                 elif text:
@@ -231,15 +238,15 @@ def test_a_call_comes_as_soon_as_it_is_whole() -> None:
     call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
     reader = reader_of(HERMES, TOOLS)
     splitter = AnswerSplitter(reader, "request", lambda tokens: "?")
-    assert [*splitter.add(Chunk("I look. ", 1))] == [Text("I look.")]
+    assert [*splitter.add(Chunk("I look. ", 1))] == [TextDelta("I look.")]
     identity = call_id("request", 0)
     assert [*splitter.add(Chunk(call, 1))] == [
-        CallBegan(0, identity, "look"),
-        CallArguments(0, '{"at": 1}'),
-        CallEnded(0),
+        ToolCallStart(0, identity, "look"),
+        ToolCallDelta(0, '{"at": 1}'),
+        ToolCallEnd(0),
     ]
     events = [*splitter.add(Chunk(call, 1))]
-    assert events[0] == CallBegan(1, call_id("request", 1), "look")
+    assert events[0] == ToolCallStart(1, call_id("request", 1), "look")
     assert identity.startswith("call_")
     assert call_id("request", 1) != identity != call_id("other", 0)
 
@@ -248,7 +255,7 @@ def test_the_models_own_ids_are_kept() -> None:
     """Mistral and Kimi write them; the second call with the same one gets another."""
     one = '{"name": "look", "arguments": {}, "id": "abcdef123"}'
     events, _ = events_of("mistral", [f"[TOOL_CALLS][{one}, {one}]"])
-    ids = [event.id for event in events if isinstance(event, CallBegan)]
+    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
     assert ids == ["abcdef123", call_id("request", 1)]
 
 
@@ -296,7 +303,7 @@ def test_a_malformed_call_of_gpt_oss_is_text(before: str, arguments: str, is_who
     """Its header stands before it, without tags: the template refuses them when they come back."""
     header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     events, splitter = events_of("channels", [before + header + arguments], is_whole=is_whole)
-    text = "".join(event.text for event in events if isinstance(event, Text))
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
     body = arguments.partition("<|")[0]
     assert text.removeprefix("hm") == f"commentary to=functions.look json {body}"
     assert splitter.note is not None
@@ -314,7 +321,9 @@ def test_without_parallel_calls_only_the_first_is_given() -> None:
     events, splitter = events_of("json_tools", ["Hm.", call, "And ", call], parallel=False)
     assert parts_of(events) == [("text", "Hm."), ONE]
     assert splitter.is_done
-    assert splitter.note == Note("calls-left-out", "1 tool calls after the first were left out")
+    assert splitter.note == AnswerNote(
+        "calls-left-out", "1 tool calls after the first were left out"
+    )
 
 
 def test_without_a_format_tags_are_text() -> None:
@@ -332,11 +341,11 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     reader = reader_of(HERMES, TOOLS)
     splitter = AnswerSplitter(reader, "r", lambda tokens: f"<{tokens[0]}>")
     chunks = ["<think>", "a", "</think>", "b", " ", "c"]
-    events: list[Event] = []
+    events: list[AnswerEvent] = []
     for token, text in enumerate(chunks):
         events += splitter.add(Chunk(text, token, -0.5, {token: -0.5, 9: -2.0}))
     events += splitter.finish()
-    texts = [event for event in events if isinstance(event, Text)]
+    texts = [event for event in events if isinstance(event, TextDelta)]
     assert "".join(event.text for event in texts) == "b c"
     tokens = [one for event in texts for one in event.tokens]
     assert [one.token for one in tokens] == [2, 3, 4, 5]

@@ -11,10 +11,10 @@ import pytest
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
-from mlxrunner.serve.asked import Asked, Client
+from mlxrunner.serve.events import Client, ServerRequest
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.prompts.causes import REMEDIES, Cause, Causes
 from mlxrunner.serve.prompts.differences import difference
-from mlxrunner.serve.prompts.make import PromptMaker
 
 CASES = 40
 """Random conversations for each cause."""
@@ -24,10 +24,10 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def maker(tmp_path_factory: pytest.TempPathFactory) -> PromptMaker:
+def maker(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
     """A maker that leaves thinking to the template, and keeps the billing header."""
     tokenizer = load_strict(tmp_path_factory.mktemp("causes") / "qwen3", "qwen3")
-    return PromptMaker(tokenizer, TEMPLATES["qwen3"][0])
+    return PromptBuilder(tokenizer, TEMPLATES["qwen3"][0])
 
 
 def usage_of(reason: str | None = "diverged", outcome: Any = "partial") -> Usage:
@@ -52,9 +52,9 @@ class Talk:
     variables: dict[str, Any] = field(default_factory=dict)
     session: str = "s1"
 
-    def asked(self) -> Asked:
+    def asked(self) -> ServerRequest:
         """Return it as a request."""
-        return Asked(
+        return ServerRequest(
             protocol="chat",
             model=self.model,
             messages=self.messages,
@@ -266,7 +266,7 @@ INJECTED: dict[str, tuple[str, Inject]] = {
 }
 
 
-def found(maker: PromptMaker, talks: list[Talk], reason: str | None = "diverged") -> Cause | None:
+def found(maker: PromptBuilder, talks: list[Talk], reason: str | None = "diverged") -> Cause | None:
     """Send requests, one after the other, and return the cause for the last one."""
     causes, cause = Causes(), None
     for one in talks:
@@ -276,11 +276,11 @@ def found(maker: PromptMaker, talks: list[Talk], reason: str | None = "diverged"
 
 
 @pytest.mark.parametrize("name", INJECTED)
-def test_an_injected_cause_is_named(maker: PromptMaker, name: str) -> None:
+def test_an_injected_cause_is_named(maker: PromptBuilder, name: str) -> None:
     """The right cause and the right message, in 95 of 100 conversations."""
     expected, inject = INJECTED[name]
     if name == "billing":
-        maker = PromptMaker(maker.tokenizer, TEMPLATES["qwen3"][0], off=["billing-header"])
+        maker = PromptBuilder(maker.tokenizer, TEMPLATES["qwen3"][0], off=["billing-header"])
     wrong = []
     for seed in range(CASES):
         order = random.Random(f"{name}{seed}")
@@ -305,7 +305,7 @@ def test_an_injected_cause_is_named(maker: PromptMaker, name: str) -> None:
     assert len(wrong) <= CASES * 0.05, wrong[:5]
 
 
-def test_the_first_request_and_growth_have_causes_of_their_own(maker: PromptMaker) -> None:
+def test_the_first_request_and_growth_have_causes_of_their_own(maker: PromptBuilder) -> None:
     """A conversation that only goes on loses nothing by its client."""
     order = random.Random(0)
     one = talk(order)
@@ -319,7 +319,7 @@ def test_the_first_request_and_growth_have_causes_of_their_own(maker: PromptMake
 
 @pytest.mark.parametrize("turns", [0, 1])
 def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
-    maker: PromptMaker, turns: int
+    maker: PromptBuilder, turns: int
 ) -> None:
     """Subagents that begin side by side; an answer that is asked for again with another number."""
     order = random.Random(0)
@@ -331,7 +331,7 @@ def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
     assert cause.name == ("asked-anew" if turns else "first-request")
 
 
-def test_a_date_before_a_long_last_message_is_named(maker: PromptMaker) -> None:
+def test_a_date_before_a_long_last_message_is_named(maker: PromptBuilder) -> None:
     """The text behind it could be reused if the date stood at the end."""
     order = random.Random(0)
     document = words(order, 60)
@@ -344,7 +344,7 @@ def test_a_date_before_a_long_last_message_is_named(maker: PromptMaker) -> None:
     assert (cause.name, cause.message) == ("changing-date", 0)
 
 
-def test_a_hit_has_no_cause(maker: PromptMaker) -> None:
+def test_a_hit_has_no_cause(maker: PromptBuilder) -> None:
     """Neither a first one nor a second one has."""
     order, causes = random.Random(0), Causes()
     for one in (talk(order), talk(order)):
@@ -352,7 +352,7 @@ def test_a_hit_has_no_cause(maker: PromptMaker) -> None:
         assert causes.end(seen, usage_of(None, "hit")) is None
 
 
-def test_thinking_that_a_client_does_not_send_back(maker: PromptMaker) -> None:
+def test_thinking_that_a_client_does_not_send_back(maker: PromptBuilder) -> None:
     """The answer to the last request had some."""
     order, causes = random.Random(0), Causes()
     one = talk(order)
@@ -366,7 +366,7 @@ def test_thinking_that_a_client_does_not_send_back(maker: PromptMaker) -> None:
     assert (cause.name, cause.message) == ("thinking-stripped", len(one.messages))
 
 
-def test_a_billing_header_that_is_left_out_is_no_cause(maker: PromptMaker) -> None:
+def test_a_billing_header_that_is_left_out_is_no_cause(maker: PromptBuilder) -> None:
     """Another change behind it is."""
     order = random.Random(0)
     one = talk(order)
@@ -402,7 +402,7 @@ def test_the_kind_of_a_difference(old: str, new: str, kind: str) -> None:
         assert difference(f"{text}{old} {text}", f"{text}{new} {text}") == kind
 
 
-def test_requests_that_are_remembered_are_bounded(maker: PromptMaker) -> None:
+def test_requests_that_are_remembered_are_bounded(maker: PromptBuilder) -> None:
     """The oldest go first."""
     order, causes = random.Random(0), Causes(most=2)
     talks = [talk(order) for _ in range(3)]
@@ -417,11 +417,11 @@ def test_requests_that_are_remembered_are_bounded(maker: PromptMaker) -> None:
 
 
 def test_texts_are_compared_only_at_the_first_difference(
-    maker: PromptMaker, monkeypatch: pytest.MonkeyPatch
+    maker: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message that has come before costs no digest, however many requests are remembered."""
+    from mlxrunner.serve.prompts import builder
     from mlxrunner.serve.prompts import causes as module
-    from mlxrunner.serve.prompts import make
 
     order, causes = random.Random(0), Causes()
     one = talk(order)
@@ -436,7 +436,7 @@ def test_texts_are_compared_only_at_the_first_difference(
             name,
             lambda *args, whole=whole, name=name: (counted.append(name), whole(*args))[1],
         )
-    monkeypatch.setattr(make, "message_digest", module.message_digest)
+    monkeypatch.setattr(builder, "message_digest", module.message_digest)
     new = one.changed(len(one.messages) // 2, words(order, 10))
     seen = causes.begin(new.asked(), maker.make(new.asked()))
     assert causes.end(seen, usage_of()) is not None

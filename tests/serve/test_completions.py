@@ -10,7 +10,7 @@ import pytest
 from support.scripted import HELLO, Scripted, asking, ended
 from support.waiting import until
 
-from mlxrunner.serve.events import Reading, RefusedError, Text, Thought, Token
+from mlxrunner.serve.events import ApiError, PrefillProgress, TextDelta, ThinkingDelta, TokenLogprob
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
 
 def test_a_stream(client: openai.OpenAI, answers: Scripted) -> None:
     """The pieces, heartbeats without text, the usage; nothing in raw text is thinking."""
-    answers.script = [Reading(1, 2), Thought("a "), Text("b"), ended("length")]
+    answers.script = [PrefillProgress(1, 2), ThinkingDelta("a "), TextDelta("b"), ended("length")]
     chunks = list(
         client.completions.create(
             model="tiny", prompt="Once", stream=True, stream_options={"include_usage": True}
@@ -86,8 +86,10 @@ def test_echo(client: openai.OpenAI) -> None:
 
 def test_logprobs(client: openai.OpenAI, answers: Scripted) -> None:
     """They are written as completions have them, with the place of each token."""
-    tokens = [Token(text, 1, -0.5, ((text, 1, -0.5), ("x", 2, float("-inf")))) for text in "ab"]
-    answers.script = [Text("a", (tokens[0],)), Text("b", (tokens[1],)), ended()]
+    tokens = [
+        TokenLogprob(text, 1, -0.5, ((text, 1, -0.5), ("x", 2, float("-inf")))) for text in "ab"
+    ]
+    answers.script = [TextDelta("a", (tokens[0],)), TextDelta("b", (tokens[1],)), ended()]
     found = client.completions.create(model="tiny", prompt="Once", logprobs=2)
     assert answers.last.options["logprobs"] == 2
     logprobs = found.choices[0].logprobs
@@ -129,10 +131,10 @@ def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> 
 
 def test_errors(client: openai.OpenAI, answers: Scripted) -> None:
     """They have their status before the first event, and end the stream after it."""
-    answers.script = [RefusedError(429, "later", retry_after=3)]
+    answers.script = [ApiError(429, "later", retry_after=3)]
     with pytest.raises(openai.RateLimitError, match="later"):
         client.completions.create(model="tiny", prompt="Once", stream=True)
-    answers.script = [Text("a"), RefusedError(503, "out of memory")]
+    answers.script = [TextDelta("a"), ApiError(503, "out of memory")]
     with pytest.raises(openai.APIError, match="out of memory"):
         list(client.completions.create(model="tiny", prompt="Once", stream=True))
 

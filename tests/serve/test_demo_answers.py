@@ -11,11 +11,11 @@ import pytest
 from support.scripted import serving
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.answering.opened import Opening
+from mlxrunner.serve.loader import ModelLoader
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch import RequestLog
 
 ASK = "My name is Bo. What is my name?"
 USER: list[dict[str, Any]] = [{"role": "user", "content": ASK}]
@@ -26,9 +26,9 @@ RAW = f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
 def demo() -> Iterator[str]:
     """The address of a server with the demo model."""
     settings = ServeSettings(parks=False, slots=1, memory=300_000_000)
-    record = Record()
-    opening = Opening(settings=settings, runner={"context": 1000})
-    house = House(ModelNames("demo"), opening, record.watch, record.ended)
+    record = RequestLog()
+    opening = ModelLoader(settings=settings, runner={"context": 1000})
+    house = ModelManager(ModelNames("demo"), opening, record.watch, record.ended)
     house.load_first()
     with serving(application(house, record, settings)) as address:
         yield address

@@ -19,12 +19,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from support.waiting import until
 
 from mlxrunner.errors import ContextLengthError
-from mlxrunner.serve import bodies
-from mlxrunner.serve.app import make_app
-from mlxrunner.serve.bodies import MOST_DEPTH, VALUE, form_of
-from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.guard import LOOPBACK, Guard, Rules, hosts_of
-from mlxrunner.serve.server import Door
+from mlxrunner.serve import middleware
+from mlxrunner.serve.events import ApiError
+from mlxrunner.serve.middleware import (
+    LOOPBACK,
+    MOST_DEPTH,
+    VALUE,
+    AccessMiddleware,
+    AccessRules,
+    form_of,
+    hosts_of,
+)
+from mlxrunner.serve.server import HttpConnection, make_app
 
 
 def router(seen: list[Any]) -> APIRouter:
@@ -49,7 +55,7 @@ def router(seen: list[Any]) -> APIRouter:
             await asyncio.sleep(0.5)
             return
         if how == "refused":
-            raise RefusedError(429, "later", code="rate", retry_after=7)
+            raise ApiError(429, "later", code="rate", retry_after=7)
         if how == "long":
             raise ContextLengthError(10, 5)
         raise RuntimeError("a secret of the inside")
@@ -58,7 +64,7 @@ def router(seen: list[Any]) -> APIRouter:
 
 
 @contextmanager
-def served(rules: Rules, **more: Any) -> Iterator[str]:
+def served(rules: AccessRules, **more: Any) -> Iterator[str]:
     """Serve the routes above behind a guard, on a free port."""
     with served_app(make_app([router([])], rules), **more) as address:
         yield address
@@ -83,7 +89,9 @@ def served_app(app: ASGIApp, **more: Any) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server without a key that reads bodies of at most 1,000 bytes."""
-    rules = Rules(most_bytes=1000, most_seconds=0.2, origins=frozenset({"http://app.example"}))
+    rules = AccessRules(
+        most_bytes=1000, most_seconds=0.2, origins=frozenset({"http://app.example"})
+    )
     with served(rules) as address:
         yield address
 
@@ -91,7 +99,7 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def locked() -> Iterator[str]:
     """A server with a key."""
-    with served(Rules(key="secret")) as address:
+    with served(AccessRules(key="secret")) as address:
         yield address
 
 
@@ -165,7 +173,7 @@ def test_pages_of_other_origins(url: str, origin: str, status: int) -> None:
 
 def test_a_browser_that_asks_first() -> None:
     """It sends no key with this question, and takes no answer but one of success."""
-    rules = Rules(key="secret", origins=frozenset({"http://app.example"}))
+    rules = AccessRules(key="secret", origins=frozenset({"http://app.example"}))
     headers = {
         "origin": "http://app.example",
         "access-control-request-method": "POST",
@@ -289,10 +297,10 @@ def test_the_depth_of_a_body(body: bytes, depth: int) -> None:
 @pytest.mark.exhaustive(3)
 def test_the_values_of_a_body(part: bytes, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers count as texts do: a list of a million tokens takes all requests' time to check."""
-    monkeypatch.setattr(bodies, "MOST_PARTS", 30)
+    monkeypatch.setattr(middleware, "MOST_PARTS", 30)
     most = 29 // count  # the list itself is a value
     assert form_of(b"[" + part * most + b"]")[0] <= 2
-    with pytest.raises(RefusedError, match="more than 30 values") as refused:
+    with pytest.raises(ApiError, match="more than 30 values") as refused:
         form_of(b"[" + part * (most + 1) + b"]")
     assert refused.value.status == 413
 
@@ -334,7 +342,7 @@ def test_bodies_share_a_limit(path: str) -> None:
 
     async def run() -> list[httpx.Response]:
         app, answers = Slow(), list[httpx.Response]()
-        guard = Guard(app, Rules(most_together=2 * HELD))
+        guard = AccessMiddleware(app, AccessRules(most_together=2 * HELD))
         transport = httpx.ASGITransport(guard, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
@@ -358,7 +366,7 @@ def test_bodies_share_a_limit(path: str) -> None:
 
     *refused, last = asyncio.run(run())
     for answer in refused:
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(bodies.SOON))
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(middleware.SOON))
         assert f"{2 * HELD} are the most" in answer.json()["error"]["message"]
     assert last.status_code == (200 if path == "/v1/messages" else 500)
 
@@ -367,7 +375,7 @@ def test_a_part_of_a_body_is_held_until_its_client_leaves() -> None:
     """Half a body counts while it is waited for, and not when its client has left."""
 
     async def run() -> None:
-        guard = Guard(Slow(), Rules(most_together=100))
+        guard = AccessMiddleware(Slow(), AccessRules(most_together=100))
         parts = [b"x" * 60, b"y" * 60]
 
         async def receive() -> dict[str, Any]:
@@ -414,7 +422,7 @@ def test_a_body_that_trickles() -> None:
                 yield b" "
                 await asyncio.sleep(0.01)
 
-        guard = Guard(Slow(), Rules(most_seconds=0.1))
+        guard = AccessMiddleware(Slow(), AccessRules(most_seconds=0.1))
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.post("/v1/messages", content=parts())
@@ -428,9 +436,9 @@ def test_a_body_that_trickles() -> None:
 
 def test_a_body_that_goes_on_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is closed, however much comes."""
-    monkeypatch.setattr(Door, "patience", 0.2)
+    monkeypatch.setattr(HttpConnection, "patience", 0.2)
     with (
-        served(Rules(most_bytes=10), http=Door, timeout_keep_alive=600) as address,
+        served(AccessRules(most_bytes=10), http=HttpConnection, timeout_keep_alive=600) as address,
         socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
     ):
         used.settimeout(60)
@@ -456,7 +464,7 @@ def test_what_comes_ahead_of_an_answer(is_much: bool) -> None:
         has_left.set()
 
     with (
-        served_app(app, http=Door) as address,
+        served_app(app, http=HttpConnection) as address,
         socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
     ):
         used.settimeout(60)
@@ -464,7 +472,7 @@ def test_what_comes_ahead_of_an_answer(is_much: bool) -> None:
         assert reading.wait(60)
         with suppress(ConnectionError):
             for _ in range(10):
-                used.sendall(b"x" * (Door.ahead // (2 if is_much else 20)))
+                used.sendall(b"x" * (HttpConnection.ahead // (2 if is_much else 20)))
             if is_much:
                 assert used.recv(100) == b""
         if not is_much:
@@ -476,9 +484,9 @@ def test_what_comes_ahead_of_an_answer(is_much: bool) -> None:
 @pytest.mark.parametrize("sent", [b"", b"POST /api/chat HTTP/1.1\r\nhost: loc"])
 def test_a_header_that_does_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is closed, so that silent ones do not take all file descriptors."""
-    monkeypatch.setattr(Door, "patience", 0.2)
+    monkeypatch.setattr(HttpConnection, "patience", 0.2)
     with (
-        served(Rules(), http=Door) as address,
+        served(AccessRules(), http=HttpConnection) as address,
         socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as silent,
     ):
         silent.settimeout(60)
@@ -491,11 +499,11 @@ def test_a_second_header_that_does_not_come(
     is_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a header has the same time on a connection that was used; an answer has any time."""
-    monkeypatch.setattr(Door, "patience", 0.2)
+    monkeypatch.setattr(HttpConnection, "patience", 0.2)
     first = b"GET /v1/fails/slowly HTTP/1.1\r\nhost: localhost\r\n\r\n"
     half = b"POST /api/chat HTTP/1.1\r\nhost: loc"
     with (
-        served(Rules(), http=Door) as address,
+        served(AccessRules(), http=HttpConnection) as address,
         socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
     ):
         used.settimeout(60)

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from support.scripted import Scripted, app_of, ended, serving
 from support.strict_templates import TEMPLATES, load_strict
 
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import Event, Text
-from mlxrunner.serve.prompts.make import Made, PromptMaker
+from mlxrunner.serve.events import AnswerEvent, ServerRequest, TextDelta
+from mlxrunner.serve.prompts.builder import BuiltPrompt, PromptBuilder
 from mlxrunner.templates.parts import NO_PICTURE
 from mlxrunner.templates.segments import common
 
@@ -271,15 +270,15 @@ FAMILIES = list(TEMPLATES)
 class Making(Scripted):
     """Answers each request once its prompt is made."""
 
-    def __init__(self, makers: dict[str, PromptMaker]) -> None:
+    def __init__(self, makers: dict[str, PromptBuilder]) -> None:
         super().__init__()
         self._makers = makers
-        self.made: list[Made] = []
+        self.made: list[BuiltPrompt] = []
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Event]:
+    async def answer(self, asked: ServerRequest) -> AsyncIterator[AnswerEvent]:
         for maker in self._makers.values():
             self.made.append(maker.make(asked))
-        self.script = [Text("Well."), ended(replaced=self.made[-1].replaced)]
+        self.script = [TextDelta("Well."), ended(replaced=self.made[-1].replaced)]
         async for event in super().answer(asked):
             yield event
 
@@ -291,7 +290,7 @@ Send = Callable[[Protocol, list[dict[str, Any]]], httpx.Response]
 def making(tmp_path_factory: pytest.TempPathFactory) -> Making:
     root = tmp_path_factory.mktemp("strict")
     loaded = {name: load_strict(root / name, name) for name in FAMILIES}
-    return Making({name: PromptMaker(loaded[name], TEMPLATES[name][0]) for name in FAMILIES})
+    return Making({name: PromptBuilder(loaded[name], TEMPLATES[name][0]) for name in FAMILIES})
 
 
 @pytest.fixture(scope="module")

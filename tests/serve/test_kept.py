@@ -12,12 +12,22 @@ from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.results import Chunk
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import CallArguments, CallBegan, Text, Thought
-from mlxrunner.serve.prompts.encoding import Encoder, Fill
-from mlxrunner.serve.prompts.kept import Answer, KeptTurns, common_end
-from mlxrunner.serve.prompts.make import Made, PromptMaker
-from mlxrunner.serve.prompts.reader import Said
+from mlxrunner.serve.events import (
+    ServerRequest,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from mlxrunner.serve.prompts.answer_tokens import (
+    AnswerTokenCache,
+    AnswerTokens,
+    PromptEncoder,
+    TokenSpan,
+    common_end,
+)
+from mlxrunner.serve.prompts.builder import BuiltPrompt, PromptBuilder
+from mlxrunner.serve.tools.reader import ParsedAnswer
 
 FAMILIES = ("qwen3", "qwen3.5", "llama3", "mistral", "gpt-oss", "glm", "deepseek", "gemma3")
 TOOL = {
@@ -35,20 +45,20 @@ MERGED = ["look", "name", '{"', '": ', "arguments", "hello", " the", "ello th", 
 
 
 @pytest.fixture(scope="module")
-def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptMaker]:
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
     """A maker for each family."""
     root = tmp_path_factory.mktemp("kept")
     return {
-        name: PromptMaker(load_strict(root / name, name, words=MERGED), TEMPLATES[name][0])
+        name: PromptBuilder(load_strict(root / name, name, words=MERGED), TEMPLATES[name][0])
         for name in FAMILIES
     }
 
 
 @pytest.fixture(params=FAMILIES)
-def maker(request: pytest.FixtureRequest, makers: dict[str, PromptMaker]) -> PromptMaker:
+def maker(request: pytest.FixtureRequest, makers: dict[str, PromptBuilder]) -> PromptBuilder:
     """Each family's maker in turn, without answers."""
     found = makers[request.param]
-    found.kept = KeptTurns()
+    found.kept = AnswerTokenCache()
     return found
 
 
@@ -82,22 +92,24 @@ def call_text(form: str, at: int, order: random.Random) -> str:
 class Client:
     """A client that sends each answer back as text and JSON, and a model that answers at random."""
 
-    maker: PromptMaker
+    maker: PromptBuilder
     order: random.Random
     sends_thinking: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
 
-    def ask(self, *messages: dict[str, Any]) -> Made:
+    def ask(self, *messages: dict[str, Any]) -> BuiltPrompt:
         """Send the conversation with more messages."""
         self.messages += messages
         return self.maker.make(self.request)
 
     @property
-    def request(self) -> Asked:
+    def request(self) -> ServerRequest:
         """The request as it would be now."""
-        return Asked(protocol="chat", model="", id="r", messages=self.messages, tools=[TOOL])
+        return ServerRequest(
+            protocol="chat", model="", id="r", messages=self.messages, tools=[TOOL]
+        )
 
-    def answer(self, made: Made, text: str) -> list[int]:
+    def answer(self, made: BuiltPrompt, text: str) -> list[int]:
         """Let the model write `text`, take it as a client does, and return its tokens."""
         tokens = [*self.tokens(text), min(self.maker.tokenizer.stop_tokens)]
         stream = self.maker.tokenizer.stream(made.prompt.tokens[-8:].tolist())
@@ -109,13 +121,13 @@ class Client:
         self.maker.keep(made, chunks)
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": "".join(event.text for event in events if isinstance(event, Text)),
+            "content": "".join(event.text for event in events if isinstance(event, TextDelta)),
         }
-        thought = "".join(event.text for event in events if isinstance(event, Thought))
+        thought = "".join(event.text for event in events if isinstance(event, ThinkingDelta))
         if self.sends_thinking and thought:
             message["reasoning_content"] = thought
-        began = [event for event in events if isinstance(event, CallBegan)]
-        written = [event for event in events if isinstance(event, CallArguments)]
+        began = [event for event in events if isinstance(event, ToolCallStart)]
+        written = [event for event in events if isinstance(event, ToolCallDelta)]
         if began:
             message["tool_calls"] = [
                 {
@@ -153,7 +165,7 @@ class Client:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sends_thinking", [False, True])
 def test_answers_come_back_as_their_tokens(
-    maker: PromptMaker, seed: int, sends_thinking: bool
+    maker: PromptBuilder, seed: int, sends_thinking: bool
 ) -> None:
     """Each next prompt begins with the last one and its answer; the text is that of its tokens."""
     order = random.Random(seed)
@@ -182,7 +194,7 @@ def test_answers_come_back_as_their_tokens(
         made = after
 
 
-def opened(maker: PromptMaker, answer: str, **more: Any) -> tuple[Client, Made, list[int]]:
+def opened(maker: PromptBuilder, answer: str, **more: Any) -> tuple[Client, BuiltPrompt, list[int]]:
     """Return a client after one answer, with the prompt and the tokens of the answer."""
     client = Client(maker, random.Random(3), **more)
     made = client.ask({"role": "user", "content": "hello the file"})
@@ -191,11 +203,11 @@ def opened(maker: PromptMaker, answer: str, **more: Any) -> tuple[Client, Made, 
 
 @pytest.mark.parametrize("arguments", ['{"at": 7', "[1]"])
 def test_a_malformed_call_of_gpt_oss_comes_back(
-    makers: dict[str, PromptMaker], arguments: str
+    makers: dict[str, PromptBuilder], arguments: str
 ) -> None:
     """The template takes the text that the client was sent, and the model sees what it wrote."""
     maker = makers["gpt-oss"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     client, _, _ = opened(maker, header + arguments)
     after = client.ask({"role": "user", "content": "go on"})
@@ -236,11 +248,11 @@ def no_call(message: dict[str, Any]) -> None:
     [changed_text, changed_beginning, changed_argument, changed_name, another_call, no_call],
 )
 def test_an_answer_that_was_changed_is_the_templates(
-    makers: dict[str, PromptMaker], change: Any
+    makers: dict[str, PromptBuilder], change: Any
 ) -> None:
     """The model sees what the client sent, not what it wrote itself."""
     maker = makers["qwen3"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, _, _ = opened(maker, f"hello the file\n{CALL}")
     change(client.messages[1])
     del client.messages[2:]
@@ -250,20 +262,20 @@ def test_an_answer_that_was_changed_is_the_templates(
 
 
 def test_an_answer_in_another_conversation_is_the_templates(
-    makers: dict[str, PromptMaker],
+    makers: dict[str, PromptBuilder],
 ) -> None:
     """Its tokens follow other ones there."""
     maker = makers["qwen3"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, _, _ = opened(maker, f"hello the file\n{CALL}")
     client.messages[0]["content"] = "bye"
     assert client.ask().kept == 0
 
 
-def test_thinking_that_is_left_out_costs_only_itself(makers: dict[str, PromptMaker]) -> None:
+def test_thinking_that_is_left_out_costs_only_itself(makers: dict[str, PromptBuilder]) -> None:
     """The rest of the answer is the tokens that were generated."""
     maker = makers["qwen3"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, before, tokens = opened(maker, f"{THOUGHT}hello the file\n{CALL}")
     after = client.ask({"role": "user", "content": "go on"})
     assert after.kept == 1
@@ -278,11 +290,11 @@ def test_thinking_that_is_left_out_costs_only_itself(makers: dict[str, PromptMak
 
 @pytest.mark.parametrize("sends_thinking", [False, True])
 def test_thinking_that_comes_back_is_kept(
-    makers: dict[str, PromptMaker], sends_thinking: bool
+    makers: dict[str, PromptBuilder], sends_thinking: bool
 ) -> None:
     """Within the same task Qwen's template keeps it, if the client sends it."""
     maker = makers["qwen3"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, before, tokens = opened(maker, f"{THOUGHT}{CALL}", sends_thinking=sends_thinking)
     after = client.ask()
     both = [*before.prompt.tokens.tolist(), *tokens]
@@ -291,11 +303,11 @@ def test_thinking_that_comes_back_is_kept(
 
 
 def test_the_newest_of_several_answers_that_fits_is_taken(
-    makers: dict[str, PromptMaker],
+    makers: dict[str, PromptBuilder],
 ) -> None:
     """A client may go on with any of them."""
     maker = makers["qwen3"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, made, first = opened(maker, "hello the file: one")
     (sent,) = client.messages[1:]
     del client.messages[1:]
@@ -317,11 +329,11 @@ def test_the_newest_of_several_answers_that_fits_is_taken(
 )
 @pytest.mark.parametrize("others_id", [False, True])
 def test_a_call_without_an_id_comes_back(
-    makers: dict[str, PromptMaker], answer: str, others_id: bool
+    makers: dict[str, PromptBuilder], answer: str, others_id: bool
 ) -> None:
     """The template writes the id that the server gave it; the tokens are those of the model."""
     maker = makers["mistral"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, before, tokens = opened(maker, answer)
     if others_id:
         client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "other"
@@ -332,10 +344,10 @@ def test_a_call_without_an_id_comes_back(
     assert '"id": ' in after.rendered.partition("[TOOL_CALLS]")[2]
 
 
-def test_a_call_with_another_id_is_the_templates(makers: dict[str, PromptMaker]) -> None:
+def test_a_call_with_another_id_is_the_templates(makers: dict[str, PromptBuilder]) -> None:
     """The model wrote its own, and the client sends another one."""
     maker = makers["mistral"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     call = '{"name":"look", "arguments":{"at":7}, "id":"abcdefgh1"}'
     client, _, _ = opened(maker, f"[TOOL_CALLS] [{call}]")
     client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "abcdefgh2"
@@ -346,7 +358,7 @@ TYPED = ["hello", " the", " f", "ile", " hello", " the", " ", "file", "."]
 """The tokens of an answer, which are not those of its text."""
 
 
-def cut_off(maker: PromptMaker, before: str = "") -> tuple[Client, Made, list[int]]:
+def cut_off(maker: PromptBuilder, before: str = "") -> tuple[Client, BuiltPrompt, list[int]]:
     """Return a client that left before the end of an answer, its prompt, and the tokens so far."""
     client = Client(maker, random.Random(3))
     made = client.ask({"role": "user", "content": "hello the file"})
@@ -361,7 +373,7 @@ def cut_off(maker: PromptMaker, before: str = "") -> tuple[Client, Made, list[in
 
 @pytest.mark.parametrize("seen", range(1, len("".join(TYPED)) + 1))
 def test_an_answer_that_was_cut_off_comes_back_as_far_as_it_was_seen(
-    maker: PromptMaker, seen: int
+    maker: PromptBuilder, seen: int
 ) -> None:
     """Up to the last token that is whole in what the client has."""
     if maker.form.kind == "channels":
@@ -379,10 +391,10 @@ def test_an_answer_that_was_cut_off_comes_back_as_far_as_it_was_seen(
     assert after.kept == (1 if whole else 0)
 
 
-def test_a_cut_answer_may_lack_its_thinking(makers: dict[str, PromptMaker]) -> None:
+def test_a_cut_answer_may_lack_its_thinking(makers: dict[str, PromptBuilder]) -> None:
     """The part that was seen behind it is kept."""
     maker = makers["qwen3"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, _, tokens = cut_off(maker, THOUGHT)
     answer = {"role": "assistant", "content": "".join(TYPED[:4])}
     after = client.ask(answer, {"role": "user", "content": "go on"})
@@ -394,11 +406,11 @@ def test_a_cut_answer_may_lack_its_thinking(makers: dict[str, PromptMaker]) -> N
 
 
 def test_a_cut_answer_that_was_changed_is_kept_up_to_the_change(
-    makers: dict[str, PromptMaker],
+    makers: dict[str, PromptBuilder],
 ) -> None:
     """A whole answer to the same prompt is preferred."""
     maker = makers["qwen3"]
-    maker.kept = KeptTurns()
+    maker.kept = AnswerTokenCache()
     client, made, tokens = cut_off(maker)
     changed = {"role": "assistant", "content": "hello they"}
     after = client.ask(changed, {"role": "user", "content": "go on"})
@@ -414,19 +426,19 @@ def test_a_cut_answer_that_was_changed_is_kept_up_to_the_change(
     assert after.prompt.tokens[begin : begin + len(whole)].tolist() == whole
 
 
-def said(text: str) -> Said:
+def said(text: str) -> ParsedAnswer:
     """Return what a text without thinking says."""
-    return Said("", text, (), 0)
+    return ParsedAnswer("", text, (), 0)
 
 
-def answer_of(text: str) -> Answer:
+def answer_of(text: str) -> AnswerTokens:
     """Return an answer of a token for each letter."""
-    return Answer(text, as_tokens(list(map(ord, text))), list(range(1, len(text) + 1)), "")
+    return AnswerTokens(text, as_tokens(list(map(ord, text))), list(range(1, len(text) + 1)), "")
 
 
 def test_kept_answers_are_bounded() -> None:
     """Those used last stay."""
-    kept = KeptTurns()
+    kept = AnswerTokenCache()
     links = [bytes([number]) for number in range(5)]
     for number in range(3):
         kept.keep(links[number], f"prompt {number} ", answer_of("ten tokens"), said("ten tokens"))
@@ -445,28 +457,28 @@ def test_kept_answers_are_bounded() -> None:
 
 def test_an_answer_without_text_or_with_half_a_character_is_not_kept() -> None:
     """There is nothing to find."""
-    kept = KeptTurns()
+    kept = AnswerTokenCache()
     kept.keep(b"", "a", answer_of(""), said(""))
     kept.keep(b"", "a", answer_of("b\ufffd"), said("b"))
     assert len(kept) == 0
 
 
 def test_an_answer_that_a_stop_string_ended_is_kept_up_to_it(
-    makers: dict[str, PromptMaker],
+    makers: dict[str, PromptBuilder],
 ) -> None:
     """If a token ends there."""
     tokenizer = makers["qwen3"].tokenizer
     tokens = tokenizer.encode_more("hello the\nend of")
     chunks = [Chunk("hello the", token) for token in tokens[:1]]
     chunks += [Chunk("", token) for token in tokens[1:]]
-    answer = Answer.of(chunks, tokenizer, tokenizer.encode_more("a"))
+    answer = AnswerTokens.of(chunks, tokenizer, tokenizer.encode_more("a"))
     assert answer.text == "hello the"
     assert tokenizer.decode(answer.tokens.tolist()) == "hello the"
-    half = Answer.of([Chunk("hel", tokens[0])], tokenizer, [])
+    half = AnswerTokens.of([Chunk("hel", tokens[0])], tokenizer, [])
     assert (half.text, len(half.tokens)) == ("", 0)
 
 
-def test_texts_are_encoded_once(makers: dict[str, PromptMaker]) -> None:
+def test_texts_are_encoded_once(makers: dict[str, PromptBuilder]) -> None:
     """Their tokens are remembered, up to a number of bytes."""
 
     class Counting:
@@ -480,8 +492,8 @@ def test_texts_are_encoded_once(makers: dict[str, PromptMaker]) -> None:
             return self.encode(text)[1:]
 
     tokenizer: Any = Counting()
-    encoder = Encoder(tokenizer, most=1200)
-    fill = Fill(3, 5, "xyz", as_tokens([7]))
+    encoder = PromptEncoder(tokenizer, most=1200)
+    fill = TokenSpan(3, 5, "xyz", as_tokens([7]))
     for _ in range(2):
         tokens, text = encoder.encode("abcdefg", [fill])
         assert tokens.tolist() == [0, *map(ord, "abc"), 7, *map(ord, "fg")]

@@ -17,26 +17,29 @@ from support.sample import examples
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.cache.tokens import as_tokens
-from mlxrunner.serve.prompts import kept_file
-from mlxrunner.serve.prompts.encoding import Fill
-from mlxrunner.serve.prompts.kept import KeptTurns
-from mlxrunner.serve.prompts.kept_file import NAME, KeptFile
-from mlxrunner.serve.prompts.make import PromptMaker
-from mlxrunner.serve.prompts.reader import Said
-from mlxrunner.serve.prompts.turn import Turn
+from mlxrunner.serve.prompts import answer_tokens
+from mlxrunner.serve.prompts.answer_tokens import (
+    NAME,
+    AnswerTokenCache,
+    AnswerTokenFile,
+    CachedAnswer,
+    TokenSpan,
+)
+from mlxrunner.serve.prompts.builder import PromptBuilder
+from mlxrunner.serve.tools.reader import ParsedAnswer
 from tests.serve.test_kept import FAMILIES, MERGED, Client, call_text
 
 
-def turn_of(text: str, **more: Any) -> Turn:
+def turn_of(text: str, **more: Any) -> CachedAnswer:
     tokens = as_tokens([ord(letter) for letter in text])
-    said = Said("thought", text, (("look", '{"at":1}', None), ("see", "{}", "id")), 3)
+    said = ParsedAnswer("thought", text, (("look", '{"at":1}', None), ("see", "{}", "id")), 3)
     values: dict[str, Any] = {"length": 7, "before": b"b" * 16, "closing": "<end>", "said": said}
-    return Turn(
+    return CachedAnswer(
         **values | {"text": text, "tokens": tokens, "ends": array("q", range(len(text)))} | more
     )
 
 
-def same(one: Turn, other: Turn) -> bool:
+def same(one: CachedAnswer, other: CachedAnswer) -> bool:
     names = ("length", "before", "text", "closing", "said", "is_cut", "forms")
     return (
         all(getattr(one, name) == getattr(other, name) for name in names)
@@ -53,9 +56,9 @@ def test_a_restart_loses_no_tokens(family: str, seed: int, tmp_path: Path) -> No
     """After each turn of a conversation, the tokens of all its answers come from the file."""
     order = random.Random(seed)
     tokenizer = load_strict(tmp_path / "model", family, words=MERGED)
-    maker = PromptMaker(tokenizer, TEMPLATES[family][0])
+    maker = PromptBuilder(tokenizer, TEMPLATES[family][0])
     client = Client(maker, order, sends_thinking=False)
-    maker.kept.store_in(KeptFile(tmp_path))
+    maker.kept.store_in(AnswerTokenFile(tmp_path))
     made = client.ask({"role": "user", "content": "hello the file"})
     for turn in range(4):
         text = call_text(maker.form.name, 100 + turn, order)
@@ -63,8 +66,8 @@ def test_a_restart_loses_no_tokens(family: str, seed: int, tmp_path: Path) -> No
             header = "<|channel|>final<|message|>" if maker.form.kind == "channels" else ""
             text = f"{header}the file: {{x}}"
         written = client.answer(made, text)
-        maker.kept = KeptTurns()
-        maker.kept.store_in(KeptFile(tmp_path))
+        maker.kept = AnswerTokenCache()
+        maker.kept.store_in(AnswerTokenFile(tmp_path))
         assert len(maker.kept) == turn + 1
         is_call = "tool_calls" in client.messages[-2]
         after = client.ask(*([] if is_call else [{"role": "user", "content": "go on"}]))
@@ -75,15 +78,18 @@ def test_a_restart_loses_no_tokens(family: str, seed: int, tmp_path: Path) -> No
 
 def test_every_field_comes_back(tmp_path: Path) -> None:
     """Half a character of JSON too, and what was cut off; twice is once."""
-    file, turns = KeptFile(tmp_path), [turn_of("one\u2028"), turn_of("\ud83d x", is_cut=True)]
-    turns[0].known["One<end>"] = Fill(3, 6, "one", as_tokens([1, 2]))
+    file, turns = (
+        AnswerTokenFile(tmp_path),
+        [turn_of("one\u2028"), turn_of("\ud83d x", is_cut=True)],
+    )
+    turns[0].known["One<end>"] = TokenSpan(3, 6, "one", as_tokens([1, 2]))
     turns[0].forms = 1
     for number, turn in enumerate(turns):
         file.add(bytes([number]) * 16, turn)
-    found = list(KeptFile(tmp_path).read())
+    found = list(AnswerTokenFile(tmp_path).read())
     assert [link for link, _ in found] == [b"\0" * 16, b"\1" * 16]
     assert all(same(one, turn) for (_, one), turn in zip(found, turns, strict=True))
-    kept = KeptTurns()
+    kept = AnswerTokenCache()
     kept.store_in(file)
     kept.store_in(file)
     assert len(kept) == 2
@@ -97,23 +103,23 @@ def test_damage_costs_answers_and_changes_none(data: some.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, turns = Path(name), [turn_of(f"{number} abc") for number in range(4)]
         for turn in turns:
-            KeptFile(folder).add(b"l", turn)
+            AnswerTokenFile(folder).add(b"l", turn)
         content = bytearray((folder / NAME).read_bytes())
         del content[data.draw(some.integers(0, len(content))) :]
         for place in data.draw(some.lists(some.integers(0, max(0, len(content) - 1)), max_size=3)):
             content[place : place + 1] = data.draw(some.binary(max_size=2))
         (folder / NAME).write_bytes(content)
-        found = [turn for _, turn in KeptFile(folder).read()]
+        found = [turn for _, turn in AnswerTokenFile(folder).read()]
         assert all(any(same(one, turn) for turn in turns) for one in found)
-        KeptFile(folder).add(b"l", turn_of("next"))
-        assert same([turn for _, turn in KeptFile(folder).read()][-1], turn_of("next"))
+        AnswerTokenFile(folder).add(b"l", turn_of("next"))
+        assert same([turn for _, turn in AnswerTokenFile(folder).read()][-1], turn_of("next"))
 
 
 def test_an_answer_that_takes_too_much_is_not_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The reader would refuse a file that it made too large, with all the others."""
-    file = KeptFile(tmp_path, 20_000)
+    file = AnswerTokenFile(tmp_path, 20_000)
     for text in ("short", "x" * 30_000, "last"):
         file.add(b"l", turn_of(text))
     assert [turn.text for _, turn in file.read()] == ["short", "last"]
@@ -124,9 +130,9 @@ def test_a_file_is_bounded(tmp_path: Path) -> None:
     """The older half goes first."""
     most = 20_000
     for number in range(200):
-        KeptFile(tmp_path, most).add(b"l", turn_of(f"{number}"))
+        AnswerTokenFile(tmp_path, most).add(b"l", turn_of(f"{number}"))
         assert (tmp_path / NAME).stat().st_size <= most
-    found = [turn.text for _, turn in KeptFile(tmp_path, most).read()]
+    found = [turn.text for _, turn in AnswerTokenFile(tmp_path, most).read()]
     assert 10 < len(found) < 190
     assert found == [f"{number}" for number in range(200 - len(found), 200)]
 
@@ -149,8 +155,8 @@ def test_what_cannot_be_written_is_said_once(
         def full(descriptor: int, data: bytes) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(kept_file, "write_all", full)
-    file = KeptFile(tmp_path)
+        monkeypatch.setattr(answer_tokens, "write_all", full)
+    file = AnswerTokenFile(tmp_path)
     assert list(file.read()) == []
     with caplog.at_level(logging.WARNING, logger="mlxrunner"):
         file.add(b"l", turn_of("one"))

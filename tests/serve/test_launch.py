@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from mlxrunner import cli
 from mlxrunner.cli.launch import NAMES
-from mlxrunner.serve.launch import CLIENTS, Server
+from mlxrunner.serve.launch import CLIENTS, ServerAddress
 
 MODELS = {
     "data": [
@@ -60,7 +60,7 @@ def test_the_command_names_the_clients_that_there_are() -> None:
 
 def test_claude_gets_the_model_under_each_name_that_it_uses() -> None:
     """Its subagents name haiku, sonnet, opus or fable, or follow a variable of their own."""
-    found = CLIENTS["claude"](Server("http://127.0.0.1:1", "first/model")).environment
+    found = CLIENTS["claude"](ServerAddress("http://127.0.0.1:1", "first/model")).environment
     own = {"ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"}
     names = own | {f"ANTHROPIC_DEFAULT_{n}_MODEL" for n in ("HAIKU", "SONNET", "OPUS", "FABLE")}
     assert {name for name, value in found.items() if value == "first/model"} == names

@@ -23,11 +23,11 @@ from support.waiting import until
 from support.wires import WIRES
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.answering.opened import Opening
-from mlxrunner.serve.server import Door, Server, application, listen
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.loader import ModelLoader
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.server import HttpConnection, UvicornServer, application, listen
+from mlxrunner.serve.watch import RequestLog
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 CONTEXT = 2000
@@ -49,14 +49,14 @@ class Running:
     """A server in a thread of this process."""
 
     def __init__(self, folder: Path, settings: ServeSettings) -> None:
-        record = Record()
-        opening = Opening(settings=settings, runner={"context": CONTEXT})
-        self.house = House(ModelNames(str(folder)), opening, record.watch)
+        record = RequestLog()
+        opening = ModelLoader(settings=settings, runner={"context": CONTEXT})
+        self.house = ModelManager(ModelNames(str(folder)), opening, record.watch)
         self.runner = self.house.load_first().runner
         self.listening = listen(settings)
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
         app = application(self.house, record, settings)
-        self._server = Server(app, self.house, 300, lambda: None)
+        self._server = UvicornServer(app, self.house, 300, lambda: None)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -134,7 +134,7 @@ def test_clients_of_all_kinds(folder: Path) -> None:
 
 def test_a_client_that_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps its place among the requests that may wait for so long, and no longer."""
-    monkeypatch.setattr(Door, "unread", 0.1)
+    monkeypatch.setattr(HttpConnection, "unread", 0.1)
     with running(folder, slots=1, max_queue=0, parks=False) as server:
         before = server.tasks()
         server.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -16,9 +16,17 @@ from mlxrunner.engine.constrain import constraint_of
 from mlxrunner.models.load import load_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk
-from mlxrunner.serve.asked import Asked, ToolChoice
-from mlxrunner.serve.events import CallArguments, CallBegan, Event, RefusedError, Text, Thought
-from mlxrunner.serve.prompts.make import Made, PromptMaker
+from mlxrunner.serve.events import (
+    AnswerEvent,
+    ApiError,
+    ServerRequest,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallStart,
+    ToolChoice,
+)
+from mlxrunner.serve.prompts.builder import BuiltPrompt, PromptBuilder
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -33,24 +41,24 @@ def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> di
 TOOLS = [tool("look", NESTED), tool("move", NESTED)]
 
 
-def asked(**more: Any) -> Asked:
+def asked(**more: Any) -> ServerRequest:
     """Return a request, by default with tools."""
-    return Asked(
+    return ServerRequest(
         **{"protocol": "chat", "model": "", "id": "r", "messages": USER, "tools": TOOLS, **more}
     )
 
 
 @pytest.fixture(scope="module")
-def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptMaker]:
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
     """A maker for each family of templates."""
     root = tmp_path_factory.mktemp("make")
     return {
-        name: PromptMaker(load_strict(root / name, name), template)
+        name: PromptBuilder(load_strict(root / name, name), template)
         for name, (template, _) in TEMPLATES.items()
     }
 
 
-def constrained(maker: PromptMaker, made: Made, prefer: str) -> str:
+def constrained(maker: PromptBuilder, made: BuiltPrompt, prefer: str) -> str:
     """Return an answer that fits the form of a request: of the letters that may come, the best."""
     tokenizer = maker.tokenizer
     constraint = constraint_of(GenerateOptions.of(**made.options), tokenizer, tokenizer.vocab_size)
@@ -67,7 +75,9 @@ def constrained(maker: PromptMaker, made: Made, prefer: str) -> str:
     return tokenizer.decode(tokens)
 
 
-def events_of(maker: PromptMaker, made: Made, request: Asked, text: str) -> list[Event]:
+def events_of(
+    maker: PromptBuilder, made: BuiltPrompt, request: ServerRequest, text: str
+) -> list[AnswerEvent]:
     """Return the events of an answer."""
     splitter = maker.splitter(made, request)
     events = [event for letter in text for event in splitter.add(Chunk(letter, 1))]
@@ -77,7 +87,7 @@ def events_of(maker: PromptMaker, made: Made, request: Asked, text: str) -> list
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("mode", ["named", "required"])
 def test_a_forced_call_is_a_call_of_a_tool(
-    makers: dict[str, PromptMaker], family: str, mode: Any
+    makers: dict[str, PromptBuilder], family: str, mode: Any
 ) -> None:
     """With arguments by its schema, whatever the model would say, in the family's own form."""
     maker = makers[family]
@@ -85,11 +95,11 @@ def test_a_forced_call_is_a_call_of_a_tool(
     made = maker.make(request)
     answer = constrained(maker, made, "mslow97")
     events = events_of(maker, made, request, answer)
-    (began,) = (event for event in events if isinstance(event, CallBegan))
+    (began,) = (event for event in events if isinstance(event, ToolCallStart))
     assert began.name == "move"
-    (written,) = (event for event in events if isinstance(event, CallArguments))
+    (written,) = (event for event in events if isinstance(event, ToolCallDelta))
     assert json.loads(written.text) == {"at": 99, "how": "slow"}
-    assert not [event for event in events if isinstance(event, Text) and event.text]
+    assert not [event for event in events if isinstance(event, TextDelta) and event.text]
     assert made.prompt.text == made.rendered
     assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
 
@@ -109,7 +119,7 @@ def test_a_forced_call_is_a_call_of_a_tool(
 )
 @pytest.mark.exhaustive(8)
 def test_a_forced_call_of_a_tool_without_parameters_ends(
-    makers: dict[str, PromptMaker], family: str, described: dict[str, Any]
+    makers: dict[str, PromptBuilder], family: str, described: dict[str, Any]
 ) -> None:
     """It has no arguments, though the model would write them without an end."""
     maker = makers[family]
@@ -118,12 +128,12 @@ def test_a_forced_call_of_a_tool_without_parameters_ends(
     made = maker.make(request)
     answer = constrained(maker, made, '"')
     events = events_of(maker, made, request, answer)
-    (written,) = (event for event in events if isinstance(event, CallArguments))
+    (written,) = (event for event in events if isinstance(event, ToolCallDelta))
     assert json.loads(written.text) == {}
 
 
 def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
-    makers: dict[str, PromptMaker],
+    makers: dict[str, PromptBuilder],
 ) -> None:
     """The next prompt begins with the prompt, the call that it opened, and the answer."""
     for family in ("qwen3", "llama3", "gpt-oss"):
@@ -135,7 +145,7 @@ def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
         pieces = [maker.tokenizer.decode([token]) for token in tokens]
         maker.keep(made, [Chunk(text, one) for text, one in zip(pieces, tokens, strict=True)])
         events = events_of(maker, made, request, answer)
-        (written,) = (event for event in events if isinstance(event, CallArguments))
+        (written,) = (event for event in events if isinstance(event, ToolCallDelta))
         call = {"id": "c", "function": {"name": "look", "arguments": written.text}}
         after = maker.make(
             asked(
@@ -156,7 +166,7 @@ def test_an_answer_of_a_form_is_no_thinking(family: str, tmp_path: Path) -> None
     """The form holds from the first token on: thinking that the prompt has opened is ended."""
     opening = "{% if add_generation_prompt %}<think>\n{% endif %}"
     tokenizer = load_strict(tmp_path / family, family, opening=opening)
-    maker = PromptMaker(tokenizer, TEMPLATES[family][0] + opening)
+    maker = PromptBuilder(tokenizer, TEMPLATES[family][0] + opening)
     free = maker.make(asked(tools=()))
     assert free.rendered.endswith("<think>\n")
     for options in ({"schema": '{"const": 7}'}, {"choices": ["7"]}):
@@ -165,11 +175,11 @@ def test_an_answer_of_a_form_is_no_thinking(family: str, tmp_path: Path) -> None
         assert made.rendered == free.rendered + "\n</think>\n\n"
         assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
         events = events_of(maker, made, request, constrained(maker, made, "7"))
-        assert "".join(event.text for event in events if isinstance(event, Text)) == "7"
-        assert not any(isinstance(event, Thought) for event in events)
+        assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "7"
+        assert not any(isinstance(event, ThinkingDelta) for event in events)
 
 
-def test_an_answer_of_a_form_without_opened_thinking(makers: dict[str, PromptMaker]) -> None:
+def test_an_answer_of_a_form_without_opened_thinking(makers: dict[str, PromptBuilder]) -> None:
     """Its prompt is that of any answer."""
     for maker in makers.values():
         free, held = (maker.make(asked(options=one)) for one in ({}, {"choices": ["7"]}))
@@ -184,19 +194,19 @@ def test_an_answer_of_a_form_without_opened_thinking(makers: dict[str, PromptMak
     ],
 )
 def test_a_choice_that_can_not_be_met_is_refused(
-    makers: dict[str, PromptMaker], choice: ToolChoice, tools: Any, message: str
+    makers: dict[str, PromptBuilder], choice: ToolChoice, tools: Any, message: str
 ) -> None:
     """With the field at fault."""
-    with pytest.raises(RefusedError, match=message) as error:
+    with pytest.raises(ApiError, match=message) as error:
         makers["qwen3"].make(asked(tool_choice=choice, tools=tools))
     assert (error.value.status, error.value.param) == (400, "tool_choice")
 
 
-def test_a_schema_that_can_not_be_held_to(makers: dict[str, PromptMaker]) -> None:
+def test_a_schema_that_can_not_be_held_to(makers: dict[str, PromptBuilder]) -> None:
     """A strict tool is refused; the arguments of another one may be any object."""
     strange = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     choice = ToolChoice("named", "odd")
-    with pytest.raises(RefusedError, match="schema"):
+    with pytest.raises(ApiError, match="schema"):
         makers["qwen3"].make(asked(tools=[tool("odd", strange, strict=True)], tool_choice=choice))
     made = makers["qwen3"].make(asked(tools=[tool("odd", strange)], tool_choice=choice))
     schema = json.loads(made.options["schema"])
@@ -204,7 +214,7 @@ def test_a_schema_that_can_not_be_held_to(makers: dict[str, PromptMaker]) -> Non
 
 
 def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(
-    makers: dict[str, PromptMaker],
+    makers: dict[str, PromptBuilder],
 ) -> None:
     """The call is no part of it."""
     maker = makers["qwen3"]
@@ -218,14 +228,14 @@ def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(
             return render if name == "render" else getattr(maker.tokenizer, name)
 
     tokenizer: Any = Opening()
-    opening = PromptMaker(tokenizer, TEMPLATES["qwen3"][0])
+    opening = PromptBuilder(tokenizer, TEMPLATES["qwen3"][0])
     made = opening.make(request)
     assert made.rendered.endswith("<think>\n\n</think>\n\n<tool_call>\n")
     events = events_of(opening, made, request, '{"name": "look", "arguments": {"at": 10}}')
-    assert isinstance(events[0], CallBegan)
+    assert isinstance(events[0], ToolCallStart)
 
 
-def test_a_request_without_calls_keeps_its_tools(makers: dict[str, PromptMaker]) -> None:
+def test_a_request_without_calls_keeps_its_tools(makers: dict[str, PromptBuilder]) -> None:
     """The prompt is the same, so that its tokens are reused; a call ends the answer."""
     for maker in makers.values():
         free = maker.make(asked(tool_choice=ToolChoice("auto")))
@@ -238,10 +248,10 @@ def test_a_request_without_calls_keeps_its_tools(makers: dict[str, PromptMaker])
     assert made.options["stop"] == ["END", "<tool_call>"]
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     events = events_of(makers["qwen3"], made, request, call)
-    assert "".join(event.text for event in events if isinstance(event, Text)) == call
+    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == call
 
 
-def test_a_raw_prompt_is_what_it_is(makers: dict[str, PromptMaker]) -> None:
+def test_a_raw_prompt_is_what_it_is(makers: dict[str, PromptBuilder]) -> None:
     """A text or tokens, without a template and its rules."""
     maker = makers["qwen3"]
     made = maker.make(asked(messages=(), prompt="a text", tools=()))
@@ -262,16 +272,16 @@ def test_a_raw_prompt_is_what_it_is(makers: dict[str, PromptMaker]) -> None:
     ],
 )
 def test_what_is_wrong_with_messages_is_said(
-    makers: dict[str, PromptMaker], messages: Sequence[Any], message: str
+    makers: dict[str, PromptBuilder], messages: Sequence[Any], message: str
 ) -> None:
     """The client's request is refused."""
     for maker in makers.values():
-        with pytest.raises(RefusedError, match=message) as error:
+        with pytest.raises(ApiError, match=message) as error:
             maker.make(asked(messages=messages))
         assert error.value.status == 400
 
 
-def test_options_and_variables_are_passed_on(makers: dict[str, PromptMaker]) -> None:
+def test_options_and_variables_are_passed_on(makers: dict[str, PromptBuilder]) -> None:
     """Thinking and effort are variables of the template, the deadline is an option."""
     maker = makers["qwen3"]
     made = maker.make(asked(thinking=False, options={"max_tokens": 3}, deadline=2.5))
@@ -280,7 +290,7 @@ def test_options_and_variables_are_passed_on(makers: dict[str, PromptMaker]) -> 
     assert "Reasoning: high" in makers["gpt-oss"].make(asked(effort="high")).rendered
 
 
-def test_thinking_goes_where_the_template_looks_for_it(makers: dict[str, PromptMaker]) -> None:
+def test_thinking_goes_where_the_template_looks_for_it(makers: dict[str, PromptBuilder]) -> None:
     """A field of the message, or tags in its content; or it is left out."""
     call = {"id": "c", "function": {"name": "look", "arguments": "{}"}}
     messages = [
@@ -298,7 +308,7 @@ def test_thinking_goes_where_the_template_looks_for_it(makers: dict[str, PromptM
 def test_a_loaded_model_has_a_maker() -> None:
     """The demo's template has no tools, so they are described in the system prompt."""
     loaded = load_model("demo")
-    maker = PromptMaker.of(loaded)
+    maker = PromptBuilder.of(loaded)
     request = asked(tool_choice=ToolChoice("required"), options={"max_tokens": 200})
     made = maker.make(request)
     assert made.rules == ("tool-keys", "tools-as-text")
@@ -307,9 +317,9 @@ def test_a_loaded_model_has_a_maker() -> None:
     chunks = list(runner.generate(made.prompt, **made.options))
     events = [event for chunk in chunks for event in splitter.add(chunk)]
     events += splitter.finish()
-    (began,) = (event for event in events if isinstance(event, CallBegan))
+    (began,) = (event for event in events if isinstance(event, ToolCallStart))
     assert began.name in ("look", "move")
-    (written,) = (event for event in events if isinstance(event, CallArguments))
+    (written,) = (event for event in events if isinstance(event, ToolCallDelta))
     assert 10 <= json.loads(written.text)["at"] <= 99
     maker.keep(made, chunks)
     assert len(maker.kept) == 1
@@ -317,7 +327,7 @@ def test_a_loaded_model_has_a_maker() -> None:
     assert maker.make(asked(tools=())).prompt.tokens.tolist() == plain.tokens.tolist()
 
 
-def test_descriptions_without_sense_break_nothing(makers: dict[str, PromptMaker]) -> None:
+def test_descriptions_without_sense_break_nothing(makers: dict[str, PromptBuilder]) -> None:
     """A name that is missing is none; depth has an end."""
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(3000):
@@ -325,16 +335,16 @@ def test_descriptions_without_sense_break_nothing(makers: dict[str, PromptMaker]
     for maker in makers.values():
         odd = [{"type": "function", "function": {}}, {"type": "function"}]
         request = asked(tools=odd)
-        with suppress(RefusedError):  # a template may ask for a name
+        with suppress(ApiError):  # a template may ask for a name
             made = maker.make(request)
             events = events_of(maker, made, request, '{"name": "look", "parameters": {}}')
-            assert any(isinstance(event, Text) for event in events)
-        with pytest.raises(RefusedError, match="nested too deeply") as error:
+            assert any(isinstance(event, TextDelta) for event in events)
+        with pytest.raises(ApiError, match="nested too deeply") as error:
             maker.make(asked(tools=[tool("deep", deep)]))
         assert error.value.status == 400
 
 
-def test_a_text_like_a_place_for_a_system_message_stays(makers: dict[str, PromptMaker]) -> None:
+def test_a_text_like_a_place_for_a_system_message_stays(makers: dict[str, PromptBuilder]) -> None:
     """Private characters of a client are not taken for the server's own."""
     text = "<tool_response>\ue0f49\ue0f5</tool_response>"
     messages = [

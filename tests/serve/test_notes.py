@@ -13,11 +13,10 @@ from support.houses import asked, in_house
 from support.scripted import serving
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application
-from mlxrunner.serve.watch.record import Record
-from mlxrunner.serve.watch.routes import explained
+from mlxrunner.serve.watch import RequestLog, explained
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 NARROW = {"type": "object", "properties": {"how": {"type": "string"}}}
@@ -38,8 +37,8 @@ def test_the_event_says_what_became_of_a_call(
     """In one word: what the model wrote is in the response alone."""
     answer, limit = ANSWERS[note]
     file, settings = tmp_path / "events.jsonl", ServeSettings(slots=2, parks=False)
-    record, opening = Record(file), playing(lambda text: answer)
-    house = House(
+    record, opening = RequestLog(file), playing(lambda text: answer)
+    house = ModelManager(
         ModelNames("actor", {}),
         opening(settings=settings, runner={"context": 4000}),
         record.watch,
@@ -73,9 +72,9 @@ def test_the_event_says_what_became_of_a_call(
 def test_events_wait_for_the_end_of_an_answer(tmp_path: Path) -> None:
     """A client that leaves ends it, too, and at the end of the server all are written."""
     file = tmp_path / "events.jsonl"
-    record, settings = Record(file), ServeSettings(slots=2, parks=False)
+    record, settings = RequestLog(file), ServeSettings(slots=2, parks=False)
     opening = playing(lambda text: "Well, " * 90)(settings=settings, runner={"context": 4000})
-    house = House(ModelNames("actor", {}), opening, record.watch, record.ended)
+    house = ModelManager(ModelNames("actor", {}), opening, record.watch, record.ended)
     house.load_first()
 
     async def run() -> None:

@@ -17,9 +17,15 @@ from support.scripted import CARD, HELLO, Scripted, asking, call, ended, serving
 from support.waiting import until
 
 from mlxrunner.errors import ModelError
-from mlxrunner.serve.apis.ollama.request import seconds_of
-from mlxrunner.serve.apis.ollama.routes import router
-from mlxrunner.serve.events import Reading, RefusedError, Text, Thought, Token, Waiting
+from mlxrunner.serve.events import (
+    ApiError,
+    PrefillProgress,
+    QueueWait,
+    TextDelta,
+    ThinkingDelta,
+    TokenLogprob,
+)
+from mlxrunner.serve.ollama import router, seconds_of
 
 HI = [{"role": "user", "content": "Hi"}]
 READ = {
@@ -64,12 +70,12 @@ def test_a_chat(client: ollama.Client, url: str, answers: Scripted) -> None:
 def test_a_stream(client: ollama.Client, answers: Scripted) -> None:
     """Heartbeats are empty lines of a message; a call comes when it is whole."""
     answers.script = [
-        Waiting("for a slot"),
-        Reading(1, 2),
-        Thought("Let me "),
-        Thought("see."),
-        Text("I'll "),
-        Text("read."),
+        QueueWait("for a slot"),
+        PrefillProgress(1, 2),
+        ThinkingDelta("Let me "),
+        ThinkingDelta("see."),
+        TextDelta("I'll "),
+        TextDelta("read."),
         *call(0, "read", '{"path": ', '"a"}'),
         *call(1, "read", '{"path": "b"}'),
         ended("tool_calls"),
@@ -96,7 +102,12 @@ def test_a_stream(client: ollama.Client, answers: Scripted) -> None:
 
 def test_what_came_out_goes_in_again(client: ollama.Client, answers: Scripted) -> None:
     """Calls get ids, and results theirs, though the messages have none."""
-    answers.script = [Thought("See."), *call(0, "read", "{}"), *call(1, "read", "{}"), ended()]
+    answers.script = [
+        ThinkingDelta("See."),
+        *call(0, "read", "{}"),
+        *call(1, "read", "{}"),
+        ended(),
+    ]
     message = client.chat("tiny", HI).message
     results = [{"role": "tool", "tool_name": "read", "content": text} for text in "ab"]
     client.chat("tiny", [*HI, message, *results])
@@ -181,8 +192,8 @@ def test_options(client: ollama.Client, answers: Scripted, given: Any, options: 
 
 def test_logprobs(client: ollama.Client, answers: Scripted) -> None:
     """Each token has its own and those of the likeliest others."""
-    token = Token("Hi", 1, -0.5, (("Hi", 1, -0.5), ("Ho", 2, float("-inf"))))
-    answers.script = [Text("Hi", (token,)), ended()]
+    token = TokenLogprob("Hi", 1, -0.5, (("Hi", 1, -0.5), ("Ho", 2, float("-inf"))))
+    answers.script = [TextDelta("Hi", (token,)), ended()]
     response = client.chat("tiny", HI, logprobs=True, top_logprobs=2)
     assert answers.last.options["logprobs"] == 2
     (one,) = response.logprobs or ()
@@ -220,7 +231,7 @@ def test_durations(given: Any, seconds: float | None) -> None:
 @pytest.mark.parametrize("given", ["soon", "5 m", "", "5m!", float("inf"), "nan"])
 def test_what_is_no_duration(given: Any) -> None:
     """It is refused by name."""
-    with pytest.raises(RefusedError, match="keep_alive: it has to be seconds"):
+    with pytest.raises(ApiError, match="keep_alive: it has to be seconds"):
         seconds_of(given)
 
 
@@ -256,7 +267,7 @@ def test_refusals_raise_their_error(
     client: ollama.Client, answers: Scripted, is_stream: bool, status: int
 ) -> None:
     """A refusal before the first event has its status, in a stream, too."""
-    answers.script = [RefusedError(status, "no", retry_after=3)]
+    answers.script = [ApiError(status, "no", retry_after=3)]
     with pytest.raises(ollama.ResponseError, match="no") as raised:
         list(client.chat("tiny", HI, stream=is_stream))  # type: ignore[call-overload]
     assert raised.value.status_code == status
@@ -264,7 +275,7 @@ def test_refusals_raise_their_error(
 
 def test_an_error_in_the_middle_ends_the_stream(client: ollama.Client, answers: Scripted) -> None:
     """It is a line that their client raises."""
-    answers.script = [Text("Hel"), RefusedError(503, "out of memory")]
+    answers.script = [TextDelta("Hel"), ApiError(503, "out of memory")]
     with pytest.raises(ollama.ResponseError, match="out of memory"):
         list(client.chat("tiny", HI, stream=True))
 

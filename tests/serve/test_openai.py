@@ -16,8 +16,15 @@ from pydantic import SecretStr
 from support.scripted import HELLO, Scripted, asking, call, ended
 from support.waiting import until
 
-from mlxrunner.serve.asked import ToolChoice
-from mlxrunner.serve.events import Reading, RefusedError, Text, Thought, Token, Waiting
+from mlxrunner.serve.events import (
+    ApiError,
+    PrefillProgress,
+    QueueWait,
+    TextDelta,
+    ThinkingDelta,
+    TokenLogprob,
+    ToolChoice,
+)
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 READ: Any = {
@@ -29,9 +36,9 @@ READ: Any = {
     },
 }
 CALLS = [
-    Thought("Let me "),
-    Thought("see."),
-    Text("I'll read."),
+    ThinkingDelta("Let me "),
+    ThinkingDelta("see."),
+    TextDelta("I'll read."),
     *call(0, "read", '{"path": ', '"a"}'),
     *call(1, "read", '{"path": "b"}'),
     ended("tool_calls", thinking_tokens=2),
@@ -87,7 +94,7 @@ def test_an_answer_names_the_model_if_the_request_names_none(
 
 def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scripted) -> None:
     """Text, thinking and two calls, and the usage in the last chunk."""
-    answers.script = [Waiting("for a slot"), Reading(1, 2), *CALLS]
+    answers.script = [QueueWait("for a slot"), PrefillProgress(1, 2), *CALLS]
     whole = client.chat.completions.create(**ASK, tools=[READ])
     with client.chat.completions.stream(
         **ASK, tools=[READ], stream_options={"include_usage": True}
@@ -123,7 +130,7 @@ def frames(text: str) -> list[str]:
 
 def test_heartbeats_count_for_every_client(url: str, answers: Scripted) -> None:
     """Each is a comment and a chunk without content."""
-    answers.script = [Waiting("for a slot"), *HELLO]
+    answers.script = [QueueWait("for a slot"), *HELLO]
     text = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"stream": True}).text
     role, comment, empty, *_, last, done = frames(text)
     assert json.loads(role.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
@@ -192,7 +199,7 @@ def test_opencode(url: str, answers: Scripted) -> None:
 def test_several_answers(client: openai.OpenAI, answers: Scripted) -> None:
     """They run side by side, each with a seed of its own; the prompt is counted once."""
     for is_stream in (False, True):
-        answers.scripts = [[Text("one"), ended()], [Text("two"), ended()]]
+        answers.scripts = [[TextDelta("one"), ended()], [TextDelta("two"), ended()]]
         if is_stream:
             with client.chat.completions.stream(
                 **ASK, n=2, seed=5, stream_options={"include_usage": True}
@@ -212,7 +219,7 @@ def test_several_answers(client: openai.OpenAI, answers: Scripted) -> None:
 def test_an_error_of_one_answer_ends_the_others(url: str, answers: Scripted) -> None:
     """Nothing goes on that nobody reads."""
     answers.is_stuck = True
-    answers.scripts = [[Text("one")], [Text("two"), RefusedError(503, "out of memory")]]
+    answers.scripts = [[TextDelta("one")], [TextDelta("two"), ApiError(503, "out of memory")]]
     response = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"n": 2})
     assert response.status_code == 503
     assert answers.closed == 2
@@ -221,7 +228,7 @@ def test_an_error_of_one_answer_ends_the_others(url: str, answers: Scripted) -> 
 @pytest.mark.parametrize("reason", ["stop", "length", "stop_sequence", "tool_calls"])
 def test_reasons_of_the_end(client: openai.OpenAI, answers: Scripted, reason: Any) -> None:
     """They have one word for both kinds of stops."""
-    answers.script = [Text("a"), ended(reason)]
+    answers.script = [TextDelta("a"), ended(reason)]
     theirs = "stop" if reason == "stop_sequence" else reason
     assert client.chat.completions.create(**ASK).choices[0].finish_reason == theirs
     chunks = list(client.chat.completions.create(**ASK, stream=True))
@@ -230,8 +237,8 @@ def test_reasons_of_the_end(client: openai.OpenAI, answers: Scripted, reason: An
 
 def test_logprobs(client: openai.OpenAI, answers: Scripted) -> None:
     """Each token with its likeliest others; a part of a character has its bytes."""
-    token = Token("Hé", 1, -0.5, (("Hé", 1, -0.5), ("bytes:\\xc3", 2, float("-inf"))))
-    answers.script = [Text("Hé", (token,)), ended()]
+    token = TokenLogprob("Hé", 1, -0.5, (("Hé", 1, -0.5), ("bytes:\\xc3", 2, float("-inf"))))
+    answers.script = [TextDelta("Hé", (token,)), ended()]
     whole = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
     assert answers.last.options["logprobs"] == 2
     logprobs = whole.choices[0].logprobs
@@ -456,7 +463,7 @@ def test_refusals_raise_their_errors(
     client: openai.OpenAI, answers: Scripted, status: int, kind: Any, is_stream: bool
 ) -> None:
     """A refusal before the first event has its status, in a stream, too."""
-    answers.script = [RefusedError(status, "no", code="context_length_exceeded", retry_after=3)]
+    answers.script = [ApiError(status, "no", code="context_length_exceeded", retry_after=3)]
     with pytest.raises(kind, match="no") as raised:
         client.chat.completions.create(**ASK, stream=is_stream)
     assert raised.value.code == "context_length_exceeded"
@@ -466,7 +473,7 @@ def test_refusals_raise_their_errors(
 
 def test_an_error_in_the_middle_ends_the_stream(client: openai.OpenAI, answers: Scripted) -> None:
     """It is a chunk that their client raises."""
-    answers.script = [Text("Hel"), RefusedError(503, "out of memory")]
+    answers.script = [TextDelta("Hel"), ApiError(503, "out of memory")]
     with pytest.raises(openai.APIError, match="out of memory"):
         list(client.chat.completions.create(**ASK, stream=True))
 
@@ -476,7 +483,7 @@ def test_a_client_that_leaves_ends_the_answers(
     url: str, answers: Scripted, is_stream: bool
 ) -> None:
     """All of them are closed, though they would never end by themselves."""
-    answers.script, answers.is_stuck = [Text("a")], True
+    answers.script, answers.is_stuck = [TextDelta("a")], True
     with asking(f"{url}/v1/chat/completions", ASK | {"stream": is_stream, "n": 2}):
         until(lambda: len(answers.asked) == 2, "for the request")
     until(lambda: answers.closed == 2, "for the end of the answers")
@@ -508,7 +515,7 @@ def test_langchain(url: str, answers: Scripted) -> None:
         ("read", {"path": "b"}),
     ]
     assert answers.last.tool_choice == ToolChoice("named", "read")
-    answers.script = [Waiting("for a slot"), *HELLO]
+    answers.script = [QueueWait("for a slot"), *HELLO]
     parts = list(model.stream([HumanMessage("Hi")], stream_usage=True))
     joined: Any = AIMessageChunk(content="")
     for part in parts:

@@ -19,11 +19,10 @@ from support.scripted import serving
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.profiling.report.page import Link, table
 from mlxrunner.profiling.schema import Event
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application
-from mlxrunner.serve.watch.page import status_page
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch import RequestLog, status_page
 
 HOSTILE = "<script>alert(1)</script>\"'>"
 
@@ -101,10 +100,10 @@ def test_what_clients_say_is_escaped() -> None:
 
 
 @contextmanager
-def running(record: Record) -> Iterator[str]:
+def running(record: RequestLog) -> Iterator[str]:
     """Yield the address of a server whose model says that it is done."""
     settings = ServeSettings(parks=False)
-    house = House(
+    house = ModelManager(
         ModelNames("actor"), playing(lambda text: "Done.")(settings=settings), record.watch
     )
     house.load_first()
@@ -118,7 +117,7 @@ def test_no_text_of_a_client_drives_a_terminal(
 ) -> None:
     """Not the names of client, session and model: they are shown with their codes."""
     odd = "".join(map(chr, [*range(0x7F, 0xA0), 0x202E, 0x2028])) + "odd"
-    record = Record(tmp_path / "events.jsonl", log_text=True)
+    record = RequestLog(tmp_path / "events.jsonl", log_text=True)
     with running(record) as url:
         body = {"model": "actor", "messages": [{"role": "user", "content": f"Hello {odd}\x1b[2J"}]}
         body |= {"user": f"\x1b]0;{odd}\n\r"}
@@ -144,7 +143,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]")
 
 def test_a_server_shows_its_requests() -> None:
     """The page at `/` of a running server has what was just asked."""
-    with running(Record()) as url:
+    with running(RequestLog()) as url:
         body = {"model": "actor", "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"user-agent": "my-client/1.0"}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.strict_answers import answered, asked, calls_of, events_of, held_of, tokenizer_of, tool
 
-from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.serve.events import ApiError
+from mlxrunner.serve.prompts.builder import PromptBuilder
 
 TEMPLATE = "{% if tools %}<tool_call>\n<function=example>\n<parameter=a>{% endif %}"
 """The part of a template by which the form is known."""
@@ -36,10 +36,10 @@ MORE = {"deep": {"a": 2}, "said": None, "most": 3, "is_on": True}
 
 
 @pytest.fixture(scope="module")
-def maker(tmp_path_factory: pytest.TempPathFactory) -> PromptMaker:
+def maker(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
     """A maker for a model that writes calls so."""
     folder = tmp_path_factory.mktemp("parameters") / "model"
-    return PromptMaker(tokenizer_of(folder, "qwen3"), TEMPLATE, "qwen3_coder")
+    return PromptBuilder(tokenizer_of(folder, "qwen3"), TEMPLATE, "qwen3_coder")
 
 
 def written(name: str, arguments: dict[str, str]) -> str:
@@ -57,7 +57,7 @@ def texts(arguments: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def called(maker: PromptMaker, wish: str, tools: Any = TOOLS) -> list[Any]:
+def called(maker: PromptBuilder, wish: str, tools: Any = TOOLS) -> list[Any]:
     """Return the calls of a model that wants to say `wish`.
 
     Where it may not, it goes on as in a good call, behind the longest text that is there.
@@ -92,7 +92,7 @@ def likely(good: list[int], said: list[int]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("arguments", [GOOD, GOOD | MORE, GOOD | {"said": "nulls </param>"}])
-def test_a_good_call_is_as_the_model_writes_it(maker: PromptMaker, arguments: Any) -> None:
+def test_a_good_call_is_as_the_model_writes_it(maker: PromptBuilder, arguments: Any) -> None:
     """Parameters that are not required may be missing."""
     wish = written("look", texts(arguments))
     assert called(maker, wish) == [("look", arguments)]
@@ -120,7 +120,7 @@ def test_a_good_call_is_as_the_model_writes_it(maker: PromptMaker, arguments: An
     ],
 )
 @pytest.mark.exhaustive(6)
-def test_arguments_of_a_strict_tool_fit_its_schema(maker: PromptMaker, wrong: Any) -> None:
+def test_arguments_of_a_strict_tool_fit_its_schema(maker: PromptBuilder, wrong: Any) -> None:
     """The model may want to write anything else."""
     ((name, found),) = called(maker, written("look", texts(GOOD) | wrong))
     assert name == "look"
@@ -135,19 +135,19 @@ def test_arguments_of_a_strict_tool_fit_its_schema(maker: PromptMaker, wrong: An
 
 
 @pytest.mark.parametrize("wish", ["<tool_call>\n<function=lock>", "<tool_call>\n{}"])
-def test_a_call_names_a_tool(maker: PromptMaker, wish: str) -> None:
+def test_a_call_names_a_tool(maker: PromptBuilder, wish: str) -> None:
     """There is no call of another one, and none in another form."""
     ((name, _),) = called(maker, wish)
     assert name in ("look", "move")
 
 
-def test_a_tool_that_is_not_strict_has_any_parameters(maker: PromptMaker) -> None:
+def test_a_tool_that_is_not_strict_has_any_parameters(maker: PromptBuilder) -> None:
     """They are read as the schema says, if it knows them."""
     wish = written("move", {"to": "12", "far": "off\nthere"})
     assert called(maker, wish) == [("move", {"to": "12", "far": "off\nthere"})]
 
 
-def test_a_tool_without_parameters(maker: PromptMaker) -> None:
+def test_a_tool_without_parameters(maker: PromptBuilder) -> None:
     """A schema that lists none lets the model choose them."""
     tools = [tool("look", {"type": "object"}, strict=True)]
     assert called(maker, written("look", {}), tools) == [("look", {})]
@@ -168,11 +168,11 @@ def test_a_tool_without_parameters(maker: PromptMaker) -> None:
 )
 @pytest.mark.exhaustive(4)
 def test_a_strict_schema_that_can_not_be_held_is_refused(
-    maker: PromptMaker, schema: Any, why: str
+    maker: PromptBuilder, schema: Any, why: str
 ) -> None:
     """The message names the tool and the reason. Without `strict` the tool is taken."""
     schema = {"type": "object", **schema}
-    with pytest.raises(RefusedError, match=why) as error:
+    with pytest.raises(ApiError, match=why) as error:
         maker.make(asked(tools=[tool("odd", schema, strict=True)]))
     assert (error.value.status, error.value.param) == (400, "tools")
     assert "'odd' is strict" in error.value.message

@@ -16,10 +16,9 @@ from support.scripted import Scripted
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.errors import PictureError
-from mlxrunner.serve.prompts.chain import message_digest
+from mlxrunner.serve.prompts.answer_tokens import message_digest
 from mlxrunner.serve.prompts.probe import Probe
-from mlxrunner.serve.prompts.rewriting import Draft
-from mlxrunner.serve.prompts.rules import apply
+from mlxrunner.serve.prompts.rules import PromptDraft, apply
 from mlxrunner.system.picture_texts import picture_bytes
 
 DATA = base64.b64encode(b"a picture").decode()
@@ -143,7 +142,7 @@ def test_rules_keep_pictures_with_their_texts(family: str, tmp_path: Path) -> No
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "\ufffc last", "pictures": ["6"]},
     ]
-    draft, _ = apply(Draft(messages), probe)
+    draft, _ = apply(PromptDraft(messages), probe)
     found = list[tuple[str, str]]()
     for message in draft.messages:
         assert message["content"].count("\ufffc") == len(message.get("pictures", ()))

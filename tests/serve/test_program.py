@@ -21,7 +21,7 @@ from support.program import program, started
 from mlxrunner.cli import main
 from mlxrunner.config.file import read_config_file
 from mlxrunner.profiling.report.screen import find_event
-from mlxrunner.serve.unit import unit
+from mlxrunner.serve.launch import unit
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 CONTEXT = 4000
@@ -137,7 +137,7 @@ def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at:
     code = (
         "import signal, uvloop\n"
         "from mlxrunner.cli import main\n"
-        "from mlxrunner.serve.answering.house import House\n"
+        "from mlxrunner.serve.manager import House\n"
         "run, close = uvloop.run, House.close\n"
         "def begin(main):\n"
         f"    {raised if at == 'start' else 'pass'}\n"
@@ -167,7 +167,7 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
     """The server does not wait for it, and ends in order."""
     code = (
         "import sys, threading\n"
-        "from mlxrunner.serve.answering.opened import Opening\n"
+        "from mlxrunner.serve.loader import Opening\n"
         "from mlxrunner.cli import main\n"
         "load = Opening.load\n"
         "def stuck(self, name, *more):\n"

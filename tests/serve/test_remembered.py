@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from support.strict_templates import TEMPLATES, load_strict
 
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import RefusedError
-from mlxrunner.serve.prompts import make, rewriting, rules
+from mlxrunner.serve.events import ApiError, ServerRequest
+from mlxrunner.serve.prompts import builder, rules
+from mlxrunner.serve.prompts.answer_tokens import PromptEncoder
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.prompts.causes import Causes
-from mlxrunner.serve.prompts.encoding import Encoder
-from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.templates import plain, sandbox
 from mlxrunner.templates.messages import check_messages
 from mlxrunner.templates.recalled import Memory
@@ -71,7 +70,7 @@ def tool(order: random.Random) -> dict[str, Any]:
     return {"type": "function", "function": function, **marked}
 
 
-def requests(order: random.Random, count: int) -> list[Asked]:
+def requests(order: random.Random, count: int) -> list[ServerRequest]:
     """Return requests of a conversation that grows, forks, and is edited."""
     messages = [{"role": "user", "content": "hello"}]
     made = []
@@ -85,7 +84,7 @@ def requests(order: random.Random, count: int) -> list[Asked]:
             messages = list(messages)
             messages[order.randrange(len(messages))] = message(order)
         tools = [tool(order) for _ in range(order.choice([0, 1, 2]))]
-        asked = Asked(
+        asked = ServerRequest(
             protocol="chat",
             model="",
             id=str(number),
@@ -97,11 +96,11 @@ def requests(order: random.Random, count: int) -> list[Asked]:
     return made
 
 
-def made_of(maker: PromptMaker, asked: Asked) -> Any:
+def made_of(maker: PromptBuilder, asked: ServerRequest) -> Any:
     """Return the tokens of a prompt and all that is said of it, or the refusal."""
     try:
         made = maker.make(copy.deepcopy(asked))
-    except RefusedError as refused:
+    except ApiError as refused:
         return refused.message
     seen = Causes().begin(asked, made)
     return made.prompt.tokens.tolist(), made.rules, made.link, made.source, seen.digests, seen.tools
@@ -116,20 +115,20 @@ def test_a_prompt_is_the_same_as_from_a_maker_that_knows_nothing(
     """Tokens, rules, digests and refusals, while a conversation grows, forks and is edited."""
     template, _ = TEMPLATES[family]
     several = requests(random.Random(f"{family} {seed}"), 25)
-    known = PromptMaker(tokenizers[family], template)
+    known = PromptBuilder(tokenizers[family], template)
     with_memory = [made_of(known, asked) for asked in several]
     assert [made_of(known, asked) for asked in several] == with_memory
     monkeypatch.setattr(sandbox, "_MEMORY", Memory(0))
     for module, name in (
         (plain, "_remembered"),
-        (rewriting, "_unmarked"),
-        (rewriting, "_in_order"),
+        (rules, "_unmarked"),
+        (rules, "_in_order"),
     ):
         monkeypatch.setattr(module, name, Remembered(getattr(module, name)._work, 0))
-    monkeypatch.setattr(make, "MOST_BYTES", 0)
-    anew = PromptMaker(tokenizers[family], template)
+    monkeypatch.setattr(builder, "MOST_BYTES", 0)
+    anew = PromptBuilder(tokenizers[family], template)
     for asked, expected in zip(several, with_memory, strict=True):
-        anew._encoder = Encoder(anew.tokenizer, most=0)
+        anew._encoder = PromptEncoder(anew.tokenizer, most=0)
         monkeypatch.setattr(anew.tokenizer, "parts", lambda text: [text])
         assert made_of(anew, asked) == expected
     assert any(not isinstance(one, str) for one in with_memory)
@@ -138,10 +137,10 @@ def test_a_prompt_is_the_same_as_from_a_maker_that_knows_nothing(
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_the_rules_make_plain_messages(tokenizers: dict[str, Tokenizer], family: str) -> None:
     """They are not checked again before the template gets them."""
-    maker = PromptMaker(tokenizers[family], TEMPLATES[family][0])
+    maker = PromptBuilder(tokenizers[family], TEMPLATES[family][0])
     for asked in requests(random.Random(family), 40):
         checked = check_messages(asked.messages)
-        draft = rewriting.Draft(
+        draft = rules.PromptDraft(
             list(map(maker._with_thinking, checked)), list(map(dict, asked.tools))
         )
         draft, _ = rules.apply(draft, maker.probe)
@@ -150,20 +149,22 @@ def test_the_rules_make_plain_messages(tokenizers: dict[str, Tokenizer], family:
 
 def test_the_message_that_is_wrong_is_named(tokenizers: dict[str, Tokenizer]) -> None:
     """By its number, also if the others are known."""
-    maker = PromptMaker(tokenizers["qwen3"], TEMPLATES["qwen3"][0])
+    maker = PromptBuilder(tokenizers["qwen3"], TEMPLATES["qwen3"][0])
     good = {"role": "user", "content": "hello"}
-    maker.make(Asked(protocol="chat", model="", messages=[good]))
+    maker.make(ServerRequest(protocol="chat", model="", messages=[good]))
     for _ in range(2):
-        with pytest.raises(RefusedError, match="message 1: content has to be a text"):
-            maker.make(Asked(protocol="chat", model="", messages=[good, {**good, "content": 5}]))
-    with pytest.raises(RefusedError, match="the conversation is empty"):
-        maker.make(Asked(protocol="chat", model="", messages=[]))
+        with pytest.raises(ApiError, match="message 1: content has to be a text"):
+            maker.make(
+                ServerRequest(protocol="chat", model="", messages=[good, {**good, "content": 5}])
+            )
+    with pytest.raises(ApiError, match="the conversation is empty"):
+        maker.make(ServerRequest(protocol="chat", model="", messages=[]))
 
 
 def test_the_same_text_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation that goes on, or is edited at its end, encodes only what is new."""
     tokenizer = load_strict(tmp_path / "t", "qwen3")
-    maker = PromptMaker(tokenizer, TEMPLATES["qwen3"][0])
+    maker = PromptBuilder(tokenizer, TEMPLATES["qwen3"][0])
     encoded: list[str] = []
     for name in ("encode", "encode_more"):
         whole = getattr(tokenizer, name)
@@ -171,10 +172,10 @@ def test_the_same_text_is_encoded_once(tmp_path: Path, monkeypatch: pytest.Monke
             tokenizer, name, lambda text, whole=whole: (encoded.append(text), whole(text))[1]
         )
     messages = [{"role": "user", "content": f"text {n} " + "x" * 100} for n in range(20)]
-    maker.make(Asked(protocol="chat", model="", messages=messages))
+    maker.make(ServerRequest(protocol="chat", model="", messages=messages))
     assert sum(map(len, encoded)) > 2000
     encoded.clear()
     messages[-1] = {"role": "user", "content": "another end"}
-    maker.make(Asked(protocol="chat", model="", messages=messages))
+    maker.make(ServerRequest(protocol="chat", model="", messages=messages))
     assert "another end" in "".join(encoded)
     assert sum(map(len, encoded)) < 100

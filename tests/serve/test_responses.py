@@ -14,9 +14,16 @@ from support.scripted import HELLO, Scripted, asking, call, ended
 from support.waiting import until
 
 from mlxrunner.batch.responses import sealed
-from mlxrunner.serve.apis.openai.kept import KeptResponses
-from mlxrunner.serve.asked import ToolChoice
-from mlxrunner.serve.events import Reading, RefusedError, Text, Thought, Token, Waiting
+from mlxrunner.serve.events import (
+    ApiError,
+    PrefillProgress,
+    QueueWait,
+    TextDelta,
+    ThinkingDelta,
+    TokenLogprob,
+    ToolChoice,
+)
+from mlxrunner.serve.responses import ResponseStore
 
 READ: Any = {
     "type": "function",
@@ -26,12 +33,12 @@ READ: Any = {
     "strict": False,
 }
 CALLS = [
-    Waiting("for a slot"),
-    Reading(1, 2),
-    Thought("Let me "),
-    Thought("see."),
-    Text("I'll "),
-    Text("read."),
+    QueueWait("for a slot"),
+    PrefillProgress(1, 2),
+    ThinkingDelta("Let me "),
+    ThinkingDelta("see."),
+    TextDelta("I'll "),
+    TextDelta("read."),
     *call(0, "read", '{"path": ', '"a"}'),
     *call(1, "read", '{"path": "b"}'),
     ended("tool_calls", thinking_tokens=2),
@@ -207,7 +214,7 @@ CODEX: dict[str, Any] = {
 def test_codex(url: str, answers: Scripted) -> None:
     """Each item stays where it is, thinking comes back, and a namespace has functions."""
     answers.script = [
-        Thought("Go on."),
+        ThinkingDelta("Go on."),
         *call(0, "collab__spawn", "{}"),
         ended("tool_calls"),
     ]
@@ -295,7 +302,7 @@ def body_of(name: str, size: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("limits", [(2, 10**6), (10, 1000)], ids=["count", "bytes"])
 def test_what_is_kept_is_bounded(limits: tuple[int, int]) -> None:
     """The one that was used longest ago is forgotten, and others still go on from it."""
-    kept = KeptResponses(*limits)
+    kept = ResponseStore(*limits)
     kept.add(body_of("a", 300), [], None)
     kept.add(body_of("b", 300), [], kept.find("a"))
     assert kept.find("a") is not None
@@ -315,7 +322,7 @@ def test_what_is_kept_is_bounded(limits: tuple[int, int]) -> None:
 
 def test_an_answer_that_was_cut(client: openai.OpenAI, answers: Scripted) -> None:
     """It is incomplete, and says why."""
-    answers.script = [Text("Hel"), ended("length")]
+    answers.script = [TextDelta("Hel"), ended("length")]
     response = client.responses.create(model="tiny", input="Hi")
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
@@ -326,8 +333,8 @@ def test_an_answer_that_was_cut(client: openai.OpenAI, answers: Scripted) -> Non
 
 def test_logprobs_and_forms(client: openai.OpenAI, answers: Scripted) -> None:
     """They are asked for as this API does."""
-    token = Token("Hi", 1, -0.5, (("Hi", 1, -0.5),))
-    answers.script = [Text("Hi", (token,)), ended()]
+    token = TokenLogprob("Hi", 1, -0.5, (("Hi", 1, -0.5),))
+    answers.script = [TextDelta("Hi", (token,)), ended()]
     schema = {"type": "object", "properties": {}}
     response = client.responses.create(
         model="tiny",
@@ -416,17 +423,17 @@ def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str, par
 @pytest.mark.parametrize(
     ("refused", "code"),
     [
-        (RefusedError(503, "out of memory"), "server_error"),
-        (RefusedError(429, "too many"), "rate_limit_exceeded"),
-        (RefusedError(400, "too long", code="context_length_exceeded"), "context_length_exceeded"),
+        (ApiError(503, "out of memory"), "server_error"),
+        (ApiError(429, "too many"), "rate_limit_exceeded"),
+        (ApiError(400, "too long", code="context_length_exceeded"), "context_length_exceeded"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_error_in_the_middle_ends_the_stream(
-    client: openai.OpenAI, answers: Scripted, refused: RefusedError, code: str
+    client: openai.OpenAI, answers: Scripted, refused: ApiError, code: str
 ) -> None:
     """The response has failed, and is not kept."""
-    answers.script = [Text("Hel"), refused]
+    answers.script = [TextDelta("Hel"), refused]
     *_, last = client.responses.create(model="tiny", input="Hi", stream=True)
     assert last.type == "response.failed"
     assert last.response.error is not None
@@ -440,7 +447,7 @@ def test_a_refusal_has_its_status(
     client: openai.OpenAI, answers: Scripted, is_stream: bool
 ) -> None:
     """In a stream, too, as long as nothing was sent."""
-    answers.script = [RefusedError(429, "later", retry_after=3)]
+    answers.script = [ApiError(429, "later", retry_after=3)]
     with pytest.raises(openai.RateLimitError, match="later"):
         client.responses.create(model="tiny", input="Hi", stream=is_stream)
 

@@ -11,14 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.strict_templates import TEMPLATES, load_strict
 
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import RefusedError
+from mlxrunner.serve.events import ApiError, ServerRequest
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.prompts.causes import REMEDIES
-from mlxrunner.serve.prompts.make import PromptMaker
 from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.templates.segments import common
 
-Makers = dict[str, PromptMaker]
+Makers = dict[str, PromptBuilder]
 TOOL = {
     "type": "function",
     "function": {
@@ -36,7 +35,7 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> Makers:
     """A maker for each family of templates."""
     root = tmp_path_factory.mktemp("strict")
     return {
-        family: PromptMaker(load_strict(root / family, family), template)
+        family: PromptBuilder(load_strict(root / family, family), template)
         for family, (template, _) in TEMPLATES.items()
     }
 
@@ -67,9 +66,9 @@ def text_of(role: str, number: int) -> str:
     return str(1000 + number) if role == "c" else f"<{role}{number}>"
 
 
-def asked(messages: list[dict[str, Any]], tools: bool = False, **more: Any) -> Asked:
+def asked(messages: list[dict[str, Any]], tools: bool = False, **more: Any) -> ServerRequest:
     """Return a request."""
-    return Asked(
+    return ServerRequest(
         protocol="chat", model="", messages=messages, tools=[TOOL] if tools else (), **more
     )
 
@@ -112,8 +111,8 @@ def test_prompts_only_grow(makers: Makers, family: str, data: st.DataObject) -> 
 def test_each_rule_can_be_turned_off(makers: Makers) -> None:
     """The prompt is what the template makes of the messages, or the template's refusal."""
     qwen, (template, _) = makers["qwen3.5"], TEMPLATES["qwen3.5"]
-    off = PromptMaker(qwen.tokenizer, template, off=["system-in-the-middle", "billing-header"])
-    with pytest.raises(RefusedError, match="System message must be at the beginning") as error:
+    off = PromptBuilder(qwen.tokenizer, template, off=["system-in-the-middle", "billing-header"])
+    with pytest.raises(ApiError, match="System message must be at the beginning") as error:
         off.make(asked(messages_of("suasu")))
     assert error.value.status == 400
     messages = [{"role": "system", "content": BILLING.format(1)}, {"role": "user", "content": "a"}]
@@ -158,7 +157,9 @@ def test_the_order_of_a_tools_keys_has_no_effect(makers: Makers, family: str) ->
         if seed % 2:
             tool["cache_control"] = {"type": "ephemeral"}
         other = {"type": "function", "function": {"name": "a_tool", "parameters": {}}}
-        request = Asked(protocol="chat", model="", messages=messages_of("su"), tools=[tool, other])
+        request = ServerRequest(
+            protocol="chat", model="", messages=messages_of("su"), tools=[tool, other]
+        )
         made = makers[family].make(request)
         assert ("cache-control" in made.rules) == bool(seed % 2)
         texts.add(made.rendered)

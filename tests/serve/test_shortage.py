@@ -11,7 +11,7 @@ import httpx
 import pytest
 from support.program import program
 
-from mlxrunner.serve.shortage import EVERY_S, KEPT, Shortage
+from mlxrunner.serve.server import EVERY_S, KEPT, ConnectionLimit
 
 CODE = """\
 import resource
@@ -68,7 +68,7 @@ def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     """The line comes where no file is left for a connection, and at most once a minute."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = 0.0
-    shortage = Shortage(lambda: now)
+    shortage = ConnectionLimit(lambda: now)
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         assert not shortage.closes(most - KEPT - 1)
         assert caplog.messages == []
@@ -83,5 +83,5 @@ def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_no_limit_closes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system may have no limit."""
-    monkeypatch.setattr("mlxrunner.serve.shortage.limit", lambda: -1)
-    assert not Shortage().closes(100_000)
+    monkeypatch.setattr("mlxrunner.serve.server.limit", lambda: -1)
+    assert not ConnectionLimit().closes(100_000)

@@ -28,15 +28,21 @@ from support.strict_templates import TEMPLATES
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.engine.constrain import Constraint
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.asked import Asked, ToolChoice
-from mlxrunner.serve.events import Ended, Event, RefusedError, Text
-from mlxrunner.serve.prompts.arguments import arguments_of
-from mlxrunner.serve.prompts.make import PromptMaker
-from mlxrunner.serve.prompts.strict import SPELLINGS
+from mlxrunner.serve.events import (
+    AnswerEnd,
+    AnswerEvent,
+    ApiError,
+    ServerRequest,
+    TextDelta,
+    ToolChoice,
+)
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.server import application
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.tools.constraints import TOOL_CALL_SYNTAXES
+from mlxrunner.serve.tools.formats import arguments_of
+from mlxrunner.serve.watch import RequestLog
 
 GOOD = '{"at": 42, "how": "slow"}'
 CALLS = {
@@ -59,11 +65,11 @@ TEXTS = {"qwen3": "I look.", "deepseek": "Hm."}
 
 
 @pytest.fixture(scope="module")
-def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptMaker]:
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
     """A maker for each family of templates."""
     root = tmp_path_factory.mktemp("strict")
     return {
-        name: PromptMaker(tokenizer_of(root / name, name), template)
+        name: PromptBuilder(tokenizer_of(root / name, name), template)
         for name, (template, _) in TEMPLATES.items()
     }
 
@@ -88,7 +94,7 @@ def fits(arguments: Any) -> bool:
     ['{"at": "soon"}', '{"at": 5, "how": "slowly"}', "{}", "[1]", '{"at": 1', '"', "</tool_call>"],
 )
 def test_arguments_of_a_strict_tool_fit_its_schema(
-    makers: dict[str, PromptMaker], family: str, arguments: str
+    makers: dict[str, PromptBuilder], family: str, arguments: str
 ) -> None:
     """The model may want to write anything else; the text before the call is its own."""
     maker, request = makers[family], asked()
@@ -100,12 +106,14 @@ def test_arguments_of_a_strict_tool_fit_its_schema(
         found = dict(calls_of(events))
         assert found
         assert fits(found["look"]) if "look" in found else "move" in found
-        texts = "".join(event.text for event in events if isinstance(event, Text))
+        texts = "".join(event.text for event in events if isinstance(event, TextDelta))
         assert texts.strip() == TEXTS.get(family, "")
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_a_good_call_is_as_the_model_writes_it(makers: dict[str, PromptMaker], family: str) -> None:
+def test_a_good_call_is_as_the_model_writes_it(
+    makers: dict[str, PromptBuilder], family: str
+) -> None:
     """A second one, too; each token of them may come."""
     maker, request = makers[family], asked()
     held = constraint_of(maker, request)
@@ -131,7 +139,9 @@ def test_a_good_call_is_as_the_model_writes_it(makers: dict[str, PromptMaker], f
         ("gpt-oss", "caf\u00e9"),
     ],
 )
-def test_a_name_is_spelled_as_it_is(makers: dict[str, PromptMaker], family: str, name: str) -> None:
+def test_a_name_is_spelled_as_it_is(
+    makers: dict[str, PromptBuilder], family: str, name: str
+) -> None:
     """Also with what stands for other parts in a spelling, and with letters that JSON escapes."""
     maker, request = makers[family], asked(tools=[tool(name, strict=True)])
     wish = text_of(family, name, GOOD)
@@ -140,7 +150,7 @@ def test_a_name_is_spelled_as_it_is(makers: dict[str, PromptMaker], family: str,
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3"])
-def test_a_tool_may_be_named_like_a_tag(makers: dict[str, PromptMaker], family: str) -> None:
+def test_a_tool_may_be_named_like_a_tag(makers: dict[str, PromptBuilder], family: str) -> None:
     """The letters of the name are meant, not the token of the tag."""
     maker, request = makers[family], asked(tools=[tool("<tool_call>", strict=True)])
     wish = text_of(family, "<tool_call>", GOOD)
@@ -159,7 +169,7 @@ def test_a_tool_may_be_named_like_a_tag(makers: dict[str, PromptMaker], family: 
         '{"a": {"name": "Bo"}}',
     ],
 )
-def test_a_text_is_not_held(makers: dict[str, PromptMaker], family: str, text: str) -> None:
+def test_a_text_is_not_held(makers: dict[str, PromptBuilder], family: str, text: str) -> None:
     """Every token may come, also those that are no text; calls in thinking are none."""
     maker = makers[family]
     held = constraint_of(maker, asked())
@@ -171,7 +181,7 @@ def test_a_text_is_not_held(makers: dict[str, PromptMaker], family: str, text: s
     assert held.mask(maker.tokenizer.vocab_size).all() or _is_near(maker, held)
 
 
-def _is_near(maker: PromptMaker, held: Constraint) -> bool:
+def _is_near(maker: PromptBuilder, held: Constraint) -> bool:
     """Return True if only tokens may not come that end a tag and go on."""
     allowed = held.mask(maker.tokenizer.vocab_size)
     return all(
@@ -180,7 +190,7 @@ def _is_near(maker: PromptMaker, held: Constraint) -> bool:
     )
 
 
-def test_a_tag_and_what_follows_it_are_no_single_token(makers: dict[str, PromptMaker]) -> None:
+def test_a_tag_and_what_follows_it_are_no_single_token(makers: dict[str, PromptBuilder]) -> None:
     """The first letters of the call would be held by nothing. White space may follow."""
     maker = makers["qwen3"]
     held = constraint_of(maker, asked())
@@ -202,7 +212,7 @@ def test_a_tag_and_what_follows_it_are_no_single_token(makers: dict[str, PromptM
     ("family", "text"), [("llama3", '{"name": "lo'), ("mistral", "a[TOOL_CALLS] [{")]
 )
 def test_a_token_that_has_a_whole_tag_and_goes_on_may_not_come(
-    makers: dict[str, PromptMaker], family: str, text: str
+    makers: dict[str, PromptBuilder], family: str, text: str
 ) -> None:
     """Nothing would hold the call. Another text in front of it makes it no call of Llama 3."""
     maker = makers[family]
@@ -225,10 +235,10 @@ def test_a_token_that_has_a_whole_tag_and_goes_on_may_not_come(
     ],
 )
 def test_a_name_that_the_form_has_not_is_refused(
-    makers: dict[str, PromptMaker], family: str, name: str
+    makers: dict[str, PromptBuilder], family: str, name: str
 ) -> None:
     """No reader would find the call. Without `strict` the tool is taken."""
-    with pytest.raises(RefusedError, match="no such names") as error:
+    with pytest.raises(ApiError, match="no such names") as error:
         makers[family].make(asked(tools=[tool(name, strict=True)]))
     assert (error.value.status, error.value.param) == (400, "tools")
     makers[family].make(asked(tools=[tool(name), tool("look", strict=True)]))
@@ -247,18 +257,20 @@ def test_a_name_that_the_form_has_not_is_refused(
     ids=["not strict", "no tools", "none", "forced", "a form of its own"],
 )
 def test_other_requests_have_no_such_constraint(
-    makers: dict[str, PromptMaker], family: str, more: Any
+    makers: dict[str, PromptBuilder], family: str, more: Any
 ) -> None:
     """Their answers are what they would be if there were no strict tools."""
     assert constraint_of(makers[family], asked(**more)) is None
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_form_that_can_not_be_held_is_named(makers: dict[str, PromptMaker], family: str) -> None:
+def test_a_form_that_can_not_be_held_is_named(
+    makers: dict[str, PromptBuilder], family: str
+) -> None:
     """The note of the answer says so, if a tool is strict."""
     maker, request = makers[family], asked()
     splitter = maker.splitter(maker.make(request), request)
-    if maker.form.name in SPELLINGS:
+    if maker.form.name in TOOL_CALL_SYNTAXES:
         assert splitter.note is None
         assert constraint_of(maker, request) is not None
     else:
@@ -268,10 +280,10 @@ def test_a_form_that_can_not_be_held_is_named(makers: dict[str, PromptMaker], fa
     assert maker.splitter(maker.make(free), free).note is None
 
 
-def test_a_strict_schema_that_can_not_be_held_is_refused(makers: dict[str, PromptMaker]) -> None:
+def test_a_strict_schema_that_can_not_be_held_is_refused(makers: dict[str, PromptBuilder]) -> None:
     """The message names the tool and the reason. Without `strict` the tool is taken."""
     odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
-    with pytest.raises(RefusedError, match=r"'odd' is strict, .*not") as error:
+    with pytest.raises(ApiError, match=r"'odd' is strict, .*not") as error:
         makers["qwen3"].make(asked(tools=[tool("odd", odd, strict=True)]))
     assert (error.value.status, error.value.param) == (400, "tools")
     makers["qwen3"].make(asked(tools=[tool("look", strict=True), tool("odd", odd)]))
@@ -321,14 +333,14 @@ def test_objects_have_the_properties_that_they_list(schema: Any, held: Any) -> N
     assert arguments_of(tool("look", schema)) == (schema if held == "the same" else held)
 
 
-def answer_of(request: Asked, script: str) -> list[Event]:
+def answer_of(request: ServerRequest, script: str) -> list[AnswerEvent]:
     """Return what a served model answers that would write `script`."""
 
-    async def run() -> list[Event]:
+    async def run() -> list[AnswerEvent]:
         opening = playing(lambda text: script)(
             settings=ServeSettings(slots=2, parks=False), runner={"context": 4000}
         )
-        house = House(ModelNames("actor", {}), opening, lambda opened: None)
+        house = ModelManager(ModelNames("actor", {}), opening, lambda opened: None)
         try:
             return [event async for event in house.answer(request)]
         finally:
@@ -354,11 +366,11 @@ def test_a_served_model_is_held(is_strict: bool) -> None:
     events = answer_of(request, LOOSE)
     arguments = {"how": "slow"} if is_strict else {"how": "slo", "at": 1}
     assert list(calls_of(events)) == [("look", arguments)]
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], AnswerEnd)
     assert events[-1].reason == "tool_calls"
     assert events[-1].note is None
     plain = answer_of(replace(request, tools=[]), "Just text.")
-    assert "".join(event.text for event in plain if isinstance(event, Text)) == "Just text."
+    assert "".join(event.text for event in plain if isinstance(event, TextDelta)) == "Just text."
 
 
 HI = [{"role": "user", "content": "hi"}]
@@ -390,9 +402,9 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def test_each_protocol_has_strict_tools() -> None:
     """The answer has a call that fits, in the protocol's own form."""
-    record, settings = Record(), ServeSettings(slots=2, parks=False)
+    record, settings = RequestLog(), ServeSettings(slots=2, parks=False)
     opening = playing(lambda text: LOOSE)(settings=settings, runner={"context": 4000})
-    house = House(ModelNames("actor", {}), opening, record.watch, record.ended)
+    house = ModelManager(ModelNames("actor", {}), opening, record.watch, record.ended)
     house.load_first()
     with serving(application(house, record, settings)) as url:
         found = {

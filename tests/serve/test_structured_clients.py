@@ -11,11 +11,11 @@ from support.actor import calling, playing
 from support.scripted import serving
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.answering.opened import Opening
+from mlxrunner.serve.loader import ModelLoader
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch import RequestLog
 
 SETTINGS = ServeSettings(parks=False, slots=1, memory=300_000_000)
 RUNNER = {"context": 1000}
@@ -29,10 +29,10 @@ class Found(BaseModel):
     is_sure: bool
 
 
-def structured(model: str, opening: Opening, method: Any) -> Any:
+def structured(model: str, opening: ModelLoader, method: Any) -> Any:
     """Return what LangChain makes of the answer."""
-    record = Record()
-    house = House(ModelNames(model), opening, record.watch, record.ended)
+    record = RequestLog()
+    house = ModelManager(ModelNames(model), opening, record.watch, record.ended)
     house.load_first()
     with serving(application(house, record, SETTINGS)) as url:
         key = SecretStr("x")
@@ -54,5 +54,5 @@ def test_a_capable_model_answers_as_it_would(method: str) -> None:
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_the_demo_model_comes_to_an_end(method: str) -> None:
     """It ends no text of JSON by itself, so the schema has to bound each."""
-    found = structured("demo", Opening(settings=SETTINGS, runner=RUNNER), method)
+    found = structured("demo", ModelLoader(settings=SETTINGS, runner=RUNNER), method)
     assert isinstance(found, Found)

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import KVCache
 from mlxrunner import ParallelRunner
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, LoadProgress, tell_nobody
-from mlxrunner.serve.answering.opened import Opened, Opening
-from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.serve.loader import ModelLoader, ServedModel
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.templates.rendering import jinja_renderer
 from mlxrunner.tokenizer.byte_level import EOS, VOCAB, ByteTokenizer
 
@@ -92,7 +92,7 @@ class ActorTokenizer(ByteTokenizer):
         return jinja_renderer(TEMPLATE, {})(messages, add_generation_prompt, **variables)
 
 
-class ActorOpening(Opening):
+class ActorOpening(ModelLoader):
     """An opening whose models all play the same part."""
 
     script: Script = staticmethod(lambda text: "Done.")
@@ -100,7 +100,7 @@ class ActorOpening(Opening):
     def least(self, name: str) -> int:
         return 0
 
-    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> ServedModel:
         model, tokenizer = Actor(type(self).script), ActorTokenizer()
         context = self.runner.get("context") or 250_000
         facts = ModelFacts("actor", context, True, {"full": 1}, VOCAB)
@@ -108,8 +108,8 @@ class ActorOpening(Opening):
             model, tokenizer, facts, max_sequences=self.settings.slots, context=context, name=name
         )
         loaded = LoadedModel(name, Path("/nowhere"), model, tokenizer, facts, {})
-        maker = PromptMaker(tokenizer, TEMPLATE, "json_tools")
-        return Opened(name, loaded, runner, 1, "actor", maker, {})
+        maker = PromptBuilder(tokenizer, TEMPLATE, "json_tools")
+        return ServedModel(name, loaded, runner, 1, "actor", maker, {})
 
 
 def playing(script: Script) -> type[ActorOpening]:

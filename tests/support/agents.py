@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.jobs import TASK
 
-from mlxrunner.serve.launch import CLIENTS, Server
+from mlxrunner.serve.launch import CLIENTS, ServerAddress
 
 PROGRAMS = Path(__file__).parents[2] / "build" / "agents" / "node_modules" / ".bin"
 PATIENCE_S = 240
@@ -31,7 +31,7 @@ def run_agent(
     """Let a client do the task in a small project in `folder`, and return what became of it."""
     subprocess.run(["git", "init", "--quiet", folder], check=True)
     (folder / "README.md").write_text("# A small project\n")
-    found = CLIENTS[client](Server(url, model, context))
+    found = CLIENTS[client](ServerAddress(url, model, context))
     environment = {**os.environ, **found.environment, "PWD": str(folder), "IS_SANDBOX": "1"}
     environment |= {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
     environment.pop("LD_PRELOAD", None)

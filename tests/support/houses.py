@@ -11,12 +11,11 @@ from typing import Any
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.models.load import LoadProgress, tell_nobody
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.answering.opened import Opened, Opening
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import Event
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.events import AnswerEvent, ServerRequest
+from mlxrunner.serve.loader import ModelLoader, ServedModel
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.watch import RequestLog
 
 CHATML = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -25,13 +24,13 @@ CHATML = (
 SETTINGS = ServeSettings(slots=2, max_queue=1, parks=False, memory=400_000_000)
 
 
-class Counting(Opening):
+class Counting(ModelLoader):
     """An opening that counts, and needs as many bytes as a test says."""
 
     loads: list[str]
     needs: dict[str, int]
 
-    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> ServedModel:
         self.loads.append(Path(name).name)
         found = super().load(name, min(room, 200_000_000), progress)
         return replace(found, bytes=self.needs.get(Path(name).name, 1))
@@ -52,7 +51,7 @@ def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
 
 
 @asynccontextmanager
-async def house_of(folder: Path, opening: Opening) -> AsyncIterator[House]:
+async def house_of(folder: Path, opening: ModelLoader) -> AsyncIterator[ModelManager]:
     aliases = {name: str(folder / name) for name in ("second", "third")}
     async with open_house(ModelNames(str(folder / "first"), aliases), opening) as house:
         yield house
@@ -60,24 +59,24 @@ async def house_of(folder: Path, opening: Opening) -> AsyncIterator[House]:
 
 @asynccontextmanager
 async def open_house(
-    names: ModelNames, opening: Opening, record: Record | None = None
-) -> AsyncIterator[House]:
+    names: ModelNames, opening: ModelLoader, record: RequestLog | None = None
+) -> AsyncIterator[ModelManager]:
     """Return a house with an opening of any kind, and close it."""
     watching = [lambda opened: None] if record is None else [record.watch, record.ended]
-    house = House(names, opening, *watching)
+    house = ModelManager(names, opening, *watching)
     try:
         yield house
     finally:
         await house.close()
 
 
-def asked(text: str = "Hello", **more: Any) -> Asked:
+def asked(text: str = "Hello", **more: Any) -> ServerRequest:
     more.setdefault("options", {"max_tokens": 4, "stop_tokens": []})
     given = {"protocol": "chat", "model": "", "messages": [{"role": "user", "content": text}]}
-    return Asked(**{**given, **more})
+    return ServerRequest(**{**given, **more})
 
 
-async def events_of(house: House, one: Asked) -> list[Event]:
+async def events_of(house: ModelManager, one: ServerRequest) -> list[AnswerEvent]:
     return [event async for event in house.answer(one)]
 
 

@@ -21,7 +21,7 @@ from support.models import save_model, tiny_config, tiny_model
 
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.models.load import LoadProgress, tell_nobody
-from mlxrunner.serve.answering.opened import Opened, Opening
+from mlxrunner.serve.loader import ModelLoader, ServedModel
 
 VOCAB = 8192
 CONTEXT = 65_536
@@ -162,7 +162,7 @@ class Played:
         self.prompts.clear()
         self.told.clear()
 
-    def take(self, opened: Opened) -> None:
+    def take(self, opened: ServedModel) -> None:
         """Let the script choose the tokens of all answers of a model."""
         stepper, tokenizer = engine_of(opened.runner), opened.loaded.tokenizer
         prepare = stepper.prepare
@@ -216,12 +216,12 @@ def cold_logits(model: Any, tokens: np.ndarray, places: list[int]) -> dict[int, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayeredOpening(Opening):
+class LayeredOpening(ModelLoader):
     """An opening whose models play a part."""
 
     played: Played
 
-    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> ServedModel:
         opened = super().load(name, room, progress)
         self.played.take(opened)
         return opened

@@ -16,20 +16,20 @@ from fastapi import FastAPI
 from support.waiting import until
 
 from mlxrunner.results import Usage
-from mlxrunner.serve.answering.answers import ModelCard
-from mlxrunner.serve.apis.routers import routers
-from mlxrunner.serve.asked import Asked
 from mlxrunner.serve.events import (
+    AnswerEnd,
+    AnswerEvent,
+    ApiError,
     CacheReport,
-    CallArguments,
-    CallBegan,
-    CallEnded,
-    Ended,
     EndReason,
-    Event,
-    RefusedError,
-    Text,
+    ServerRequest,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
 )
+from mlxrunner.serve.models import ModelCard
+from mlxrunner.serve.server import routers
 
 CARD = ModelCard(
     "tiny",
@@ -64,18 +64,18 @@ ahead_tokens
 """.split()
 
 
-def ended(reason: EndReason = "stop", **more: Any) -> Ended:
+def ended(reason: EndReason = "stop", **more: Any) -> AnswerEnd:
     """Return the last event of an answer."""
-    return Ended(reason, usage(), REPORT, **more)
+    return AnswerEnd(reason, usage(), REPORT, **more)
 
 
-def call(index: int, name: str, *pieces: str) -> list[Event]:
+def call(index: int, name: str, *pieces: str) -> list[AnswerEvent]:
     """Return the events of a tool call whose arguments come in pieces."""
-    arguments = [CallArguments(index, piece) for piece in pieces]
-    return [CallBegan(index, f"call_{index}", name), *arguments, CallEnded(index)]
+    arguments = [ToolCallDelta(index, piece) for piece in pieces]
+    return [ToolCallStart(index, f"call_{index}", name), *arguments, ToolCallEnd(index)]
 
 
-HELLO: list[Event] = [Text("Hel"), Text("lo"), ended()]
+HELLO: list[AnswerEvent] = [TextDelta("Hel"), TextDelta("lo"), ended()]
 """The events of a short answer."""
 
 
@@ -87,11 +87,11 @@ class Scripted:
 
     def begin(self) -> None:
         """Forget what was asked, and what is to be answered."""
-        self.script: Sequence[Event | Exception] = HELLO
+        self.script: Sequence[AnswerEvent | Exception] = HELLO
         """The events of the next answers. An error is raised."""
-        self.scripts: list[Sequence[Event | Exception]] = []
+        self.scripts: list[Sequence[AnswerEvent | Exception]] = []
         """Scripts for one answer each, which come before `script`."""
-        self.asked: list[Asked] = []
+        self.asked: list[ServerRequest] = []
         self.held: list[tuple[str, float | None]] = []
         self.model = CARD
         """The model that the server says it has."""
@@ -100,7 +100,7 @@ class Scripted:
         self.closed = 0
         """The number of answers that have ended, in any way."""
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Event]:
+    async def answer(self, asked: ServerRequest) -> AsyncIterator[AnswerEvent]:
         self.asked.append(asked)
         script = self.scripts.pop(0) if self.scripts else self.script
         try:
@@ -114,7 +114,7 @@ class Scripted:
         finally:
             self.closed += 1
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, asked: ServerRequest) -> int:
         self.asked.append(asked)
         return 42
 
@@ -123,16 +123,16 @@ class Scripted:
 
     def card(self, model: str) -> ModelCard:
         if model.removesuffix(":latest") not in ("", self.model.name):
-            raise RefusedError(404, f"there is no model {model}", code="model_not_found")
+            raise ApiError(404, f"there is no model {model}", code="model_not_found")
         return self.model
 
     async def hold(self, model: str, keep_alive: float | None) -> None:
         if model == "absent":
-            raise RefusedError(404, "no model 'absent'", code="model_not_found")
+            raise ApiError(404, "no model 'absent'", code="model_not_found")
         self.held.append((model, keep_alive))
 
     @property
-    def last(self) -> Asked:
+    def last(self) -> ServerRequest:
         """The latest request."""
         return self.asked[-1]
 

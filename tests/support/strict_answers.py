@@ -12,9 +12,8 @@ from support.strict_templates import NESTED, load_strict
 
 from mlxrunner.engine.constrain import Constraint
 from mlxrunner.results import Chunk
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import CallArguments, CallBegan, Event
-from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.serve.events import AnswerEvent, ServerRequest, ToolCallDelta, ToolCallStart
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok", '{"name": "lo', "a[TOOL_CALLS] [{"]
@@ -33,11 +32,11 @@ def tool(name: str, parameters: dict[str, Any] = NESTED, **more: Any) -> dict[st
 TOOLS = [tool("look", strict=True), tool("move")]
 
 
-def asked(**more: Any) -> Asked:
+def asked(**more: Any) -> ServerRequest:
     """Return a request with a strict tool and another one."""
     messages = [{"role": "user", "content": "hi"}]
     given = {"protocol": "chat", "model": "", "id": "r", "messages": messages, "tools": TOOLS}
-    return Asked(**{**given, **more})
+    return ServerRequest(**{**given, **more})
 
 
 def tokenizer_of(folder: Path, family: str) -> Tokenizer:
@@ -53,20 +52,20 @@ def tokenizer_of(folder: Path, family: str) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def constraint_of(maker: PromptMaker, request: Asked) -> Constraint | None:
+def constraint_of(maker: PromptBuilder, request: ServerRequest) -> Constraint | None:
     """Return the constraint of an answer to a request."""
     start = maker.make(request).prompt.constraint
     return None if start is None else start(maker.tokenizer.stop_tokens)
 
 
-def held_of(maker: PromptMaker, request: Asked) -> Constraint:
+def held_of(maker: PromptBuilder, request: ServerRequest) -> Constraint:
     """Return the constraint of an answer to a request that has one."""
     held = constraint_of(maker, request)
     assert held is not None
     return held
 
 
-def answered(maker: PromptMaker, held: Constraint, wish: str, order: random.Random) -> str:
+def answered(maker: PromptBuilder, held: Constraint, wish: str, order: random.Random) -> str:
     """Return the answer of a model that wants to say `wish`.
 
     Where it may not, it gives that up, says anything that may come, and ends as soon as it may.
@@ -90,14 +89,14 @@ def answered(maker: PromptMaker, held: Constraint, wish: str, order: random.Rand
     return tokenizer.decode([token for token in said if token not in tokenizer.stop_tokens])
 
 
-def events_of(maker: PromptMaker, request: Asked, answer: str) -> list[Event]:
+def events_of(maker: PromptBuilder, request: ServerRequest, answer: str) -> list[AnswerEvent]:
     """Return the events of an answer."""
     splitter = maker.splitter(maker.make(request), request)
     return [*splitter.add(Chunk(answer, 1)), *splitter.finish()]
 
 
-def calls_of(events: Sequence[Event]) -> Iterator[tuple[str, Any]]:
+def calls_of(events: Sequence[AnswerEvent]) -> Iterator[tuple[str, Any]]:
     """Yield the name and the arguments of each call."""
-    names = [event.name for event in events if isinstance(event, CallBegan)]
-    written = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]
+    names = [event.name for event in events if isinstance(event, ToolCallStart)]
+    written = [json.loads(event.text) for event in events if isinstance(event, ToolCallDelta)]
     return zip(names, written, strict=True)

@@ -13,8 +13,8 @@ from support.sample import examples
 from support.turn_templates import ENDS, write_turns
 
 from mlxrunner import PromptError, Runner
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.prompts.make import PromptMaker
+from mlxrunner.serve.events import ServerRequest
+from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 
@@ -55,8 +55,8 @@ def test_a_prompt_ends_with_the_words(
     prompt = tokenize_prompt(tokenizer, messages)
     assert prompt.text.endswith(said)
     assert prompt.tokens.tolist() == tokenizer.encode(prompt.text)
-    asked = Asked(protocol="chat", model="", id="r", messages=messages)
-    made = PromptMaker(tokenizer, TEMPLATES[family]).make(asked)
+    asked = ServerRequest(protocol="chat", model="", id="r", messages=messages)
+    made = PromptBuilder(tokenizer, TEMPLATES[family]).make(asked)
     assert made.prompt.tokens.tolist() == prompt.tokens.tolist()
     assert made.lead.endswith(said)
 

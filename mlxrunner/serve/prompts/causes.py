@@ -15,12 +15,11 @@ from typing import Any
 
 from mlxrunner.profiling.schema import REASONS
 from mlxrunner.results import Usage
-from mlxrunner.serve.asked import Asked, Client
-from mlxrunner.serve.prompts.chain import digest, message_digest
+from mlxrunner.serve.events import Client, ServerRequest
+from mlxrunner.serve.prompts.answer_tokens import common_end, digest, message_digest
+from mlxrunner.serve.prompts.builder import BuiltPrompt
 from mlxrunner.serve.prompts.differences import difference, is_like
-from mlxrunner.serve.prompts.kept import common_end
-from mlxrunner.serve.prompts.make import Made
-from mlxrunner.serve.prompts.rewriting import without_billing
+from mlxrunner.serve.prompts.rules import without_billing
 from mlxrunner.templates.messages import PICTURE, SYSTEM_ROLES, system_count
 from mlxrunner.templates.remembered import Remembered, footprint
 from mlxrunner.templates.segments import common
@@ -107,7 +106,7 @@ class Causes:
         self._recent: deque[Seen] = deque(maxlen=most)
         self._lock = Lock()
 
-    def begin(self, asked: Asked, made: Made, model: str = "") -> Seen:
+    def begin(self, asked: ServerRequest, made: BuiltPrompt, model: str = "") -> Seen:
         """Remember a request to `model`, and find the one that it comes closest to."""
         seen = _seen(asked, made, model)
         with self._lock:
@@ -126,7 +125,7 @@ class Causes:
         return None if usage.outcome == "hit" else cause_of(seen, usage)
 
 
-def _seen(asked: Asked, made: Made, model: str) -> Seen:
+def _seen(asked: ServerRequest, made: BuiltPrompt, model: str) -> Seen:
     messages: Sequence[Mapping[str, Any]] = made.source
     digests = made.digests
     if "billing-header" in made.rules:

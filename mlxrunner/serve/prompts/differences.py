@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mlxrunner.serve.prompts.kept import common_end
+from mlxrunner.serve.prompts.answer_tokens import common_end
 from mlxrunner.templates.segments import common
 
 NEAR = 60

@@ -13,10 +13,10 @@ from support.scripted import serving
 
 from mlxrunner import ParallelRunner
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch import RequestLog
 
 ROWS = pytest.StashKey[list[str]]()
 HEAD = "| client | layers | requests | prompt tokens | evaluated | reused of what could be |"
@@ -57,9 +57,9 @@ def layered(
     kind: str = request.param
     folder = tmp_path_factory.mktemp("models") / kind
     model = write_kind(folder, kind, tokenizer)
-    record, played = Record(), Played(script)
+    record, played = RequestLog(), Played(script)
     opening = LayeredOpening(settings=SETTINGS, played=played)
-    house = House(ModelNames(str(folder)), opening, record.watch, record.ended)
+    house = ModelManager(ModelNames(str(folder)), opening, record.watch, record.ended)
     recorder = Recorder(application(house, record, SETTINGS))
     with house.load_first().runner as runner, serving(recorder) as url:
         yield Layered(kind, url, model, runner, played, recorder)

@@ -27,10 +27,10 @@ from support.jobs import DONE, SHARE, STEPS, TASK, Shared, script
 from support.scripted import serving
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.watch import RequestLog
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -49,8 +49,8 @@ def shared() -> Shared:
 def url(shared: Shared) -> Iterator[str]:
     """The address of a server whose model follows the script."""
     settings = ServeSettings(parks=False)
-    record = Record()
-    house = House(
+    record = RequestLog()
+    house = ModelManager(
         ModelNames("actor"), playing(script)(settings=settings), record.watch, record.ended
     )
     house.load_first().runner.observers.append(shared)

@@ -11,12 +11,10 @@ import pytest
 from support.houses import asked, events_of, house_of, in_house, opening
 
 from mlxrunner.profiling.report.screen import find_event
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.asked import Asked, Client
-from mlxrunner.serve.events import Ended, RefusedError, Text
-from mlxrunner.serve.watch.record import Record
-from mlxrunner.serve.watch.routes import explained
+from mlxrunner.serve.events import AnswerEnd, ApiError, Client, ServerRequest, TextDelta
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.watch import RequestLog, explained
 
 
 def test_an_answer_and_the_next_turn(folder: Path) -> None:
@@ -26,15 +24,15 @@ def test_an_answer_and_the_next_turn(folder: Path) -> None:
         async with house_of(folder, opening()) as house:
             first = (await events_of(house, asked()))[-1]
             again = await events_of(house, asked())
-            assert isinstance(first, Ended)
-            assert isinstance(again[-1], Ended)
+            assert isinstance(first, AnswerEnd)
+            assert isinstance(again[-1], AnswerEnd)
             assert (first.reason, first.cache.outcome, first.cache.reason) == (
                 "length",
                 "miss",
                 "empty",
             )
             assert again[-1].cache.cached == first.usage.prompt_tokens - 1
-            assert [type(event) for event in again[:-1]] == [Text] * (len(again) - 1)
+            assert [type(event) for event in again[:-1]] == [TextDelta] * (len(again) - 1)
             count = await house.count(asked())
             assert count == first.usage.prompt_tokens
 
@@ -53,7 +51,7 @@ def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
                 one = asked()
                 one = replace(one, messages=[system, *one.messages])
                 ended = (await events_of(house, one))[-1]
-                assert isinstance(ended, Ended)
+                assert isinstance(ended, AnswerEnd)
                 reports.append(ended.cache)
         assert [report.cause for report in reports] == ["first-request", None, "changing-date"]
         assert "cause=changing-date" in reports[2].header
@@ -71,7 +69,7 @@ def test_a_queue_that_is_full(folder: Path) -> None:
         async with house_of(folder, opening()) as house:
             running = [asyncio.create_task(events_of(house, asked(str(n)))) for n in range(3)]
             await asyncio.sleep(0)
-            with pytest.raises(RefusedError) as refused:
+            with pytest.raises(ApiError) as refused:
                 await events_of(house, asked())
             assert refused.value.status == 429
             assert refused.value.retry_after
@@ -80,7 +78,7 @@ def test_a_queue_that_is_full(folder: Path) -> None:
                 in refused.value.message
             )
             for events in await asyncio.gather(*running):
-                assert isinstance(events[-1], Ended)
+                assert isinstance(events[-1], AnswerEnd)
             assert house.refused == 1
 
     in_house(run())
@@ -100,15 +98,15 @@ def test_a_queue_that_is_full(folder: Path) -> None:
     ids=["too long", "far too long", "unknown", "option", "path", "messages", "tools"],
 )
 @pytest.mark.exhaustive(6)
-def test_refusals(folder: Path, one: Asked, status: int, words: str) -> None:
+def test_refusals(folder: Path, one: ServerRequest, status: int, words: str) -> None:
     """They have a status and a sentence with both values, and leave the house as it was."""
 
     async def run() -> None:
         async with house_of(folder, opening()) as house:
-            with pytest.raises(RefusedError, match=words) as refused:
+            with pytest.raises(ApiError, match=words) as refused:
                 await events_of(house, one)
             assert refused.value.status == status
-            assert isinstance((await events_of(house, asked()))[-1], Ended)
+            assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
 
     in_house(run())
 
@@ -130,7 +128,7 @@ def test_more_tokens_asked_for_than_there_are(folder: Path) -> None:
         async with house_of(folder, opening()) as house:
             one = asked(options={"max_tokens": 32_000, "stop_tokens": []})
             ended = (await events_of(house, one))[-1]
-            assert isinstance(ended, Ended)
+            assert isinstance(ended, AnswerEnd)
             assert ended.reason == "length"
             assert ended.usage.total_tokens == 400
 
@@ -144,12 +142,12 @@ def test_stop_strings(folder: Path) -> None:
         async with house_of(folder, opening()) as house:
             long = asked(options={"max_tokens": 30, "stop_tokens": []})
             text = "".join(
-                event.text for event in await events_of(house, long) if isinstance(event, Text)
+                event.text for event in await events_of(house, long) if isinstance(event, TextDelta)
             )
             stop = next(one for one in text[3:] if one.isascii())
             one = asked(options={"max_tokens": 30, "stop": [stop, "never"], "stop_tokens": []})
             ended = (await events_of(house, one))[-1]
-            assert isinstance(ended, Ended)
+            assert isinstance(ended, AnswerEnd)
             assert (ended.reason, ended.stop_sequence) == ("stop_sequence", stop)
 
     in_house(run())
@@ -161,7 +159,7 @@ def test_the_client_is_named(folder: Path) -> None:
 
     async def run() -> None:
         made = opening()
-        house = House(
+        house = ModelManager(
             ModelNames(str(folder / "first")),
             made,
             lambda opened: opened.runner.observers.append(lambda _, it: seen.append(it)),
@@ -177,17 +175,19 @@ def test_the_client_is_named(folder: Path) -> None:
 
 def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
     """The response, the event and its explanation name the same cause, message and remedy."""
-    record = Record(tmp_path / "events.jsonl")
+    record = RequestLog(tmp_path / "events.jsonl")
 
-    async def run() -> Ended:
-        house = House(ModelNames(str(folder / "first")), opening(), record.watch, record.ended)
+    async def run() -> AnswerEnd:
+        house = ModelManager(
+            ModelNames(str(folder / "first")), opening(), record.watch, record.ended
+        )
         for day in (21, 22):
             messages = [
                 {"role": "system", "content": f"Today is 2026-11-{day}. " + "Be brief. " * 9},
                 {"role": "user", "content": "Hello"},
             ]
             ended = (await events_of(house, asked(messages=messages, id=f"msg_{day}")))[-1]
-            assert isinstance(ended, Ended)
+            assert isinstance(ended, AnswerEnd)
         await house.close()
         return ended
 
@@ -215,7 +215,7 @@ def test_a_name_of_anthropics_models_means_the_first_model(model: str) -> None:
     assert ModelNames("first", {model: "demo"}).find(model) == "demo"
     assert ModelNames("first", {}, only_first=True).find(model) == "first"
     assert not any("claude" in name for name in ModelNames("first", only_first=True))
-    with pytest.raises(RefusedError, match="there is no model claude"):
+    with pytest.raises(ApiError, match="there is no model claude"):
         ModelNames("first", has_claude=False).find(model)
-    with pytest.raises(RefusedError, match="there is no model my-claude"):
+    with pytest.raises(ApiError, match="there is no model my-claude"):
         ModelNames("first").find("my-claude-3")

@@ -23,9 +23,9 @@ from support.houses import (
 )
 
 from mlxrunner import Handle
-from mlxrunner.serve.answering import house as house_module
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.events import Ended, Event, RefusedError, Text
+from mlxrunner.serve import manager as house_module
+from mlxrunner.serve.events import AnswerEnd, AnswerEvent, ApiError, TextDelta
+from mlxrunner.serve.models import ModelNames
 
 
 @pytest.mark.parametrize("way", ["closed", "cancelled"])
@@ -43,18 +43,18 @@ def test_a_client_that_leaves(folder: Path, way: str) -> None:
             if way == "closed":
                 answer = house.answer(endless)
                 async for event in answer:
-                    if isinstance(event, Text):
+                    if isinstance(event, TextDelta):
                         break
                 await answer.aclose()
             else:
-                seen = list[Event]()
+                seen = list[AnswerEvent]()
 
                 async def read() -> None:
                     async for event in house.answer(endless):
                         seen.append(event)
 
                 task = asyncio.create_task(read())
-                await reached(lambda: any(isinstance(event, Text) for event in seen))
+                await reached(lambda: any(isinstance(event, TextDelta) for event in seen))
                 task.cancel()
                 await asyncio.wait({task})
             steps = runner.stats().steps
@@ -62,7 +62,7 @@ def test_a_client_that_leaves(folder: Path, way: str) -> None:
             assert runner.stats().steps <= steps + 2
             assert place.users == 0
             ended = (await events_of(house, asked("x" * 100)))[-1]
-            assert isinstance(ended, Ended)
+            assert isinstance(ended, AnswerEnd)
             assert ended.cache.cached > 100
 
     in_house(run())
@@ -78,7 +78,7 @@ def test_what_a_client_saw_before_it_left_is_kept() -> None:
             answer, seen = house.answer(asked(options={})), ""
             async with aclosing(answer):
                 async for event in answer:
-                    seen += event.text if isinstance(event, Text) else ""
+                    seen += event.text if isinstance(event, TextDelta) else ""
                     if len(seen) > 20:
                         break
             place = house.models_held.get("actor")
@@ -107,7 +107,7 @@ def test_a_client_that_leaves_while_its_prompt_is_made(
     def refuse(opened: Any, asked: Any, causes: Any) -> Any:
         makes.set()
         may_refuse.wait()
-        raise RefusedError(400, "the prompt is too long")
+        raise ApiError(400, "the prompt is too long")
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(
@@ -115,7 +115,7 @@ def test_a_client_that_leaves_while_its_prompt_is_made(
         )
         async with house_of(folder, opening()) as house:
             await events_of(house, asked())
-            monkeypatch.setattr("mlxrunner.serve.answering.house._begin", refuse)
+            monkeypatch.setattr("mlxrunner.serve.manager._begin", refuse)
             task = asyncio.create_task(events_of(house, asked()))
             await reached(makes.is_set)
             task.cancel()

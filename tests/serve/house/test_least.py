@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.serve.answering.opened import Opening
+from mlxrunner.serve.loader import ModelLoader
 from tests.support.models import write_model
 
 CONTEXT = 500
@@ -20,7 +20,7 @@ def test_a_model_finds_room_in_its_least(kind: str, budget: int | None, tmp_path
     write_model(tmp_path / kind, kind)
     runner = {"context": CONTEXT, "prefill_step": 32, "checkpoint_budget": budget}
     settings = ServeSettings(slots=4, parks=False, memory=50_000_000)
-    opening = Opening(settings=settings, runner=runner)
+    opening = ModelLoader(settings=settings, runner=runner)
     name = str(tmp_path / kind)
     opened = opening.load(name, opening.least(name))
     with opened.runner:

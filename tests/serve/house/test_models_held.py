@@ -22,12 +22,12 @@ from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.parallel.threads.workers import has_work
-from mlxrunner.serve.answering import pace
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.answering.opened import Opened, Opening
-from mlxrunner.serve.events import Ended, Reading, RefusedError, Waiting
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve import manager
+from mlxrunner.serve.events import AnswerEnd, ApiError, PrefillProgress, QueueWait
+from mlxrunner.serve.loader import ModelLoader, ServedModel
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.watch import RequestLog
 
 
 def test_two_requests_load_a_model_once(folder: Path) -> None:
@@ -50,22 +50,22 @@ def test_two_requests_load_a_model_once(folder: Path) -> None:
             ticking.cancel()
             assert made.loads == ["first"]
             assert ticks > 5
-            assert all(isinstance(events[-1], Ended) for events in answers)
+            assert all(isinstance(events[-1], AnswerEnd) for events in answers)
 
     in_house(run())
 
 
 def test_beats_come_while_a_model_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client is told why it waits, and how far its prompt is."""
-    monkeypatch.setattr(pace.Beats.__init__, "__defaults__", (0.0, 0.0))
+    monkeypatch.setattr(manager.Heartbeat.__init__, "__defaults__", (0.0, 0.0))
 
     async def run() -> None:
         async with house_of(folder, opening()) as house:
             events = await events_of(house, asked("x" * 300))
-            waits = [event.why for event in events if isinstance(event, Waiting)]
+            waits = [event.why for event in events if isinstance(event, QueueWait)]
             assert "first is being loaded" in waits
-            assert all(event.total > 300 for event in events if isinstance(event, Reading))
-            assert isinstance(events[-1], Ended)
+            assert all(event.total > 300 for event in events if isinstance(event, PrefillProgress))
+            assert isinstance(events[-1], AnswerEnd)
 
     in_house(run())
 
@@ -88,9 +88,9 @@ def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> None:
             await anext(answer)
             later = asyncio.create_task(events_of(house, asked(model="second")))
             rest = [event async for event in answer]
-            assert isinstance(rest[-1], Ended)
+            assert isinstance(rest[-1], AnswerEnd)
             assert rest[-1].usage.completion_tokens == 300
-            assert isinstance((await later)[-1], Ended)
+            assert isinstance((await later)[-1], AnswerEnd)
 
     in_house(run())
 
@@ -100,10 +100,10 @@ def test_a_model_that_does_not_fit(folder: Path) -> None:
 
     async def run() -> None:
         settings = ServeSettings(slots=2, parks=False, memory=1000)
-        made = Opening(settings=settings)
+        made = ModelLoader(settings=settings)
         async with house_of(folder, made) as house:
             for _ in range(2):
-                with pytest.raises(RefusedError, match="give more --memory") as refused:
+                with pytest.raises(ApiError, match="give more --memory") as refused:
                     await events_of(house, asked())
                 assert refused.value.status == 503
 
@@ -116,7 +116,7 @@ class Stuck(Counting):
     may_load: threading.Event
     ended: threading.Event
 
-    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> Opened:
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> ServedModel:
         self.loads.append(Path(name).name)
         self.may_load.wait()
         self.ended.set()
@@ -140,7 +140,7 @@ def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> None:
             assert has_work()
             done, _ = await asyncio.wait({waiting})
             error = done.pop().exception()
-            assert isinstance(error, RefusedError)
+            assert isinstance(error, ApiError)
             assert (error.status, error.code) == (503, "stopping")
             made.may_load.set()
             await reached(lambda: not has_work())
@@ -150,23 +150,23 @@ def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> None:
 
 def test_a_model_that_can_not_be_watched(folder: Path) -> None:
     """It is refused with the reason and not held; the next request tries again."""
-    opened_ones = list[Opened]()
+    opened_ones = list[ServedModel]()
 
-    def refuse(opened: Opened) -> None:
+    def refuse(opened: ServedModel) -> None:
         opened_ones.append(opened)
         if len(opened_ones) == 1:
             raise OptionError("events: the disk is full")
 
     async def run() -> None:
-        house = House(ModelNames(str(folder / "first")), opening(), refuse)
-        with pytest.raises(RefusedError, match="the disk is full"):
+        house = ModelManager(ModelNames(str(folder / "first")), opening(), refuse)
+        with pytest.raises(ApiError, match="the disk is full"):
             await events_of(house, asked())
         assert list(house.models_held) == []
         with pytest.raises(ClosedError):
             opened_ones[0].runner.submit("x")
         await house.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
         assert len(opened_ones) == 1
-        assert isinstance((await events_of(house, asked()))[-1], Ended)
+        assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
         await house.close()
 
     in_house(run())
@@ -174,10 +174,10 @@ def test_a_model_that_can_not_be_watched(folder: Path) -> None:
 
 def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_path: Path) -> None:
     """The files of its first time are closed, and both times are in the record."""
-    record = Record(tmp_path / "events.jsonl")
+    record = RequestLog(tmp_path / "events.jsonl")
 
     async def run() -> None:
-        house = House(ModelNames(str(folder / "first")), opening(), record.watch)
+        house = ModelManager(ModelNames(str(folder / "first")), opening(), record.watch)
         for number in range(3):
             await events_of(house, asked(id=f"msg_{number}", keep_alive=0))
             await reached(lambda: not list(house.models_held))
@@ -218,7 +218,7 @@ def test_cards_of_names(folder: Path) -> None:
             assert [house.card(name).name for name in names] == [*names[:3], "first", "first"]
             assert house.card("demo").architecture == "llama"
             assert not house.card("demo").has_thinking
-            with pytest.raises(RefusedError, match="no model fourth") as raised:
+            with pytest.raises(ApiError, match="no model fourth") as raised:
                 house.card("fourth")
             assert raised.value.status == 404
 
@@ -240,10 +240,10 @@ def test_a_house_that_is_closed(folder: Path) -> None:
             runner = place.opened.runner
             await reached(lambda: runner.stats().busy)
             await house.close()
-            with pytest.raises(RefusedError, match="stopping"):
+            with pytest.raises(ApiError, match="stopping"):
                 await events_of(house, asked())
             done, _ = await asyncio.wait({running})
             error = done.pop().exception()
-            assert error is None or (isinstance(error, RefusedError) and error.status == 503)
+            assert error is None or (isinstance(error, ApiError) and error.status == 503)
 
     in_house(run())

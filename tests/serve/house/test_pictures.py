@@ -24,12 +24,11 @@ from mlxrunner import Runner
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
 from mlxrunner.pictures import vision_encoder
-from mlxrunner.serve.answering.house import House
-from mlxrunner.serve.answering.names import ModelNames
-from mlxrunner.serve.answering.opened import Opening
-from mlxrunner.serve.asked import Asked
-from mlxrunner.serve.events import Ended, RefusedError, Text
-from mlxrunner.serve.watch.record import Record
+from mlxrunner.serve.events import AnswerEnd, ApiError, ServerRequest, TextDelta
+from mlxrunner.serve.loader import ModelLoader
+from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.watch import RequestLog
 
 SHAPES = Path(__file__).parents[3] / "docs" / "images" / "shapes.png"
 SETTINGS = ServeSettings(slots=2, max_queue=8, memory=3_000_000_000, pictures=True, parks=False)
@@ -57,24 +56,26 @@ def said(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def request(messages: list[dict[str, Any]], **more: Any) -> Asked:
+def request(messages: list[dict[str, Any]], **more: Any) -> ServerRequest:
     options = {"max_tokens": 12, "temperature": 0.0}
     return asked(messages=messages, **{"options": options, **more})
 
 
 @asynccontextmanager
 async def seeing(
-    settings: ServeSettings = SETTINGS, record: Record | None = None, model: str = "demo-pictures"
-) -> AsyncIterator[House]:
-    found = Opening(settings=settings, runner={"context": 2000})
+    settings: ServeSettings = SETTINGS,
+    record: RequestLog | None = None,
+    model: str = "demo-pictures",
+) -> AsyncIterator[ModelManager]:
+    found = ModelLoader(settings=settings, runner={"context": 2000})
     async with open_house(ModelNames(model, {}), found, record) as house:
         yield house
 
 
-async def answered(house: House, messages: list[dict[str, Any]]) -> tuple[str, Ended]:
+async def answered(house: ModelManager, messages: list[dict[str, Any]]) -> tuple[str, AnswerEnd]:
     events = await events_of(house, request(messages))
-    assert isinstance(events[-1], Ended)
-    return "".join(one.text for one in events if isinstance(one, Text)), events[-1]
+    assert isinstance(events[-1], AnswerEnd)
+    return "".join(one.text for one in events if isinstance(one, TextDelta)), events[-1]
 
 
 def drawn_turn(draw: random.Random) -> dict[str, Any]:
@@ -186,9 +187,9 @@ def test_random_conversations_are_answered_as_cold(kind: str, seed: int, tmp_pat
 def test_a_changed_picture_is_named(tmp_path: Path) -> None:
     """The response names message and picture, and so does the event."""
     events = tmp_path / "events.jsonl"
-    record = Record(str(events))
+    record = RequestLog(str(events))
 
-    async def run() -> Ended:
+    async def run() -> AnswerEnd:
         async with seeing(record=record) as house:
             first = [{"role": "user", "content": [shown(0), shown(1), said(QUESTIONS[0])]}]
             text, _ = await answered(house, first)
@@ -197,7 +198,7 @@ def test_a_changed_picture_is_named(tmp_path: Path) -> None:
             first[0]["content"] = [shown(0), shown(2), said(QUESTIONS[0])]
             return (await answered(house, [*first, *rest]))[1]
 
-    found: list[Ended] = []
+    found: list[AnswerEnd] = []
 
     async def keep() -> None:
         found.append(await run())
@@ -231,7 +232,7 @@ def test_what_can_not_be_shown_is_refused(content: list[dict[str, Any]], why: st
 
     async def run() -> None:
         async with seeing() as house:
-            with pytest.raises(RefusedError, match=why) as caught:
+            with pytest.raises(ApiError, match=why) as caught:
                 await events_of(house, request([{"role": "user", "content": content}]))
             assert caught.value.status == 400
             fine = [{"role": "user", "content": [shown(0), said(QUESTIONS[0])]}]
@@ -249,7 +250,7 @@ def test_too_many_pictures_at_once_are_for_later(monkeypatch: pytest.MonkeyPatch
             house.load_first().loaded.model.sight._kept_bytes = 0
             asks = [[{"role": "user", "content": [shown(number)]}] for number in range(2)]
             monkeypatch.setattr(vision_encoder, "HELD_BYTES", 1)
-            with pytest.raises(RefusedError, match="the pictures of requests take") as caught:
+            with pytest.raises(ApiError, match="the pictures of requests take") as caught:
                 await answered(house, asks[0])
             assert (caught.value.status, caught.value.retry_after) == (503, 5)
             monkeypatch.setattr(vision_encoder, "HELD_BYTES", 2**29)
@@ -284,10 +285,10 @@ def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
                 f"file://elsewhere{folder}/shapes%20of%20mine.png",
                 f"{inside}%00",
             ):
-                with pytest.raises(RefusedError, match="is not in the folder"):
+                with pytest.raises(ApiError, match="is not in the folder"):
                     await events_of(house, request(by_url(outside)))
             missing = f"{folder.as_uri()}/missing.png"
-            with pytest.raises(RefusedError, match=r"missing\.png"):
+            with pytest.raises(ApiError, match=r"missing\.png"):
                 await events_of(house, request(by_url(missing)))
 
     in_house(run())
@@ -299,7 +300,7 @@ def test_without_the_option_the_remedy_is_named() -> None:
     async def run() -> None:
         async with seeing(replace(SETTINGS, pictures=False)) as house:
             content = [shown(0), said(QUESTIONS[0])]
-            with pytest.raises(RefusedError, match="start the server with --pictures"):
+            with pytest.raises(ApiError, match="start the server with --pictures"):
                 await events_of(house, request([{"role": "user", "content": content}]))
             await events_of(house, request([{"role": "user", "content": QUESTIONS[0]}]))
 
@@ -311,7 +312,7 @@ def test_the_list_of_models_says_which_see(pictures: bool) -> None:
     """It does so before they are loaded, because clients read it when they start."""
 
     async def run() -> None:
-        found = Opening(settings=replace(SETTINGS, pictures=pictures), runner={"context": 400})
+        found = ModelLoader(settings=replace(SETTINGS, pictures=pictures), runner={"context": 400})
         async with open_house(ModelNames("demo", {"eyes": "demo-pictures"}), found) as house:
             sees = {card.name: card.sees for card in house.models()}
             assert sees == {"demo": False, "eyes": pictures}
@@ -325,10 +326,10 @@ def test_a_model_without_eyes_answers_text(caplog: pytest.LogCaptureFixture) -> 
     """A warning says why it sees nothing."""
 
     async def run() -> None:
-        found = Opening(settings=SETTINGS, runner={"context": 400})
+        found = ModelLoader(settings=SETTINGS, runner={"context": 400})
         async with open_house(ModelNames("demo", {}), found) as house:
             await events_of(house, request([{"role": "user", "content": "Hello"}]))
-            with pytest.raises(RefusedError, match="ask a model that sees"):
+            with pytest.raises(ApiError, match="ask a model that sees"):
                 await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
 
     in_house(run())
@@ -339,13 +340,13 @@ def test_what_a_seeing_model_can_not_have() -> None:
     """Quantized caches are refused; guesses and parking are left out."""
 
     async def refused() -> None:
-        found = Opening(settings=SETTINGS, runner={"context": 400, "kv_bits": 8})
+        found = ModelLoader(settings=SETTINGS, runner={"context": 400, "kv_bits": 8})
         async with open_house(ModelNames("demo-pictures", {}), found) as house:
             with pytest.raises(OptionError, match="kv_bits"):
                 house.load_first()
 
     async def left_out() -> None:
-        found = Opening(settings=SETTINGS, runner={"context": 400}, speculate="lookup")
+        found = ModelLoader(settings=SETTINGS, runner={"context": 400}, speculate="lookup")
         async with open_house(ModelNames("demo-pictures", {}), found) as house:
             assert house.load_first().sees
             await events_of(house, request([{"role": "user", "content": [shown(0)]}]))

@@ -13,8 +13,8 @@ from support.threads import LONG, alone, asked, opened
 
 from mlxrunner import ClosedError, ParallelRunner
 from mlxrunner.parallel.threads import feed
-from mlxrunner.serve.answering import pace
-from mlxrunner.serve.answering.pace import FAST_S, GATHERED_S, Reader
+from mlxrunner.serve import manager
+from mlxrunner.serve.manager import FAST_S, GATHERED_S, ChunkReader
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def llama() -> Any:
     return tiny_parts("llama")
 
 
-async def tokens_of(reader: Reader, seconds: float) -> list[int | None]:
+async def tokens_of(reader: ChunkReader, seconds: float) -> list[int | None]:
     """Return all tokens, however often nothing comes within `seconds`."""
     tokens: list[int | None] = []
     while True:
@@ -42,7 +42,7 @@ def test_answers_are_those_of_a_runner_alone(llama: Any, *, is_whole: bool) -> N
 
     async def all_of_them(runner: ParallelRunner) -> list[list[int | None]]:
         readers = [
-            Reader(runner.submit(prompt, **options), is_whole=is_whole)
+            ChunkReader(runner.submit(prompt, **options), is_whole=is_whole)
             for prompt, options in requests
         ]
         waits = [rng.choice([0, 0.0005, 60]) for _ in readers]
@@ -62,7 +62,7 @@ def test_a_whole_answer_does_not_pause(
     monkeypatch.setattr(feed, "MOST_UNREAD", 4)
 
     async def read(runner: ParallelRunner) -> list[int | None]:
-        return await tokens_of(Reader(runner.submit([1], **LONG), is_whole=True), seconds)
+        return await tokens_of(ChunkReader(runner.submit([1], **LONG), is_whole=True), seconds)
 
     with opened(llama, 1) as runner:
         tokens = asyncio.run(read(runner))
@@ -74,8 +74,8 @@ def test_a_task_that_is_cancelled_takes_nothing(llama: Any, *, is_whole: bool) -
     """The request, which waits for a slot then, goes on; closing the reader ends it."""
 
     async def twice(runner: ParallelRunner) -> list[int | None]:
-        first = Reader(runner.submit([9], **LONG), is_whole=is_whole)
-        reader = Reader(runner.submit([2], **LONG), is_whole=is_whole)
+        first = ChunkReader(runner.submit([9], **LONG), is_whole=is_whole)
+        reader = ChunkReader(runner.submit([2], **LONG), is_whole=is_whole)
         waiting = asyncio.create_task(reader.next(60))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -96,7 +96,7 @@ def test_a_runner_that_is_closed(llama: Any, *, is_whole: bool) -> None:
 
     async def read(runner: ParallelRunner) -> None:
         endless = runner.submit([9], max_tokens=50_000, stop_tokens=[])
-        reader = Reader(runner.submit([1], **LONG), is_whole=is_whole)
+        reader = ChunkReader(runner.submit([1], **LONG), is_whole=is_whole)
         reading = asyncio.create_task(tokens_of(reader, 60))
         await asyncio.sleep(0)
         await asyncio.to_thread(runner.close)
@@ -133,11 +133,11 @@ class Made:
 
     def delivered(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[float]]]:
         """Return each delivery: when it was, and the times of its tokens."""
-        monkeypatch.setattr(pace, "news_of", self.news)
-        monkeypatch.setattr(pace.asyncio, "get_running_loop", lambda: self)
+        monkeypatch.setattr(manager, "news_of", self.news)
+        monkeypatch.setattr(manager.asyncio, "get_running_loop", lambda: self)
 
         async def read() -> list[tuple[float, list[float]]]:
-            reader: Any = Reader(self)  # type: ignore[arg-type]
+            reader: Any = ChunkReader(self)  # type: ignore[arg-type]
             found = []
             while self._times:
                 tokens = await reader.next(60)

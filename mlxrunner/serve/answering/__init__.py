@@ -1,1 +1,0 @@
-"""The models that the server holds, and the answers that they give."""

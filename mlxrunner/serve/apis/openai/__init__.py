@@ -1,1 +1,0 @@
-"""OpenAI's APIs: chat completions, completions, responses."""

@@ -1,0 +1,451 @@
+"""Answer requests with the loaded models. Knows no protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
+from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.parallel.handle import Handle, news_of
+from mlxrunner.results import Chunk, Usage
+from mlxrunner.serve.errors import SOON, check_counts, engine_error_of, too_long
+from mlxrunner.serve.events import (
+    AnswerEnd,
+    AnswerEvent,
+    AnswerNote,
+    ApiError,
+    CacheReport,
+    EndReason,
+    PrefillProgress,
+    QueueWait,
+    ServerRequest,
+    joined,
+)
+from mlxrunner.serve.loader import ModelLoader, ServedModel
+from mlxrunner.serve.models import ModelCard, ModelNames, ModelSlot, ModelSlots, card_of, look_at
+from mlxrunner.serve.prompts.builder import BuiltPrompt
+from mlxrunner.serve.prompts.causes import Cause, Causes, Seen
+from mlxrunner.serve.tools.reader import AnswerSplitter
+from mlxrunner.tokenizer.prompt import Caller
+
+LONGEST_WAIT = 120
+"""Most seconds after which a refused client is told to ask again."""
+OnEnd = Callable[[str, AnswerNote | None], None]
+"""A function that is told how the answer to a request ended."""
+REMEMBERED = 32
+"""Requests whose durations say how soon a slot will be free."""
+
+
+class ModelManager:
+    """Answers requests with the models that it holds: see `Answers`, whose methods it has.
+
+    Everything but `load_first` belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        names: ModelNames,
+        opening: ModelLoader,
+        on_open: Callable[[ServedModel], None],
+        on_end: OnEnd = lambda request, note: None,
+    ) -> None:
+        """Hold no model yet. `on_open` is called with each one that was loaded.
+
+        `on_end` is called with the id of each request and the remark on its answer, as soon as that
+        is known, and again at the end of the request.
+        """
+        self._on_end = on_end
+        self.names, self._opening = names, opening
+        self.models_held = ModelSlots(opening, on_open)
+        self.began = time.time()
+        self.refused = 0
+        """Requests that were told to come later."""
+        self.is_stopping = False
+        """True once the server takes no more requests."""
+        self._is_over = False
+        self._handles = set[Handle]()
+        """The requests that the engines are answering."""
+        self._causes = Causes()
+        self._durations: deque[float] = deque(maxlen=REMEMBERED)
+
+    def load_first(self, progress: LoadProgress = tell_nobody) -> ServedModel:
+        """Load the first model, before the server runs. Raise what its loading raises."""
+        opened = self._opening.load(self.names.first, self._opening.budget(), progress)
+        self.models_held.take_in(opened)
+        return opened
+
+    def end_answers(self) -> None:
+        """End the answers that are running, and those that still begin: each client is told so."""
+        self.is_stopping = self._is_over = True
+        for handle in self._handles:
+            handle.cancel()
+
+    async def close(self) -> None:
+        """Unload all models. Idle conversations are parked."""
+        self.is_stopping = True
+        await self.models_held.close()
+
+    def models(self) -> Sequence[ModelCard]:
+        """Return the models that a request may name."""
+        return [
+            self._card(shown, name) for shown in self.names for name in [self.names.find(shown)]
+        ]
+
+    def card(self, model: str) -> ModelCard:
+        """Return the model that a request means by `model`. Raise ApiError if it is unknown."""
+        name = self.names.find(model)
+        return self._card(self.names.known_as(model), name)
+
+    def _card(self, shown: str, name: str) -> ModelCard:
+        pictures = self._opening.settings.pictures
+        return card_of(shown, name, self.models_held.get(name), pictures=pictures)
+
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise ApiError.
+        """
+        if keep_alive == 0 and self.models_held.get(self.names.find(model)) is None:
+            return
+        asked = ServerRequest(protocol="ollama", model=model, keep_alive=keep_alive)
+        with self._in_place(asked) as place:
+            try:
+                await _loaded(place)
+            except Exception as error:
+                raise engine_error_of(error) from error
+
+    async def count(self, asked: ServerRequest) -> int:
+        """Return the number of tokens of the prompt, without evaluating it. Raise ApiError."""
+        with self._in_place(asked) as place:
+            try:
+                opened = await _loaded(place)
+                made = await asyncio.to_thread(opened.maker.make, asked)
+            except Exception as error:
+                raise engine_error_of(error) from error
+        return len(made.prompt.tokens)
+
+    async def answer(self, asked: ServerRequest) -> AsyncGenerator[AnswerEvent, None]:
+        """Yield the events of an answer. Closing the iterator ends the request within one step.
+
+        Raise ApiError, before the first event or later.
+        """
+        began = time.monotonic()
+        with self._in_place(asked) as place:
+            try:
+                async with aclosing(self._answer(asked, place)) as events:
+                    async for event in events:
+                        yield event
+            except Exception as error:
+                if isinstance(error, EngineError):
+                    self.models_held.give_up(place)
+                raise engine_error_of(error) from error
+            finally:
+                self._on_end(asked.id, None)
+        self._durations.append(time.monotonic() - began)
+
+    @contextmanager
+    def _in_place(self, asked: ServerRequest) -> Iterator[ModelSlot]:
+        """Enter the place of the model that is asked for. Raise ApiError."""
+        check_counts(asked)
+        name = self.names.find(asked.model)
+        self._check_queue(self.models_held.get(name))
+        place = self.models_held.enter(name)
+        keep_alive = asked.keep_alive
+        if keep_alive is None:
+            keep_alive = self._opening.settings.keep_alive
+        try:
+            yield place
+        finally:
+            self.models_held.leave(place, keep_alive)
+
+    def _check_queue(self, place: ModelSlot | None) -> None:
+        """Raise ApiError if the server stops, or if too many requests wait already."""
+        if self.is_stopping:
+            raise _stopping()
+        settings = self._opening.settings
+        waiting = 0 if place is None else place.users - settings.slots
+        if waiting < settings.max_queue:
+            return
+        self.refused += 1
+        wait = self._usual_duration() * (waiting + 1) / settings.slots
+        raise ApiError(
+            429,
+            f"requests that wait for one of {settings.slots} slots: {waiting}, and at most "
+            f"{settings.max_queue} may (--max-queue): ask again later",
+            code="rate_limit_exceeded",
+            retry_after=max(1, min(LONGEST_WAIT, math.ceil(wait))),
+        )
+
+    def _usual_duration(self) -> float:
+        return sum(self._durations) / len(self._durations) if self._durations else 1.0
+
+    async def _answer(
+        self, asked: ServerRequest, place: ModelSlot
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        beats = Heartbeat()
+        if place.opened is None and place.loading is not None:
+            async for _ in beats.until(place.loading):
+                yield QueueWait(f"{self.names.show(place.name)} is being loaded")
+        opened = await _loaded(place)
+        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._causes))
+        try:
+            async for _ in beats.until(making):
+                yield QueueWait("the prompt is being prepared")
+        except BaseException:  # the client has left
+            making.add_done_callback(_end_unread)
+            raise
+        begun = await making
+        made, handle = begun.made, begun.handle
+        reader, chunks, is_kept = ChunkReader(handle, is_whole=asked.is_whole), list[Chunk](), False
+        splitter = opened.maker.splitter(made, asked)
+        self._handles.add(handle)
+        if self._is_over:
+            handle.cancel()
+        try:
+            while not chunks or chunks[-1].finish_reason is None:
+                try:
+                    come = await reader.next(beats.left)
+                except TimeoutError:
+                    beats.begin_again()
+                    yield _progress(handle, len(made.prompt.tokens))
+                    continue
+                if not come:
+                    raise _stopping()
+                chunks += come
+                for event in joined(event for chunk in come for event in splitter.add(chunk)):
+                    yield event
+                    beats.begin_again()
+            for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):
+                yield event
+            is_kept = True
+            await asyncio.to_thread(opened.maker.keep, made, chunks)
+            begun.seen.has_thought = splitter.thinking_tokens > 0
+            self._on_end(asked.id, splitter.note)
+            yield _end(opened, asked, begun, chunks, splitter)
+        finally:
+            self._handles.discard(handle)
+            reader.close()
+            self._on_end(asked.id, splitter.note)
+            if chunks and not is_kept:
+                keep = partial(opened.maker.keep, made, chunks, is_cut=True)
+                asyncio.get_running_loop().run_in_executor(None, keep)
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping", retry_after=SOON)
+
+
+@dataclass(frozen=True)
+class SubmittedRequest:
+    """A request that was submitted."""
+
+    made: BuiltPrompt
+    handle: Handle
+    seen: Seen
+    """The request as the detection of causes remembers it."""
+    cause: Callable[[Usage], Cause | None]
+    """The function that finds the cause of what was not reused."""
+
+
+def _begin(opened: ServedModel, asked: ServerRequest, causes: Causes) -> SubmittedRequest:
+    """Make the prompt and submit it, in a worker thread. Raise ApiError, or the runner's."""
+    try:
+        made = opened.maker.make(asked, opened.room)
+    except ContextLengthError as error:
+        raise too_long(error.tokens, opened.room, is_least=error.is_least) from error
+    options = {**opened.defaults, **made.options}
+    tokens = len(made.prompt.tokens)
+    if tokens >= opened.room:
+        raise too_long(tokens, opened.room)
+    if tokens + (options.get("max_tokens") or 0) > opened.room:
+        options["max_tokens"] = None  # clients ask for more than there can be
+    seen = causes.begin(asked, made, opened.name)
+    cause = _once(partial(causes.end, seen))
+    client = asked.client
+    caller = Caller(
+        asked.id, client.name, client.session, tuple(made.rules), cause, replaced=made.replaced
+    )
+    handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
+    return SubmittedRequest(made, handle, seen, cause)
+
+
+def _end_unread(making: asyncio.Future[SubmittedRequest]) -> None:
+    """End a request that was submitted after its client had left."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().handle.cancel()
+
+
+def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:
+    """Return `find` as a function that looks once: the event and the response say the same."""
+    found: list[Cause | None] = []
+
+    def cause(usage: Usage) -> Cause | None:
+        if not found:
+            found.append(find(usage))
+        return found[0]
+
+    return cause
+
+
+async def _loaded(place: ModelSlot) -> ServedModel:
+    """Wait until the model of a place is there. Raise what its loading raised."""
+    if place.opened is None and place.loading is not None:
+        await asyncio.wait({place.loading})
+        if not place.loading.cancelled():
+            place.loading.result()
+    if place.opened is None:
+        raise ClosedError("server")
+    return place.opened
+
+
+def _progress(handle: Handle, tokens: int) -> AnswerEvent:
+    """Say how far a request is that has no new token."""
+    reached = handle.reached
+    return PrefillProgress(reached, tokens) if reached else QueueWait("all slots are taken")
+
+
+def _end(
+    opened: ServedModel,
+    asked: ServerRequest,
+    begun: SubmittedRequest,
+    chunks: Sequence[Chunk],
+    splitter: AnswerSplitter,
+) -> AnswerEnd:
+    """Return the last event of an answer whose last chunk has come."""
+    usage, reason = chunks[-1].usage, chunks[-1].finish_reason
+    if usage is None:
+        raise ApiError(500, "the answer ended without its usage", code="internal")
+    stop = _stop_sequence(opened, asked, chunks) if reason == "stop" else None
+    ended: EndReason = "length" if reason == "length" else "stop"
+    if splitter.calls:
+        ended = "tool_calls"
+    elif stop is not None:
+        ended = "stop_sequence"
+    return AnswerEnd(
+        ended,
+        usage,
+        cache_report(usage, begun.made.rules, begun.cause(usage)),
+        stop_sequence=stop if ended == "stop_sequence" else None,
+        thinking_tokens=splitter.thinking_tokens,
+        note=splitter.note,
+        replaced=begun.made.replaced,
+    )
+
+
+def _stop_sequence(
+    opened: ServedModel, asked: ServerRequest, chunks: Sequence[Chunk]
+) -> str | None:
+    """Return the stop string of the request that ended its answer; None if none did."""
+    given = asked.options.get("stop") or ()
+    tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+    if not given or tokens[-1] in opened.loaded.tokenizer.stop_tokens:
+        return None
+    stops = (given,) if isinstance(given, str) else tuple(given)
+    text = opened.loaded.tokenizer.decode(tokens)
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    return min(found)[1] if found else None
+
+
+def cache_report(usage: Usage, rules: Sequence[str], cause: Cause | None) -> CacheReport:
+    """Return what a request reused, and why not more."""
+    return CacheReport(
+        usage.outcome,
+        usage.reason,
+        usage.cached_tokens,
+        usage.cache.lost_tokens,
+        None if cause is None else cause.name,
+        None if cause is None else cause.remedy,
+        None if cause is None else cause.message,
+        tuple(rules),
+    )
+
+
+T = TypeVar("T")
+FIRST_S, EVERY_S = 1.0, 4.5
+"""Seconds of silence before the first beat, and between two of them: clients wait for 5."""
+FAST_S, GATHERED_S = 0.008, 0.016
+"""Seconds between the tokens of a fast stream, and seconds between two of its deliveries.
+
+Each delivery wakes the event loop and the client, so fast tokens share one: a screen shows about 60
+pictures a second. Slower tokens are delivered as soon as they come.
+"""
+
+
+class Heartbeat:
+    """The moments at which a client that gets nothing else is told that it is not forgotten."""
+
+    def __init__(self, first: float = FIRST_S, every: float = EVERY_S) -> None:
+        self._every = every
+        self._due = asyncio.get_running_loop().time() + first
+
+    @property
+    def left(self) -> float:
+        """Seconds until the next beat."""
+        return max(0.0, self._due - asyncio.get_running_loop().time())
+
+    def begin_again(self) -> None:
+        """Count the silence from now on."""
+        self._due = asyncio.get_running_loop().time() + self._every
+
+    async def until(self, work: Awaitable[T]) -> AsyncIterator[None]:
+        """Yield at each beat until `work` is done. Closing the iterator leaves `work` running.
+
+        Read the result, or the exception, from `work` afterwards.
+        """
+        future = asyncio.ensure_future(work)
+        future.add_done_callback(look_at)
+        while True:
+            done, _ = await asyncio.wait({future}, timeout=self.left)
+            if done:
+                return
+            self.begin_again()
+            yield
+
+
+class ChunkReader:
+    """Reads the chunks of a request, so that a beat never disturbs it."""
+
+    def __init__(self, handle: Handle, *, is_whole: bool = False) -> None:
+        """Read the chunks of `handle`. `is_whole`: nobody wants any of them before the last."""
+        self._handle, self._is_whole = handle, is_whole
+        self._last, self._is_fast = float("-inf"), False
+
+    async def next(self, seconds: float) -> list[Chunk]:
+        """Return the chunks that have come, at least one; none behind the last one.
+
+        Those of a fast stream are gathered. Raise TimeoutError if none comes within `seconds`, and
+        the error that ended the request.
+        """
+        if self._is_fast:
+            await self._gather()
+        if not await news_of(self._handle, seconds, at_end=self._is_whole):
+            raise TimeoutError
+        if self._since() < FAST_S:
+            await self._gather()
+        self._last = asyncio.get_running_loop().time()
+        chunks = self._handle.poll()
+        self._is_fast = len(chunks) > 1
+        if not chunks and self._handle.error is not None:
+            raise self._handle.error.with_traceback(None)
+        return chunks
+
+    async def _gather(self) -> None:
+        """Wait until it is time for a delivery, or for the end."""
+        if (early := GATHERED_S - self._since()) > 0:
+            await news_of(self._handle, early, at_end=True)
+
+    def _since(self) -> float:
+        """Return the seconds since the last delivery."""
+        return asyncio.get_running_loop().time() - self._last
+
+    def close(self) -> None:
+        """End the request, and free its slot after the step that is running."""
+        self._handle.cancel()

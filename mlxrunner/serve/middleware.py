@@ -1,0 +1,391 @@
+"""Look at each request before any protocol: who may ask, and how large a body may be."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import ipaddress
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxrunner.serve.errors import refusal_response
+from mlxrunner.serve.events import ApiError
+
+MOST_BYTES = 64 * 2**20
+"""Most bytes of a body: a context of a million tokens is about 4 MB."""
+MOST_TOGETHER = 256 * 2**20
+"""Most bytes of the bodies of all requests that are read or answered, with VALUE for each value."""
+VALUE = 128
+"""Bytes that a value of a body takes in memory, beside its text."""
+MOST_DEPTH = 128
+"""Most brackets of a body within each other."""
+MOST_PARTS = 2**20
+"""Most values of a body, each name of a field counted as one: they take far more memory than bytes,
+and the time in which they are checked is taken from all requests."""
+IN_BETWEEN = 2**16
+"""Bytes of a body up to which it is looked at between two steps of the event loop."""
+MOST_SECONDS = 30.0
+"""Most seconds without a new part of a body."""
+SLOWEST = 8192
+"""Bytes of a body that have to come in a second, once MOST_SECONDS are over."""
+SOON = 5
+"""Seconds after which a client may ask again if there is no room for its body."""
+_PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]|[-+.\w]+', re.DOTALL)
+_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+OPEN = frozenset({("GET", "/health"), ("HEAD", "/health"), ("HEAD", "/")})
+"""Requests that need no key: they tell nothing of anybody's requests."""
+PROBED = frozenset({"/", "/v1/messages"})
+"""Paths that answer HEAD by themselves."""
+ASK_FOR_KEY = {"www-authenticate": 'Basic realm="the key of mlxrunner serve, as the password"'}
+"""Header that lets a browser ask its user for the key of the status page."""
+METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
+
+
+@dataclass(frozen=True)
+class AccessRules:
+    """The rules of the door."""
+
+    hosts: frozenset[str] = LOOPBACK
+    """The names under which this server may be called; empty: any."""
+    key: str | None = None
+    origins: frozenset[str] = frozenset()
+    """The origins whose pages may use the server."""
+    most_bytes: int = MOST_BYTES
+    most_together: int = MOST_TOGETHER
+    most_seconds: float = MOST_SECONDS
+
+
+def hosts_of(host: str, *, is_open: bool) -> frozenset[str]:
+    """Return the names under which a server that listens on `host` may be called.
+
+    One that listens on all addresses has no name of its own: it takes any name if `is_open`, which
+    means that a key or the user's word keeps others out.
+    """
+    if is_open and not is_loopback(host):
+        return frozenset()
+    return LOOPBACK | {host.lower()}
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+class AccessMiddleware:
+    """Lets requests through to `app` that keep the rules, with their bodies read."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app, self._rules = app, rules
+        self.bodies = BodyBudget(rules.most_bytes, rules.most_together, rules.most_seconds)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an HTTP request, or pass it on. Nothing but HTTP is known here."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        state["id"] = uuid.uuid4().hex[:24]
+        send = _with_headers(send, state, self._allowed(headers))
+        refused = await self._let_in(scope, receive, send, headers)
+        if refused is not None:
+            response = refusal_response(scope["path"], refused, state["id"])
+            if scope["path"] == "/" and refused.status == 401:
+                response.headers.update(ASK_FOR_KEY)
+            await response(scope, receive, send)
+
+    async def _let_in(
+        self, scope: Scope, receive: Receive, send: Send, headers: Headers
+    ) -> ApiError | None:
+        """Pass a request on, and hold its body until it is answered. Return why not, or None."""
+        with self.bodies.place() as place:
+            try:
+                self._check(scope, headers)
+                body = await place.read(headers, receive)
+            except ApiError as refused:
+                return refused
+            if _is_preflight(scope, headers):
+                await Response(status_code=204)(scope, receive, send)
+            elif body is not None:
+                await self._app(_routed(scope), _again(body, receive), send)
+            return None
+
+    def _allowed(self, headers: Headers) -> Mapping[str, str]:
+        """Return the headers that let a page of a known origin read the response."""
+        origin = headers.get("origin")
+        if origin is None or origin not in self._rules.origins:
+            return {}
+        return {
+            "access-control-allow-origin": origin,
+            "access-control-allow-methods": METHODS,
+            "access-control-allow-headers": headers.get("access-control-request-headers", "*"),
+            "access-control-expose-headers": "x-request-id, x-mlxrunner-cache, retry-after",
+            "vary": "origin",
+        }
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError unless the sender of a request may ask."""
+        self._check_host(headers.getlist("host"))
+        origin = headers.get("origin")
+        if not (origin is None or self._is_own(origin, headers) or origin in self._rules.origins):
+            raise ApiError(
+                403,
+                f"pages from {origin:.100} may not use this server: start it with --origin "
+                f"{origin:.100} if they should",
+                code="origin_not_allowed",
+            )
+        if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
+            raise ApiError(
+                415,
+                f"the body has the Content-Encoding {encoding:.60}, which is not read here: send "
+                "it without one, not compressed",
+                code="unsupported_encoding",
+            )
+        is_open = (scope["method"], scope["path"]) in OPEN or _is_preflight(scope, headers)
+        if self._rules.key and not is_open:
+            self._check_key(self._rules.key, headers)
+
+    def _check_host(self, hosts: list[str]) -> None:
+        known = self._rules.hosts
+        if known and (len(hosts) != 1 or name_in(hosts[0]) not in known):
+            named = hosts[0] if hosts else "nothing"
+            raise ApiError(
+                403,
+                f"the Host header names {named:.100}, and this server is {', '.join(sorted(known))}"
+                ": use one of these names",
+                code="host_not_allowed",
+            )
+
+    def _is_own(self, origin: str, headers: Headers) -> bool:
+        """Return True for a page of this server itself, not of another port of this machine."""
+        scheme, _, place = origin.lower().partition("://")
+        is_here = scheme in ("http", "https") and place == headers.get("host", "").lower()
+        return is_here and name_in(place) in (self._rules.hosts or LOOPBACK)
+
+    def _check_key(self, key: str, headers: Headers) -> None:
+        given = [*_token(headers.get("authorization", "")), *headers.getlist("x-api-key")]
+        if not any(hmac.compare_digest(one.encode(), key.encode()) for one in given):
+            what = "is not the server's" if any(given) else "is missing"
+            raise ApiError(
+                401,
+                f"the API key {what}: send the key that the server was started with, as "
+                "'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
+
+
+def _token(header: str) -> list[str]:
+    """Return the key in an Authorization header: a bearer token, or the password of a browser."""
+    kind, _, token = header.partition(" ")
+    if kind.lower() == "bearer":
+        return [token.strip()]
+    if kind.lower() != "basic":
+        return []
+    try:
+        return [base64.b64decode(token.strip(), validate=True).decode().partition(":")[2]]
+    except ValueError:  # not base64, or not UTF-8
+        return []
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    """Return True if a browser asks whether a page may send a request. That has no key."""
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+
+
+def name_in(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _routed(scope: Scope) -> Scope:
+    """Return the scope that finds a route: a slash at the end is none, and HEAD asks as GET does.
+
+    The server leaves out the body of the answer to HEAD.
+    """
+    path = scope["path"].rstrip("/") or "/"
+    is_probe = scope["method"] == "HEAD" and path not in PROBED
+    return {**scope, "path": path, "method": "GET" if is_probe else scope["method"]}
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a function that gives the whole body, and then what else comes."""
+    is_given = False
+
+    async def give() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return give
+
+
+def _with_headers(send: Send, state: Mapping[str, str], more: Mapping[str, str]) -> Send:
+    """Return a function that adds the id of the request, and `more`, to a response."""
+
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            found = list(message.get("headers", ()))
+            names = {name.lower() for name, _ in found}
+            if b"x-request-id" not in names:
+                found.append((b"x-request-id", state["id"].encode()))
+            found += _encoded(more.items())
+            message = {**message, "headers": found}
+        await send(message)
+
+    return send_more
+
+
+def _encoded(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+
+
+class BodyBudget:
+    """The bodies of all requests that are read or answered."""
+
+    def __init__(self, most: int, together: int, seconds: float) -> None:
+        """Begin without bodies. `most`: bytes of a body; `together`: those of all.
+
+        `seconds`: the most without a new part of a body.
+        """
+        self._most, self._together, self._seconds = most, together, seconds
+        self.held = 0
+        """Bytes of the bodies that are held, with `VALUE` for each value."""
+
+    @contextmanager
+    def place(self) -> Iterator[BodyReservation]:
+        """Enter a place for the body of a request, which is held until the place is left."""
+        place = BodyReservation(self)
+        try:
+            yield place
+        finally:
+            self.held -= place.held
+
+    def take(self, nbytes: int) -> None:
+        """Hold `nbytes` more. Raise ApiError if there is no room for them."""
+        self.check(nbytes)
+        self.held += nbytes
+
+    def check(self, nbytes: int) -> None:
+        """Raise ApiError if there is no room for `nbytes` more."""
+        if self.held + nbytes > self._together:
+            raise ApiError(
+                503,
+                f"requests at work take {self.held} bytes, this one {nbytes} more, and "
+                f"{self._together} are the most: ask again later",
+                code="overloaded",
+                retry_after=SOON,
+            )
+
+    async def read(
+        self, place: BodyReservation, headers: Headers, receive: Receive
+    ) -> bytes | None:
+        """Return the whole body; None if the client left. Raise ApiError if it is wrong."""
+        length = headers.get("content-length", "0")
+        if length.isdecimal():
+            self._check_size(int(length[:20]))
+            self.check(int(length[:20]))
+        parts, size, is_last, began = list[bytes](), 0, False, time.monotonic()
+        while not is_last:
+            message = await self._next(receive, size, time.monotonic() - began)
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            self._check_size(size)
+            place.take(len(parts[-1]))
+            is_last = not message.get("more_body", False)
+        body = b"".join(parts)
+        if size <= IN_BETWEEN:
+            count = check_form(body)
+        else:
+            count = await asyncio.to_thread(check_form, body)
+        place.take(VALUE * count)
+        return body
+
+    def _check_size(self, size: int) -> None:
+        if size > self._most:
+            message = f"the body has {size} bytes, and {self._most} are the most: send less"
+            raise ApiError(413, message, code="too_large")
+
+    async def _next(self, receive: Receive, size: int, passed: float) -> Message:
+        """Return the next part of a body, of which `size` bytes have come in `passed` seconds."""
+        left = self._seconds + size / SLOWEST - passed
+        try:
+            async with asyncio.timeout(min(self._seconds, left)):
+                return await receive()
+        except TimeoutError:
+            pass
+        slow = f"the body comes too slowly: {size} bytes in {passed:.0f} s, and {SLOWEST} a second"
+        still = f"nothing of the body came for {self._seconds:g} s after {size} bytes"
+        said = f"{slow} are the least" if left < self._seconds else still
+        raise ApiError(408, f"{said}: send it whole", code="timeout")
+
+
+class BodyReservation:
+    """The place of one request among all bodies."""
+
+    def __init__(self, bodies: BodyBudget) -> None:
+        self._bodies = bodies
+        self.held = 0
+
+    def take(self, nbytes: int) -> None:
+        """Hold `nbytes` more. Raise ApiError if there is no room for them."""
+        self._bodies.take(nbytes)
+        self.held += nbytes
+
+    async def read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """Return the whole body; None if the client left. Raise ApiError if it is wrong."""
+        return await self._bodies.read(self, headers, receive)
+
+
+def check_form(body: bytes) -> int:
+    """Return the number of values of a JSON text.
+
+    Raise ApiError if it is too deep, or has too many.
+    """
+    depth, parts = form_of(body)
+    if depth > MOST_DEPTH:
+        raise ApiError(
+            400,
+            f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter",
+            code="too_deep",
+        )
+    return parts
+
+
+def form_of(body: bytes) -> tuple[int, int]:
+    """Return how many brackets of a JSON text lie within each other, at most, and its values.
+
+    Raise ApiError if it has too many values.
+    """
+    depth = most = parts = 0
+    for found in _PARTS.finditer(body):
+        sign = body[found.start()]
+        if sign in _CLOSING:
+            depth -= 1
+            continue
+        parts += 1
+        if parts > MOST_PARTS:
+            said = f"the body has more than {MOST_PARTS} values (texts, numbers, lists): send less"
+            raise ApiError(413, said, code="too_large")
+        if sign in _OPENING:
+            depth += 1
+            most = max(most, depth)
+    return most, parts

@@ -1,0 +1,364 @@
+"""Find, describe, load and unload the models that requests may name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlxrunner.config.names import did_you_mean
+from mlxrunner.errors import MlxrunnerError, ModelError
+from mlxrunner.models.catalog import cached_models
+from mlxrunner.models.eyes import has_eyes, has_only_eyes
+from mlxrunner.models.facts import weight_bytes
+from mlxrunner.models.files import read_config
+from mlxrunner.models.resolve import HUB_ID, folder_if_here, lasting
+from mlxrunner.options import EMBEDDED
+from mlxrunner.parallel.threads.workers import run_in_worker
+from mlxrunner.results import logger
+from mlxrunner.serve.events import AnswerEvent, ApiError, ServerRequest
+from mlxrunner.serve.loader import ModelLoader, ServedModel
+from mlxrunner.templates.rendering import read_json, read_template
+
+LATEST = ":latest"
+"""The tag that Ollama's clients add to a name."""
+CLAUDE = "claude-"
+"""The beginning of the names of Anthropic's models, which no other has.
+
+Their clients name several for their own tasks: titles, subagents, the check of commands.
+"""
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The names of models that requests may give."""
+
+    first: str
+    """The model of requests that name none, as the user named it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of models, from the config file."""
+    only_first: bool = False
+    """True if requests get no other model than the first."""
+    has_claude: bool = True
+    """True if a name of Anthropic's that no model has here means the first model."""
+
+    @property
+    def shown(self) -> str:
+        """The name that clients see of the first model: a folder's is its last part."""
+        place = Path(lasting(self.first))
+        return place.name if place.is_absolute() else self.first
+
+    def find(self, asked: str) -> str:
+        """Return the model that a request means by `asked`. Raise ApiError if it is unknown."""
+        for name in (asked, asked.removesuffix(LATEST)):
+            if name in ("", self.shown, self.first):
+                return self.first
+            if name in self.aliases and self._may_be(self.aliases[name]):
+                return self.aliases[name]
+            if self.only_first:
+                continue
+            if name in EMBEDDED or (HUB_ID.fullmatch(name) and _is_here(name)):
+                return name
+        if self.has_claude and asked.startswith(CLAUDE):
+            return self.first
+        known = list(self)
+        raise ApiError(
+            404,
+            f"there is no model {asked:.100}: {did_you_mean(asked, known)}"
+            f"this server has {', '.join(known)}. Set the client to one of these, or add an alias "
+            "to the config file",
+            code="model_not_found",
+            param="model",
+        )
+
+    def known_as(self, asked: str) -> str:
+        """Return `asked`, a name that `find` finds, as the lists of models have it."""
+        if asked in self.aliases:
+            return asked
+        return asked.removesuffix(LATEST) or self.shown
+
+    def show(self, name: str) -> str:
+        """Return the name that clients see of the model `name`."""
+        return self.shown if name == self.first else name
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names that clients can give, the first model's first."""
+        aliases = [alias for alias, name in self.aliases.items() if self._may_be(name)]
+        others = () if self.only_first else _cached()
+        yield from dict.fromkeys((self.shown, *aliases, *others))
+
+    def _may_be(self, name: str) -> bool:
+        """Return True if requests may get the model `name`."""
+        return not self.only_first or name == self.first
+
+
+def _is_here(name: str) -> bool:
+    """Return True if a hub id is in the local cache. A path of two parts is none."""
+    return not Path(name).is_dir() and folder_if_here(name) is not None
+
+
+def _cached() -> list[str]:
+    try:
+        return [model.name for model in cached_models()]
+    except ModelError:
+        return []
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model that the server can answer with, as far as clients may know it."""
+
+    name: str
+    is_loaded: bool
+    context: int
+    """Tokens of a prompt and its answer; 0 if it is not known before the model is loaded."""
+    bytes: int = 0
+    """Bytes of its files."""
+    modified: float = 0.0
+    """Unix time at which its files changed last."""
+    architecture: str = ""
+    digest: str = ""
+    """The fingerprint of the files."""
+    has_tools: bool = False
+    has_thinking: bool = False
+    template: str = ""
+    """The text of its chat template."""
+    sees: bool = False
+    """True if requests may have pictures."""
+    expires: float | None = None
+    """Unix time at which it is unloaded if nobody asks; None: never, or not loaded."""
+
+
+class AnswerBackend(Protocol):
+    """The functions of the server that protocols use."""
+
+    def answer(self, asked: ServerRequest) -> AsyncIterator[AnswerEvent]:
+        """Yield the events of an answer. Closing the iterator ends the request within one step.
+
+        Raise ApiError, before the first event or later.
+        """
+        ...
+
+    async def count(self, asked: ServerRequest) -> int:
+        """Return the number of tokens of the prompt, without evaluating it. Raise ApiError."""
+        ...
+
+    def models(self) -> Sequence[ModelCard]:
+        """Return the models that a request may name."""
+        ...
+
+    def card(self, model: str) -> ModelCard:
+        """Return the model that a request means by `model`. Raise ApiError if it is unknown."""
+        ...
+
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise ApiError.
+        """
+        ...
+
+
+def card_of(shown: str, name: str, place: ModelSlot | None, *, pictures: bool) -> ModelCard:
+    """Return the card of the model `name`, which clients know as `shown`.
+
+    `place` is where it is loaded, if it is. `pictures`: models that see are loaded with their
+    encoders.
+    """
+    opened = None if place is None else place.opened
+    folder = folder_if_here(name)
+    found: dict[str, Any] = {}
+    with suppress(OSError):
+        if folder:
+            found = dict(_described(folder, (folder / "config.json").stat().st_mtime))
+    eyes, only_eyes = found.pop("has_eyes", False), found.pop("has_only_eyes", False)
+    return ModelCard(
+        shown,
+        opened is not None,
+        0 if opened is None else opened.room,
+        digest="" if opened is None else opened.digest,
+        sees=(pictures and eyes) or only_eyes if opened is None else opened.sees,
+        expires=None if place is None else place.expires,
+        **found,
+    )
+
+
+@lru_cache(maxsize=256)
+def _described(folder: Path, modified: float) -> dict[str, Any]:
+    """Return what the files of a model say; less if some can't be read."""
+    found: dict[str, Any] = {"modified": modified}
+    with suppress(MlxrunnerError, OSError, ValueError):
+        config = read_config(folder)
+        found["architecture"] = config["model_type"]
+        found |= {"has_eyes": has_eyes(config), "has_only_eyes": has_only_eyes(config)}
+        found["bytes"] = weight_bytes(folder)
+        template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
+        found["template"] = template
+        found |= {"has_tools": "tools" in template, "has_thinking": "think" in template}
+    return found
+
+
+@dataclass(eq=False)
+class ModelSlot:
+    """A model that requests use, or wait for."""
+
+    name: str
+    users: int = 0
+    """Requests that use it or wait for it."""
+    opened: ServedModel | None = None
+    """The model, once it is loaded."""
+    loading: asyncio.Task[None] | None = None
+    """The task that loads it; its exception says why it could not."""
+    used: float = 0.0
+    """The moment of its last use, on `time.monotonic`."""
+    expires: float | None = None
+    """Unix time at which it is unloaded if nobody asks; None: never."""
+    timer: asyncio.TimerHandle | None = None
+
+
+class ModelSlots:
+    """The models of a server within its budget of bytes."""
+
+    def __init__(self, opening: ModelLoader, on_open: Callable[[ServedModel], None]) -> None:
+        """Hold no model yet. `on_open` is called with each one that was loaded."""
+        self._opening, self._on_open = opening, on_open
+        self._places: dict[str, ModelSlot] = {}
+        self._leaving: list[ModelSlot] = []
+        """Places that no new request gets, until their last request has ended."""
+        self._door = asyncio.Lock()
+        """Held while a model is loaded or unloaded."""
+        self._left = asyncio.Event()
+        """Set when a request has left its place."""
+
+    def __iter__(self) -> Iterator[ModelSlot]:
+        """Yield the places whose models are loaded."""
+        return (place for place in [*self._places.values(), *self._leaving] if place.opened)
+
+    def get(self, name: str) -> ModelSlot | None:
+        """Return the place of a model that is loaded or being loaded; None if it is neither."""
+        place = self._places.get(name)
+        return None if place is None or _has_failed(place) else place
+
+    def take_in(self, opened: ServedModel) -> None:
+        """Add a model that was loaded before the server runs."""
+        self._places[opened.name] = ModelSlot(opened.name, opened=opened, used=time.monotonic())
+        self._on_open(opened)
+
+    def enter(self, name: str) -> ModelSlot:
+        """Return the place of a model, for a request that has to `leave` it.
+
+        If the model is not loaded, its loading begins, once for all who wait for it.
+        """
+        place = self.get(name)
+        if place is None:
+            place = self._places[name] = ModelSlot(name)
+            place.loading = asyncio.create_task(self._load(place))
+            place.loading.add_done_callback(look_at)
+        place.users += 1
+        self._stop_timer(place)
+        return place
+
+    def leave(self, place: ModelSlot, keep_alive: float | None) -> None:
+        """End the use of a place. `keep_alive`: seconds until it may go; None or less: for ever."""
+        place.users -= 1
+        place.used = time.monotonic()
+        self._left.set()
+        if place.users or keep_alive is None or keep_alive < 0:
+            return
+        place.expires = time.time() + keep_alive
+        loop = asyncio.get_running_loop()
+        place.timer = loop.call_later(keep_alive, self._expire, place)
+
+    def give_up(self, place: ModelSlot) -> None:
+        """Let no new request have a place whose model has failed."""
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+            self._leaving.append(place)
+            self._unload_soon(place)
+
+    async def close(self) -> None:
+        """Unload all models; what still runs there ends. What is being loaded is not waited for."""
+        for place in self._places.values():
+            if place.opened is None and place.loading is not None:
+                place.loading.cancel()
+        for place in list(self):
+            self._stop_timer(place)
+            await self._unload(place)
+
+    async def _load(self, place: ModelSlot) -> None:
+        async with self._door:
+            needed = await run_in_worker(self._opening.least, place.name)
+            budget = await run_in_worker(self._opening.budget)
+            while self._bytes() + needed > budget and (other := self._least_useful(place)):
+                await self._make_leave(other)
+            room = budget - self._bytes()
+            opened = await run_in_worker(self._opening.load, place.name, room)
+            try:
+                self._on_open(opened)
+            except Exception:
+                await asyncio.to_thread(opened.runner.close)
+                raise
+            place.opened, place.used = opened, time.monotonic()
+
+    def _bytes(self) -> int:
+        return sum(place.opened.bytes for place in self if place.opened)
+
+    def _least_useful(self, wanted: ModelSlot) -> ModelSlot | None:
+        """Return the place to give up first: an idle one that was used least recently."""
+        others = [place for place in self if place is not wanted]
+        return min(others, key=lambda place: (place.users > 0, place.used), default=None)
+
+    async def _make_leave(self, place: ModelSlot) -> None:
+        """Unload a model once its requests have ended. New ones load it again."""
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+            self._leaving.append(place)
+        while place.users:
+            self._left.clear()
+            await self._left.wait()
+        await self._unload(place)
+
+    async def _unload(self, place: ModelSlot) -> None:
+        opened, place.opened, place.expires = place.opened, None, None
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+        if place in self._leaving:
+            self._leaving.remove(place)
+        if opened is not None:
+            logger.info("unloading %s", opened.name)
+            await asyncio.to_thread(opened.runner.close)
+
+    def _expire(self, place: ModelSlot) -> None:
+        if not place.users and place.opened is not None:
+            self.give_up(place)
+
+    def _unload_soon(self, place: ModelSlot) -> None:
+        async def unload() -> None:
+            async with self._door:
+                if place.opened is not None:
+                    await self._make_leave(place)
+
+        task = asyncio.create_task(unload())
+        task.add_done_callback(look_at)
+        place.loading = task  # a task that nothing refers to may be dropped
+
+    def _stop_timer(self, place: ModelSlot) -> None:
+        if place.timer is not None:
+            place.timer.cancel()
+        place.timer, place.expires = None, None
+
+
+def _has_failed(place: ModelSlot) -> bool:
+    loading = place.loading
+    return place.opened is None and loading is not None and loading.done()
+
+
+def look_at(future: asyncio.Future[Any]) -> None:
+    """Take the exception of a future, which those who wait for it raise: nobody may be left."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,583 @@
+"""Keep answers as they were generated, so that they come back as the tokens that were evaluated.
+
+A client sends an answer back as text and JSON, and the template and the tokenizer may write it in
+other tokens than the model did. Here its place in the rendered conversation is found, and filled
+with the model's own tokens. That is done only where the text before it is the text that the model
+continued, and where it says the same: the same text, thinking and calls. Of an answer that was cut
+off, the client may have seen any beginning: so much of it is filled as says the same to the letter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from base64 import b64decode, b64encode
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.errors import MlxrunnerError, ReadError
+from mlxrunner.results import Chunk, logger
+from mlxrunner.serve.tools.reader import Calls, ParsedAnswer
+from mlxrunner.system.reading import read_bytes
+from mlxrunner.system.writing import open_own, write_all, written
+from mlxrunner.templates.remembered import ENTRY, Bounded, footprint
+from mlxrunner.templates.segments import common
+from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.base import left_over
+from mlxrunner.tokenizer.longest import check_text
+
+UNKNOWN = "\ue0f6\ue0f7"
+"""Stands for an answer whose end is looked for: private characters, which no template changes."""
+MOST_CACHE_BYTES = 128_000_000
+"""Most bytes of answers that are kept."""
+MOST_FORMS = 4
+"""Most texts that the template may write for an answer, whose places are known."""
+
+
+Read = Callable[[str, str], ParsedAnswer]
+"""A function from the text before an answer, and an answer, to its parts."""
+
+
+class AnswerTokenCache:
+    """The answers of a model that may come back."""
+
+    def __init__(self, most: int = MOST_CACHE_BYTES) -> None:
+        """Begin without answers. At most `most` bytes are kept, of those used last."""
+        self._most = most
+        self._file: AnswerTokenFile | None = None
+        self._turns: OrderedDict[tuple[bytes, int], CachedAnswer] = OrderedDict()
+        self._places: dict[bytes, list[int]] = {}
+        self._number = self._nbytes = 0
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all answers that are kept."""
+        return self._nbytes
+
+    def store_in(self, file: AnswerTokenFile) -> None:
+        """Take the answers of `file`, and write new ones to it."""
+        for link, turn in file.read():
+            self._add(link, turn)
+        self._file = file
+
+    def keep(
+        self,
+        link: bytes,
+        prompt: str,
+        answer: AnswerTokens,
+        said: ParsedAnswer,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        """Keep an answer to the conversation `link`, which was the text `prompt`.
+
+        `is_cut`: its client left before its end.
+        """
+        if not answer.text or "\ufffd" in answer.text:
+            return
+        turn = CachedAnswer(
+            len(prompt),
+            _hash(prompt).digest(),
+            answer.text,
+            answer.tokens,
+            answer.ends,
+            answer.closing,
+            said,
+            is_cut,
+        )
+        if self._add(link, turn) and self._file is not None:
+            self._file.add(link, turn)
+
+    def _add(self, link: bytes, turn: CachedAnswer) -> bool:
+        """Add an answer, or the forms that are new of one that is known. Return False then."""
+        with self._lock:
+            for number in tuple(self._places.get(link, ())):
+                known = self._turns[link, number]
+                if (known.before, known.text) != (turn.before, turn.text):
+                    continue
+                self._places[link].remove(number)
+                self._places[link].append(number)
+                self._turns.move_to_end((link, number))
+                if np.array_equal(known.tokens, turn.tokens):
+                    _learn(known, turn.known)
+                    return False
+                self._nbytes -= known.nbytes  # the newest spelling is the one that is cached
+                self._turns[link, number] = turn
+                self._weigh(turn)
+                return True
+            self._number += 1
+            self._turns[link, self._number] = turn
+            self._places.setdefault(link, []).append(self._number)
+            self._weigh(turn)
+            return True
+
+    def _weigh(self, turn: CachedAnswer) -> None:
+        """Count the bytes of an answer, and drop others until all have room."""
+        self._nbytes -= turn.nbytes
+        turn.nbytes = 2 * ENTRY + footprint(turn)
+        self._nbytes += turn.nbytes
+        while self._nbytes > self._most and self._turns:
+            self._drop(next(iter(self._turns)))
+
+    def _drop(self, key: tuple[bytes, int]) -> None:
+        self._nbytes -= self._turns.pop(key).nbytes
+        numbers = self._places[key[0]]
+        numbers.remove(key[1])
+        if not numbers:
+            del self._places[key[0]]
+
+    def fills(
+        self,
+        text: str,
+        links: Sequence[bytes],
+        without: Callable[[int], str | None],
+        read: Read,
+    ) -> list[TokenSpan]:
+        """Return the places of kept answers in the rendered `text`, in order.
+
+        `links`: a digest of the messages before each message. `without(i)`: the text with `UNKNOWN`
+        in place of message `i`, or None if the template refuses that.
+        """
+        found, learned = list[TokenSpan](), list[tuple[bytes, CachedAnswer]]()
+        hashed, at = _hash(""), 0
+        for number, key, turn in self._candidates(links):
+            if turn.length < at or (found and turn.length < found[-1].end):
+                continue
+            hashed.update(text[at : turn.length].encode(errors="surrogatepass"))
+            at = turn.length
+            if len(text) < at or hashed.digest() != turn.before:
+                continue
+            forms = turn.forms
+            fill = _fill(text, number, turn, without, read)
+            if fill is not None:
+                found.append(fill)
+                with self._lock:
+                    if key in self._turns:
+                        self._turns.move_to_end(key)
+                        if turn.forms != forms:
+                            self._weigh(turn)
+                            learned.append((key[0], turn))
+        if self._file is not None:
+            for link, turn in learned:
+                self._file.add(link, turn)
+        return found
+
+    def _candidates(
+        self, links: Sequence[bytes]
+    ) -> list[tuple[int, tuple[bytes, int], CachedAnswer]]:
+        """Return the kept answers to the beginnings of a conversation.
+
+        The last of each come first, and those that were cut off behind the others.
+        """
+        with self._lock:
+            found = [
+                (number, (link, place), self._turns[link, place])
+                for number, link in enumerate(links[:-1])
+                for place in reversed(self._places.get(link, ()))
+            ]
+        return sorted(found, key=lambda one: (one[2].length, one[2].is_cut))
+
+
+def _fill(
+    text: str, number: int, turn: CachedAnswer, without: Callable[[int], str | None], read: Read
+) -> TokenSpan | None:
+    """Return the place of `turn`, message `number`, in `text`; None if it says something else."""
+    begin = turn.length
+    if text.startswith(turn.text + turn.closing, begin):
+        return TokenSpan(begin, begin + len(turn.text), turn.text, turn.tokens)
+    for form, fill in [*turn.known.items()]:  # another thread may add one
+        if text.startswith(form, begin):
+            return fill
+    end = _end(text, begin, without(number))
+    if end is None:
+        return None
+    if turn.is_cut:
+        return turn.fill(begin, text[begin:end])
+    # The end token of a call may end like that of a text, which stands in `unknown`.
+    at = text.rfind(turn.closing, begin, end + len(turn.closing)) if turn.closing else -1
+    if at >= 0 and not text[at + len(turn.closing) : end].strip():
+        end = at
+    filled = _checked(begin, end, turn, read(text[:begin], text[begin:end]))
+    if filled is not None and turn.closing and text.startswith(turn.closing, end):
+        _learn(turn, {text[begin:end] + turn.closing: filled})
+    return filled
+
+
+def _learn(turn: CachedAnswer, forms: Mapping[str, TokenSpan]) -> None:
+    """Remember fills by the text that the template writes for an answer."""
+    turn.known |= forms
+    turn.forms += len(forms)
+    for form in [*turn.known][:-MOST_FORMS]:
+        turn.known.pop(form, None)
+
+
+def _checked(begin: int, end: int, turn: CachedAnswer, said: ParsedAnswer) -> TokenSpan | None:
+    """Return the fill of a place that says `said`, or None if the turn said something else."""
+    own = turn.said
+    if said.text != own.text or not _are_same(own.calls, said.calls):
+        return None
+    if said.thinking == own.thinking:
+        return TokenSpan(begin, end, turn.text, turn.tokens)
+    rest = turn.after_thinking() if not said.begins else None
+    if rest is None:
+        return None
+    at, first = rest
+    return TokenSpan(begin, end, turn.text[at:], turn.tokens[first:])
+
+
+def _are_same(own: Calls, written: Calls) -> bool:
+    """Return True if calls are those of the model. It may have left out ids that others add."""
+    return len(own) == len(written) and all(
+        mine[:2] == call[:2] and mine[2] in (None, call[2])
+        for mine, call in zip(own, written, strict=True)
+    )
+
+
+class AnswerTokens(NamedTuple):
+    """The tokens of an answer, and their text."""
+
+    text: str
+    tokens: TokenArray
+    ends: Sequence[int]
+    closing: str
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[Chunk],
+        tokenizer: Tokenizer,
+        context: Sequence[int],
+        *,
+        is_cut: bool = False,
+    ) -> AnswerTokens:
+        """Return the answer that `chunks` make, up to a stop string, behind `context`.
+
+        It is empty if it ends within a token. `is_cut`: its client left before its end.
+        """
+        text = "".join(chunk.text for chunk in chunks)
+        tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+        if is_cut:
+            texts = _texts(tokenizer, tokens, context)
+            return cls("".join(texts), as_tokens(tokens), _ends(texts), "")
+        closing = ""
+        if tokens and tokens[-1] in tokenizer.stop_tokens:
+            closing = tokenizer.decode([tokens.pop()])
+        ends = _ends([chunk.text for chunk in chunks])[: len(tokens)]
+        if "".join(chunk.text for chunk in chunks[: len(tokens)]) != text or not closing:
+            ends = _ends(_texts(tokenizer, tokens, context))
+            if len(text) not in ends:
+                return cls("", as_tokens([]), [], "")
+            count = ends.index(len(text)) + 1
+            tokens, ends = tokens[:count], ends[:count]
+        return cls(text, as_tokens(tokens), ends, closing)
+
+
+def _texts(tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int]) -> list[str]:
+    """Return the text that each token completes."""
+    stream = tokenizer.stream(context)
+    return [stream.add(token) for token in tokens]
+
+
+def _ends(texts: Sequence[str]) -> Sequence[int]:
+    """Return the number of characters up to each text's end."""
+    return array("q", accumulate(map(len, texts)))
+
+
+def _hash(text: str) -> Any:
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16)
+
+
+def _end(text: str, begin: int, unknown: str | None) -> int | None:
+    """Return the end of an answer in `text`, which is `unknown` but for that answer."""
+    if unknown is None or unknown.count(UNKNOWN) != 1:
+        return None
+    tail = unknown.partition(UNKNOWN)[2]
+    return len(text) - common_end(text[begin:], tail)
+
+
+def common_end(a: str, b: str) -> int:
+    """Return the length of the longest common end of two texts."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.endswith(b[len(b) - middle :]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(eq=False)
+class CachedAnswer:
+    """An answer as it was generated."""
+
+    length: int
+    """Characters of the text that it continues."""
+    before: bytes
+    """Digest of that text."""
+    text: str
+    """The text of its tokens, without the token that ended it."""
+    tokens: TokenArray
+    ends: Sequence[int]
+    """The number of characters up to each token's end."""
+    closing: str
+    """The text of the token that ended it, or nothing."""
+    said: ParsedAnswer
+    is_cut: bool = False
+    """True if the client left before its end."""
+    known: dict[str, TokenSpan] = field(default_factory=dict)
+    """Fills by the text that the template writes for this answer, with `closing` behind it."""
+    forms: int = 0
+    """The number of texts that have been put into `known`."""
+    nbytes: int = 0
+    """Bytes in memory, at the last look."""
+
+    def after_thinking(self) -> tuple[int, int] | None:
+        """Return the number of characters and tokens up to the end of the thinking.
+
+        None if there is none, or if no token ends there.
+        """
+        at = len(self.text) - len(self.text[self.said.begins :].lstrip())
+        index = bisect_left(self.ends, at)
+        if self.said.begins == 0 or index >= len(self.ends) or self.ends[index] != at:
+            return None
+        return at, index + 1
+
+    def fill(self, begin: int, said: str) -> TokenSpan | None:
+        """Return the tokens that `said`, at the place `begin`, begins with; None if with none.
+
+        The thinking may be missing there.
+        """
+        found = []
+        for at, first in filter(None, ((0, 0), self.after_thinking())):
+            most = bisect_right(self.ends, at + common(self.text[at:], said))
+            end = self.ends[most - 1] if most else 0
+            count = bisect_left(self.ends, end) + 1  # tokens behind it begin a character
+            if end > at:
+                whole = self.text[at:end], self.tokens[first:count]
+                found.append(TokenSpan(begin, begin + end - at, *whole))
+        return max(found, key=lambda fill: fill.end, default=None)
+
+
+NAME = "answers.jsonl"
+MOST_FILE_BYTES = 2**24
+"""Most bytes of a file. The older half of its answers is dropped then."""
+DIGEST = 32
+"""Characters of a digest."""
+
+
+class AnswerTokenFile:
+    """The answers of one model that may come back, in the folder of its parked conversations.
+
+    One process at a time may use it: the one that has locked the folder.
+    """
+
+    def __init__(self, folder: Path, most: int = MOST_FILE_BYTES) -> None:
+        self._path, self._most, self._lock, self._said = folder / NAME, most, Lock(), ""
+
+    def read(self) -> Iterator[tuple[bytes, CachedAnswer]]:
+        """Yield the answers and the conversations that they answer, the oldest first.
+
+        An answer comes again when the template has written it in another form.
+        """
+        try:
+            lines = read_bytes(self._path, 2 * self._most).splitlines()
+        except ReadError:  # missing, or not ours to read: there are none
+            return
+        for line in lines:
+            found = _read(line)
+            if found is not None:
+                yield found
+
+    def add(self, link: bytes, turn: CachedAnswer) -> None:
+        """Write an answer to the conversation `link`. A failure costs only this answer on disk."""
+        line = _line(link, turn)
+        try:
+            if 2 * len(line) > self._most:
+                raise OSError(f"it takes {len(line):,} of at most {self._most // 2:,} bytes")
+            with self._lock:
+                descriptor = open_own(self._path, append=True)
+                try:
+                    size = os.fstat(descriptor).st_size
+                    # A process that was killed may have left the beginning of a line.
+                    is_cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
+                    write_all(descriptor, b"\n" + line if is_cut else line)
+                finally:
+                    os.close(descriptor)
+                if size + len(line) > self._most:
+                    self._drop_older()
+        except (OSError, MlxrunnerError) as error:
+            said = " ".join(str(error).split())
+            if said != self._said:
+                logger.warning("an answer will not be known after a restart: %s", said)
+            self._said = said
+
+    def _drop_older(self) -> None:
+        content = read_bytes(self._path, 4 * self._most)
+        begin = content.find(b"\n", len(content) - self._most // 2) + 1
+        with written(self._path, sync=False) as stream:
+            stream.write(content[begin:].decode("ascii", "replace"))
+
+
+def _line(link: bytes, turn: CachedAnswer) -> bytes:
+    """Return an answer as a line. Its text may have half surrogates, which JSON escapes."""
+    value = {
+        "link": link.hex(),
+        "length": turn.length,
+        "before": turn.before.hex(),
+        "text": turn.text,
+        "tokens": _packed(turn.tokens),
+        "ends": _packed(turn.ends),
+        "closing": turn.closing,
+        "said": asdict(turn.said),
+        "is_cut": turn.is_cut,
+        "known": [[written, *_span_fields(fill)] for form, fill in [*turn.known.items()]],
+    }
+    content = json.dumps(value, separators=(",", ":")).encode()
+    return b"%s %s\n" % (_digest(content), content)
+
+
+def _read(line: bytes) -> tuple[bytes, CachedAnswer] | None:
+    digest, _, content = line.partition(b" ")
+    if digest != _digest(content):
+        return None
+    value: dict[str, Any] = json.loads(content)
+    said = value.pop("said")
+    said["calls"] = tuple((name, arguments, id_) for name, arguments, id_ in said["calls"])
+    link = bytes.fromhex(value.pop("link"))
+    known = {
+        written: TokenSpan(begin, end, text, as_tokens(_numbers(tokens)))
+        for written, begin, end, text, tokens in value.pop("known")
+    }
+    parts: dict[str, Any] = {
+        "before": bytes.fromhex(value.pop("before")),
+        "tokens": as_tokens(_numbers(value.pop("tokens"))),
+        "ends": array("q", _numbers(value.pop("ends")).tolist()),
+        "said": ParsedAnswer(**said),
+        "known": known,
+        "forms": len(known),
+    }
+    return link, CachedAnswer(**value, **parts)
+
+
+def _span_fields(fill: TokenSpan) -> tuple[int, int, str, str]:
+    return fill.begin, fill.end, fill.text, _packed(fill.tokens)
+
+
+def _packed(numbers: Sequence[int] | TokenArray) -> str:
+    """Return numbers as text: base64 of 32 bits each."""
+    return b64encode(np.asarray(numbers, "<i4").tobytes()).decode()
+
+
+def _numbers(packed: str) -> TokenArray:
+    return np.frombuffer(b64decode(packed), "<i4").astype(np.int32)
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=DIGEST // 2).hexdigest().encode()
+
+
+MOST_ENCODED_BYTES = 64_000_000
+"""Most bytes of texts whose tokens are remembered, and of the tokens."""
+
+
+class TokenSpan(NamedTuple):
+    """A place in a rendered text, and what the model wrote there."""
+
+    begin: int
+    end: int
+    text: str
+    tokens: TokenArray
+
+
+class PromptEncoder:
+    """Encodes texts in pieces, and remembers the tokens of each. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, most: int = MOST_ENCODED_BYTES) -> None:
+        """Encode with `tokenizer`, and remember texts and tokens of at most `most` bytes."""
+        self._tokenizer = tokenizer
+        self._known = Bounded[TokenArray](most)
+
+    def encode(
+        self, text: str, fills: Sequence[TokenSpan], context: int | None = None
+    ) -> tuple[TokenArray, str]:
+        """Return the tokens of `text` with `fills` in their places, and their text.
+
+        Raise ContextLengthError if they are certainly `context` tokens or more. None: no limit.
+        """
+        begins = [0, *(fill.end for fill in fills)]
+        ends = [*(fill.begin for fill in fills), len(text)]
+        others = [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        check_text(self._tokenizer, "".join(others), context)
+        arrays, texts = [self._piece(others[0], True)], others[:1]
+        for fill, other in zip(fills, others[1:], strict=True):
+            own = left_over(self._tokenizer, fill.text, other)
+            arrays += [fill.tokens, self._piece(own, False)]
+            texts += [fill.text, other]
+        return np.concatenate(arrays), "".join(texts)
+
+    def _piece(self, text: str, is_first: bool) -> TokenArray:
+        known = self._known.get((is_first, text))
+        if known is not None:
+            return known
+        parts = self._parts(text)
+        if len(parts) == 1:
+            encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
+            tokens = as_tokens(encode(text))
+        else:
+            pieces = [self._piece(part, is_first and n == 0) for n, part in enumerate(parts)]
+            tokens = np.concatenate(pieces)
+        self._known.put((is_first, text), tokens)
+        return tokens
+
+    def _parts(self, text: str) -> list[str]:
+        parts: Callable[[str], list[str]] | None = getattr(self._tokenizer, "parts", None)
+        return [text] if parts is None else parts(text)
+
+
+def digest(value: Any) -> bytes:
+    """Return the digest of a JSON value. The order of its keys does not count."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def message_digest(message: Mapping[str, Any]) -> bytes:
+    """Return the digest of what a message says and shows.
+
+    Thinking, ids and white space around it do not count.
+    """
+    content = str(message.get("content") or "").strip()
+    calls = [
+        [call["function"]["name"], call["function"]["arguments"]]
+        for call in message.get("tool_calls") or ()
+    ]
+    pictures = message.get("pictures")
+    if pictures:
+        return digest([message["role"], content, calls, pictures])
+    if not calls:
+        body = f"{message['role']}\0{content}"
+        return blake2b(body.encode(errors="surrogatepass"), digest_size=16).digest()
+    return digest([message["role"], content, calls])
+
+
+def chain(digests: Sequence[bytes]) -> list[bytes]:
+    """Return a digest of the messages before each message, and of all."""
+    links = [b""]
+    for one in digests:
+        links.append(blake2b(links[-1] + one, digest_size=16).digest())
+    return links

@@ -1,0 +1,1 @@
+"""Tool calls in answers: their formats, the reader of answers, and constraints on calls."""

@@ -1,1 +1,0 @@
-"""The pages that say what the server does: health, metrics, slots, explanations."""
