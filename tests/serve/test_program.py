@@ -137,8 +137,8 @@ def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at:
     code = (
         "import signal, uvloop\n"
         "from mlxrunner.cli import main\n"
-        "from mlxrunner.serve.manager import House\n"
-        "run, close = uvloop.run, House.close\n"
+        "from mlxrunner.serve.manager import ModelManager\n"
+        "run, close = uvloop.run, ModelManager.close\n"
         "def begin(main):\n"
         f"    {raised if at == 'start' else 'pass'}\n"
         "    run(main)\n"
@@ -146,7 +146,7 @@ def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at:
         f"    {raised if at == 'end' else 'pass'}\n"
         "    await close(self)\n"
         "    print('closed')\n"
-        "uvloop.run, House.close = begin, end\n"
+        "uvloop.run, ModelManager.close = begin, end\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, "serve", str(model), "--no-park", "--port", "0"]
@@ -167,15 +167,15 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
     """The server does not wait for it, and ends in order."""
     code = (
         "import sys, threading\n"
-        "from mlxrunner.serve.loader import Opening\n"
+        "from mlxrunner.serve.loader import ModelLoader\n"
         "from mlxrunner.cli import main\n"
-        "load = Opening.load\n"
+        "load = ModelLoader.load\n"
         "def stuck(self, name, *more):\n"
         "    if name != 'demo':\n"
         "        return load(self, name, *more)\n"
         "    print('stuck', file=sys.stderr, flush=True)\n"
         "    threading.Event().wait()\n"
-        "Opening.load = stuck\n"
+        "ModelLoader.load = stuck\n"
         "main()\n"
     )
     with program(str(model), "--no-park", "--drain", "0", code=code) as server:

@@ -17,12 +17,12 @@ CODE = """\
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 6000))
 from mlxrunner.cli import main
-from mlxrunner.serve.server import Door
-connect = Door.connection_made
+from mlxrunner.serve.server import HttpConnection
+connect = HttpConnection.connection_made
 def made(self, transport):
     resource.setrlimit(resource.RLIMIT_NOFILE, (60, 6000))
     connect(self, transport)
-Door.connection_made = made
+HttpConnection.connection_made = made
 main()
 """
 """A server whose limit falls to 60 files with the first connection."""

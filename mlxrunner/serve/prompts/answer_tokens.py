@@ -446,7 +446,7 @@ def _line(link: bytes, turn: CachedAnswer) -> bytes:
         "closing": turn.closing,
         "said": asdict(turn.said),
         "is_cut": turn.is_cut,
-        "known": [[written, *_span_fields(fill)] for form, fill in [*turn.known.items()]],
+        "known": [[form, *_span_fields(fill)] for form, fill in [*turn.known.items()]],
     }
     content = json.dumps(value, separators=(",", ":")).encode()
     return b"%s %s\n" % (_digest(content), content)
