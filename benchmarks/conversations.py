@@ -56,7 +56,7 @@ def run(
             *given,
             max_sequences=slots,
             context=CONTEXT,
-            cells=min(memory // max(row, 1), slots * CONTEXT),
+            kv_cache_tokens=min(memory // max(row, 1), slots * CONTEXT),
             prefill_step=256,
             memory=memory,
             parking=parking,

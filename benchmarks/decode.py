@@ -64,7 +64,7 @@ def many(
         facts_of(model, vars(model.args)),
         max_sequences=count,
         context=context,
-        cells=groups * prefix + 2 * count * (own + 4 + most),
+        kv_cache_tokens=groups * prefix + 2 * count * (own + 4 + most),
     )
     handles = [
         stepper.submit(trunks[number % groups] + end, max_tokens=most, stop_tokens=[])

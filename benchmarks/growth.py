@@ -63,7 +63,7 @@ def _ours(model: Any, common: list[int]) -> list[Point]:
         facts_of(model, vars(model.args)),
         max_sequences=most,
         context=len(common) + each,
-        cells=len(common) + (most + 1) * each,
+        kv_cache_tokens=len(common) + (most + 1) * each,
     ) as runner:
         rng = np.random.default_rng(0)
         for count in SEQUENCES:

@@ -49,7 +49,7 @@ def ours(model: Any, prefix: list[int], ends: Prompts, count: int) -> list[list[
         facts,
         max_sequences=len(ends),
         context=capacity,
-        cells=cells(prefix, ends, count),
+        kv_cache_tokens=cells(prefix, ends, count),
         prefill_step=1280,
     ) as runner:
         results = runner.run([prefix + end for end in ends], max_tokens=count, stop_tokens=[])

@@ -99,8 +99,8 @@ def measured(model: Any, arrival: Arrival, prompt: int, step_ms: float | None) -
         facts_of(model, vars(model.args)),
         max_sequences=arrival.count + 1,
         context=max(prompt + 64, 6000),
-        cells=sum(map(len, prompts)) * 2 + 6000,
-        step_ms=step_ms,
+        kv_cache_tokens=sum(map(len, prompts)) * 2 + 6000,
+        max_step_ms=step_ms,
     ) as runner:
         alone = seconds_of(runner, arrival, prompts)
         # Other prompts of the same lengths: those above could be reused.
@@ -120,7 +120,7 @@ def parked(model: Any, prompt: int, step_ms: float | None) -> dict[str, float]:
             facts_of(model, vars(model.args)),
             max_sequences=2,
             context=max(prompt + 64, 6000),
-            step_ms=step_ms,
+            max_step_ms=step_ms,
             parking=parking,
         ) as runner:
             seconds_of(runner, arrival, [talk])

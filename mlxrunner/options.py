@@ -19,7 +19,7 @@ from mlxrunner.config.arguments import (
 from mlxrunner.config.json_options import check_schema, check_template, check_tools, json_text
 from mlxrunner.config.list_options import as_choices, as_texts, check_choices, check_stop
 from mlxrunner.config.names import did_you_mean, nearest
-from mlxrunner.config.option import Option, about, check_fields, names, option
+from mlxrunner.config.option import Option, about, check_fields, names, option, with_current_names
 from mlxrunner.errors import OptionError
 
 EMBEDDED = ("demo", "demo-pictures")
@@ -352,6 +352,7 @@ class RunnerSettings:
     @classmethod
     def of(cls, **settings: Any) -> Self:
         """Return the settings given by name. Raise OptionError if a name or a value is wrong."""
+        settings = with_current_names(cls, settings)
         _check_names(cls, settings)
         return cls(**settings)
 

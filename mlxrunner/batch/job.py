@@ -117,7 +117,7 @@ class Job(FileOptions):
     loading: Mapping[str, Any] = field(default_factory=dict)
     """Options of `Runner.load`."""
     several: Mapping[str, Any] = field(default_factory=dict)
-    """Settings for several lines at a time, of EngineSettings, such as `memory` and `step_ms`."""
+    """Settings for several lines at a time (EngineSettings), such as `memory` and `max_step_ms`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -86,7 +86,7 @@ def _several(
                 loaded,
                 max_sequences=lanes,
                 context=context,
-                cells=found.cells(lanes, context),
+                kv_cache_tokens=found.cells(lanes, context),
                 prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
                 draft_model=job.loading.get("draft_model"),

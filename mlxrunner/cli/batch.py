@@ -89,7 +89,7 @@ _OWN = (
 """The options of a batch, in the order in which --help shows them."""
 _CLUSTER = ("dask", *CONNECTION)
 """The options for several processes."""
-_SEVERAL = ("memory", "step_ms")
+_SEVERAL = ("memory", "max_step_ms")
 """The options for several lines at a time."""
 
 
@@ -126,7 +126,7 @@ class _Batch(Configured):
 @form_options
 @template_options
 @option_of(EngineSettings, "memory")
-@option_of(EngineSettings, "step_ms", default=0.0, show_default=True)
+@option_of(EngineSettings, "max_step_ms", default=0.0, show_default=True)
 @overflow_options("stop")
 @watching_options
 @option_of(GenerateOptions, "logprobs")

@@ -102,7 +102,9 @@ def _as_dict(found: Config, model: str, holding: dict[str, dict[str, Setting]]) 
         "prompts": dict(found.prompts),
         "templates": {name: vars(template) for name, template in found.templates.items()},
         "options": {
-            command: {name: vars(setting) for name, setting in settings.items()}
+            command: {
+                name: {"value": one.value, "source": one.source} for name, one in settings.items()
+            }
             for command, settings in holding.items()
         },
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +15,7 @@ from mlxrunner.cli.program import F, set_debug
 from mlxrunner.cli.settling import named_model, named_system, typed_names
 from mlxrunner.cli.words import model_words
 from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
-from mlxrunner.config.option import Option, about, names
+from mlxrunner.config.option import Option, about, names, renamed
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.options import STOP_IDS, GenerateOptions, RunnerSettings
 from mlxrunner.parallel.settings import OpenSettings
@@ -108,7 +108,41 @@ def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) ->
         attributes |= {"default": one.default, "show_default": described.shows_default}
     attributes |= {"help": described.help, "metavar": described.metavar, **changes}
     prefix = "--no-" if described.kind is bool and one.default else "--"
-    return click.option(flag or prefix + name.replace("_", "-"), name, **attributes)
+    flag = flag or _flag(prefix, name)
+    like = {
+        key: attributes[key] for key in ("is_flag", "flag_value", "multiple") if key in attributes
+    }
+    former = (
+        click.option(_flag(prefix, old), f"former_{old}", cls=_Former, now=(name, flag), **like)
+        for old in described.was
+    )
+    return together((click.option(flag, name, **attributes), *former))
+
+
+def _flag(prefix: str, name: str) -> str:
+    return prefix + name.replace("_", "-")
+
+
+class _Former(click.Option):
+    """A former name of an option, which is not shown. Its values are those of today's name."""
+
+    def __init__(self, *names: Any, now: tuple[str, str], **attributes: Any) -> None:
+        attributes |= {"hidden": True, "expose_value": False, "is_eager": True}
+        super().__init__(*names, **attributes)
+        self._now = now
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        """Hand what was typed to today's option, which is read later because it is not eager."""
+        typed, (name, flag) = cast("dict[str, Any]", opts), self._now
+        if (value := typed.pop(str(self.name), None)) is not None:
+            typed[name] = (
+                [*value, *typed.get(name, ())] if self.multiple else typed.get(name, value)
+            )
+            if not ctx.resilient_parsing:
+                click.echo(renamed(self.opts[0], flag), err=True)
+        return None, args
 
 
 class _Choice(click.Choice[str]):

@@ -87,6 +87,7 @@ def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     if error.ctx is None:
         return error
     options = [one for one in error.ctx.command.params if isinstance(one, click.Option)]
+    options = [one for one in options if not one.hidden]
     flags = {str(one.name): max(one.opts, key=len) for one in options}
     flags |= {flag.lstrip("-").replace("-", "_"): flag for one in options for flag in one.opts}
     option = error.option_name

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from mlxrunner.cli.program import visible_text
 from mlxrunner.config.file import NAMED, read_config_file
 from mlxrunner.config.layering import MODEL, Setting, layer, settled, values
 from mlxrunner.config.option import names
@@ -62,6 +63,8 @@ def configure(ctx: click.Context) -> None:
     config, params = read_config_file(), ctx.params
     model = params.get("named") or params["model"]
     for name, setting in config.options(str(ctx.command.name), model).items():
+        if setting.note is not None:
+            click.echo(visible_text(setting.note), err=True)
         if params.get("raw") and name in ("system", "template"):
             continue
         if name == "template":

@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mlxrunner.config.layering import Setting, settled
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.option import names, read_json
+from mlxrunner.config.option import former_names, names, read_json, renamed
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MissingFileError, OptionError
 from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, chat_options
@@ -109,7 +110,7 @@ EVERYWHERE = frozenset((*REQUEST, *SETTINGS, "system", "reserve"))
 """The keys of every section with options."""
 SWITCHES = ("plain", "no_type_ahead", "no_history", "keep_thinking", "no_cache_file")
 """The switches of `chat` that the file may set."""
-LISTS = ("origin", "no_rule")
+LISTS = ("allow_origin", "disable_rewrite")
 """The settings of the server that are lists; one text is a list of one."""
 KEYS: dict[str, frozenset[str]] = {
     "": frozenset(("model", "aliases", OPTIONS, *COMMANDS, "models", "prompts", "templates")),
@@ -120,6 +121,8 @@ KEYS: dict[str, frozenset[str]] = {
     "serve": frozenset((*REQUEST, *SETTINGS, *names(ServeSettings))) - {"no_key"},
 }
 """The keys of each section."""
+FORMER = {"serve": former_names(ServeSettings)}
+"""The former names of keys of a section, each with the one of today."""
 NAMED = "@"
 """The character before the name of a system prompt."""
 
@@ -263,15 +266,16 @@ class _Reader:
                 )
 
     def _options(self, section: tuple[str, ...], found: Any) -> dict[str, Setting]:
-        known = KEYS.get(section[0], EVERYWHERE)
+        known, former = KEYS.get(section[0], EVERYWHERE), FORMER.get(section[0], {})
         self._table(section, found)
-        self._check_keys(section, found, known)
-        return {
-            _plain(name): Setting(
-                self._value((*section, name), _plain(name), value), self._place((*section, name))
-            )
-            for name, value in found.items()
-        }
+        self._check_keys(section, found, known, former)
+        settings = {}
+        for key, value in found.items():
+            old, place = _plain(key), self._place((*section, key))
+            name = former.get(old, old)
+            note = f"{place}: {renamed(old, name)}" if name != old else None
+            settings[name] = Setting(self._value((*section, key), name, value), place, note)
+        return settings
 
     def _value(self, key: tuple[str, ...], name: str, value: Any) -> Any:
         """Return the value of an option as the program holds it. Raise OptionError if wrong."""
@@ -354,11 +358,15 @@ class _Reader:
         return value
 
     def _check_keys(
-        self, section: tuple[str, ...], found: Mapping[str, Any], known: Iterable[str]
+        self,
+        section: tuple[str, ...],
+        found: Mapping[str, Any],
+        known: Iterable[str],
+        former: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         known, seen = sorted(known), set[str]()
         for name in found:
-            plain = _plain(name)
+            plain = former.get(_plain(name), _plain(name))
             if plain not in known:
                 where = f" in [{'.'.join(section)}]" if section else ""
                 raise self._error(

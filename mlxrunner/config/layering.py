@@ -23,6 +23,8 @@ class Setting:
     value: Any
     source: str = HERE
     """DEFAULT, MODEL, HERE, or the place in the config file."""
+    note: str | None = None
+    """A note for the user about the name that it has at its source."""
 
 
 Settings = Mapping[str, Setting]

@@ -8,7 +8,8 @@ made from it. This knows no option (`mlxrunner.options` has those of a request a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -21,6 +22,9 @@ from mlxrunner.config.arguments import (
     check_whole,
 )
 from mlxrunner.errors import OptionError
+
+NO_FORMER_NAMES = "0.4"
+"""The version that drops the former names of options."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Option:
     """True if `--help` shows the default."""
     in_chat: bool = True
     """True if the chat's `/set` knows it."""
+    was: tuple[str, ...] = ()
+    """Former names. Each is read until version NO_FORMER_NAMES, with a note."""
 
     def check(self, name: str, value: Any) -> None:
         """Raise OptionError if `value` is of the wrong type or out of range."""
@@ -120,6 +126,39 @@ def _each_whole(value: Any) -> Any:
 def names(kind: type) -> tuple[str, ...]:
     """Return the names of all options that are fields of the dataclass `kind`."""
     return tuple(one.name for one in fields(kind) if "option" in one.metadata)
+
+
+def former_names(kind: type) -> dict[str, str]:
+    """Return the name of an option of the dataclass `kind` by each of its former names."""
+    return {
+        old: one.name for one in fields(kind) if "option" in one.metadata for old in about(one).was
+    }
+
+
+def renamed(old: str, new: str) -> str:
+    """Return the note about a former name."""
+    return f"{old} is called {new} now; the old name is read until version {NO_FORMER_NAMES}"
+
+
+def warn_of_renamed(old: str, new: str, level: int = 4) -> None:
+    """Warn a Python program that uses a former name, `level` calls above this module's `warn`."""
+    warnings.warn(renamed(old, new), DeprecationWarning, stacklevel=level)
+
+
+def with_current_names(
+    kind: type, given: Mapping[str, Any], note: Callable[[str, str], None] = warn_of_renamed
+) -> dict[str, Any]:
+    """Return options by their names today. Call `note` with each former name and the one of today.
+
+    `kind` is the dataclass of the options. Raise OptionError if an option is given by both names.
+    """
+    former, current = former_names(kind), dict(given)
+    for old in sorted(former.keys() & given.keys()):
+        if (new := former[old]) in current:
+            raise OptionError(f"{old}, {new}: they are the same, use {new}")
+        current[new] = current.pop(old)
+        note(old, new)
+    return current
 
 
 def check_fields(options: Any) -> None:

@@ -33,12 +33,13 @@ class ServeSettings:
     no_key: bool = option(
         False, bool, "Answer anyone who can reach the address, with another one than loopback."
     )
-    origin: tuple[str, ...] = option(
+    allow_origin: tuple[str, ...] = option(
         (),
         str,
         "Let pages from URL use the server, such as http://localhost:3000; several times.",
         metavar="URL",
         is_list=True,
+        was=("origin",),
     )
     memory: int | None = option(
         None,
@@ -91,13 +92,14 @@ class ServeSettings:
         "Read pictures that requests name by file: URLs, from this folder only.",
         metavar="FOLDER",
     )
-    no_rule: tuple[str, ...] = option(
+    disable_rewrite: tuple[str, ...] = option(
         (),
         str,
         "Leave a rule out that makes prompts reusable; several times. docs/serve-prefixes.md lists "
         "them.",
         metavar="NAME",
         is_list=True,
+        was=("no_rule",),
     )
     claude_names: bool = option(
         True,

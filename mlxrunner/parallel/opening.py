@@ -90,7 +90,7 @@ class Opening:
         what the device offers.
         """
         asked = self.asked
-        cells = asked.cells
+        cells = asked.kv_cache_tokens
         if asked.memory is not None:
             cells = cells_within(self.demand, asked.memory, cells or asked.most_cells)
             must_have_cells(cells, asked.memory, self.demand)
@@ -99,14 +99,16 @@ class Opening:
         if asked.reserve:
             made = cells or asked.most_cells
             must_fit(self.plan(made, made))
-        return replace(asked, cells=cells, checkpoint_budget=self.demand.checkpoint_budget)
+        return replace(
+            asked, kv_cache_tokens=cells, checkpoint_budget=self.demand.checkpoint_budget
+        )
 
     def reserve(self, engine: Adapted | OneAtATime, cells: int) -> Plan:
         """Allocate all cells, run the largest step once to measure it, and return the plan.
 
         The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
         """
-        asked = replace(self.asked, cells=cells).complete(cells)
+        asked = replace(self.asked, kv_cache_tokens=cells).complete(cells)
         with device.no_garbage_collected():
             before = mx.get_active_memory()
             mx.reset_peak_memory()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import mlx.core as mx
 
 from mlxrunner.config.arguments import check_flag
+from mlxrunner.config.option import warn_of_renamed, with_current_names
 from mlxrunner.engine.observation import Observer
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
@@ -21,7 +22,7 @@ from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import SubmitKwargs
 from mlxrunner.parallel.handle import Handle
-from mlxrunner.parallel.settings import EngineKwargs, OpenKwargs
+from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
 from mlxrunner.parallel.several import Several
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.parallel.threads.thread import EngineThread, Held, Stats
@@ -61,7 +62,7 @@ class ParallelRunner(Several):
         """
         _evaluate(model)
         parts = model, tokenizer, facts
-        chosen: EngineKwargs = {"step_ms": None, **settings}
+        chosen = {"max_step_ms": None, **with_current_names(EngineSettings, settings)}
         self._start(
             lambda: Stepper(
                 *parts, max_sequences=max_sequences, parking=parking, name=name, **chosen
@@ -84,7 +85,7 @@ class ParallelRunner(Several):
         the errors of `of`.
         """
         check_flag("trust_remote_code", trust_remote_code)
-        chosen: OpenKwargs = {"step_ms": None, **settings}
+        chosen = {"max_step_ms": None, **with_current_names(OpenSettings, settings)}
         return cls._started(
             lambda: Stepper.load(
                 name_of(model),
@@ -100,13 +101,13 @@ class ParallelRunner(Several):
         """Make a runner for a loaded model. The settings are those of OpenSettings.
 
         With `reserve` (the default) the runner allocates all cells now and runs the largest step
-        once. Without `cells` there are as many as fit into `memory` bytes, or with `reserve` into
-        what the plan leaves, and at most `max_sequences * context`. Raise MemoryPlanError, before
-        anything is allocated, if the plan does not fit, and SessionError if the folder for parking
-        can't be used.
+        once. Without `kv_cache_tokens` there are as many as fit into `memory` bytes, or with
+        `reserve` into what the plan leaves, and at most `max_sequences * context`. Raise
+        MemoryPlanError, before anything is allocated, if the plan does not fit, and SessionError
+        if the folder for parking can't be used.
         """
         _evaluate(loaded.model)
-        chosen: OpenKwargs = {"step_ms": None, **settings}
+        chosen = {"max_step_ms": None, **with_current_names(OpenSettings, settings)}
         return cls._started(lambda: Stepper.of(loaded, max_sequences=max_sequences, **chosen))
 
     @classmethod
@@ -121,7 +122,7 @@ class ParallelRunner(Several):
         self._finalizer = weakref.finalize(self, thread.stop)
         self._finalizer.atexit = False  # threads end before the interpreter in their own way
         self._stepper = stepper = thread.stepper
-        self.context, self.cells = stepper.context, stepper.cells
+        self.context, self.kv_cache_tokens = stepper.context, stepper.kv_cache_tokens
         self.prefill_step, self.name = stepper.prefill_step, stepper.name
         self.model, self.tokenizer, self.facts = stepper.model, stepper.tokenizer, stepper.facts
         self.plan: Plan | None = stepper.plan
@@ -146,6 +147,12 @@ class ParallelRunner(Several):
     def why_alone(self) -> str | None:
         """Why a step carries one request only, with this model; None if it may carry several."""
         return self._stepper.why_alone
+
+    @property
+    def cells(self) -> int:
+        """The former name of `kv_cache_tokens`."""
+        warn_of_renamed("cells", "kv_cache_tokens", level=3)
+        return self.kv_cache_tokens
 
     @property
     def settings(self) -> dict[str, Any]:

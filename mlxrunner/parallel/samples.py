@@ -91,7 +91,7 @@ def _together(
     # A request that shifts copies its shared tokens.
     cells = None if shifts else length + parallel * (context - length + WORTH_WAITING)
     with Stepper.of(
-        loaded, max_sequences=parallel, context=context, cells=cells, **settings
+        loaded, max_sequences=parallel, context=context, kv_cache_tokens=cells, **settings
     ) as runner:
         watch(runner)
         own = {"max_tokens": most, "overflow": overflow}

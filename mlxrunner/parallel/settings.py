@@ -29,13 +29,14 @@ class EngineSettings(RunnerSettings):
     prefill_step: int = option(
         1024, int, "Most tokens of one step of all requests.", low=1, high=MOST_TOKENS
     )
-    cells: int | None = option(
+    kv_cache_tokens: int | None = option(
         None,
         int,
         "Most tokens stored for all requests together; a shared one counts once. "
         "[default: what fits, or is always enough]",
         low=2,
         high=MOST_TOKENS,
+        was=("cells",),
     )
     memory: int | None = option(
         None,
@@ -45,12 +46,13 @@ class EngineSettings(RunnerSettings):
         low=1,
         metavar="BYTES",
     )
-    step_ms: float | None = option(
+    max_step_ms: float | None = option(
         None,
         float,
         "Milliseconds that a step may take while it writes answers; 0 = any number.",
         low=0,
         metavar="MS",
+        was=("step_ms",),
     )
 
     def __post_init__(self) -> None:
@@ -76,11 +78,11 @@ class EngineSettings(RunnerSettings):
         The context of a request is never longer than all cells.
         """
         context = self.context or context
-        chosen = replace(self, context=min(context, self.cells or context))
+        chosen = replace(self, context=min(context, self.kv_cache_tokens or context))
         budget = self.checkpoint_budget
         return replace(
             chosen,
-            cells=self.cells or chosen.most_cells,
+            kv_cache_tokens=self.kv_cache_tokens or chosen.most_cells,
             prefill_step=chosen.step,
             checkpoint_budget=CHECKPOINT_BUDGET if budget is None else budget,
         )
@@ -136,9 +138,9 @@ class EngineKwargs(RunnerKwargs, total=False):
     """The settings of EngineSettings but `max_sequences`, for type checkers."""
 
     context: int | None
-    cells: int | None
+    kv_cache_tokens: int | None
     memory: int | None
-    step_ms: float | None
+    max_step_ms: float | None
 
 
 class OpenKwargs(EngineKwargs, total=False):

@@ -19,6 +19,7 @@ import numpy as np
 
 from mlxrunner.cache.layers.factory import check_quantized
 from mlxrunner.config.arguments import check_flag, check_kind, listed
+from mlxrunner.config.option import with_current_names
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
 from mlxrunner.engine.run import drafted
@@ -70,18 +71,18 @@ class Stepper(Several):
     ) -> None:
         """Make a runner from loaded parts; `Stepper.load` is the usual way.
 
-        The settings are those of EngineSettings, but a step may take any time unless `step_ms` is
-        given; None: as long as keeps the speed of the answers, see
+        The settings are those of EngineSettings, but a step may take any time unless `max_step_ms`
+        is given; None: as long as keeps the speed of the answers, see
         `mlxrunner.parallel.scheduling.pace`. `context` is the most tokens of one prompt and its
         answer. `parking`: where conversations go that are given up; None: they are lost. Raise
         OptionError for numbers that are out of range, and for `kv_bits` that the model can't have.
         """
         check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
-        given: EngineKwargs = {"step_ms": 0, **settings}
+        given = {"max_step_ms": 0, **with_current_names(EngineSettings, settings)}
         chosen = EngineSettings.of(max_sequences=max_sequences, **given).complete(facts.context)
         self.owner = Owner(type(self).__name__)
-        self.context, self.cells = chosen.context or 0, chosen.cells or 0
-        self.step_ms, self.prefill_step = chosen.step_ms, chosen.step
+        self.context, self.kv_cache_tokens = chosen.context or 0, chosen.kv_cache_tokens or 0
+        self.max_step_ms, self.prefill_step = chosen.max_step_ms, chosen.step
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self._parking, self._settings = parking, chosen
         self._sight = getattr(model, "sight", None)
@@ -99,7 +100,7 @@ class Stepper(Several):
             model,
             options,
             max_sequences=max_sequences,
-            capacity=-(-self.cells // max_sequences),
+            capacity=-(-self.kv_cache_tokens // max_sequences),
             max_batch=self.prefill_step,
             depends_on_chunks=bool(facts.depends_on_chunks),
         )
@@ -145,14 +146,14 @@ class Stepper(Several):
     def of(cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[OpenKwargs]) -> Self:
         """Make a runner for a loaded model. The settings are those of OpenSettings.
 
-        `step_ms` is as for `Stepper`. With `reserve` the runner allocates all cells now and runs
-        the largest step once. Without `cells` there are as many as fit into `memory` bytes, or with
-        `reserve` into what the plan leaves, and at most `max_sequences * context`. Raise
-        MemoryPlanError with the plan's table, before anything is allocated, if the plan does not
-        fit, SessionError if the folder for parking can't be used, and OptionError if a draft model
-        has another vocabulary.
+        `max_step_ms` is as for `Stepper`. With `reserve` the runner allocates all cells now and
+        runs the largest step once. Without `kv_cache_tokens` there are as many as fit into
+        `memory` bytes, or with `reserve` into what the plan leaves, and at most `max_sequences *
+        context`. Raise MemoryPlanError with the plan's table, before anything is allocated, if it
+        does not fit, SessionError if the folder for parking can't be used, and OptionError if a
+        draft model has another vocabulary.
         """
-        given: OpenKwargs = {"step_ms": 0, **settings}
+        given = {"max_step_ms": 0, **with_current_names(OpenSettings, settings)}
         asked = OpenSettings.of(max_sequences=max_sequences, **given)
         check_seeing(loaded.model, asked)
         seats = seats_of(loaded, asked)
@@ -169,7 +170,7 @@ class Stepper(Several):
         runner.guess_with(seats)
         try:
             if chosen.reserve:
-                runner.plan = opening.reserve(runner._adapted, runner.cells)
+                runner.plan = opening.reserve(runner._adapted, runner.kv_cache_tokens)
         except BaseException:
             runner.close()
             raise

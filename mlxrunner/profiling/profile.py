@@ -65,6 +65,8 @@ ALONE: Mapping[str, Any] = {
 
 With them, the requests of a runner of several at a time can be replayed one at a time.
 """
+LOGGED_AS = {"kv_cache_tokens": "cells", "max_step_ms": "step_ms"}
+"""The settings that have other names in fingerprints and token logs."""
 
 
 class Profile:
@@ -135,7 +137,7 @@ class Profile:
                 "token: their ids are of this process only"
             )
         before, settings = self._identity.get("model"), self._settings
-        self._settings = dict(runner.settings)
+        self._settings = {LOGGED_AS.get(k, k): value for k, value in runner.settings.items()}
         if self._entry and before is not None and isinstance(runner, Runner):
             changed = [
                 f"{name}: {settings.get(name)} -> {value}"

@@ -117,7 +117,7 @@ class ModelLoader:
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.settings.slots,
-            cells=cells,
+            kv_cache_tokens=cells,
             memory=memory,
             reserve=self.ranks is None,
             park_bytes=self.settings.park_bytes if parks else 0,
@@ -273,7 +273,7 @@ class ServedModel:
         parts = sorted(fingerprint(loaded.folder).items())
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         folder = None if settings.picture_folder is None else Path(settings.picture_folder)
-        maker = PromptBuilder.of(loaded, off=settings.no_rule, folder=folder)
+        maker = PromptBuilder.of(loaded, off=settings.disable_rewrite, folder=folder)
         if runner.parked_in is not None:
             maker.kept.store_in(AnswerTokenFile(runner.parked_in))
         return cls(loaded.name, loaded, runner, total, digest, maker, defaults)

@@ -143,7 +143,7 @@ class AccessMiddleware:
         if not (origin is None or self._is_own(origin, headers) or origin in self._rules.origins):
             raise ApiError(
                 403,
-                f"pages from {origin:.100} may not use this server: start it with --origin "
+                f"pages from {origin:.100} may not use this server: start it with --allow-origin "
                 f"{origin:.100} if they should",
                 code="origin_not_allowed",
             )

@@ -75,22 +75,23 @@ def check_access(settings: ServeSettings) -> None:
 def check_rules(settings: ServeSettings) -> None:
     """Raise OptionError for a rule that there is not."""
     known = [rule.name for rule in RULES]
-    for name in settings.no_rule:
+    for name in settings.disable_rewrite:
         if name not in known:
             raise OptionError(
-                f"--no-rule {name}: there is no such rule: {did_you_mean(name, known)}"
+                f"--disable-rewrite {name}: there is no such rule: {did_you_mean(name, known)}"
                 f"there are {', '.join(known)}"
             )
 
 
 def check_origins(settings: ServeSettings) -> None:
     """Raise OptionError for an origin that no browser has."""
-    for origin in settings.origin:
+    for origin in settings.allow_origin:
         # Browsers send null, and some programs file://, for pages that are files.
         if not re.fullmatch(r"null|file://|[a-z][a-z0-9+.-]*://[^/?#*\s]+", origin):
             raise OptionError(
-                f"--origin {origin}: has to be the beginning of a page's URL, as browsers send it, "
-                "such as http://localhost:3000, without * and path; or null or file:// for files"
+                f"--allow-origin {origin}: has to be the beginning of a page's URL, as browsers "
+                "send it, such as http://localhost:3000, without * and path; or null or file:// "
+                "for files"
             )
 
 
@@ -136,7 +137,7 @@ def application(house: ModelManager, record: RequestLog, settings: ServeSettings
     """Return the whole application of a server."""
     is_open = settings.api_key is not None or settings.no_key
     rules = AccessRules(
-        hosts_of(settings.host, is_open=is_open), settings.api_key, frozenset(settings.origin)
+        hosts_of(settings.host, is_open=is_open), settings.api_key, frozenset(settings.allow_origin)
     )
     return make_app([*routers(house), watch_router(house, record)], rules)
 
@@ -160,7 +161,7 @@ def welcome(
         claude += f" CLAUDE_CODE_SUBAGENT_MODEL={shown} ANTHROPIC_DEFAULT_HAIKU_MODEL={shown}"
     return [
         f"serving {shown} at {address} ({places})",
-        f"memory: {size(opened.bytes)} with {runner.cells} tokens of conversations"
+        f"memory: {size(opened.bytes)} with {runner.kv_cache_tokens} tokens of conversations"
         + (parked if settings.parks else "; what finds no room is lost"),
         f"  OpenAI clients:     base URL {address}/v1, {_key(settings)}",
         f"  Anthropic clients:  ANTHROPIC_BASE_URL={claude}",

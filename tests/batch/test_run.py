@@ -188,7 +188,9 @@ def test_where_cells_are_few_requests_wait_for_room() -> None:
         *requests(12, max_tokens=5, stop_tokens=[]),
         BatchRequest([1, 2, 3] * 50, {"max_tokens": 200}),
     ]
-    with Stepper(model, ByteTokenizer(), facts, max_sequences=4, context=256, cells=130) as runner:
+    with Stepper(
+        model, ByteTokenizer(), facts, max_sequences=4, context=256, kv_cache_tokens=130
+    ) as runner:
         results = list(run_batch(runner, asked))
     expected = texts(
         list(run_batch(Runner(model, ByteTokenizer(), facts, context=256), asked[:12]))

@@ -73,7 +73,9 @@ def test_each_turn_takes_the_passes_of_runner(kinds: list[str], budget: int) -> 
     theirs, ours = OracleModel(kinds), OracleModel(kinds)
     with (
         oracle_runner(model=theirs, **given) as one,
-        ParallelRunner(ours, ByteTokenizer(), facts, max_sequences=1, step_ms=0, **given) as many,
+        ParallelRunner(
+            ours, ByteTokenizer(), facts, max_sequences=1, max_step_ms=0, **given
+        ) as many,
     ):
         assert many.why_alone is not None
         for cold in (5, 17, 100, 200):

@@ -379,7 +379,7 @@ def test_few_cells_do_not_narrow_the_windows_of_each_sequence() -> None:
     prompt = list(range(1, 61))
     options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": [], "logprobs": 0}
     expected = Runner(*given, context=100).complete(prompt, **options)
-    with Stepper(*given, max_sequences=4, context=100, cells=100) as runner:
+    with Stepper(*given, max_sequences=4, context=100, kv_cache_tokens=100) as runner:
         result = runner.complete(prompt, **options)
     assert result.tokens == expected.tokens
     pairs = zip(result.logprobs or [], expected.logprobs or [], strict=True)

@@ -229,7 +229,7 @@ def test_a_chain_of_prefixes_is_evaluated_once(llama: Parts, is_dirty: bool) -> 
 def test_those_that_wait_for_a_cancelled_prefix_evaluate_it_once(llama: Parts) -> None:
     """Where cells are few, so that two copies of it would not fit beside an unrelated request."""
     prefix = list(range(1, 101))
-    with Stepper(*llama, max_sequences=4, context=150, cells=200) as runner:
+    with Stepper(*llama, max_sequences=4, context=150, kv_cache_tokens=200) as runner:
         first = runner.submit([*prefix, 5], max_tokens=10, stop_tokens=[])
         waiting = [runner.submit([*prefix, end], max_tokens=10, stop_tokens=[]) for end in (6, 7)]
         other = runner.submit([290, 291], max_tokens=30, stop_tokens=[])
@@ -283,7 +283,7 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
     mixture = Mixture((model, ByteTokenizer(), facts_of(model, config)), random.Random(cells))
     shifting = 0.15 if name == "llama" else 0
     with Stepper(
-        *mixture.given, max_sequences=5, context=140, prefill_step=32, cells=cells
+        *mixture.given, max_sequences=5, context=140, prefill_step=32, kv_cache_tokens=cells
     ) as runner:
         for _ in range(90):
             mixture.submit(runner, shifts=mixture.rng.random() < shifting)

@@ -51,7 +51,7 @@ class Talks:
             *self.parts,
             max_sequences=2,
             parking=self.parking,
-            step_ms=None,
+            max_step_ms=None,
             **{**SETTINGS, **settings},
         )
 
@@ -219,7 +219,7 @@ def test_what_makes_room_for_a_growing_answer_is_parked_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In as many steps as it has pieces, while the answer goes on; nothing is written at once."""
-    talks = Talks(name, tmp_path / "parked", cells=220, context=220)
+    talks = Talks(name, tmp_path / "parked", kv_cache_tokens=220, context=220)
     talks.say(0)
     lacking = watch_what_makes_room(talks.runner, monkeypatch)
     answer = talks.runner.submit([3, 4, 5], max_tokens=200, stop_tokens=[])
@@ -240,7 +240,7 @@ def test_a_request_that_steps_back_is_parked_in_pieces(
 ) -> None:
     """It gives its cells up when they are needed, and goes on from the disk."""
     claim_least(8, 60, monkeypatch)
-    talks = Talks("llama", tmp_path / "parked", cells=200, context=200)
+    talks = Talks("llama", tmp_path / "parked", kv_cache_tokens=200, context=200)
     lacking = watch_what_makes_room(talks.runner, monkeypatch)
     prompts = [talk[:60] for talk in talks.talks]
     handles = [talks.runner.submit(one, max_tokens=130, stop_tokens=[]) for one in prompts]
@@ -297,5 +297,5 @@ class PiecesHistory(CheckedHistory):
         super().open(fewest)
         self.runner.close()
         self._disk = self._disk or TemporaryDirectory()
-        self._settings["step_ms"] = None
+        self._settings["max_step_ms"] = None
         self.runner = self._opened()

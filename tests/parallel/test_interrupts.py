@@ -22,8 +22,8 @@ JOBS = [[*FIRST, 9], [*FIRST[:30], 8, 8], [5, 6, 7, 8] * 9, OTHER]
 """Two prompts that share a prefix with an earlier one, and two others."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "paced": {"step_ms": None},
-    "few-cells": {"cells": 130},
+    "paced": {"max_step_ms": None},
+    "few-cells": {"kv_cache_tokens": 130},
     "checkpoints": {"checkpoint_budget": 10**5},
 }
 
@@ -80,7 +80,7 @@ def test_ctrl_c_while_conversations_are_parked_leaves_all_of_them_whole(tmp_path
 
     def parked(line: int) -> Stepper:
         parking = DiskCache(tmp_path / str(line), {"model": "oracle"}, limit=2**26)
-        runner = opened(kinds, cells=130, parking=parking)
+        runner = opened(kinds, kv_cache_tokens=130, parking=parking)
         runner.complete(FIRST, max_tokens=3, **options)
         runner.complete(OTHER, max_tokens=3, **options)
         return runner

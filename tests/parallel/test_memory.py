@@ -36,7 +36,7 @@ def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None
         memory = scheduler(runner).residents.allocated_bytes // 2
     with Stepper.of(given, max_sequences=slots, memory=memory, reserve=False, **SETTINGS) as runner:
         played = play(runner, trace())
-        assert runner.cells < slots * runner.context or name == "mamba2"
+        assert runner.kv_cache_tokens < slots * runner.context or name == "mamba2"
     assert not played.failures
     assert played.requests == trace().requests
     assert played.evicted > 0

@@ -119,7 +119,7 @@ def test_many_answers_are_compared_with_their_own_steps() -> None:
 
 
 def test_a_limit_in_milliseconds_is_kept_without_rests() -> None:
-    device = Device(linear, StepPace(MOST, step_ms=100))
+    device = Device(linear, StepPace(MOST, max_step_ms=100))
     device.evaluate(4000)
     device.evaluate(4000)
     assert 0.08 < max(device.gaps) < 0.11
@@ -127,14 +127,14 @@ def test_a_limit_in_milliseconds_is_kept_without_rests() -> None:
 
 
 def test_a_limit_below_a_step_still_lets_a_prompt_go_on() -> None:
-    device = Device(linear, StepPace(MOST, step_ms=1))
+    device = Device(linear, StepPace(MOST, max_step_ms=1))
     for _ in range(9):
         device.step(1, 0, 0)
     assert device.step(1, 4000, 0) == FEWEST
 
 
 def test_without_a_limit_a_step_carries_all_it_can() -> None:
-    device = Device(linear, StepPace(MOST, step_ms=0))
+    device = Device(linear, StepPace(MOST, max_step_ms=0))
     assert device.step(1, 4000, 0) == MOST - 1
     assert device.step(0, 4000, 0) == MOST
 

@@ -59,8 +59,8 @@ def test_the_context_is_never_longer_than_all_cells() -> None:
     """A prompt beyond them never fits; answers end, fail and shift as in that context alone."""
     given, prompt = tiny_parts("llama"), [5] * 80
     alone = Runner(*given, context=100)
-    with Stepper(*given, max_sequences=2, context=300, cells=100) as runner:
-        assert runner.context == runner.cells == 100
+    with Stepper(*given, max_sequences=2, context=300, kv_cache_tokens=100) as runner:
+        assert runner.context == runner.kv_cache_tokens == 100
         for tokens in (100, 150):
             with pytest.raises(ContextLengthError, match=f"{tokens} tokens.*context of 100 tokens"):
                 runner.submit([5] * tokens)
@@ -112,7 +112,9 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
 def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
     """It is not ended: its answer comes once it can share what another evaluates now."""
     given, trunk = parts("llama"), list(range(1, 21))
-    with Stepper(*given, max_sequences=3, context=30, prefill_step=10, cells=38) as runner:
+    with Stepper(
+        *given, max_sequences=3, context=30, prefill_step=10, kv_cache_tokens=38
+    ) as runner:
         first, *others = [
             runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)
         ]
@@ -134,7 +136,9 @@ def test_none_that_was_admitted_lacks_room(name: str) -> None:
         rng = random.Random(f"{name} {seed}")
         trunk = some(rng, 280)
         cells = rng.choice([310, 400, 500])
-        with Stepper(*given, max_sequences=4, context=300, prefill_step=64, cells=cells) as runner:
+        with Stepper(
+            *given, max_sequences=4, context=300, prefill_step=64, kv_cache_tokens=cells
+        ) as runner:
             running: list[DrivenHandle] = []
             for _ in range(14):
                 base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]

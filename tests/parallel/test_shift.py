@@ -200,7 +200,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
     ]
     for cells in (110, 150, 250)[: fewer(3, 1)]:
         with Stepper(
-            *given, max_sequences=4, context=CONTEXT, cells=cells, prefill_step=32
+            *given, max_sequences=4, context=CONTEXT, kv_cache_tokens=cells, prefill_step=32
         ) as runner:
             for (tokens, options), result in zip(requests, runner.run_each(requests), strict=True):
                 assert result.tokens == alone(given, tokens, **options).tokens, f"{cells} cells"
@@ -208,7 +208,9 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
 
 def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
     """The limit of its answer does not matter."""
-    with Stepper(*parts("llama"), max_sequences=2, context=CONTEXT, cells=CONTEXT) as runner:
+    with Stepper(
+        *parts("llama"), max_sequences=2, context=CONTEXT, kv_cache_tokens=CONTEXT
+    ) as runner:
         running = runner.submit([1, 2, 3], max_tokens=200, stop_tokens=[], overflow="shift")
         with pytest.raises(
             CacheFullError, match="this request needs 2 free cells, but 0 of 100 are free"
@@ -247,7 +249,9 @@ def test_a_shifted_answer_that_steps_back_is_that_of_the_single_runner(
     claim_least(8, 8, monkeypatch)
     given = tiny_parts(name)
     options: dict[str, Any] = {"overflow": "shift", "keep": 5, "stop_tokens": [], "logprobs": 0}
-    with Stepper(*given, max_sequences=2, context=CONTEXT, cells=120, prefill_step=16) as runner:
+    with Stepper(
+        *given, max_sequences=2, context=CONTEXT, kv_cache_tokens=120, prefill_step=16
+    ) as runner:
         shifted = runner.submit(prompt(20), max_tokens=250, priority="batch", **options)
         while request_of(shifted).shifted < 60:
             runner.step()

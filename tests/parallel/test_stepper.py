@@ -324,7 +324,7 @@ def test_fewer_cells_than_everybody_could_use(llama: tuple[Any, ByteTokenizer, A
 
     Shared tokens count once, and idle ones give way.
     """
-    with Stepper(*llama, max_sequences=4, context=100, cells=120) as runner:
+    with Stepper(*llama, max_sequences=4, context=100, kv_cache_tokens=120) as runner:
         first = runner.submit(list(range(60)), max_tokens=20, stop_tokens=[])
         with pytest.raises(
             CacheFullError, match="this request needs 75 free cells, but 40 of 120 are free"
@@ -368,7 +368,13 @@ def test_a_bad_prompt_is_refused_at_once(
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"memory": 0}, {"memory": "8 GB"}, {"cells": 1}, {"context": -1}, {"step_ms": -1}],
+    [
+        {"memory": 0},
+        {"memory": "8 GB"},
+        {"kv_cache_tokens": 1},
+        {"context": -1},
+        {"max_step_ms": -1},
+    ],
     ids=str,
 )
 def test_wrong_sizes_are_refused_before_anything_is_loaded(sizes: dict[str, Any]) -> None:
@@ -674,7 +680,7 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
 ) -> None:
     """A request that might not fit beside running ones is refused at once, and those go on."""
     prefix = list(range(1, 70))
-    with Stepper(*llama, max_sequences=2, context=100, cells=100) as runner:
+    with Stepper(*llama, max_sequences=2, context=100, kv_cache_tokens=100) as runner:
         runner.submit(prefix, max_tokens=1, stop_tokens=[]).result()
         running = runner.submit([200, 201, 202], max_tokens=25, stop_tokens=[])
         runner.step()
@@ -690,8 +696,8 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
         {"memory": "1"},
         {"memory": True},
         {"memory": 1.5},
-        {"cells": "9"},
-        {"step_ms": 10**400},
+        {"kv_cache_tokens": "9"},
+        {"max_step_ms": 10**400},
         {"park_bytes": 10**6, "park_folder": 5},
         {"park_bytes": 10**6, "park_folder": b"here"},
     ],

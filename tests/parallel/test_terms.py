@@ -109,8 +109,8 @@ def test_terms_are_checked_when_a_request_is_submitted(llama: Parts) -> None:
             runner.submit([1, 2], priority="now")  # type: ignore[typeddict-item]
         with pytest.raises(OptionError, match="deadline: -1 is out of range"):
             runner.submit([1, 2], deadline=-1)
-        with pytest.raises(OptionError, match="step_ms: -1 is out of range"):
-            Stepper(*llama, max_sequences=2, step_ms=-1)
+        with pytest.raises(OptionError, match="max_step_ms: -1 is out of range"):
+            Stepper(*llama, max_sequences=2, max_step_ms=-1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -121,7 +121,9 @@ def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
     claim_least(8, 8, monkeypatch)
     given, waited = parts(name), set()
     prompts = [some(i, 30) for i in range(3)]
-    with Stepper(*given, max_sequences=3, context=300, prefill_step=64, cells=200) as runner:
+    with Stepper(
+        *given, max_sequences=3, context=300, prefill_step=64, kv_cache_tokens=200
+    ) as runner:
         handles = [
             runner.submit(
                 prompt, max_tokens=90, stop_tokens=[], priority="interactive" if i else "batch"
@@ -140,13 +142,17 @@ def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
 
 
 def test_later_and_never_are_told_apart(llama: Parts) -> None:
-    with Stepper(*llama, max_sequences=2, context=300, prefill_step=64, cells=320) as runner:
+    with Stepper(
+        *llama, max_sequences=2, context=300, prefill_step=64, kv_cache_tokens=320
+    ) as runner:
         running = runner.submit(some(1, 200), max_tokens=50)
         with pytest.raises(CacheFullError, match="when another request has ended"):
             runner.submit(some(2, 100), max_tokens=50)
         running.cancel()
         runner.submit(some(2, 100), max_tokens=50).result()
-    with Stepper(*llama, max_sequences=2, context=300, prefill_step=64, cells=100) as runner:
+    with Stepper(
+        *llama, max_sequences=2, context=300, prefill_step=64, kv_cache_tokens=100
+    ) as runner:
         runner.submit(some(1, 40), max_tokens=10)
         with pytest.raises(ContextLengthError, match="context of 100 tokens"):
             runner.submit(some(2, 100), max_tokens=50)
@@ -154,7 +160,9 @@ def test_later_and_never_are_told_apart(llama: Parts) -> None:
 
 
 def test_an_answer_without_a_limit_ends_where_all_cells_are_its_own(llama: Parts) -> None:
-    with Stepper(*llama, max_sequences=2, context=300, prefill_step=64, cells=100) as runner:
+    with Stepper(
+        *llama, max_sequences=2, context=300, prefill_step=64, kv_cache_tokens=100
+    ) as runner:
         result = runner.complete(some(1, 40), stop_tokens=[])
         assert (len(result.tokens), result.finish_reason) == (60, "length")
 
@@ -162,7 +170,9 @@ def test_an_answer_without_a_limit_ends_where_all_cells_are_its_own(llama: Parts
 def test_a_shared_prefix_that_is_awaited_counts_once(llama: Parts) -> None:
     """Four cold requests over a trunk begin at once where the trunk fits only once."""
     trunk = some(0, 200)
-    with Stepper(*llama, max_sequences=4, context=300, prefill_step=32, cells=300) as runner:
+    with Stepper(
+        *llama, max_sequences=4, context=300, prefill_step=32, kv_cache_tokens=300
+    ) as runner:
         handles = [runner.submit([*trunk, i], max_tokens=20, stop_tokens=[]) for i in range(4)]
         evaluated = [handle.result().usage.evaluated_tokens for handle in handles]
         assert evaluated == [201, 1, 1, 1]
@@ -170,9 +180,9 @@ def test_a_shared_prefix_that_is_awaited_counts_once(llama: Parts) -> None:
             assert request_of(handle).said == alone(llama, [*trunk, i], 20)
 
 
-@pytest.mark.parametrize("step_ms", [None, 5], ids=["chosen", "given"])
-def test_pieces_beside_an_answer_change_no_token(llama: Parts, step_ms: float | None) -> None:
-    with Stepper(*llama, max_sequences=3, context=700, step_ms=step_ms) as runner:
+@pytest.mark.parametrize("max_step_ms", [None, 5], ids=["chosen", "given"])
+def test_pieces_beside_an_answer_change_no_token(llama: Parts, max_step_ms: float | None) -> None:
+    with Stepper(*llama, max_sequences=3, context=700, max_step_ms=max_step_ms) as runner:
         first = runner.submit(short := some(1, 9), max_tokens=150, stop_tokens=[])
         for _ in range(4):
             runner.step()

@@ -336,7 +336,7 @@ def conversations(
             context=600,
             prefill_step=128,
             memory=memory,
-            cells=None if memory is None else min(memory // ROW, slots * 600),
+            kv_cache_tokens=None if memory is None else min(memory // ROW, slots * 600),
             parking=parking,
         ) as runner,
     ):

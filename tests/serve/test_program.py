@@ -204,7 +204,7 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
         ),
         (["--slots", "0"], "slots: 0 is out of range"),
         (["--port", "70000"], "port: 70000 is out of range"),
-        (["--no-rule", "billing"], "there is no such rule: did you mean 'billing-header'?"),
+        (["--disable-rewrite", "billing"], "there is no such rule: did you mean 'billing-header'?"),
     ],
     ids=["no key", "no key in a unit", "both", "no host", "slots", "port", "rule"],
 )
@@ -325,9 +325,9 @@ def test_a_key_that_others_can_read(
     "origin", ["foo", "http://", "http://a/b", "localhost:3000", "http://localhost:*"]
 )
 def test_an_origin_that_no_page_has(origin: str) -> None:
-    result = CliRunner().invoke(main, ["serve", "--origin", origin])
+    result = CliRunner().invoke(main, ["serve", "--allow-origin", origin])
     assert result.exit_code == 2
-    assert f"--origin {origin}: has to be the beginning of a page's URL" in result.stderr
+    assert f"--allow-origin {origin}: has to be the beginning of a page's URL" in result.stderr
 
 
 def test_config_shows_no_key(tmp_path: Path) -> None:
@@ -343,12 +343,14 @@ def test_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """It has a section for the server; a wrong value is named with its line."""
     file = tmp_path / "config.toml"
     monkeypatch.setenv("MLXRUNNER_CONFIG", str(file))
-    file.write_text('[serve]\nport = 9000\norigin = "http://localhost:3000"\ntemperature = 0.5\n')
+    file.write_text(
+        '[serve]\nport = 9000\nallow_origin = "http://localhost:3000"\ntemperature = 0.5\n'
+    )
     file.chmod(0o600)
     found = read_config_file().options("serve", "demo")
     assert {name: one.value for name, one in found.items()} == {
         "port": 9000,
-        "origin": ("http://localhost:3000",),
+        "allow_origin": ("http://localhost:3000",),
         "temperature": 0.5,
     }
     result = CliRunner().invoke(main, ["serve", "--host", "0.0.0.0"])

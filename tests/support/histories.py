@@ -99,7 +99,7 @@ class History(ABC):
         self._settings: dict[str, Any] = {
             "max_sequences": sequences,
             "context": self.context,
-            "cells": self.rng.choice(
+            "kv_cache_tokens": self.rng.choice(
                 [None, self.rng.randint(self.context, sequences * self.context)]
             ),
             "prefill_step": self.rng.choice([8, 32, 200]),

@@ -28,7 +28,7 @@ Steps vary: few of these take more than 5.
 FIRST = 16
 """Tokens of the first piece beside an answer, whose cost is not known yet."""
 FEWEST = 8
-"""Least tokens of a piece if even a step without prefill is longer than `step_ms`."""
+"""Least tokens of a piece if even a step without prefill is longer than `max_step_ms`."""
 ALONE_S = 0.5
 """Longest step in seconds that is planned while nothing decodes.
 
@@ -67,14 +67,14 @@ class Planned:
 class StepPace:
     """The pace of a runner. It outlives requests and learns from each step."""
 
-    def __init__(self, most: int, step_ms: float | None = None) -> None:
+    def __init__(self, most: int, max_step_ms: float | None = None) -> None:
         """Plan steps of at most `most` tokens.
 
-        `step_ms`: milliseconds that a step may take while something decodes, whatever its answers
-        lose by it; 0: any number; None: as `SPEED` and `LONGEST` say.
+        `max_step_ms`: milliseconds that a step may take while something decodes, whatever its
+        answers lose by it; 0: any number; None: as `SPEED` and `LONGEST` say.
         """
         self.costs = StepCosts()
-        self._most, self._step_ms = most, step_ms
+        self._most, self._max_step_ms = most, max_step_ms
         self._owed = 0.0
         """Seconds that answers got less than their share; below 0: more."""
         self._spent = 0.0
@@ -89,7 +89,7 @@ class StepPace:
         any number.
         """
         room = max(0, self._most - rows)
-        if self._step_ms == 0:
+        if self._max_step_ms == 0:
             return room
         if not rows:
             few = room if wanted is None else min(room, wanted)
@@ -99,8 +99,8 @@ class StepPace:
         normal = self.costs.decode(rows)
         if normal is None or self._since >= STALE:
             return 0  # measure a step that only decodes
-        if self._step_ms is not None:
-            limit = self._step_ms / 1e3 - self._spent
+        if self._max_step_ms is not None:
+            limit = self._max_step_ms / 1e3 - self._spent
             return self._fitting(normal, limit, cells, room, least=FEWEST)
         if self._owed > 0:
             return 0
@@ -111,14 +111,14 @@ class StepPace:
 
         `rows`: the answers that must not stall.
         """
-        if self._step_ms == 0:
+        if self._max_step_ms == 0:
             return math.inf
         if not rows:
             return ALONE_S
         normal = self.costs.decode(rows)
-        if normal is None or (self._step_ms is None and self._owed > 0):
+        if normal is None or (self._max_step_ms is None and self._owed > 0):
             return 0.0
-        longest = LONGEST * normal if self._step_ms is None else self._step_ms / 1e3
+        longest = LONGEST * normal if self._max_step_ms is None else self._max_step_ms / 1e3
         return max(longest - normal, SHORTEST_S)
 
     def spend(self, rows: int, seconds: float) -> None:

@@ -72,19 +72,19 @@ class Scheduler:
         """The running requests, in order of arrival. A request waits only for earlier ones."""
         self._engine = engine
         engine.takes_checkpoints = budget > 0
-        capacity, cells = settings.context or 0, settings.cells or 0
+        capacity, cells = settings.context or 0, settings.kv_cache_tokens or 0
         room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends
         self.residents = Residents(engine, self.slots, memory=settings.memory, parking=parking)
         self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
         self._assigner.is_reusable = is_reusable
         self.errands = self._assigner.errands
-        self.errands.are_on = is_reusable and settings.step_ms != 0
+        self.errands.are_on = is_reusable and settings.max_step_ms != 0
         self._endings = Endings(self.requests, self.residents, lambda: self.moment, ended)
         self._maker = RoomMaker(
             engine, self.requests, room, self._assigner, self._endings, capacity
         )
-        pace = StepPace(settings.step, settings.step_ms if is_reusable else 0)
+        pace = StepPace(settings.step, settings.max_step_ms if is_reusable else 0)
         self._composer = Composer(engine, self.requests, settings.step, pace)
         self._drafts = Drafts(facts, settings.step - settings.max_sequences)
         self._passes = Passes(engine, self.residents, self._composer, self._endings)

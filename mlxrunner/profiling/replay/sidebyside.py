@@ -56,13 +56,13 @@ class ReplayedRunner:
         settings = EngineSettings(
             max_sequences=slots,
             context=self._capacity,
-            cells=cells,
+            kv_cache_tokens=cells,
             prefill_step=most,
             # Older logs have the budget of a runner of one request at a time.
             checkpoint_budget=process["checkpoint_budget"] if "memory" in process else 0,
             checkpoint_interval=process["checkpoint_interval"],
             memory=process.get("memory"),
-            step_ms=0,
+            max_step_ms=0,
         )
         self.scheduler = Scheduler(
             engine,

@@ -43,7 +43,7 @@ def test_values_of_any_size_and_depth_are_refused(
 
 def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
     """One that fits alone waits for the others."""
-    with opened(llama, 3, cells=64) as runner:
+    with opened(llama, 3, kv_cache_tokens=64) as runner:
         with pytest.raises(ContextLengthError):
             runner.submit([1] * 64, max_tokens=30)
         first = runner.submit([1, 2], max_tokens=40, stop_tokens=[])
