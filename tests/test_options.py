@@ -180,7 +180,7 @@ ELSEWHERE = {
     "chat/saved_settings.py": "a saved session has a field of that name",
     "chat/commands/sessions.py": "a saved cache has bits of its own",
     "cli/cache.py": "a saved cache has bits of its own",
-    "batch/responses.py": "it answers in OpenAI's format",
+    "batch/openai_format.py": "it answers in OpenAI's format",
     "models/suggested.py": "a generation_config.json has fields of these names",
     "chat/full_context.py": "it says which limit has cut an answer off",
     "cli/llm_plugin.py": "it says which settings llm knows",

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mlxrunner.batch.openai_format import (
+    TokenLogprob,
+    chat_logprobs,
+    completion_usage,
+    error_object,
+    finite,
+    response_body,
+    response_usage,
+    text_logprobs,
+    token_text,
+)
 from mlxrunner.batch.records import StoredLine, place_of
-from mlxrunner.batch.responses import response_body, response_usage
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,8 +30,6 @@ if TYPE_CHECKING:
     from mlxrunner.results import Result
     from mlxrunner.tokenizer import Tokenizer
 
-IMPOSSIBLE = -9999.0
-"""The log-probability of an impossible token, as OpenAI's API writes it: JSON has no infinity."""
 REFUSED, FAILED = 400, 500
 """HTTP's status codes for a request that is at fault, and for one that is not."""
 
@@ -40,7 +46,7 @@ def write_line(outcome: Outcome, tokenizer: Tokenizer, *, model: str, usage: boo
         status = REFUSED if outcome.is_refused else FAILED
         written = _openai_error(line, line_error(outcome), status)
     else:
-        written = _openai(line, _finite(result), tokenizer, model, usage)
+        written = _openai(line, result, tokenizer, model, usage)
     return json.dumps(written).encode("ascii")
 
 
@@ -63,10 +69,13 @@ def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
     written: dict[str, Any] = {"id": outcome.line.id, "index": outcome.line.index}
     if outcome.result is None:
         return written | {"error": line_error(outcome)}
-    result = _finite(outcome.result)
+    result = outcome.result
     written |= {"text": result.text, "finish_reason": result.finish_reason}
     if result.logprobs is not None:
-        written["logprobs"] = [{"logprob": own, "top": top} for own, top in result.logprobs]
+        written["logprobs"] = [
+            {"logprob": finite(own), "top": {token: finite(one) for token, one in top.items()}}
+            for own, top in result.logprobs
+        ]
     return written | ({"usage": result.usage.as_dict()} if usage else {})
 
 
@@ -78,12 +87,13 @@ def _openai(
         return _openai_line(line, 200, _response(line, result, tokenizer, model, usage), None)
     is_chat = line.format == "chat.completion"
     choice: dict[str, Any] = {"index": 0}
+    tokens = _tokens(result, tokenizer)
     if is_chat:
         choice["message"] = {"role": "assistant", "content": result.text}
-        choice["logprobs"] = _chat_logprobs(result, tokenizer)
+        choice["logprobs"] = None if tokens is None else {"content": chat_logprobs(tokens)}
     else:
         choice["text"] = result.text
-        choice["logprobs"] = _text_logprobs(result, tokenizer)
+        choice["logprobs"] = None if tokens is None else text_logprobs(tokens)
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line.index}",
         "object": line.format,
@@ -92,12 +102,10 @@ def _openai(
         "choices": [choice | {"finish_reason": result.finish_reason}],
     }
     if usage:
-        body["usage"] = {
-            "prompt_tokens": result.usage.prompt_tokens,
-            "completion_tokens": result.usage.completion_tokens,
-            "total_tokens": result.usage.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": result.usage.cached_tokens},
-        }
+        used = result.usage
+        body["usage"] = completion_usage(
+            used.prompt_tokens, used.cached_tokens, used.completion_tokens
+        )
     return _openai_line(line, 200, body, None)
 
 
@@ -105,13 +113,13 @@ def _response(
     line: StoredLine, result: Result, tokenizer: Tokenizer, model: str, usage: bool
 ) -> dict[str, Any]:
     """Return the body of an answer in the format of OpenAI's Responses API."""
-    logprobs = _chat_logprobs(result, tokenizer)
+    tokens = _tokens(result, tokenizer)
     body = response_body(
         line.index,
         line.options,
         result.text,
         is_cut=result.finish_reason == "length",
-        logprobs=None if logprobs is None else logprobs["content"],
+        logprobs=None if tokens is None else chat_logprobs(tokens),
         created=int(time.time()) if usage else 0,
         model=model,
     )
@@ -129,7 +137,7 @@ def _openai_error(line: StoredLine, message: str, status: int) -> dict[str, Any]
     The error stands both where the API's own answer has it and where readers of batch files look.
     """
     kind = "invalid_request_error" if status == REFUSED else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    body = {"error": error_object(message, kind)}
     return _openai_line(line, status, body, {"code": kind, "message": message})
 
 
@@ -142,75 +150,25 @@ def _openai_line(
     return {"id": name, "custom_id": line.id, "response": response, "error": error}
 
 
-def _finite(result: Result) -> Result:
-    """Return the result with infinite log-probabilities replaced by IMPOSSIBLE."""
-    if result.logprobs is None:
-        return result
-    logprobs = [
-        (max(own, IMPOSSIBLE), {token: max(value, IMPOSSIBLE) for token, value in top.items()})
-        for own, top in result.logprobs
-    ]
-    return replace(result, logprobs=logprobs)
+def _tokens(result: Result, tokenizer: Tokenizer) -> list[TokenLogprob] | None:
+    """Return the tokens of an answer as OpenAI's API names them; None without log-probabilities.
 
-
-def _chat_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Return the log-probabilities as OpenAI's chat API writes them."""
-    if result.logprobs is None:
-        return None
-    bytes_of = _token_bytes(tokenizer)
-
-    def shown(token: int, logprob: float) -> dict[str, Any]:
-        content = bytes_of(token)
-        return {"token": _token_text(content), "logprob": logprob, "bytes": list(content)}
-
-    pairs = zip(result.tokens, result.logprobs, strict=True)
-    return {
-        "content": [
-            {**shown(token, own), "top_logprobs": [shown(*other) for other in top.items()]}
-            for token, (own, top) in pairs
-        ]
-    }
-
-
-def _text_logprobs(result: Result, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Return the log-probabilities as OpenAI's completions API writes them."""
-    if result.logprobs is None:
-        return None
-    bytes_of = _token_bytes(tokenizer)
-    tops: list[dict[str, float]] = []
-    for _, top in result.logprobs:
-        by_text: dict[str, float] = {}
-        for token, value in top.items():
-            # Of tokens that are spelled alike, keep the first, which is the likeliest.
-            by_text.setdefault(_token_text(bytes_of(token)), value)
-        tops.append(by_text)
-    return {
-        "tokens": [_token_text(bytes_of(token)) for token in result.tokens],
-        "token_logprobs": [own for own, _ in result.logprobs],
-        "top_logprobs": tops,
-    }
-
-
-def _token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Return a function from a token to its bytes, which may be part of a character.
-
-    The bytes are those of the token's text if the tokenizer does not know its bytes.
+    The bytes of a token are those of its text if the tokenizer does not know its bytes.
     """
+    if result.logprobs is None:
+        return None
     try:
         pieces = tokenizer.vocabulary.pieces
     except OptionError:
         pieces = ()
 
-    def bytes_of(token: int) -> bytes:
+    def text_of(token: int) -> str:
         piece = pieces[token] if token < len(pieces) else None
-        return tokenizer.decode([token]).encode() if piece is None else piece
+        return token_text(tokenizer.decode([token]).encode() if piece is None else piece)
 
-    return bytes_of
-
-
-def _token_text(content: bytes) -> str:
-    """Return a token as OpenAI's API writes it: its text, or its bytes if they are not a text."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+    return [
+        TokenLogprob(
+            text_of(token), token, own, tuple((text_of(one), one, top[one]) for one in top)
+        )
+        for token, (own, top) in zip(result.tokens, result.logprobs, strict=True)
+    ]

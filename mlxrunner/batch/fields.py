@@ -7,15 +7,22 @@ the names of OpenAI's and vLLM's APIs (`translate.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from mlxrunner.batch.openai_format import (
+    READ,
+    RESPONSE_FIELDS,
+    check_functions,
+    form_of,
+    kind,
+    read_response,
+    translate,
+    unknown,
+)
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.pictures import named
 from mlxrunner.batch.records import Format
-from mlxrunner.batch.responses import RESPONSE_FIELDS, read_response
-from mlxrunner.batch.translate import READ, check_functions, translate, unknown
 from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.names import MEANT, SAME, did_you_mean
 from mlxrunner.config.option import names
@@ -35,8 +42,6 @@ BODY = OPTIONS | {"response_format"}
 """The fields of a body of OpenAI's batch files beside its prompt, under our names."""
 ROLES = ("system", "user", "assistant", "tool")
 """The roles that a message may have."""
-ANY_OBJECT = '{"type": "object"}'
-"""The JSON schema for the `response_format` `json_object`."""
 
 OPENAI_FIELDS = frozenset(("custom_id", "method", "url", "body"))
 """The fields of a line of OpenAI's batch files."""
@@ -246,45 +251,6 @@ def _texts(name: str, value: Any) -> list[str]:
     return list(values)
 
 
-def form_of(
-    options: Mapping[str, Any], response_format: Any, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the options that say which form an answer must have.
-
-    `schema` becomes the text of a JSON schema. Raise OptionError if the form is given twice or is
-    not known.
-    """
-    if response_format is None:
-        schema = options.get("schema")
-        return {"schema": _schema_text(schema)} if schema is not None else {}
-    if "schema" in options:
-        raise OptionError("schema and response_format say the same thing: give one of them")
-    match response_format:
-        case {"type": "text"}:
-            return {name: None for name in ("schema", "choices") if defaults.get(name)}
-        case {"type": "json_object"}:
-            return {"schema": ANY_OBJECT}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return {"schema": _schema_text(schema)}
-        case {"type": "json_schema"}:
-            raise OptionError(
-                "response_format: json_schema has no schema, which has to be an object"
-            )
-    raise OptionError(
-        f"response_format: {response_format!r:.80} is not known; its type has to be text, "
-        "json_object or json_schema"
-    )
-
-
-def _schema_text(schema: Any) -> str:
-    """Return a JSON schema as text. Raise OptionError if it is neither a text nor an object."""
-    if isinstance(schema, str):
-        return schema
-    if not isinstance(schema, dict):
-        raise OptionError(f"schema has to be a JSON schema (an object), not {kind(schema)}")
-    return json.dumps(schema)
-
-
 def _read_openai(record: Mapping[str, Any], batch: BatchOptions) -> tuple[Prompt, dict[str, Any]]:
     """Return the prompt and the options of a line of OpenAI's batch files."""
     record = without_nulls(record)
@@ -335,16 +301,3 @@ def _check_envelope(record: Mapping[str, Any]) -> None:
         raise OptionError(f"url {record['url']!r:.80} is not supported, only {', '.join(URLS)}")
     if not isinstance(record.get("body"), dict):
         raise PromptError(f"body has to be an object, not {kind(record.get('body'))}")
-
-
-def kind(value: Any) -> str:
-    """Return the kind of a JSON value, in words for an error."""
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), "null")

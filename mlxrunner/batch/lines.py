@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from mlxrunner.batch.fields import checked_id, format_of, kind, read_fields
+from mlxrunner.batch.fields import checked_id, format_of, read_fields
+from mlxrunner.batch.openai_format import kind
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.records import Format, Place, place_of
 from mlxrunner.batch.table import Columns, Template, read_table

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from mlxrunner.batch.translate import READ
+from mlxrunner.batch.openai_format import READ, TokenLogprob, completion_usage, text_logprobs
 from mlxrunner.config.request_fields import held
 from mlxrunner.serve.delivery import (
     EVENT_STREAM,
@@ -31,7 +32,6 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
 )
 from mlxrunner.serve.fields import headers, report, unread
 from mlxrunner.serve.models import AnswerBackend
@@ -43,8 +43,6 @@ from mlxrunner.serve.openai import (
     frame,
     head,
     options_of,
-    text_logprobs,
-    usage_body,
     with_seed,
 )
 
@@ -182,14 +180,12 @@ class CompletionWriter:
 
     def _usage(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
         """Return the usage of all answers. Each prompt is counted once."""
-        parts = [
-            usage_body(ends[first : first + self._body.n])
-            for first in range(0, len(ends), self._body.n)
-        ]
-        counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-        used: dict[str, Any] = {name: sum(part[name] for part in parts) for name in counts}
-        cached = sum(part["prompt_tokens_details"]["cached_tokens"] for part in parts)
-        return used | {"prompt_tokens_details": {"cached_tokens": cached}}
+        each = ends[:: self._body.n]
+        return completion_usage(
+            sum(end.usage.prompt_tokens for end in each),
+            sum(end.usage.cached_tokens for end in each),
+            sum(end.usage.completion_tokens for end in ends),
+        )
 
     def _report(self, ended: AnswerEnd) -> dict[str, Any]:
         return report(ended, unread(self._body.model_extra or {}))
@@ -203,8 +199,10 @@ class CompletionWriter:
     def _choice(
         self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None
     ) -> dict[str, Any]:
-        logprobs = text_logprobs(tokens, self._offsets[index]) if tokens else None
-        self._offsets[index] += sum(len(token.text) for token in tokens)
+        logprobs = text_logprobs(tokens) if tokens else None
+        if logprobs is not None:
+            ends = [*accumulate((len(one.text) for one in tokens), initial=self._offsets[index])]
+            logprobs["text_offset"], self._offsets[index] = ends[:-1], ends[-1]
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 

@@ -24,6 +24,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.config.json_options import with_whole_characters
 from mlxrunner.serve.errors import api_error_of
 from mlxrunner.serve.events import (
@@ -34,7 +35,6 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
 )

@@ -11,6 +11,7 @@ from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse, Response
 
+from mlxrunner.batch.openai_format import error_object
 from mlxrunner.config.arguments import shown
 from mlxrunner.errors import (
     CacheFullError,
@@ -101,12 +102,8 @@ def anthropic_error(refused: ApiError, request_id: str) -> dict[str, Any]:
 def openai_error(refused: ApiError) -> dict[str, Any]:
     """Return OpenAI's object that describes an error."""
     default = "invalid_request_error" if refused.status < 500 else "server_error"
-    return {
-        "message": refused.message,
-        "type": OPENAI.get(refused.status, default),
-        "param": refused.param,
-        "code": refused.code,
-    }
+    kind = OPENAI.get(refused.status, default)
+    return error_object(refused.message, kind, refused.param, refused.code)
 
 
 def anthropic_response(refused: ApiError, request_id: str) -> Response:

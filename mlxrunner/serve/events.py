@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.profiling.schema import NoteKind
 from mlxrunner.results import Usage
 
@@ -45,17 +46,6 @@ class PrefillProgress:
     """Tokens of the prompt that are evaluated or reused."""
     total: int
     """Tokens of the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token with its log-probabilities, where they were asked for."""
-
-    text: str
-    token: int
-    logprob: float
-    top: tuple[tuple[str, int, float], ...] = ()
-    """The likeliest tokens: text, id, log-probability."""
 
 
 @dataclass(frozen=True, slots=True)

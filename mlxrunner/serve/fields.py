@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from mlxrunner.batch.translate import READ
+from mlxrunner.batch.openai_format import READ
 from mlxrunner.config.arguments import as_whole, without_nulls
 from mlxrunner.config.names import SAME
 from mlxrunner.config.option import names

@@ -19,9 +19,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BeforeValidator, Field
 
-from mlxrunner.batch.answers import IMPOSSIBLE
-from mlxrunner.batch.fields import ANY_OBJECT
-from mlxrunner.batch.translate import TURN
+from mlxrunner.batch.openai_format import ANY_OBJECT, TURN, TokenLogprob, finite
 from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.models.resolve import HUB_ID, folder_if_here, pull
@@ -48,7 +46,6 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
@@ -387,7 +384,7 @@ def _logprob(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _shown(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, IMPOSSIBLE)}
+    return {"token": text, "logprob": finite(logprob)}
 
 
 class OllamaStreamWriter:

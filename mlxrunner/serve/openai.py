@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -13,9 +13,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field
 
-from mlxrunner.batch.answers import IMPOSSIBLE
-from mlxrunner.batch.fields import form_of
-from mlxrunner.batch.translate import EFFORTS, READ, translate
+from mlxrunner.batch.openai_format import (
+    EFFORTS,
+    READ,
+    chat_logprobs,
+    completion_usage,
+    form_of,
+    translate,
+)
 from mlxrunner.config.arguments import as_whole, shown, without_nulls
 from mlxrunner.config.names import SAME
 from mlxrunner.config.option import names
@@ -42,7 +47,6 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
@@ -415,50 +419,6 @@ def _call(call: ChatToolCall, where: str, content: Parts) -> dict[str, Any] | No
     return {**own, "type": "function", "function": function}
 
 
-_BYTES = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
-
-
-def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return the log-probabilities of tokens as chats and responses have them."""
-    return [
-        {
-            **_shown(token.text, token.logprob),
-            "top_logprobs": [_shown(text, logprob) for text, _, logprob in token.top],
-        }
-        for token in tokens
-    ]
-
-
-def _shown(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(_bytes(text))}
-
-
-def _bytes(text: str) -> bytes:
-    """Return the bytes of a token's text, which names them if they are part of a character."""
-    found = _BYTES.fullmatch(text)
-    return bytes.fromhex(found[1].replace("\\x", "")) if found else text.encode()
-
-
-def text_logprobs(tokens: Iterable[TokenLogprob], begin: int = 0) -> dict[str, Any]:
-    """Return the log-probabilities of tokens as completions have them.
-
-    The text of the first token begins at offset `begin` of the completion.
-    """
-    tokens = list(tokens)
-    offsets, tops = [], []
-    for token in tokens:
-        offsets.append(begin)
-        begin += len(token.text)
-        # Of tokens that are spelled alike, the last one written counts: the likeliest.
-        tops.append({text: max(logprob, IMPOSSIBLE) for text, _, logprob in reversed(token.top)})
-    return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [max(token.logprob, IMPOSSIBLE) for token in tokens],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-
-
 FINISH_REASONS = {
     "stop": "stop",
     "stop_sequence": "stop",
@@ -490,13 +450,9 @@ def usage_body(ends: Sequence[AnswerEnd]) -> dict[str, Any]:
     """Return the usage of several answers to one prompt, which is counted once."""
     first = ends[0].usage
     answered = sum(end.usage.completion_tokens for end in ends)
-    return {
-        "prompt_tokens": first.prompt_tokens,
-        "completion_tokens": answered,
-        "total_tokens": first.prompt_tokens + answered,
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": sum(end.thinking_tokens for end in ends)},
-    }
+    thought = sum(end.thinking_tokens for end in ends)
+    used = completion_usage(first.prompt_tokens, first.cached_tokens, answered)
+    return used | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
 def completion_body(

@@ -15,16 +15,18 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator
 
-from mlxrunner.batch.responses import (
+from mlxrunner.batch.openai_format import (
     INCLUDED,
+    READ,
     RESPONSE_FIELDS,
+    TokenLogprob,
+    chat_logprobs,
     message_item,
     read_response,
     response_object,
     response_usage,
     sealed,
 )
-from mlxrunner.batch.translate import READ
 from mlxrunner.config.request_fields import held
 from mlxrunner.serve.delivery import (
     EVENT_STREAM,
@@ -45,7 +47,6 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
@@ -60,13 +61,7 @@ from mlxrunner.serve.fields import (
     unread,
 )
 from mlxrunner.serve.models import AnswerBackend
-from mlxrunner.serve.openai import (
-    OpenAIRequest,
-    chat_logprobs,
-    checked_effort,
-    choice_of,
-    options_of,
-)
+from mlxrunner.serve.openai import OpenAIRequest, checked_effort, choice_of, options_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles of messages."""

@@ -10,7 +10,8 @@ import pytest
 from support.scripted import HELLO, Scripted, asking, ended
 from support.waiting import until
 
-from mlxrunner.serve.events import ApiError, PrefillProgress, TextDelta, ThinkingDelta, TokenLogprob
+from mlxrunner.batch.openai_format import TokenLogprob
+from mlxrunner.serve.events import ApiError, PrefillProgress, TextDelta, ThinkingDelta
 
 
 @pytest.fixture

@@ -16,15 +16,9 @@ from fastapi import FastAPI
 from support.scripted import CARD, HELLO, Scripted, asking, call, ended, serving
 from support.waiting import until
 
+from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.errors import ModelError
-from mlxrunner.serve.events import (
-    ApiError,
-    PrefillProgress,
-    QueueWait,
-    TextDelta,
-    ThinkingDelta,
-    TokenLogprob,
-)
+from mlxrunner.serve.events import ApiError, PrefillProgress, QueueWait, TextDelta, ThinkingDelta
 from mlxrunner.serve.ollama import router, seconds_of
 
 HI = [{"role": "user", "content": "Hi"}]

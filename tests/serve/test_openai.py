@@ -16,13 +16,13 @@ from pydantic import SecretStr
 from support.scripted import HELLO, Scripted, asking, call, ended
 from support.waiting import until
 
+from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.serve.events import (
     ApiError,
     PrefillProgress,
     QueueWait,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
     ToolChoice,
 )
 

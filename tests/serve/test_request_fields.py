@@ -16,7 +16,7 @@ import openai.types.responses.response_create_params as response_params
 import pytest
 from serve.test_fields import ANSWERS, CLIENT, DOCUMENT, line, outcome
 
-from mlxrunner.batch.translate import READ
+from mlxrunner.batch.openai_format import READ
 from mlxrunner.config.names import SAME
 from mlxrunner.config.option import names
 from mlxrunner.config.request_fields import IGNORED, REFUSED, is_neutral

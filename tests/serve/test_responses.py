@@ -13,14 +13,13 @@ from pydantic import TypeAdapter
 from support.scripted import HELLO, Scripted, asking, call, ended
 from support.waiting import until
 
-from mlxrunner.batch.responses import sealed
+from mlxrunner.batch.openai_format import TokenLogprob, sealed
 from mlxrunner.serve.events import (
     ApiError,
     PrefillProgress,
     QueueWait,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
     ToolChoice,
 )
 from mlxrunner.serve.responses import ResponseStore

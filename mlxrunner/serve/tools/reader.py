@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.results import Chunk
 from mlxrunner.serve.events import (
     CUT_OFF,
@@ -15,7 +16,6 @@ from mlxrunner.serve.events import (
     AnswerNote,
     TextDelta,
     ThinkingDelta,
-    TokenLogprob,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
