@@ -1,4 +1,4 @@
-# make chat: talk with the demo model.  make lint: ruff and mypy.  make bench: measure this machine.
+# make chat: talk with the demo model.  make lint: ruff, import-linter and mypy.  make bench: measure this machine.
 # make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
 # make test-agents: let Claude Code, Codex and opencode do a job (installs them with npm).
 # make docs: build the documentation into site/.
@@ -52,6 +52,7 @@ test-agents: $(STAMP) agents
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 # The pages are then at site/index.html; a link that leads nowhere is an error.

@@ -206,7 +206,7 @@ class CacheFullError(MlxrunnerError):
 
 
 class NotSupportedError(MlxrunnerError):
-    """This cache or model cannot do that at all; nothing was changed."""
+    """A cache or model cannot do that at all; nothing was changed."""
 
     exit_code = 2
 

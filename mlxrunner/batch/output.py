@@ -81,7 +81,7 @@ class AnswerFile:
         """
         end = 0
         self._stream.seek(0)
-        with open(os.dup(self._stream.fileno()), "rb") as reader:
+        with os.fdopen(os.dup(self._stream.fileno()), "rb") as reader:
             for number, answer in enumerate(answers, 1):
                 line = answer.body + b"\n"
                 found = reader.read(len(line))
@@ -167,7 +167,7 @@ class AnswerFile:
 def _sync_folder(path: Path) -> None:
     """Put the names of the files beside `path` onto the disk, where the file system can do that."""
     with suppress(OSError):
-        folder = os.open(path.resolve().parent, os.O_RDONLY)
+        folder = os.open(path.resolve().parent, os.O_RDONLY)  # noqa: TID251  # no file
         try:
             os.fsync(folder)
         finally:

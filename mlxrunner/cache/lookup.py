@@ -60,7 +60,7 @@ class Lookup:
 
     @property
     def outcome(self) -> Outcome:
-        """ "hit" if all that could be reused was, "miss" if no token was, else "partial"."""
+        """Return "hit" if all that could be reused was, "miss" if no token was, else "partial"."""
         if self.reused == 0:
             return "miss"
         is_whole = self.reused == min(self.prompt_tokens - 1, self.entry_tokens)

@@ -199,7 +199,7 @@ def guard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDONLY)  # noqa: TID251  # the lowest number that is free
     if sys.stdout is None or sys.stdout is sys.__stdout__:
         sys.stdout = _guarded(StandardOutput, sys.stdout, 1)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
@@ -212,7 +212,8 @@ def give_up_output() -> None:
         sys.stdout.flush()
     except (OutputClosedError, OSError, ValueError):
         with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            null = os.open(os.devnull, os.O_WRONLY)  # noqa: TID251  # the null device
+            os.dup2(null, sys.stdout.fileno())
 
 
 def _guarded(guard: type[io.TextIOWrapper], stream: TextIO | None, number: int) -> TextIO:

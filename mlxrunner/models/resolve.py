@@ -23,7 +23,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """The text that names `model`. ModelError if it is neither a text nor a path."""
+    """Return the text that names `model`. Raise ModelError for anything but a text or a path."""
     if isinstance(model, str | os.PathLike):
         return os.fspath(model)
     raise ModelError(f"{model!r:.80} names no model: give 'demo', a directory or a hub id")

@@ -40,7 +40,7 @@ class Ranks:
     """All ranks but the first. Use it as a context manager: it lets the others end."""
 
     def __init__(self, hosts: Hosts, connection: socket, way: Way = "tensor-parallel") -> None:
-        """`connection` is the one to the guard. `way`: how the ranks share each model."""
+        """Lead over `connection`, the one to the guard. `way`: how the ranks share each model."""
         self.hosts, self.wire, self.way = hosts, Wire(connection), way
         self._replies: dict[int, queue.SimpleQueue[Any]] = {
             rank: queue.SimpleQueue() for rank in range(1, len(hosts.addresses))

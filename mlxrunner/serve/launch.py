@@ -144,7 +144,8 @@ def find_server(url: str, key: str | None, model: str | None) -> ServerAddress:
     request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or NO_KEY}"})
     try:
         # Without a proxy: the server is on this machine.
-        with build_opener(ProxyHandler({})).open(request, timeout=PATIENCE_S) as answer:
+        opener = build_opener(ProxyHandler({}))
+        with opener.open(request, timeout=PATIENCE_S) as answer:  # opens: an address
             found = json.loads(answer.read(MOST_ANSWER))
         models = {str(one["id"]): one for one in found["data"]}
     except HTTPError as error:

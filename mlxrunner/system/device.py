@@ -200,4 +200,6 @@ def compiler() -> Finding:
 
 def _maps() -> list[str]:
     maps = Path("/proc/self/maps")
-    return maps.read_text().splitlines() if maps.exists() else []
+    if not maps.exists():
+        return []
+    return maps.read_text().splitlines()  # opens: of the kernel

@@ -105,6 +105,6 @@ def _number(file: Path) -> int | None:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        return file.read_text().splitlines()  # opens: of the kernel
     except (OSError, ValueError):
         return []

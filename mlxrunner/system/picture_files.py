@@ -74,7 +74,8 @@ def decode_picture(content: bytes, name: str) -> Pixels:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with image_module.open(io.BytesIO(content), formats=FORMATS) as picture:
+            encoded = io.BytesIO(content)
+            with image_module.open(encoded, formats=FORMATS) as picture:  # opens: bytes
                 _check_size(name, *picture.size)
                 return _rgb(image_module, picture)
     except PictureError:

@@ -77,6 +77,6 @@ def _linux(supplies: Path) -> bool:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text().strip()
+        return file.read_text().strip()  # opens: of the kernel
     except (OSError, ValueError):
         return ""

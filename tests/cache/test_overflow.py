@@ -18,6 +18,7 @@ from mlxrunner.cache.layers.rotate import rotators, turned
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.models.facts import facts_of
+from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 YARN = {
@@ -226,6 +227,40 @@ def test_a_warm_shift_equals_a_cold_one(architecture: str) -> None:
         max(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in zip(warm, cold, strict=True))
         < 1e-4
     )
+
+
+def one_window(**options: Any) -> Runner:
+    """A runner of two layers: a window of 16, whose keys follow from token and position alone.
+
+    The layer behind it adds nothing. So the window stores after a shift what a cold run stores.
+    """
+    window = {"num_hidden_layers": 2, "sliding_window": 16, "sliding_window_pattern": 2}
+    runner = build("gemma3_text", window, context=64, **options)
+    last = runner.model.layers[1]
+    for part in (last.self_attn.o_proj, last.mlp.down_proj):
+        part.weight = mx.zeros_like(part.weight)
+    return runner
+
+
+@pytest.mark.parametrize("split", [8, 16, 19, 24, 32, 37])
+def test_no_checkpoint_outlives_the_tokens_that_were_moved(
+    split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that leaves the shifted text at any offset has the answer of a cold run."""
+    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
+    asked: dict[str, Any] = {"stop_tokens": [], "logprobs": 0}
+    runner = one_window(rewind_slack=0, checkpoint_interval=8, checkpoint_budget=10**7)
+    history = [i * 7 % 290 for i in range(58)]
+    list(runner.generate(history, max_tokens=1, **asked))
+    assert {8, 16, 24, 32} <= {item.offset for item in runner.entry.checkpoints}
+    list(runner.generate(history, max_tokens=12, overflow="shift", keep=4, **asked))
+    assert runner.shifted_tokens == 30
+    prompt = [*runner.entry.tokens[:split], 280, 281]
+    warm = Result.of(list(runner.generate(prompt, max_tokens=4, **asked)))
+    cold = Result.of(list(one_window().generate(prompt, max_tokens=4, **asked)))
+    assert warm.tokens == cold.tokens
+    for ours, its in zip(warm.logprobs or [], cold.logprobs or [], strict=True):
+        assert ours[0] == pytest.approx(its[0], abs=1e-4)
 
 
 def test_a_chat_goes_over_the_edge_again_and_again() -> None:

@@ -285,6 +285,18 @@ def test_a_checkpoint_of_a_member_brings_it_back_and_makes_a_fork(architecture: 
     stacked.pass_({4: [96], 0: [97]})
 
 
+def test_a_fork_can_begin_before_the_last_pass() -> None:
+    """It gets the member's states of that moment."""
+    stacked = Stacked(model_of("qwen3_5"))
+    before = len(stacked.tokens[1]) - 1
+    for group in stacked.engine.groups:
+        group.copy_prefix(1, 3, before)
+    for cache, fork in zip(stacked.apart(1), stacked.apart(3), strict=True):
+        fork.copy(cache, before)
+    stacked.tokens[3] = stacked.tokens[1][:before]
+    stacked.pass_({3: [94], 1: [95]})
+
+
 def test_a_stack_is_kept_while_its_members_stay() -> None:
     """In whatever order they come; no array of a single one is made meanwhile."""
     stacked = Stacked(model_of("qwen3_5"))
@@ -296,6 +308,13 @@ def test_a_stack_is_kept_while_its_members_stay() -> None:
     assert stacked.apart(0)[0].stack is stacked.apart(2)[0].stack is not stack
     assert stacked.apart(1)[0].offset == len(stacked.tokens[1])
     stacked.pass_({1: [6], 2: [7], 0: [8]})
+
+
+def test_a_stack_of_as_many_others_is_another_stack() -> None:
+    """Two of three sequences run in each step, and each pass has the states of its own two."""
+    stacked = Stacked(model_of("qwen3_5"))
+    for pair in ((0, 1), (0, 2), (1, 2), (0, 1), (2, 0), (1, 0)):
+        stacked.pass_({number: [10 + number] for number in pair})
 
 
 def test_a_member_that_leaves_does_not_keep_the_stack() -> None:

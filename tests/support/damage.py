@@ -327,7 +327,7 @@ class Killed(NamedTuple):
     folder: Path
     """The folder that it has written in."""
     said: str
-    """What it has printed, which has to be flushed at once."""
+    """Its output, as far as it was flushed."""
     is_whole: bool
     """True for the last one, which was not killed."""
 

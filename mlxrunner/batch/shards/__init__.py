@@ -1,0 +1,1 @@
+"""Cut a batch into shards, and merge what was answered of each."""

@@ -1,6 +1,7 @@
 """The conversations in one folder: the files of each, the longest prefix, and which one to evict.
 
-Bookkeeping only: no tensors."""
+Bookkeeping only: no tensors.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class _Level:
     """Parts of which each query is in at most one."""
 
     def __init__(self, level: Level, queries: Sequence[int]) -> None:
-        """`queries`: the indices of all queries that are in any level."""
+        """Prepare a level. `queries`: the indices of all queries that are in any level."""
         self._parts = [_prepared(part) for part in level]
         self.order = [query for part in self._parts for query in part.order]
         missing = sorted({*queries}.difference(self.order))

@@ -69,7 +69,8 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
 
 def document(title: str, body: Sequence[str], *, refresh_s: int | None = None) -> str:
     """Return a page with the parts `body`. `refresh_s`: seconds until it is loaded again."""
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    file = Path(__file__).with_name("page.css")
+    style = file.read_text(encoding="utf-8")  # opens: a file of the package
     again = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
