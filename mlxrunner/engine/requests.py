@@ -16,6 +16,7 @@ from mlxrunner.errors import ContextFullError, OptionError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import STOP_IDS, GenerateOptions
 from mlxrunner.results import Chunk
+from mlxrunner.templates.chat_template import is_continued
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
     Prompt,
@@ -113,15 +114,10 @@ def prepare(
 
 def _words(prompt: TokenizedPrompt, options: GenerateOptions) -> str:
     """Return the words of the assistant that the answer continues, or nothing."""
-    last = prompt.messages[-1] if prompt.messages else None
-    if (
-        last is None
-        or last["role"] != "assistant"
-        or last.get("tool_calls")
-        or options.continue_final_message is False
-    ):
-        return ""
-    return last["content"]
+    messages = prompt.messages
+    if messages and is_continued(messages, options.continue_final_message):
+        return messages[-1]["content"]
+    return ""
 
 
 def _check_ends(options: GenerateOptions, vocab: int) -> None:

@@ -8,18 +8,28 @@ message says and the rendered text does not contain is an error: the model would
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError, TemplateLimitError
 from mlxrunner.results import logger
-from mlxrunner.templates.ends import CALL_ID, TOOL
-from mlxrunner.templates.messages import PlainMessage, check_messages, system_count
+from mlxrunner.templates.messages import (
+    ROLES,
+    MessageFormat,
+    Messages,
+    PlainMessage,
+    calls_of,
+    can_fold,
+    check_messages,
+    has_calls,
+)
+from mlxrunner.templates.probe import MARK, PARTS_SHOWN, FormatProbe
 from mlxrunner.templates.rendering import Render
-from mlxrunner.templates.thinking import THINKING_TAGS
+from mlxrunner.templates.segments import common
+from mlxrunner.templates.thinking import THINKING_TAGS, opens_thinking
 
 SHORT = 16
 """Characters of a text that is not sure to be a message's own, wherever it is found."""
@@ -29,54 +39,9 @@ MOST_LOOKS = 8
 """Times that a rendered text may be searched as a whole for contents that are not in it."""
 MOST_PROVEN = 4096
 """Most places in conversations of which it is remembered that the template writes them."""
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""The roles that a template is asked about."""
 ANSWER = ("<answer>", "</answer>")
 """The texts around the answer of Hunyuan, whose template drops all else."""
-JOINT = "\n\n"
-"""The text between two contents that become one."""
-_MARK = "qzj{}x"
-"""Stands for a text: letters and a number, which no filter changes."""
-_PARTS_SHOWN = ("'type': 'text'", '"type": "text"')
-"""Signs that a template wrote a list of parts as it is."""
-Messages = list[dict[str, Any]]
 Key = tuple[Any, ...]
-
-
-class MessageFormat(NamedTuple):
-    """A form in which a template may take a conversation."""
-
-    parts: frozenset[str] = frozenset()
-    """Roles whose contents are lists of parts."""
-    has_text_arguments: bool = False
-    """True if the arguments of calls are JSON texts."""
-    is_split: bool = False
-    """True if a text beside calls is a message of its own before them."""
-    is_folded: bool = False
-    """True if the system prompt begins the first user message."""
-    is_silent: bool = False
-    """True if a message with calls and no text has None for its content."""
-
-    def of(self, messages: Sequence[PlainMessage]) -> Messages:
-        """Return `messages` in this form."""
-        shaped: Messages = [dict(message) for message in messages]
-        if self.is_folded:
-            shaped = _folded(shaped)
-        if self.is_split:
-            shaped = [one for message in shaped for one in _split(message)]
-        if self.has_text_arguments:
-            shaped = [_with_text_arguments(message) for message in shaped]
-        if self.is_silent:
-            shaped = [
-                one | {"content": None} if _calls(one) and not one["content"] else one
-                for one in shaped
-            ]
-        return [
-            message | {"content": [{"type": "text", "text": message["content"]}]}
-            if message["role"] in self.parts and (message["content"] or not _calls(message))
-            else message
-            for message in shaped
-        ]
 
 
 class Lost(NamedTuple):
@@ -128,6 +93,7 @@ class ChatTemplate:
         self._render = render
         self._proven: dict[Key, set[Key]] = {}
         self._is_missing = render is None
+        self._probe = FormatProbe(self._written)
 
     def text(
         self,
@@ -217,79 +183,22 @@ class ChatTemplate:
 
     def _forms(self, messages: Sequence[PlainMessage]) -> Iterator[MessageFormat]:
         """Yield the forms that a conversation may have, the likeliest first."""
-        has_text, is_silent = self._call_form if _has_calls(messages) else (False, False)
-        first = MessageFormat(self._parts, has_text, is_silent=is_silent)
+        has_text, is_silent = self._probe.of_calls if has_calls(messages) else (False, False)
+        first = MessageFormat(self._probe.parts, has_text, is_silent=is_silent)
         yield first
         if self._render is None:
             return
-        shares = any(message["content"] and _calls(message) for message in messages)
+        shares = any(message["content"] and calls_of(message) for message in messages)
         others = product(
             dict.fromkeys((first.parts, frozenset[str](), ROLES, ROLES - {"system"})),
             (first.has_text_arguments, not first.has_text_arguments)
-            if _has_calls(messages)
+            if has_calls(messages)
             else (False,),
             (False, True) if shares else (False,),
-            (False, True) if _can_fold(messages) else (False,),
+            (False, True) if can_fold(messages) else (False,),
             (is_silent,),
         )
         yield from (form for one in others if (form := MessageFormat(*one)) != first)
-
-    @cached_property
-    def _parts(self) -> frozenset[str]:
-        """The roles whose contents the template writes only if they are lists of parts."""
-        if self._writes("u", MessageFormat()):
-            return frozenset()
-        roles = {"user": "u", "system": "su", "assistant": "uau", "tool": "uct"}
-        as_parts = frozenset(ROLES)
-        return frozenset(
-            role
-            for role, letters in roles.items()
-            if not self._writes(letters, MessageFormat(as_parts - {role}), role)
-            and self._writes(letters, MessageFormat(as_parts), role)
-        )
-
-    @cached_property
-    def _call_form(self) -> tuple[bool, bool]:
-        """The form of calls: if arguments are JSON texts, and if the content beside is None.
-
-        Each is True only if the template writes the JSON of a call so, and not otherwise.
-        """
-        shown = json.dumps(_ARGUMENTS, ensure_ascii=False)
-        for is_silent in (False, True):
-            objects, texts = (
-                self._probed("uct", MessageFormat(self._parts, has_text, is_silent=is_silent)) or ""
-                for has_text in (False, True)
-            )
-            is_text = shown in texts and (
-                not objects or (str(_ARGUMENTS) in objects and shown not in objects)
-            )
-            if is_text or _ARGUMENTS["p"] in objects:
-                return is_text, is_silent
-        return False, False
-
-    def _probed(self, letters: str, form: MessageFormat) -> str | None:
-        """Return the text of a conversation of marks in a form, or None if it is refused.
-
-        Raise TemplateLimitError if the template was stopped: each further question would take as
-        long.
-        """
-        messages: Any = [_probe_message(letter, n) for n, letter in enumerate(letters)]
-        for tools in (None, [TOOL]):
-            try:
-                return self._written(form.of(messages), True, {"tools": tools})
-            except TemplateLimitError:
-                raise
-            except Exception:
-                continue
-        return None
-
-    def _writes(self, letters: str, form: MessageFormat, role: str = "user") -> bool:
-        """Return True if the template writes all marks of a role, and not as lists."""
-        text = self._probed(letters, form)
-        if text is None or any(sign in text for sign in _PARTS_SHOWN):
-            return False
-        names = {"u": "user", "s": "system", "a": "assistant", "t": "tool", "c": ""}
-        return all(_MARK.format(n) in text for n, one in enumerate(letters) if names[one] == role)
 
     def _lost(self, rendering: _Rendering) -> Lost | None:
         """Return something that the text does not contain; None if it has everything.
@@ -327,78 +236,20 @@ class ChatTemplate:
         )
         for n, message in enumerate(rendering.messages):
             marks[Lost(n, "content")] = (mark.format(f"{n}c"),)
-            if _calls(message):
+            if calls_of(message):
                 marks[Lost(n, "tool_calls")] = tuple(
                     mark.format(f"{n}{kind}{number}")
-                    for number, call in enumerate(_calls(message))
+                    for number, call in enumerate(calls_of(message))
                     for kind in ("na" if call["function"]["arguments"] else "n")
                 )
         return {one for one, own in marks.items() if all(found in text for found in own)}
-
-
-_ARGUMENTS = {"p": _MARK.format("v")}
-
-
-def _probe_message(letter: str, number: int) -> dict[str, Any]:
-    content = _MARK.format(number)
-    if letter == "c":
-        function = {"name": "probetool", "arguments": _ARGUMENTS}
-        call = {"type": "function", "id": CALL_ID, "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if letter == "t":
-        own = {"tool_call_id": CALL_ID, "name": "probetool"}
-        return {"role": "tool", "content": content, **own}
-    role = {"s": "system", "u": "user", "a": "assistant"}[letter]
-    return {"role": role, "content": content}
-
-
-def _calls(message: Mapping[str, Any]) -> Sequence[Any]:
-    calls: Sequence[Any] = message.get("tool_calls") or ()
-    return calls
-
-
-def _has_calls(messages: Sequence[PlainMessage]) -> bool:
-    return any(map(_calls, messages))
-
-
-def _can_fold(messages: Sequence[PlainMessage]) -> bool:
-    count = system_count(messages, ("system",))
-    return 0 < count < len(messages) and messages[count]["role"] == "user"
-
-
-def _folded(messages: Messages) -> Messages:
-    """Return messages whose system prompt begins the first user message."""
-    count = system_count(messages, ("system",))
-    texts = [message["content"] for message in messages[: count + 1]]
-    return [messages[count] | {"content": JOINT.join(texts)}, *messages[count + 1 :]]
-
-
-def _split(message: dict[str, Any]) -> Messages:
-    """Return a message as two: its text, and its calls."""
-    if not (message["content"] and _calls(message)):
-        return [message]
-    text = {name: value for name, value in message.items() if name != "tool_calls"}
-    calls = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
-    return [text, calls]
-
-
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if not _calls(message):
-        return message
-    return message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return call | {"function": call["function"] | {"arguments": text}}
 
 
 def _shows_parts(rendering: _Rendering) -> bool:
     """Return True if the template wrote a list of parts as it is."""
     return bool(rendering.form.parts) and any(
         sign in rendering.text and not any(sign in one["content"] for one in rendering.messages)
-        for sign in _PARTS_SHOWN
+        for sign in PARTS_SHOWN
     )
 
 
@@ -504,7 +355,7 @@ def _found(rendering: _Rendering) -> set[Lost]:
     for n, message in enumerate(rendering.messages):
         if message["content"].strip() in text or _required(message) in text:
             found.add(Lost(n, "content"))
-        if all(call["function"]["name"] in text for call in _calls(message)):
+        if all(call["function"]["name"] in text for call in calls_of(message)):
             found.add(Lost(n, "tool_calls"))
     if all(_name(tool) in text for tool in rendering.tools):
         found.add(Lost(None, "tools"))
@@ -513,7 +364,7 @@ def _found(rendering: _Rendering) -> set[Lost]:
 
 def _unused_mark(rendering: _Rendering) -> str:
     """Return a mark whose letters are not in the text."""
-    mark = _MARK
+    mark = MARK
     while mark.partition("{")[0] in rendering.text:
         mark = "q" + mark
     return mark
@@ -526,7 +377,7 @@ def _with_marks(mark: str, number: int, message: PlainMessage) -> dict[str, Any]
         content = message["content"]
         end = visible_span(content)[1] if message["role"] == "assistant" else len(content)
         marked["content"] = content[:end] + mark.format(f"{number}c") + content[end:]
-    if _calls(message):
+    if calls_of(message):
         marked["tool_calls"] = [
             _with_argument(
                 _renamed(call, mark.format(f"{number}n{index}")), mark.format(f"{number}a{index}")
@@ -583,9 +434,10 @@ def _explained(lost: Lost, rendering: _Rendering) -> MlxrunnerError:
         )
     message = rendering.messages[lost.message]
     if lost.what == "tool_calls":
-        if len(_calls(message)) > 1:
+        count = len(calls_of(message))
+        if count > 1:
             return PromptError(
-                f"tool_calls: the model's chat template does not use all {len(_calls(message))} of "
+                f"tool_calls: the model's chat template does not use all {count} of "
                 f"message {lost.message}: write one call in a message, each before its result, or "
                 "write them into its content"
             )
@@ -599,3 +451,164 @@ def _explained(lost: Lost, rendering: _Rendering) -> MlxrunnerError:
         f"{message['role']!r:.80}: {shown[:60]!r}: write it into a message of the user, or use "
         "a model whose template takes it"
     )
+
+
+_END = "\ue0f8\ue0f9"
+"""Stands behind the words that are continued: private characters, which no template changes."""
+_TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+REMEDY = (
+    "end it with a message of the user, or ask for a new message of the assistant "
+    "(continue_final_message: false)"
+)
+
+
+class Continued(NamedTuple):
+    """A rendered conversation that ends within the assistant's turn."""
+
+    text: str
+    """The text up to the end of the words that are continued."""
+    header: int
+    """Characters of `text` up to the place where the model's own answer would begin."""
+    words: int
+    """Characters of `text` before the words that are continued."""
+
+
+def is_continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = None) -> bool:
+    """Return True if an answer to `messages` continues the last of them.
+
+    `wanted`: as the caller asks for it; None: whenever the last message is the assistant's and has
+    no tool calls. Raise PromptError if it is wanted and can't be.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        if wanted:
+            raise PromptError(
+                "continue_final_message needs a last message of the assistant, and it is of role "
+                f"{last.get('role')!r:.80}: leave it out, as well as add_generation_prompt: false"
+            )
+        return False
+    if wanted is False or (last.get("tool_calls") and not wanted):
+        return False
+    if last.get("tool_calls"):
+        raise PromptError(
+            f"message {len(messages) - 1}: the conversation ends with tool calls, which have no "
+            f"words to be continued: add their results, or {REMEDY}"
+        )
+    return True
+
+
+def continued(
+    render: Render, messages: Sequence[Mapping[str, Any]], ends: Iterable[str] = ()
+) -> Continued:
+    """Return the text of `messages`, whose last one is the assistant's, up to its end.
+
+    `ends`: the texts of tokens that end messages. An empty last message is left out. Raise
+    PromptError if the template can't write it so.
+    """
+    *before, last = messages
+    words, thought = str(last.get("content") or ""), _thought(last)
+    if not words and not thought:
+        if not before:
+            raise PromptError("message 0: the assistant's words are empty, and nothing is before")
+        text = render(before)
+        return Continued(text, len(text), len(text))
+    begun = _try(render, before) if before else None
+    tags = next((tags for tags in THINKING_TAGS if words.lstrip().startswith(tags.begin)), None)
+    if begun is not None and words and not thought and (tags or _skips_thinking(begun)):
+        own = words.lstrip() if tags else words
+        head = begun
+        if tags and begun.rstrip().endswith(tags.begin):
+            head = begun.rstrip().removesuffix(tags.begin)
+        return Continued(head + own, min(len(begun), len(head + own)), len(head))
+    if (
+        begun is not None
+        and not words
+        and any(begun.rstrip().endswith(tags.begin) for tags in THINKING_TAGS)
+    ):
+        return Continued(begun + thought, len(begun), len(begun))
+    found = _written_before_mark(render, messages, words, thought, begun, ends)
+    header = (
+        len(begun)
+        if begun is not None and found.text.startswith(begun)
+        else common(begun or "", found.text[: found.words])
+    )
+    return found._replace(header=min(header, found.words))
+
+
+def _thought(message: Mapping[str, Any]) -> str:
+    return str(message.get("reasoning_content") or message.get("thinking") or "")
+
+
+def _skips_thinking(begun: str) -> bool:
+    """Return True if a generation prompt ends with thinking that is closed."""
+    opened = any(begun.rstrip().endswith(tags.begin) for tags in THINKING_TAGS)
+    return opens_thinking(begun) and not opened
+
+
+def _written_before_mark(
+    render: Render,
+    messages: Sequence[Mapping[str, Any]],
+    words: str,
+    thought: str,
+    begun: str | None,
+    ends: Iterable[str],
+) -> Continued:
+    """Return what the template writes before the end of the last message's words.
+
+    Without words, its thinking is continued.
+    """
+    last = {**messages[-1], "content": words + _END if words else ""}
+    if not words:
+        for name in ("reasoning_content", "thinking"):
+            if last.get(name):
+                last[name] = thought + _END
+    number, said = len(messages) - 1, words or thought
+    try:
+        text = render([*messages[:-1], last], add_generation_prompt=False)
+    except TemplateLimitError:
+        raise
+    except PromptError as error:
+        raise PromptError(
+            f"message {number}: the conversation ends with the assistant's words, and the model's "
+            f"chat template can't end there ({_cleaned(error)}): {REMEDY}"
+        ) from error
+    head, found, tail = text.partition(_END)
+    why = ""
+    if not found or _END in tail:
+        why = "leaves it out" if not found else "writes it twice"
+    elif not head.endswith(said):
+        said = said.lstrip()
+        why = "" if head.endswith(said) else "writes other words for it"
+    if not why and begun is not None and head == begun + said:
+        return Continued(head, 0, len(head) - len(said))
+    if not why and _is_text(tail, ends):
+        why = "writes other text behind it"
+    if why:
+        what = "words" if words else "thinking"
+        raise PromptError(
+            f"message {number}: the answer can't continue the assistant's {what} "
+            f"{said[:40]!r}, because the model's chat template {why}: {REMEDY}"
+        )
+    return Continued(head, 0, len(head) - len(said))
+
+
+def _cleaned(error: PromptError) -> str:
+    """Return a message without the mark, as it is or as `repr` shows it."""
+    return str(error).replace(_END, "").replace(repr(_END)[1:-1], "")
+
+
+def _is_text(tail: str, ends: Iterable[str]) -> bool:
+    """Return True if `tail` has more than end tokens, other tags and white space."""
+    for end in sorted(filter(str.strip, ends), key=len, reverse=True):
+        tail = tail.replace(end, "")
+    return bool(_TAGS.sub("", tail).strip())
+
+
+def _try(render: Render, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a conversation with a generation prompt, or None if the template refuses it."""
+    try:
+        return render(messages, add_generation_prompt=True)
+    except TemplateLimitError:
+        raise
+    except PromptError:
+        return None

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from mlxrunner.config.arguments import shown
 from mlxrunner.config.json_options import parsed_json
 from mlxrunner.errors import PromptError
 
+Messages = list[dict[str, Any]]
+JOINT = "\n\n"
+"""The text between two contents that become one."""
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""The roles that a template is asked about."""
 SYSTEM_ROLES = ("system", "developer")
 """The roles of messages that make up a system prompt."""
 
@@ -238,3 +243,84 @@ def _arguments(index: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
             f'such as {{"city": "Oslo"}}, not {shown(given)}{why}'
         )
     return arguments
+
+
+class MessageFormat(NamedTuple):
+    """A form in which a template may take a conversation."""
+
+    parts: frozenset[str] = frozenset()
+    """Roles whose contents are lists of parts."""
+    has_text_arguments: bool = False
+    """True if the arguments of calls are JSON texts."""
+    is_split: bool = False
+    """True if a text beside calls is a message of its own before them."""
+    is_folded: bool = False
+    """True if the system prompt begins the first user message."""
+    is_silent: bool = False
+    """True if a message with calls and no text has None for its content."""
+
+    def of(self, messages: Sequence[PlainMessage]) -> Messages:
+        """Return `messages` in this form."""
+        shaped: Messages = [dict(message) for message in messages]
+        if self.is_folded:
+            shaped = _folded(shaped)
+        if self.is_split:
+            shaped = [one for message in shaped for one in _split(message)]
+        if self.has_text_arguments:
+            shaped = [_with_text_arguments(message) for message in shaped]
+        if self.is_silent:
+            shaped = [
+                one | {"content": None} if calls_of(one) and not one["content"] else one
+                for one in shaped
+            ]
+        return [
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if message["role"] in self.parts and (message["content"] or not calls_of(message))
+            else message
+            for message in shaped
+        ]
+
+
+def calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the calls of a message."""
+    calls: Sequence[Any] = message.get("tool_calls") or ()
+    return calls
+
+
+def has_calls(messages: Sequence[PlainMessage]) -> bool:
+    """Return True if a message has calls."""
+    return any(map(calls_of, messages))
+
+
+def can_fold(messages: Sequence[PlainMessage]) -> bool:
+    """Return True if the system prompt may begin the first user message."""
+    count = system_count(messages, ("system",))
+    return 0 < count < len(messages) and messages[count]["role"] == "user"
+
+
+def _folded(messages: Messages) -> Messages:
+    """Return messages whose system prompt begins the first user message."""
+    count = system_count(messages, ("system",))
+    texts = [message["content"] for message in messages[: count + 1]]
+    return [messages[count] | {"content": JOINT.join(texts)}, *messages[count + 1 :]]
+
+
+def _split(message: dict[str, Any]) -> Messages:
+    """Return a message as two: its text, and its calls."""
+    if not (message["content"] and calls_of(message)):
+        return [message]
+    text = {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
+    return [text, calls]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not calls_of(message):
+        return message
+    return message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": text}}

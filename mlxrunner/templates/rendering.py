@@ -1,32 +1,48 @@
-"""Read the chat templates of a model directory, and render one in a sandbox.
+"""Read the chat templates of a model directory, and render them.
 
-The sandbox has the same filters and functions as that of transformers.
+A template is rendered in this process, or in a child process with limits if it may be costly.
 """
 
 from __future__ import annotations
 
+import atexit
+import marshal
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
-from mlxrunner.errors import ModelError, PromptError, ReadError
+from mlxrunner.errors import ModelError, PromptError, ReadError, TemplateLimitError
 from mlxrunner.system import reading
 from mlxrunner.system.reading import is_there, read_text
+from mlxrunner.templates import sandbox
 from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.templates.plain import plain
 
 FALLBACK_STOPS = ("\nUser:", "\nSystem:")
 """Texts before which an answer in the fallback format ends."""
 END_OF_MESSAGE = ("<|end|>", "[/INST]")
 """Ends of a message that do not end an answer."""
 
+MOST_SOURCE = 2**18
+"""Most characters of a template; the longest ones in use have about 60,000."""
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder of a model's named templates, beside the default one."""
 MOST_TEMPLATE = 2**20
 """Most bytes of a file that holds a template."""
 MOST_JSON = 2**27
 """Most bytes of a JSON file; the largest tokenizers in use have 35 million."""
+
+PLAIN = 2
+"""The version of `marshal` without references, so that nothing is in a value twice."""
+MOST_WAITING = 2
+"""Most child processes that wait for a render."""
+MOST_COSTLY = 64
+"""Most templates that are known to be costly."""
 
 Render = Callable[..., str]
 """A function of `(messages, add_generation_prompt, **variables)` that returns the text."""
@@ -55,10 +71,11 @@ def render_jinja(
 
     Raise TemplateLimitError if the template was stopped, or else what the template raises.
     """
-    # As mlx-lm does: without this, transformers says on stderr that PyTorch is missing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from mlxrunner.templates import sandbox
-
+    if len(template) > MOST_SOURCE:
+        raise TemplateLimitError(
+            f"it has {len(template):,} characters, more than the {MOST_SOURCE:,} "
+            "that a template may have"
+        )
     given = {
         "tools": None,
         "documents": None,
@@ -66,7 +83,34 @@ def render_jinja(
         "messages": messages,
         "add_generation_prompt": add_generation_prompt,
     }
-    return sandbox.render(template, {name: plain(value) for name, value in given.items()})
+    try:
+        request = marshal.dumps((template, given), PLAIN)
+    except ValueError:  # something is no plain data
+        request = marshal.dumps((template, plain(given)), PLAIN)
+    if template not in _costly:
+        try:
+            _, variables = marshal.loads(request)
+            return sandbox.render_metered(template, variables, len(request))
+        except sandbox.CostlyError:
+            if len(_costly) == MOST_COSTLY:
+                _costly.clear()
+            _costly.add(template)
+    return _processes.render(request)
+
+
+def plain(value: Any) -> Any:
+    """Return a copy of a variable of a template, so that it calls no methods of other objects.
+
+    An object of any other type than those of JSON is replaced by the name of its type.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    simple = next((kind for kind in (str, int, float) if isinstance(value, kind)), None)
+    return f"<{type(value).__name__}>" if simple is None else simple(value)
 
 
 def read_templates(
@@ -155,3 +199,113 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file}: has to be a JSON object, not {type(content).__name__}")
     return content
+
+
+class TemplateError(Exception):
+    """A template has failed in a child process."""
+
+    def __init__(self, problem: str, lineno: int | None) -> None:
+        super().__init__(problem)
+        self.lineno = lineno
+        """The line that can't be read, or None if the template refuses what it was given."""
+
+
+class RenderProcesses:
+    """Child processes that render templates within limits.
+
+    One is started when none waits, and ends with this process. Any thread may use them, and so may
+    a process that was forked.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """Allow `seconds` of processor time for each render."""
+        self._seconds = seconds
+        self._lock, self._owner = Lock(), 0
+        self._waiting: list[subprocess.Popen[bytes]] = []
+
+    def render(self, request: bytes) -> str:
+        """Return the text for `(template, variables)`, as `marshal` writes both.
+
+        Raise TemplateLimitError if the template was stopped, or TemplateError if it fails.
+        """
+        child = self._take()
+        try:
+            sandbox.send(cast(Any, child.stdin), request)
+            answer = sandbox.receive(cast(Any, child.stdout))
+        except BrokenPipeError:
+            answer = b""
+        except BaseException:  # an interrupt: the answer would be taken for that of the next one
+            _end(child)
+            raise
+        if not answer:
+            has_time = child.wait() != -signal.SIGPROF
+            _end(child)
+            raise TemplateLimitError(
+                "it was stopped when it took too much memory"
+                if has_time
+                else f"it was stopped after {self._seconds:.2g} seconds"
+            )
+        self._put(child)
+        kind, text, line = marshal.loads(answer)
+        if kind == "limit":
+            raise TemplateLimitError(text)
+        if kind == "error":
+            raise TemplateError(text, line)
+        return str(text)
+
+    def close(self) -> None:
+        """End all processes that wait."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for child in waiting if self._owner == os.getpid() else ():
+            _end(child)
+
+    def _take(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._owner != os.getpid():  # those of the process that was forked are not ours
+                self._owner, self._waiting = os.getpid(), []
+            child = self._waiting.pop() if self._waiting else None
+        return child if child is not None and child.poll() is None else self._started()
+
+    def _put(self, child: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            is_kept = len(self._waiting) < MOST_WAITING
+            if is_kept:
+                self._waiting.append(child)
+        if not is_kept:
+            _end(child)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return a new process. Raise TemplateLimitError if none can be started."""
+        file = Path(sandbox.__file__)
+        paths = [*filter(None, sys.path), str(file.parent)]
+        code = (
+            f"import sys; sys.path[:] = {paths!r}; import {file.stem}; {file.stem}."
+            f"serve(sys.stdin.buffer, sys.stdout.buffer, {os.getpid()}, {self._seconds!r})"
+        )
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+        except (OSError, ValueError) as error:
+            raise TemplateLimitError(
+                f"it may take long, and the process to render it could not be started: {error}"
+            ) from error
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        with suppress(OSError):  # what was not written yet
+            cast(Any, pipe).close()
+
+
+_costly: set[str] = set()
+"""Templates that were found to be costly."""
+_processes = RenderProcesses(sandbox.MOST_PROCESSOR_SECONDS)
+atexit.register(_processes.close)

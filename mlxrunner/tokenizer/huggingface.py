@@ -14,8 +14,8 @@ from mlxrunner.results import logger
 from mlxrunner.system.foreign import failures_as_errors, foreign_code, is_failure
 from mlxrunner.system.mlx_lm_internals import has_module, transformers_tokenizer
 from mlxrunner.templates.chat_template import ChatTemplate
-from mlxrunner.templates.ends import turn_ends
 from mlxrunner.templates.messages import PlainMessage
+from mlxrunner.templates.probe import turn_ends
 from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
     FALLBACK_STOPS,

@@ -18,7 +18,7 @@ from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Usage
 from mlxrunner.system.picture_files import pixels_of
-from mlxrunner.templates.continuing import continued, is_continued
+from mlxrunner.templates.chat_template import continued, is_continued
 from mlxrunner.templates.messages import (
     PlainMessage,
     check_messages,

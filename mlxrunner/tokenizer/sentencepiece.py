@@ -10,8 +10,8 @@ from typing import Any
 
 from mlxrunner.errors import ModelError
 from mlxrunner.templates.chat_template import ChatTemplate
-from mlxrunner.templates.ends import turn_ends
 from mlxrunner.templates.messages import PlainMessage
+from mlxrunner.templates.probe import turn_ends
 from mlxrunner.templates.rendering import (
     END_OF_MESSAGE,
     FALLBACK_STOPS,

@@ -35,36 +35,32 @@ class Vocabulary:
         return LLTokenizer(TokenizerWrapper(_Library(self.pieces)))
 
     @cached_property
-    def _spells_everything(self) -> bool:
-        return set(self.pieces) >= IN_UTF8
+    def _tokens(self) -> dict[bytes, int]:
+        """A token for each piece."""
+        return {piece: token for token, piece in enumerate(self.pieces) if piece}
 
     def can_spell(self, text: str) -> bool:
         """Return True if some sequence of tokens is exactly `text`."""
-        if self._spells_everything:
+        known, data = self._tokens, text.encode()
+        if known.keys() >= IN_UTF8:
             return True
-        data, pieces = text.encode(), {piece for piece in self.pieces if piece}
-        longest = max(map(len, pieces), default=0)
+        longest = max(map(len, known), default=0)
         ends = [True]  # at n: the first n bytes can be spelled
         for end in range(1, len(data) + 1):
-            ends.append(
-                any(
-                    ends[begin] and data[begin:end] in pieces
-                    for begin in range(max(0, end - longest), end)
-                )
-            )
+            begins = range(max(0, end - longest), end)
+            ends.append(any(ends[begin] and data[begin:end] in known for begin in begins))
         return ends[-1]
 
     def spelled(self, text: str) -> list[int]:
         """Return tokens of one character or byte each that are `text`; none if it has others."""
-        if not text:
-            return []
-        known = {piece: token for token, piece in enumerate(self.pieces) if piece}
-        found = list[int | None]()
-        for letter in text:
-            data = letter.encode()
-            bytes_ = [data] if data in known else [bytes([byte]) for byte in data]
-            found += map(known.get, bytes_)
-        return [token for token in found if token is not None] if None not in found else []
+        known = self._tokens
+        letters = (letter.encode() for letter in text)
+        pieces = [
+            piece
+            for data in letters
+            for piece in ([data] if data in known else (bytes([byte]) for byte in data))
+        ]
+        return [known[piece] for piece in pieces] if all(map(known.__contains__, pieces)) else []
 
 
 class _Library:

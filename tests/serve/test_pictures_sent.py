@@ -17,9 +17,9 @@ from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.errors import PictureError
 from mlxrunner.serve.prompts.answer_tokens import message_digest
-from mlxrunner.serve.prompts.probe import Probe
 from mlxrunner.serve.prompts.rules import PromptDraft, apply
 from mlxrunner.system.picture_texts import picture_bytes
+from mlxrunner.templates.probe import TemplateProbe
 
 DATA = base64.b64encode(b"a picture").decode()
 URL = f"data:image/png;base64,{DATA}"
@@ -131,7 +131,7 @@ def test_a_raw_prompt_has_no_pictures(url: str) -> None:
 def test_rules_keep_pictures_with_their_texts(family: str, tmp_path: Path) -> None:
     """Each mark has its picture, in order, whatever is joined, moved or written as text."""
     template, _ = TEMPLATES[family]
-    probe = Probe(load_strict(tmp_path / family, family).render, template)
+    probe = TemplateProbe(load_strict(tmp_path / family, family).render, template)
     calls = [CALL, {**CALL, "id": "call_2"}]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "\ufffc first", "pictures": ["1"]},

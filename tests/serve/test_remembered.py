@@ -16,10 +16,8 @@ from mlxrunner.serve.prompts import builder, rules
 from mlxrunner.serve.prompts.answer_tokens import PromptEncoder
 from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.prompts.causes import Causes
-from mlxrunner.templates import plain, sandbox
+from mlxrunner.serve.prompts.lru import MemoizedFunction
 from mlxrunner.templates.messages import check_messages
-from mlxrunner.templates.recalled import Memory
-from mlxrunner.templates.remembered import Remembered
 from mlxrunner.tokenizer import Tokenizer
 
 TEXTS = [
@@ -118,13 +116,11 @@ def test_a_prompt_is_the_same_as_from_a_maker_that_knows_nothing(
     known = PromptBuilder(tokenizers[family], template)
     with_memory = [made_of(known, asked) for asked in several]
     assert [made_of(known, asked) for asked in several] == with_memory
-    monkeypatch.setattr(sandbox, "_MEMORY", Memory(0))
     for module, name in (
-        (plain, "_remembered"),
         (rules, "_unmarked"),
         (rules, "_in_order"),
     ):
-        monkeypatch.setattr(module, name, Remembered(getattr(module, name)._work, 0))
+        monkeypatch.setattr(module, name, MemoizedFunction(getattr(module, name)._work, 0))
     monkeypatch.setattr(builder, "MOST_BYTES", 0)
     anew = PromptBuilder(tokenizers[family], template)
     for asked, expected in zip(several, with_memory, strict=True):

@@ -16,7 +16,7 @@ from support.turn_templates import ENDS, write_turns
 
 from mlxrunner import Runner
 from mlxrunner.errors import OptionError, PromptError
-from mlxrunner.templates.ends import CALL_ID, TOOL
+from mlxrunner.templates.probe import CALL_ID, TOOL
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 FAMILIES = [name for name in ENDS if name not in ("refuse", "drops")]

@@ -1,7 +1,8 @@
-"""The sandbox gives the text that transformers makes, and ends templates without end."""
+"""Templates make the text that transformers makes, and those without end are stopped."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from mlxrunner import PromptError
 from mlxrunner.errors import TemplateLimitError
-from mlxrunner.templates import budget
-from mlxrunner.templates.rendering import render_jinja
+from mlxrunner.templates import rendering, sandbox
+from mlxrunner.templates.rendering import RenderProcesses, TemplateError, render_jinja
 from mlxrunner.tokenizer import load_tokenizer
 
 MESSAGES: Any = [
@@ -67,6 +68,26 @@ def test_a_template_makes_the_same_text_as_in_transformers(template: str) -> Non
         [MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>"
     )
     assert render_jinja(template, MESSAGES, True, bos_token="<s>") == theirs[0][0]
+
+
+def test_a_template_has_the_names_that_it_has_in_transformers() -> None:
+    """Filters, tests, functions and tags, and the white space around them."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    theirs: Any = _compile_jinja_template("").environment
+    for ours in (sandbox.Sandbox(), sandbox.MeteredSandbox()):
+        assert isinstance(ours, type(theirs))
+        assert ours.filters.keys() >= theirs.filters.keys()
+        assert ours.tests == theirs.tests
+        assert ours.globals.keys() == theirs.globals.keys()
+        assert [one.tags for one in ours.iter_extensions()] == [
+            one.tags for one in theirs.iter_extensions()
+        ]
+        for name in ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "finalize"):
+            assert getattr(ours, name) == getattr(theirs, name)
+    filters = sandbox.Sandbox().filters
+    assert filters.keys() == theirs.filters.keys()
+    assert all(filters[name] is theirs.filters[name] for name in filters if name != "tojson")
 
 
 def test_the_templates_of_the_other_tests_make_the_same_text(templates: dict[str, str]) -> None:
@@ -126,15 +147,7 @@ LARGE = {
     "translated": "{{ ('a' * 200000).translate({97: 'b' * 200000}) }}",
     "keys": "{{ dict.fromkeys(range(100000), 'x' * 10000) }}",
     "in all": "".join(f"{{% set v{i} = 'x' * 200000 %}}" for i in range(400)),
-    "source": "{# #}" * 2**16,
 }
-
-
-@pytest.mark.parametrize("template", LARGE.values(), ids=LARGE)
-def test_a_template_that_makes_too_much_is_stopped_before_it_does(template: str) -> None:
-    """No memory is taken, and the clock is not needed."""
-    with pytest.raises(TemplateLimitError):
-        render_jinja(template, MESSAGES, True)
 
 
 ENDLESS = {
@@ -155,30 +168,46 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_that_does_not_end_is_stopped(
+@pytest.mark.parametrize("template", [*LARGE.values(), *ENDLESS.values()], ids=LARGE | ENDLESS)
+def test_this_process_renders_nothing_that_may_be_costly(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the processor's time, which a busy machine does not shorten."""
-    monkeypatch.setattr(budget, "MOST_SECONDS", 0.05)
-    with pytest.raises(TemplateLimitError, match="stopped"):
-        render_jinja(template, MESSAGES, True)
+    """No memory is taken, and each iteration looks at the clock."""
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.05)
+    with pytest.raises(sandbox.CostlyError):
+        sandbox.render_metered(template, {"messages": MESSAGES}, 1000)
 
 
-def test_a_template_that_was_stopped_has_the_same_time_for_the_next_prompt(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RenderProcesses]:
+    """Child processes with little time."""
+    made = RenderProcesses(0.1)
+    monkeypatch.setattr(rendering, "_processes", made)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["padding", "repeated text", "doubled by +", "written in loops", "replaced", "keys", *ENDLESS],
+)
+def test_a_template_without_end_is_stopped_and_takes_nothing_from_the_next(
+    name: str, processes: RenderProcesses
 ) -> None:
-    """Stopping it takes no time from it."""
-    monkeypatch.setattr(budget, "MOST_SECONDS", 0.05)
-    slow = "{% for i in range(10**4) %}{% for j in range(10**4) %}{% endfor %}{% endfor %}"
-    template = f"{{% if slow %}}{slow}{{% endif %}}{{{{ messages[0].content }}}}"
-    problems = set()
-    for _ in range(6):
-        with pytest.raises(TemplateLimitError) as error:
-            render_jinja(template, [{"content": "hi"}], True, slow=True)
-        problems.add(str(error.value))
-    assert problems == {"it was stopped after 0.05 seconds"}
-    assert render_jinja(template, [{"content": "hi"}], True) == "hi"
+    """By the time of the processor, which a busy machine does not shorten, or by its memory."""
+    for _ in range(2):
+        with pytest.raises(TemplateLimitError, match="it was stopped "):
+            render_jinja((LARGE | ENDLESS)[name], MESSAGES, True)
+    assert render_jinja("{{ 'x'.center(3) }}{{ messages[0].role }}", MESSAGES, True) == " x system"
+    assert render_jinja("{{ messages[0].role }}", MESSAGES, True) == "system"
+
+
+def test_a_template_that_makes_much_of_little_is_refused() -> None:
+    """The limit grows with the conversation."""
+    with pytest.raises(TemplateLimitError, match=r"it made 999,999 characters out of \d+ bytes"):
+        render_jinja("{{ 'x' * 999999 }}", MESSAGES, True)
+    with pytest.raises(TemplateLimitError, match="it has 327,680 characters"):
+        render_jinja("{# #}" * 2**16, MESSAGES, True)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +223,7 @@ def test_a_template_that_was_stopped_has_the_same_time_for_the_next_prompt(
 )
 def test_what_is_nested_too_deeply_is_an_ordinary_error(template: str) -> None:
     """Python raises it, and a conversation turns it into one line."""
-    with pytest.raises(RecursionError):
+    with pytest.raises((RecursionError, TemplateError), match="recursion"):
         render_jinja(template, MESSAGES, True)
 
 
@@ -212,12 +241,11 @@ def test_much_text_given_may_become_much_text() -> None:
 
 
 def test_names_and_things_that_are_no_data_reach_no_template() -> None:
-    """A namespace does not write out what it holds; an object is the name of its kind."""
-    assert render_jinja(
-        "{{ namespace(a=1) }}{{ thing }}{{ kind }}", MESSAGES, True, thing=Path("x"), kind=True
-    ) in ("<Namespace><PosixPath>True", "<Namespace><WindowsPath>True")
-    with pytest.raises(Exception, match="lipsum"):
-        render_jinja("{{ lipsum(n=10**9) }}", MESSAGES, True)
+    """An object is the name of its kind."""
+    assert render_jinja("{{ thing }}{{ kind }}", MESSAGES, True, thing=Path("x"), kind=True) in (
+        "<PosixPath>True",
+        "<WindowsPath>True",
+    )
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
@@ -229,7 +257,7 @@ def test_a_conversation_ends_in_one_line(kind: str, tmp_path: Path, copy_of: Any
     )
     with pytest.raises(
         PromptError,
-        match=r"chat template does not end well: it was stopped .* characters out of .*--raw",
+        match=r"chat template does not end well: it was stopped .* memory; .*--raw",
     ) as error:
         load_tokenizer(folder).render(MESSAGES)
     assert "\n" not in str(error.value)

@@ -28,10 +28,10 @@ import numpy as np
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.results import Chunk, logger
+from mlxrunner.serve.prompts.lru import ENTRY, LRUCache, footprint
 from mlxrunner.serve.tools.reader import Calls, ParsedAnswer
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.system.writing import open_own, write_all, written
-from mlxrunner.templates.remembered import ENTRY, Bounded, footprint
 from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.base import left_over
@@ -511,7 +511,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, most: int = MOST_ENCODED_BYTES) -> None:
         """Encode with `tokenizer`, and remember texts and tokens of at most `most` bytes."""
         self._tokenizer = tokenizer
-        self._known = Bounded[TokenArray](most)
+        self._known = LRUCache[TokenArray](most)
 
     def encode(
         self, text: str, fills: Sequence[TokenSpan], context: int | None = None

@@ -33,7 +33,7 @@ from mlxrunner.serve.prompts.answer_tokens import (
     chain,
     message_digest,
 )
-from mlxrunner.serve.prompts.probe import Probe
+from mlxrunner.serve.prompts.lru import ENTRY, LRUCache, MemoizedFunction, footprint
 from mlxrunner.serve.prompts.rules import PromptDraft, apply, written
 from mlxrunner.serve.tools.constraints import (
     ForcedCall,
@@ -46,7 +46,7 @@ from mlxrunner.serve.tools.formats import CallFormat, Tools, format_of
 from mlxrunner.serve.tools.reader import AnswerSplitter, ParsedAnswer, reader_of
 from mlxrunner.system.picture_files import decode_picture
 from mlxrunner.system.picture_texts import picture_bytes
-from mlxrunner.templates.continuing import continued, is_continued
+from mlxrunner.templates.chat_template import continued, is_continued
 from mlxrunner.templates.messages import (
     PICTURE,
     CheckedMessages,
@@ -56,7 +56,7 @@ from mlxrunner.templates.messages import (
     has_picture,
 )
 from mlxrunner.templates.parts import UNREAD_PICTURE, own_message, without_pictures
-from mlxrunner.templates.remembered import ENTRY, Bounded, Remembered, footprint
+from mlxrunner.templates.probe import TemplateProbe
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, end_texts, tokenize_prompt
@@ -130,13 +130,13 @@ class PromptBuilder:
         the names of the rules that are off. `folder`: the folder of pictures that may be named.
         """
         self.tokenizer = tokenizer
-        self.probe = Probe(tokenizer.render, template)
+        self.probe = TemplateProbe(tokenizer.render, template)
         self.form: CallFormat = format_of(template, tokenizer, parser)
         self.kept = AnswerTokenCache()
         self._strict = StrictCalls(self.form.name, tokenizer)
         self._template = template
         self._encoder = PromptEncoder(tokenizer)
-        self._known = Remembered(_known, MOST_BYTES)
+        self._known = MemoizedFunction(_known, MOST_BYTES)
         self._off = frozenset(off)
         self._eyes = (
             PictureReader(tokenizer, folder) if isinstance(tokenizer, SeeingTokenizer) else None
@@ -515,7 +515,7 @@ class PictureReader:
         """Prepare pictures with `tokenizer`. `folder`: the folder of files that may be named."""
         self.tokenizer = tokenizer
         self._folder = folder
-        self._known = Bounded[bytes](MOST_DIGEST_BYTES)
+        self._known = LRUCache[bytes](MOST_DIGEST_BYTES)
         self._one_at_a_time = Lock()
 
     def read(self, image: Any, name: str) -> Prepared:

@@ -19,9 +19,9 @@ from mlxrunner.serve.events import Client, ServerRequest
 from mlxrunner.serve.prompts.answer_tokens import common_end, digest, message_digest
 from mlxrunner.serve.prompts.builder import BuiltPrompt
 from mlxrunner.serve.prompts.differences import difference, is_like
+from mlxrunner.serve.prompts.lru import MemoizedFunction, footprint
 from mlxrunner.serve.prompts.rules import without_billing
 from mlxrunner.templates.messages import PICTURE, SYSTEM_ROLES, system_count
-from mlxrunner.templates.remembered import Remembered, footprint
 from mlxrunner.templates.segments import common
 
 MOST_REQUESTS = 64
@@ -147,7 +147,7 @@ def _without_marks(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tool.items() if name != "cache_control"}
 
 
-_tool_digest = Remembered(lambda tool: digest(_without_marks(tool)), MOST_BYTES)
+_tool_digest = MemoizedFunction(lambda tool: digest(_without_marks(tool)), MOST_BYTES)
 
 
 def _asks(messages: Iterable[Mapping[str, Any]], what: re.Pattern[str]) -> bool:

@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlxrunner.serve.prompts.probe import MARK, Probe, ordered
-from mlxrunner.templates.messages import SYSTEM_ROLES, system_count
-from mlxrunner.templates.remembered import Remembered, sign
+from mlxrunner.serve.prompts.lru import MemoizedFunction, sign
+from mlxrunner.templates.messages import JOINT, SYSTEM_ROLES, Messages, system_count
+from mlxrunner.templates.probe import TemplateProbe
 
 MOST_BYTES = 16_000_000
 """Most bytes of tools that are remembered as the rules changed them."""
-Messages = list[dict[str, Any]]
-JOINT = "\n\n"
-"""The text between two contents that become one."""
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 """The form of a system message that the user's message carries."""
+PLACE_MARK = "\ue0f4{}\ue0f5"
+"""Stands for a system message: private characters with its number."""
 PLACE = "<tool_response>{}</tool_response>"
 """The form of the user's message that keeps a place for a system message.
 
@@ -52,7 +51,7 @@ def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
     return [*first, *map(dict, messages[count:])]
 
 
-def leave_out_billing(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def leave_out_billing(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Leave out the billing header."""
     first = draft.messages[: system_count(draft.messages)]
     if not any(_BILLING.match(message["content"]) for message in first):
@@ -63,7 +62,7 @@ def leave_out_billing(draft: PromptDraft, probe: Probe) -> PromptDraft:
     return replace(draft, messages=messages or stripped)
 
 
-def leave_out_marks(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def leave_out_marks(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Leave out marks for caches in the descriptions of tools."""
     tools = list(map(_unmarked, draft.tools))
     return draft if tools == draft.tools else replace(draft, tools=tools)
@@ -75,20 +74,33 @@ def _without(value: Any, name: str) -> Any:
     return [_without(one, name) for one in value] if isinstance(value, list) else value
 
 
-_unmarked = Remembered(lambda tool: _without(tool, "cache_control"), MOST_BYTES)
+_unmarked = MemoizedFunction(lambda tool: _without(tool, "cache_control"), MOST_BYTES)
 
 
-def order_keys(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def order_keys(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Write the keys of the tools' JSON in one order."""
     tools = list(map(_in_order, draft.tools))
     is_same = all(a is b or sign(a) == sign(b) for a, b in zip(tools, draft.tools, strict=True))
     return draft if is_same else replace(draft, tools=tools)
 
 
-_in_order = Remembered(ordered, MOST_BYTES)
+_FIRST = ("type", "function", "name", "description", "parameters", "properties", "required")
 
 
-def developer_as_system(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def _ordered(value: Any) -> Any:
+    """Return JSON with its keys in an order that does not depend on the client."""
+    if isinstance(value, Mapping):
+        names = sorted(
+            value, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+        )
+        return {name: _ordered(value[name]) for name in names}
+    return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+_in_order = MemoizedFunction(_ordered, MOST_BYTES)
+
+
+def developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Give developers the role of the system, if the template has no developers."""
     if probe.names_developer or all(one["role"] != "developer" for one in draft.messages):
         return draft
@@ -99,7 +111,7 @@ def developer_as_system(draft: PromptDraft, probe: Probe) -> PromptDraft:
     return replace(draft, messages=messages)
 
 
-def join_systems(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def join_systems(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Join the system messages that begin, if the template takes only one."""
     count = system_count(draft.messages)
     if count < 2 or (probe.keeps_two_systems and not probe.names_developer):
@@ -109,7 +121,7 @@ def join_systems(draft: PromptDraft, probe: Probe) -> PromptDraft:
     return replace(draft, messages=[first, *draft.messages[count:]])
 
 
-def write_tools(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def write_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Describe tools in the system prompt, if the template does not write them."""
     if not draft.tools or probe.writes_tools:
         return draft
@@ -157,7 +169,7 @@ def _call_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return kept | {"content": "\n".join(text for text in texts if text)}
 
 
-def write_calls(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def write_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Write calls and results as text, if the template does not write them."""
     writes = probe.writes_calls if draft.tools else probe.writes_calls_without_tools
     has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
@@ -170,7 +182,7 @@ NO_RESULT = "[no result]"
 """Stands for the result of a call that the conversation has none for."""
 
 
-def pair_results(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Put each result behind its call, if the template takes none alone."""
     has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
     if not has_calls or probe.takes_unpaired:
@@ -206,7 +218,7 @@ def _result_of(
     return None
 
 
-def text_in_thinking(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def text_in_thinking(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Append the text before a call to the thinking, if the template takes only one of them."""
     if not any(_thinks_and_says(one) for one in draft.messages) or probe.takes_text_and_thinking:
         return draft
@@ -229,7 +241,7 @@ def _thinks_and_says(message: Mapping[str, Any]) -> str | None:
 CHANNEL = "<|channel|>"
 
 
-def without_channels(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def without_channels(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Break up the tags of channels in answers, if the template refuses them there."""
     if not any(CHANNEL in text for one in draft.messages for text in _said(one).values()):
         return draft
@@ -251,7 +263,7 @@ def _said(message: Mapping[str, Any]) -> dict[str, str]:
     return {name: message[name] for name in names if message.get(name)}
 
 
-def one_call_a_message(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Write several calls as several messages, if the template takes only one."""
     if probe.takes_two_calls or all(len(m.get("tool_calls", ())) < 2 for m in draft.messages):
         return draft
@@ -271,7 +283,7 @@ def one_call_a_message(draft: PromptDraft, probe: Probe) -> PromptDraft:
     return replace(draft, messages=messages)
 
 
-def leave_out_text_beside_calls(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def leave_out_text_beside_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Leave out the texts of messages with calls, if the template has no place for them."""
     if probe.takes_text_beside_calls:
         return draft
@@ -282,7 +294,7 @@ def leave_out_text_beside_calls(draft: PromptDraft, probe: Probe) -> PromptDraft
     return replace(draft, messages=messages)
 
 
-def keep_system_in_place(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def keep_system_in_place(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Write later system messages where they stand, if the template does not."""
     first = system_count(draft.messages)
     later = (one["role"] for one in draft.messages[first:])
@@ -293,7 +305,7 @@ def keep_system_in_place(draft: PromptDraft, probe: Probe) -> PromptDraft:
         if message["role"] not in SYSTEM_ROLES:
             messages.append(message)
         elif probe.system_header is not None:
-            content = PLACE.format(MARK.format(len(places)))
+            content = PLACE.format(PLACE_MARK.format(len(places)))
             messages.append({"role": "user", "content": content})
             places.append(message["content"])
         else:
@@ -315,7 +327,7 @@ def _pictures(*messages: Mapping[str, Any]) -> dict[str, Any]:
     return {"pictures": found} if found else {}
 
 
-def join_roles(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def join_roles(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Join neighbouring messages of one role, if the template wants them in turn."""
     if not probe.joins_roles:
         return draft
@@ -335,7 +347,7 @@ def join_roles(draft: PromptDraft, probe: Probe) -> PromptDraft:
     return replace(draft, messages=messages)
 
 
-def begin_with_user(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def begin_with_user(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Put an empty message of the user first, if the template needs one there."""
     at = system_count(draft.messages)
     is_first = at < len(draft.messages) and draft.messages[at]["role"] != "user"
@@ -345,7 +357,7 @@ def begin_with_user(draft: PromptDraft, probe: Probe) -> PromptDraft:
     return replace(draft, messages=[*draft.messages[:at], empty, *draft.messages[at:]])
 
 
-def answer_after_tools(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def answer_after_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Put an empty answer between result and user, if the template needs one."""
     if probe.takes_user_after_tools:
         return draft
@@ -357,7 +369,7 @@ def answer_after_tools(draft: PromptDraft, probe: Probe) -> PromptDraft:
     return replace(draft, messages=messages)
 
 
-def shorten_ids(draft: PromptDraft, probe: Probe) -> PromptDraft:
+def shorten_ids(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     """Shorten the ids of calls, if the template refuses long ones."""
     if not probe.needs_short_ids:
         return draft
@@ -380,12 +392,12 @@ def short_id(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
 
-def written(text: str, draft: PromptDraft, probe: Probe) -> str:
+def written(text: str, draft: PromptDraft, probe: TemplateProbe) -> str:
     """Return the template's text with the system messages of `draft.places` in their places."""
     if not draft.places:
         return text
     user, own = probe.system_header or ("", "")
-    place = re.escape(PLACE).replace(r"\{\}", re.escape(MARK).replace(r"\{\}", r"(\d+)"))
+    place = re.escape(PLACE).replace(r"\{\}", re.escape(PLACE_MARK).replace(r"\{\}", r"(\d+)"))
 
     def put(found: re.Match[str]) -> str:
         number = int(found[1])
@@ -404,7 +416,7 @@ class RewriteRule:
     reason: str
     clients: str
     """The clients or models that it is for."""
-    apply: Callable[[PromptDraft, Probe], PromptDraft]
+    apply: Callable[[PromptDraft, TemplateProbe], PromptDraft]
     """Its effect: a function that returns the same draft if there is nothing to change."""
     is_on: bool = True
 
@@ -537,7 +549,10 @@ RULES: tuple[RewriteRule, ...] = (
 
 
 def apply(
-    draft: PromptDraft, probe: Probe, off: Iterable[str] = (), rules: Sequence[RewriteRule] = RULES
+    draft: PromptDraft,
+    probe: TemplateProbe,
+    off: Iterable[str] = (),
+    rules: Sequence[RewriteRule] = RULES,
 ) -> tuple[PromptDraft, tuple[str, ...]]:
     """Return a conversation after all rules, and the names of the rules that changed it.
 

@@ -1,4 +1,4 @@
-"""Remember results by the plain data that they were made of. Nothing here knows of templates."""
+"""Remember results by the plain data that they were made of, up to a size in bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def footprint(*values: Any) -> int:
     return size
 
 
-class Bounded(Generic[T]):
+class LRUCache(Generic[T]):
     """Values by their keys, up to a size; those used last stay. Any thread may use it."""
 
     def __init__(self, most: int) -> None:
@@ -76,12 +76,12 @@ class Bounded(Generic[T]):
                 self._size -= self._known.popitem(last=False)[1][1]
 
 
-class Remembered(Generic[T]):
+class MemoizedFunction(Generic[T]):
     """A function of plain data that remembers its results. Nobody may change them."""
 
     def __init__(self, work: Callable[[Any], T], most: int) -> None:
         """Remember results of `work` in at most `most` bytes of memory."""
-        self._work, self._known = work, Bounded[T](most)
+        self._work, self._known = work, LRUCache[T](most)
 
     def __call__(self, value: Any) -> T:
         """Return what `work` returns, and raise what it raises.
