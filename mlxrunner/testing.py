@@ -28,7 +28,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.runner import Runner
-from mlxrunner.tokenizer.byte_level import BOS, EOS, VOCAB, ByteTokenizer
+from mlxrunner.tokenizer.base import BOS, EOS, VOCAB, ByteTokenizer
 
 __all__ = [
     "BOS",

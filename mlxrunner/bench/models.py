@@ -14,7 +14,7 @@ from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.seeing import load_either
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
-from mlxrunner.tokenizer.byte_level import ByteTokenizer
+from mlxrunner.tokenizer.base import ByteTokenizer
 
 RANDOM = re.compile(r"random:(\d+(?:\.\d+)?)([MG])", re.IGNORECASE)
 VOCAB = 8192

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from mlxrunner.errors import FormError, OptionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.tokenizer.base import Tokenizer
-from mlxrunner.tokenizer.vocabulary import Vocabulary, library
+from mlxrunner.tokenizer.base import Tokenizer, Vocabulary, library
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space as json.dumps writes it. With free white space a model may write spaces for ever."""

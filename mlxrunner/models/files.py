@@ -19,7 +19,7 @@ from mlxrunner.models.settings import check_settings
 from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json, untagged
 from mlxrunner.system.tensorfile import METADATA, Header, HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
-from mlxrunner.tokenizer.tables import LAST_TOKEN
+from mlxrunner.tokenizer.limits import LAST_TOKEN
 
 WEIGHTS = "model*.safetensors"
 """The files of weights that are read."""

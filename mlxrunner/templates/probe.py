@@ -328,7 +328,7 @@ def _turns() -> Iterator[_ProbedTurn]:
     def turn(letters: str, more: Mapping[str, Any], variables: Mapping[str, Any]) -> _ProbedTurn:
         *before, message, after = probe_messages(letters)
         mark = message["content"] or _ARGUMENTS["p"]
-        return _ProbedTurn(before, message | more, mark, after, variables)
+        return _ProbedTurn(before, {**message, **more}, mark, after, variables)
 
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     for letters in ("uau", "uauau"):

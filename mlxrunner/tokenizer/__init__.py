@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlxrunner.system.reading import is_there
 from mlxrunner.tokenizer.base import Ends, TextStream, Tokenizer, encode_after
-from mlxrunner.tokenizer.tables import check_tables
+from mlxrunner.tokenizer.limits import check_tables
 
 __all__ = ["TextStream", "Tokenizer", "encode_after", "load_tokenizer"]
 

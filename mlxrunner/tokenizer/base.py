@@ -1,13 +1,18 @@
-"""The tokenizer protocol of a runner, for any library."""
+"""The protocol of tokenizers, the parts that all of them share, and one without files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
-from mlxrunner.errors import PromptError
-from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.tokenizer.vocabulary import Vocabulary
+from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.templates.chat_template import ChatTemplate
+from mlxrunner.templates.messages import PlainMessage, check_messages
+from mlxrunner.templates.probe import turn_ends
+from mlxrunner.templates.rendering import END_OF_MESSAGE
+from mlxrunner.tokenizer.stream import ByteStream
 
 MOST_SPACE = 4096
 """Most characters at the end of a text in which a token that takes white space is looked for."""
@@ -46,6 +51,88 @@ def joined_ends(*several: tuple[str, Iterable[int]], first: Ends | Iterable[int]
         for token in sorted(tokens):
             ends[token] = (*ends.get(token, ()), place)
     return ends
+
+
+IN_UTF8 = {bytes([byte]) for byte in range(256)} - {
+    bytes([byte]) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))
+}
+
+
+class Vocabulary:
+    """The bytes of each token id, and llguidance's form of them, which is computed once."""
+
+    def __init__(self, pieces: Sequence[bytes | None]) -> None:
+        """Wrap `pieces`, the bytes of each token.
+
+        The bytes are None for a token that is not text (BOS, the end of a turn).
+        """
+        self.pieces = pieces
+
+    @cached_property
+    def guide(self) -> Any:
+        """The vocabulary in llguidance's form. Computing it takes a second per 100,000 tokens.
+
+        Its end token is one behind the last, which no model has. The stop tokens of a request
+        decide where an answer may end.
+        """
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Library(self.pieces)))
+
+    @cached_property
+    def _tokens(self) -> dict[bytes, int]:
+        """A token for each piece."""
+        return {piece: token for token, piece in enumerate(self.pieces) if piece}
+
+    def can_spell(self, text: str) -> bool:
+        """Return True if some sequence of tokens is exactly `text`."""
+        known, data = self._tokens, text.encode()
+        if known.keys() >= IN_UTF8:
+            return True
+        longest = max(map(len, known), default=0)
+        ends = [True]  # at n: the first n bytes can be spelled
+        for end in range(1, len(data) + 1):
+            begins = range(max(0, end - longest), end)
+            ends.append(any(ends[begin] and data[begin:end] in known for begin in begins))
+        return ends[-1]
+
+    def spelled(self, text: str) -> list[int]:
+        """Return tokens of one character or byte each that are `text`; none if it has others."""
+        known = self._tokens
+        letters = (letter.encode() for letter in text)
+        pieces = [
+            piece
+            for data in letters
+            for piece in ([data] if data in known else (bytes([byte]) for byte in data))
+        ]
+        return [known[piece] for piece in pieces] if all(map(known.__contains__, pieces)) else []
+
+
+class _Library:
+    """The attributes of a tokenizer that llguidance reads."""
+
+    bos_token_id = None
+    special_token_ids: Sequence[int] = ()
+
+    def __init__(self, pieces: Sequence[bytes | None]) -> None:
+        self.tokens = [*(piece or b"" for piece in pieces), b"\xff<end>"]
+        self.eos_token_id = len(pieces)
+
+    def __call__(self, text: str) -> list[int]:
+        """Fail: llguidance only tokenizes forced text, and there is none (`constrain.HEAD`)."""
+        raise AssertionError("the model decides how a text is spelled")
+
+
+def library() -> Any:
+    """Return the module llguidance. Raise OptionError if it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise OptionError(
+            "schema, choices: answers in a given form need llguidance, which is not installed: "
+            "pip install llguidance"
+        ) from error
+    return llguidance
 
 
 class Tokenizer(Protocol):
@@ -150,3 +237,112 @@ def checked_text(text: str) -> str:
 def with_bos(tokens: list[int], bos: int | None) -> list[int]:
     """Return `tokens` with BOS in front, unless it is there already."""
     return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+
+
+class TemplateTokenizer:
+    """The part of a tokenizer that renders a model's chat template, and knows what ends answers."""
+
+    _template: ChatTemplate
+    encode_more: Callable[[str], list[int]]
+
+    def _find_ends(
+        self,
+        given: Ends | Iterable[int],
+        place: str,
+        own: int | None,
+        *,
+        has_template: bool,
+        token_of: Callable[[str], int | None],
+    ) -> None:
+        """Find the tokens that end answers and messages.
+
+        `given`: those that the model's configuration names. `own`: the one that the tokenizer's
+        files name, at `place`. `token_of` returns the token with a text, or None.
+        """
+        written: frozenset[int] = frozenset()
+        if has_template:
+            written = turn_ends(self._template.unchecked, self.encode_more, self._is_mark)
+        ends = ((place, () if own is None else [own]), (FROM_TEMPLATE, written))
+        self.ends = joined_ends(*ends, first=given)
+        self.stop_tokens = frozenset(self.ends)
+        named = {token_of(text) for text in END_OF_MESSAGE} - {None}
+        self.message_ends: frozenset[int] = self.stop_tokens | cast(set[int], named)
+
+    def _is_mark(self, token: int) -> bool:
+        """Return True for a token that is not text."""
+        raise NotImplementedError
+
+    def render(
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        return self._template.text(
+            messages, add_generation_prompt=add_generation_prompt, **variables
+        )
+
+
+VOCAB = 300
+"""Number of token ids; those from 256 to 297 stand for nothing."""
+EOS = 299
+"""The token that ends a message and an answer. In a text it is the byte 0x1E (record separator)."""
+BOS = 298
+"""The token that begins each encoded text."""
+
+
+class ByteTokenizer:
+    """A tokenizer with one token per UTF-8 byte.
+
+    Its chat template has one line per message: `role: text`, then EOS. It has the members of
+    `mlxrunner.tokenizer.Tokenizer`.
+    """
+
+    vocab_size = VOCAB
+    stop_tokens = frozenset({EOS})
+    message_ends = frozenset({EOS})
+    ends: Mapping[int, tuple[str, ...]] = MappingProxyType({EOS: ("tokenizer",)})
+    template_stops: tuple[str, ...] = ()
+    letters_per_token = 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return BOS and the tokens of `text`. Raise PromptError if `text` is not valid Unicode."""
+        return [BOS, *self.encode_more(text)]
+
+    def encode_more(self, text: str) -> list[int]:
+        """Return the tokens of `text` alone: its bytes, and EOS for each byte 0x1E."""
+        tokens: list[int] = []
+        for index, part in enumerate(checked_text(text).split("\x1e")):
+            tokens += [EOS] * (index > 0) + list(part.encode())
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`; U+FFFD stands for bytes that are not valid UTF-8."""
+        return b"".join(map(self._bytes, tokens)).decode("utf-8", "replace")
+
+    def render(
+        self,
+        messages: Sequence[PlainMessage],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the conversation as one text. `variables` of the template are ignored."""
+        text = "".join(
+            f"{message['role']}: {message['content']}\x1e" for message in check_messages(messages)
+        )
+        return text + ("assistant: " if add_generation_prompt else "")
+
+    def stream(self, context: Sequence[int]) -> ByteStream:
+        """Return a decoder for tokens that come one at a time; it needs no `context`."""
+        return ByteStream(self._bytes)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The bytes of each token, for answers in a form."""
+        return Vocabulary([*(bytes([byte]) for byte in range(256)), *[None] * (VOCAB - 256)])
+
+    @staticmethod
+    def _bytes(token: int) -> bytes:
+        return bytes([token]) if token < 256 else b"\x1e" if token == EOS else b""

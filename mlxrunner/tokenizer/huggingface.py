@@ -15,9 +15,7 @@ from mlxrunner.system.foreign import failures_as_errors, foreign_code, is_failur
 from mlxrunner.system.mlx_lm_internals import has_module, transformers_tokenizer
 from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.templates.probe import turn_ends
 from mlxrunner.templates.rendering import (
-    END_OF_MESSAGE,
     FALLBACK_STOPS,
     chosen_template,
     read_json,
@@ -26,16 +24,15 @@ from mlxrunner.templates.rendering import (
 )
 from mlxrunner.tokenizer.base import (
     FROM_CONFIG,
-    FROM_TEMPLATE,
     Ends,
+    TemplateTokenizer,
+    Vocabulary,
     checked_text,
     joined_ends,
     with_bos,
 )
-from mlxrunner.tokenizer.longest import letters_per_token
+from mlxrunner.tokenizer.limits import check_ids, letters_per_token
 from mlxrunner.tokenizer.stream import DecodeStream
-from mlxrunner.tokenizer.tables import check_ids
-from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 PROBE = '{"a": [1, "b c"]}'
@@ -44,7 +41,7 @@ MODULES = {"chat_template_type": "chat_templates", "tool_parser_type": "tool_par
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(TemplateTokenizer):
     """A tokenizer of transformers, behind mlx-lm's TokenizerWrapper.
 
     The wrapper knows the chat templates and the end tokens.
@@ -99,19 +96,13 @@ class HuggingFaceTokenizer:
         self._template = ChatTemplate(self._apply if self._has_template else None)
         vocab = self._wrapper.get_vocab()
         check_ids(folder / "tokenizer.json", vocab.values())
-        own = transformers_tokenizer(self._wrapper).eos_token_id
-        written: frozenset[int] = frozenset()
-        if self._has_template:
-            written = turn_ends(self._template.unchecked, self.encode_more, self._is_mark)
-        self.ends = joined_ends(
-            (FROM_CONFIG, () if own is None else [own]),
-            (FROM_TEMPLATE, written),
-            first=eos_tokens,
+        self._find_ends(
+            eos_tokens,
+            FROM_CONFIG,
+            transformers_tokenizer(self._wrapper).eos_token_id,
+            has_template=self._has_template,
+            token_of=vocab.get,
         )
-        self.stop_tokens = frozenset(self.ends)
-        self.message_ends = self.stop_tokens | {
-            vocab[text] for text in END_OF_MESSAGE if text in vocab
-        }
         check_ids(folder / "tokenizer.json", self.message_ends)
         self._encode(self._anchor + PROBE)
         self.decode(sorted(vocab.values()))  # a decoder may fail for a few tokens only
@@ -191,17 +182,6 @@ class HuggingFaceTokenizer:
                 f"the model's tokenizer can't decode its tokens: {_one_line(error)}"
             ) from error
         return str(text)
-
-    def render(
-        self,
-        messages: Sequence[PlainMessage],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        return self._template.text(
-            messages, add_generation_prompt=add_generation_prompt, **variables
-        )
 
     def render_parts(self, messages: Sequence[Any]) -> str:
         """Return messages whose content is a list of parts. Raise what the template raises."""

@@ -26,7 +26,7 @@ from mlxrunner.templates.messages import (
     system_count,
 )
 from mlxrunner.tokenizer.base import Tokenizer
-from mlxrunner.tokenizer.longest import check_text
+from mlxrunner.tokenizer.limits import check_text
 
 
 @runtime_checkable

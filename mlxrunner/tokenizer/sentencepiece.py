@@ -10,10 +10,7 @@ from typing import Any
 
 from mlxrunner.errors import ModelError
 from mlxrunner.templates.chat_template import ChatTemplate
-from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.templates.probe import turn_ends
 from mlxrunner.templates.rendering import (
-    END_OF_MESSAGE,
     FALLBACK_STOPS,
     jinja_renderer,
     read_json,
@@ -21,14 +18,13 @@ from mlxrunner.templates.rendering import (
 )
 from mlxrunner.tokenizer.base import (
     FROM_CONFIG,
-    FROM_TEMPLATE,
     Ends,
+    TemplateTokenizer,
+    Vocabulary,
     checked_text,
-    joined_ends,
     with_bos,
 )
 from mlxrunner.tokenizer.stream import ByteStream
-from mlxrunner.tokenizer.vocabulary import Vocabulary
 
 SPACE = "▁"
 NORMALIZER, NAME, CHARSMAP = 3, 1, 2
@@ -37,7 +33,7 @@ RULES = frozenset({"identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"})
 """Rules of SentencePiece that drop no letters, and join three at most."""
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(TemplateTokenizer):
     """A tokenizer of SentencePiece, with special tokens and the model's chat template.
 
     The special tokens come from tokenizer_config.json and added_tokens.json.
@@ -80,17 +76,13 @@ class SentencePieceTokenizer:
         names = {"bos_token": self._text(bos), "eos_token": self._text(eos)}
         self._template = ChatTemplate(jinja_renderer(templates, names) if templates else None)
         self.template_stops = (*stops, *(() if templates else FALLBACK_STOPS))
-        written: frozenset[int] = frozenset()
-        if templates:
-            written = turn_ends(self._template.unchecked, self.encode_more, self._is_mark)
-        self.ends = joined_ends(
-            (FROM_CONFIG if config.get("eos_token") else file.name, () if eos is None else [eos]),
-            (FROM_TEMPLATE, written),
-            first=eos_tokens,
+        self._find_ends(
+            eos_tokens,
+            FROM_CONFIG if config.get("eos_token") else file.name,
+            eos,
+            has_template=bool(templates),
+            token_of=lambda text: self._special.get(text, self._piece(text)),
         )
-        self.stop_tokens = frozenset(self.ends)
-        others = (self._special.get(text, self._piece(text)) for text in END_OF_MESSAGE)
-        self.message_ends = self.stop_tokens | {token for token in others if token is not None}
 
     @property
     def vocab_size(self) -> int:
@@ -113,17 +105,6 @@ class SentencePieceTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         text = b"".join(map(self.piece_bytes, tokens)).decode("utf-8", "replace")
         return text[1:] if self._adds_prefix and text.startswith(" ") else text
-
-    def render(
-        self,
-        messages: Sequence[PlainMessage],
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        return self._template.text(
-            messages, add_generation_prompt=add_generation_prompt, **variables
-        )
 
     def stream(self, context: Sequence[int]) -> ByteStream:
         return ByteStream(self.piece_bytes, context)

@@ -23,7 +23,7 @@ from mlxrunner.errors import DifferentRunError, ModelError, OptionError, OutputE
 from mlxrunner.models.fingerprint import model_parts, option_parts
 from mlxrunner.results import Result, Usage
 from mlxrunner.testing import EOS, ByteTokenizer
-from mlxrunner.tokenizer.vocabulary import Vocabulary
+from mlxrunner.tokenizer.base import Vocabulary
 
 LINES = [b'{"index": 0}', b'{"index": 1, "text": "two"}', b"{}"]
 WHOLE = b"".join(line + b"\n" for line in LINES)

@@ -19,7 +19,7 @@ from mlxrunner.engine.constrain import Constraint
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Chunk
 from mlxrunner.testing import VOCAB, ByteTokenizer
-from mlxrunner.tokenizer.vocabulary import Vocabulary
+from mlxrunner.tokenizer.base import Vocabulary
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

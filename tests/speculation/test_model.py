@@ -18,7 +18,7 @@ from mlxrunner.loading import plan_model
 from mlxrunner.speculation.controller import Controller
 from mlxrunner.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at, oracle_runner
-from mlxrunner.tokenizer.vocabulary import Vocabulary
+from mlxrunner.tokenizer.base import Vocabulary
 
 PROMPT = list(range(20, 49))
 WAYS: dict[str, dict[str, Any]] = {

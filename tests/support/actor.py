@@ -21,7 +21,7 @@ from mlxrunner.models.load import LoadedModel, LoadProgress, tell_nobody
 from mlxrunner.serve.loader import ModelLoader, ServedModel
 from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.templates.rendering import jinja_renderer
-from mlxrunner.tokenizer.byte_level import EOS, VOCAB, ByteTokenizer
+from mlxrunner.tokenizer.base import EOS, VOCAB, ByteTokenizer
 
 GUESSED = 16
 """The most tokens of a pass that checks guesses."""

@@ -13,7 +13,7 @@ from mlxrunner import Runner
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Chunk
 from mlxrunner.testing import VOCAB, ByteTokenizer
-from mlxrunner.tokenizer.vocabulary import Vocabulary
+from mlxrunner.tokenizer.base import Vocabulary
 
 NAME = {"type": "string", "maxLength": 6}
 SCHEMAS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from mlxrunner import OptionError
 from mlxrunner.engine.constrain import constraint_of
 from mlxrunner.options import GenerateOptions
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
-from mlxrunner.tokenizer.vocabulary import Vocabulary
+from mlxrunner.tokenizer.base import Vocabulary
 
 TEXTS = [
     '{"name": "größer", "n": [1, 2.5]}',

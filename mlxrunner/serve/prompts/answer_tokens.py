@@ -35,7 +35,7 @@ from mlxrunner.system.writing import open_own, write_all, written
 from mlxrunner.templates.segments import common
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.base import left_over
-from mlxrunner.tokenizer.longest import check_text
+from mlxrunner.tokenizer.limits import check_text
 
 UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""
