@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from arguments import parser_of
 from support import seeing
-from support.seeing_answers import joined
+from support.seeing import joined
 
 from mlxrunner import Runner
 from mlxrunner.models.facts import ModelFacts

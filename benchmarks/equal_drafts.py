@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import astuple
 
-import support.speculated as speculated
+import support.drafting as speculated
 
 from mlxrunner.runner import Runner
 

@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 from arguments import parser_of
 from PIL import Image
-from support import seeing, seeing_folders
+from support import seeing
 
 from mlxrunner import Runner
 
@@ -54,12 +54,12 @@ def write(folder: Path, kind: str, *, quick: bool) -> Path:
             config["vision_config"] |= {**eyes, "num_hidden_layers": 8, "num_attention_heads": 6}
             config["vision_config"] |= {"image_size": 256, "patch_size": 16}
             own = {"size": {"height": 256, "width": 256}}
-            seeing_folders.PROCESSORS["gemma3"] |= own
+            seeing.PROCESSORS["gemma3"] |= own
         else:
             config |= text | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 8, 8]}}
             config["vision_config"] |= {**eyes, "depth": 8, "num_heads": 6, "out_hidden_size": 384}
-            seeing_folders.PROCESSORS["qwen"] |= {"max_pixels": 128 * 128}
-    seeing_folders.write_seeing(folder, kind)
+            seeing.PROCESSORS["qwen"] |= {"max_pixels": 128 * 128}
+    seeing.write_seeing(folder, kind)
     if kind == "gemma3":
         about = folder / "processor_config.json"
         count = config["text_config"]["mm_tokens_per_image"]

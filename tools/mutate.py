@@ -45,7 +45,7 @@ def found_by(copy: Path, tests: list[str]) -> str:
     )
     if ran.returncode in (0, 4):  # 4: no such test
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ran.stdout, re.MULTILINE)
     return failed[1] if failed else f"exit code {ran.returncode}"
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 from support.architectures import VOCAB, build
 from support.drafting import LINES, Drafting, Side
-from support.mixes import each_kind_and_all
+from support.reused import each_kind_and_all
 from support.sample import fewer
 
 from mlxrunner.cache.layers.factory import CacheOptions

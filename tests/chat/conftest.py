@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.chats import TABLE, Talk, Typed
-from support.typist import Typist
+from support.chats import TABLE, Talk, Typed, Typist
 
 from mlxrunner import Runner, cli
 from mlxrunner.chat.conversation import Conversation

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chats import FENCED, TABLE, Do
+from support.chats import FENCED, TABLE, Do, Typist
 from support.models import write_model
-from support.typist import Typist
 from support.waiting import until
 
 from mlxrunner.chat.commands.table import is_open

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.typist import Typist
+from support.chats import Typist
 
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import PIECE_S, Chat

@@ -9,10 +9,8 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
-from support.chat_pictures import cold_answer, draw
-from support.chats import TABLE, Talk
-from support.seeing_folders import write_seeing
-from support.typist import Typist
+from support.chats import TABLE, Talk, Typist, cold_answer, draw
+from support.seeing import write_seeing
 
 from mlxrunner import Runner
 from mlxrunner.chat.conversation import Conversation

@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
-from support.chat_pictures import cold_answer, draw
-from support.chats import Typed, content
-from support.seeing_folders import write_seeing
+from support.chats import Typed, cold_answer, content, draw
+from support.seeing import write_seeing
 
 from mlxrunner import Runner, SessionError
 from mlxrunner.cache.disk.pieces import pack

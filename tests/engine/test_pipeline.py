@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.engine import tell_time_by
-from support.mixes import CHECKPOINTS, NO_HELP
+from support.reused import CHECKPOINTS, NO_HELP
 
 from mlxrunner import BusyError, ContextLengthError, PromptError, Runner
 from mlxrunner.testing import oracle_runner

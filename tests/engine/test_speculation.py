@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.drafting import steady_costs
-from support.mixes import ALL, CHECKPOINTS, FEW, NO_HELP, SLACK, next_prompts
-from support.repeating import repeating_runner
+from support.reused import ALL, CHECKPOINTS, FEW, NO_HELP, SLACK, next_prompts, repeating_runner
 from support.sample import fewer
 
 from mlxrunner import Runner

@@ -71,7 +71,7 @@ def main(seed: int, count: int, root: Path) -> int:
     import signal
     import time
 
-    from support.damages import mutate
+    from support.model_damage import damage
 
     for name in (
         "mlx_lm.utils",
@@ -88,7 +88,7 @@ def main(seed: int, count: int, root: Path) -> int:
         choose = random.Random(number)
         base, folder, said = choose.choice(bases), root / f"f{number}", root / f"f{number}.said"
         shutil.copytree(base, folder)
-        what = mutate(folder, choose)
+        what = damage(folder, choose)
         for command in commands(folder):
             begin = time.monotonic()
             child = os.fork()

@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.checked import WITH_WINDOWS, CheckedHistory, parts
 from support.engine import (
     DraftPlan,
     DrivenHandle,
@@ -20,7 +19,7 @@ from support.engine import (
     request_of,
     scheduler,
 )
-from support.histories import Parts, tiny_parts
+from support.histories import WITH_WINDOWS, CheckedHistory, Parts, parts, tiny_parts
 from support.models import write_model
 from support.sample import fewer
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checked import CheckedHistory
-from support.checked import parts as parts_of
 from support.engine import (
     DrivenHandle,
     Stepper,
@@ -21,7 +19,8 @@ from support.engine import (
     request_of,
     scheduler,
 )
-from support.histories import tiny_parts
+from support.histories import CheckedHistory, tiny_parts
+from support.histories import parts as parts_of
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache

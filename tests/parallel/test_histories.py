@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from support.checked import WITH_WINDOWS, CheckedHistory, parts
+from support.histories import WITH_WINDOWS, CheckedHistory, parts
 
 
 def history(name: str, seed: int, events: int) -> Counter[str]:

@@ -9,11 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.checked import ARCHITECTURES, WITH_WINDOWS, parts
 from support.drafting import steady_costs
 from support.engine import FORGOTTEN, Composer, Step, StepController, Stepper, backend, request_of
-from support.guessed import GuessedHistory, Guesses
-from support.histories import tiny_parts
+from support.histories import (
+    ARCHITECTURES,
+    WITH_WINDOWS,
+    GuessedHistory,
+    Guesses,
+    parts,
+    tiny_parts,
+)
 from support.sample import fewer
 
 from mlxrunner import ParallelRunner

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.checked import WITH_WINDOWS, CheckedHistory, parts
+from support.histories import WITH_WINDOWS, CheckedHistory, parts
 from support.sample import fewer
 
 NAMES = [

@@ -15,11 +15,13 @@ from support.seeing import (
     Part,
     block_of,
     built,
+    cold_answer,
     histories,
+    joined,
+    own_answer,
     prompt_of,
     seeing_model,
 )
-from support.seeing_answers import cold_answer, joined, own_answer
 
 from mlxrunner import PromptError, Runner
 from mlxrunner.models.eyes import ARCHITECTURES

@@ -17,8 +17,7 @@ from click.testing import CliRunner, Result
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from PIL import Image
-from support.seeing_answers import masked_answer, own_answer
-from support.seeing_folders import write_seeing
+from support.seeing import masked_answer, own_answer, write_seeing
 
 from mlxrunner import (
     MemoryPlanError,

@@ -21,12 +21,12 @@ from support.seeing import (
     MadeUpProcessor,
     Part,
     built,
+    cold_answer,
     histories,
     prompt_of,
     seeing_model,
+    write_seeing,
 )
-from support.seeing_answers import cold_answer
-from support.seeing_folders import write_seeing
 
 from mlxrunner import OptionError, ParallelRunner, PictureError, Runner, StepFailedError
 from mlxrunner.models.eyes import ARCHITECTURES

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from click.testing import CliRunner, Result
-from support.seeing_folders import write_seeing
+from support.seeing import write_seeing
 
 from mlxrunner import ModelError, ParallelRunner, Runner, cli
 from mlxrunner.loading import plan_model

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
-from support.seeing_folders import write_seeing
+from support.seeing import write_seeing
 
 from mlxrunner import ParallelRunner, PromptError, Runner
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, as_tokens

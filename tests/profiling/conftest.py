@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.family_tokenizers import ENDS, _write_family, family, family_tokenizers, write_family
+from support.families import ENDS, _write_family, family, family_tokenizers, write_family
 from support.models import save_model, tiny_config, tiny_model
 
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.explained import Lines
+from support.events import Lines
 
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.runner import Runner

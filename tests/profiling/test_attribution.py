@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from support.families import KINDS
-from support.family_pieces import Piece
+from support.families import KINDS, Piece
 from support.models import write_tokenizer
 from support.sample import fewer
 

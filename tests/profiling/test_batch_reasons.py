@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.explained import Lines, run
+from support.events import Lines, run
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.damage import BROKEN, FOREIGN, HOSTILE, Raw, changed, encoded, scrambled
 from support.events import afternoon, example_event
 
 from mlxrunner import cli
@@ -19,76 +17,26 @@ from mlxrunner.profiling.tokenlog import are_ids
 from mlxrunner.testing import oracle_runner
 
 TRIES = 80
-VALUES: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**53, 2**53 + 1, 10**30, 10**400, 1e308, 0.5, 1e-320, "", "x",
-    "\x00", "\u202e\x1b[31m", "a" * 10**5, "\ud800", [], {}, [[]], [None], [2**40],
-    [1, "a" * 10**5], {"a": {}}, "NaN", "2026-99-99T00:00:00Z", "0001-01-01T00:00:00Z", "=1+1",
-    [0] * 5000,
-]  # fmt: skip  # values by rows
-RAW = [
-    b"NaN",
-    b"-Infinity",
-    b"1e999",
-    b"9" * 5000,
-    b"[" * 10**5 + b"]" * 10**5,
-    b'{"a":' * 5000 + b"1" + b"}" * 5000,
-    b'"\xff"',
-]
-WHOLE = [b"", b"\n", b"\0" * 5000, b"\xff" * 100, b"\x1f\x8b123", b"null", b"[]", b"{" * 10**5]
-
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value in it, as what holds it and its key."""
-    keys = (
-        list(value)
-        if isinstance(value, dict)
-        else range(min(len(value), 20))
-        if isinstance(value, list)
-        else ()
-    )
-    for key in keys:
-        yield value, key
-        yield from places(value[key])
 
 
 def mutated(rng: random.Random, log: bytes) -> bytes:
-    """Return the lines with values replaced or left out, raw bytes, repeats, or an early end."""
+    """Return the lines with other values, repeats, or other bytes; or something else."""
     lines = log.splitlines()
-    kind = rng.choice(["values", "values", "values", "raw", "bytes", "cut", "lines", "whole"])
-    if kind == "values":
-        for _ in range(rng.choice([1, 3, 40])):
-            number = rng.randrange(len(lines))
-            line = json.loads(lines[number])
-            if not (found := list(places(line))):
-                continue
-            holder, key = rng.choice(found)
-            if isinstance(holder, dict) and rng.random() < 0.15:
-                del holder[key]
-            else:
-                holder[key] = rng.choice(
-                    [*VALUES, *([holder[key] * 10**6] if type(holder[key]) is int else [])]
-                )
-            lines[number] = json.dumps(line).encode()
-    elif kind == "raw":
-        number = rng.randrange(len(lines))
-        found = list(
-            re.finditer(rb':(-?[0-9.]+|null|true|"[^"]*")', lines[number].replace(b": ", b":"))
-        )
-        if found:
-            place, line = rng.choice(found), lines[number].replace(b": ", b":")
-            lines[number] = line[: place.start() + 1] + rng.choice(RAW) + line[place.end() :]
-    elif kind == "bytes":
-        changed = bytearray(log)
-        for _ in range(rng.choice([1, 50])):
-            changed[rng.randrange(len(changed))] = rng.randrange(256)
-        return bytes(changed)
-    elif kind == "cut":
-        return log[: rng.randrange(len(log))]
-    elif kind == "lines":
+    kind = rng.choice(["values", "values", "values", "broken", "bytes", "lines", "whole"])
+    if kind == "bytes":
+        return scrambled(rng, log)
+    if kind == "whole":
+        return rng.choice([*FOREIGN.values()])
+    if kind == "lines":
         lines = [line for line in lines for _ in range(rng.choice([0, 1, 1, 5]))]
         rng.shuffle(lines)
     else:
-        return rng.choice(WHOLE)
+        values = HOSTILE if kind == "values" else [*BROKEN, Raw("NaN"), Raw("1e999")]
+        for _ in range(rng.choice([1, 3, 40]) if kind == "values" else 1):
+            number = rng.randrange(len(lines))
+            line = json.loads(lines[number])
+            changed(rng, line, values)
+            lines[number] = encoded(line).encode("utf-8", "surrogatepass")
     return b"\n".join(lines)
 
 

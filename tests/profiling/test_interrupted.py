@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.explained import Lines, said
+from support.events import Lines, said
 
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.schema import Event

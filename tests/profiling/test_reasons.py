@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.explained import Lines, run, said
+from support.events import Lines, run, said
 from support.models import write_model
 
 from mlxrunner.profiling.profile import Profile

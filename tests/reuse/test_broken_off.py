@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from zlib import crc32
 
 import mlx.core as mx
 import pytest
-from support.mixes import Mix
 from support.prompts import PROMPT
-from support.reused import cold, is_consistent, mixes, tokens, usage_of
+from support.reused import Mix, cold, is_consistent, mixes, tokens, usage_of
 from support.sample import fewer
 
 from mlxrunner import Runner
@@ -98,6 +98,22 @@ def test_ctrl_c_at_any_line_of_a_full_context_leaves_a_true_entry(kinds: list[st
             [*runner.entry.tokens, 7][-39:] if len(runner.entry.tokens) < 39 else list(range(30))
         )
         assert tokens(runner, follow_up, 1) == cold(kinds, follow_up, 1), f"line {line}"
+
+
+@mixes
+def test_an_answer_that_another_thread_drops_leaves_a_true_entry(mix: Mix) -> None:
+    """The layers are brought to the recorded tokens before the next request uses them."""
+    follow_up = [*PROMPT, 7, 8, 9]
+    for read in range(1, 5):
+        runner = mix.runner()
+        held = [runner.generate(PROMPT, max_tokens=20)]
+        for _ in range(read):
+            next(held[0])
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        assert tokens(runner, follow_up) == cold(mix.kinds, follow_up)
+        assert is_consistent(runner)
 
 
 def test_an_unusable_array_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:

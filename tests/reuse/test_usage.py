@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.mixes import NO_HELP
 from support.prompts import PROMPT
-from support.reused import cold, fail, is_consistent, tokens, usage_of
+from support.reused import NO_HELP, cold, fail, is_consistent, tokens, usage_of
 
 from mlxrunner.testing import EOS, WINDOW, oracle_runner
 

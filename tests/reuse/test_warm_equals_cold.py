@@ -11,10 +11,8 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ends import ENDS
-from support.mixes import Mix
 from support.prompts import PROMPT
-from support.reused import cold, is_consistent, mixes, tokens
+from support.reused import ENDS, Mix, cold, is_consistent, mixes, tokens
 from support.sample import examples
 
 from mlxrunner import Runner

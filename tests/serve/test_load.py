@@ -16,11 +16,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvloop
-from support.load import Tally, load, request
+from support.load import WIRES, Tally, load, request
 from support.models import write_model, write_tokenizer
 from support.program import program
 from support.waiting import until
-from support.wires import WIRES
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.serve.loader import ModelLoader

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.strict_answers import answered, asked, calls_of, events_of, held_of, tokenizer_of, tool
+from support.strict_templates import (
+    answered,
+    asked,
+    calls_of,
+    events_of,
+    held_of,
+    tokenizer_of,
+    tool,
+)
 
 from mlxrunner.serve.events import ApiError
 from mlxrunner.serve.prompts.builder import PromptBuilder

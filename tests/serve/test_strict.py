@@ -12,9 +12,10 @@ import httpx
 import pytest
 from support.actor import calling, playing
 from support.scripted import serving
-from support.strict_answers import (
+from support.strict_templates import (
     FIRST,
     LONG,
+    TEMPLATES,
     answered,
     asked,
     calls_of,
@@ -24,7 +25,6 @@ from support.strict_answers import (
     tokenizer_of,
     tool,
 )
-from support.strict_templates import TEMPLATES
 
 from mlxrunner.config.serving import ServeSettings
 from mlxrunner.engine.constrain import Constraint

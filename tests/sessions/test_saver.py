@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.mixes import (
+from support.models import ARCHITECTURES, tiny_config, tiny_model
+from support.prompts import PROMPT
+from support.reused import (
     CHECKPOINTS,
     each_kind_and_all,
     next_prompts,
     with_and_without_checkpoints,
 )
-from support.models import ARCHITECTURES, tiny_config, tiny_model
-from support.prompts import PROMPT
 from support.saving import Make, answer, last, save, session
 
 from mlxrunner import Runner

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.mixes import CHECKPOINTS
 from support.prompts import PROMPT
+from support.reused import CHECKPOINTS
 from support.sample import fewer
 from support.saving import Make, answer, last, save, session
 from support.waiting import PATIENCE_S

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.speculated import NAMES, compare, runner_of
+from support.drafting import NAMES, compare, runner_of
 
 
 @pytest.mark.parametrize("architecture", NAMES)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.repeating import RepeatingModel
+from support.reused import RepeatingModel
 from support.sample import fewer
 
 from mlxrunner import Runner

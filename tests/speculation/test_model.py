@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.mixes import each_kind_and_all
+from support.reused import each_kind_and_all
 from support.sample import fewer
 
 from mlxrunner import MemoryPlanError, OptionError, Runner

@@ -188,14 +188,14 @@ HOSTILE: list[Any] = [
     "", "x", "0", "llama", "default", "</s>", "NaN", "=1+1", "../..", "/dev/zero", "a\0b", "a\nb",
     "\ud800", "\u202e\x1b[31m", "2026-99-99T00:00:00Z", "0001-01-01T00:00:00Z", [2**40],
     [0, 1, 2, 3, 4, 5], "x" * 3000, "x" * 10**5, [0] * 5000, [True] * 1000, [1, "a" * 10**5],
-    {"\ud800": {"": []}}, *map(Raw, NUMBERS), Raw("9" * 400), Raw("-" + "1" * 400), Raw("9" * 5000),
+    {"\ud800": {"": []}}, *map(Raw, NUMBERS), Raw("9" * 400), Raw("-" + "1" * 400),
 ]  # fmt: skip  # values by rows
 """Values that are valid JSON, or that Python's own reader takes, in the place of any other."""
 BROKEN = [
     Raw("[" * 5000 + "]" * 5000), Raw('{"a":' * 5000 + "1" + "}" * 5000), Raw('"\\ud800"'),
-    Raw("["), Raw("nul"), Raw('"'), Raw(""),
+    Raw("["), Raw("nul"), Raw('"'), Raw(""), Raw("9" * 5000),
 ]  # fmt: skip  # values by rows
-"""Values that make a text no JSON, or JSON that is nested too deeply."""
+"""Values that no reader takes: not JSON, nested too deeply, or of too many digits."""
 
 
 def places(value: Any, most: int = 20) -> Iterator[tuple[Any, Any]]:

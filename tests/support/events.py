@@ -1,19 +1,18 @@
-"""Made-up events for tests of their readers: a full one, and an afternoon of many.
-
-They are dicts, as the lines of an events file, with counts that fit together; nothing was run for
-them. `as_event` makes the `Event` of one.
-"""
+"""Made-up events, and events in the words of `mlxrunner explain`."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from click.testing import CliRunner, Result
 
+from mlxrunner import cli
 from mlxrunner.profiling.schema import Event
 
 PREFILL_RATE, DECODE_RATE = 2400.0, 400.0
@@ -207,3 +206,17 @@ def _spans(
 
 def _rfc3339(moment: datetime) -> str:
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
+    result = CliRunner().invoke(cli.main, [str(argument) for argument in arguments], input=stdin)
+    assert result.exit_code == code, result.stderr
+    return result
+
+
+def said(events: Path) -> str:
+    """Return `mlxrunner explain EVENTS --last` as one line in lower case."""
+    return " ".join(run("explain", events, "--last").stdout.lower().split())

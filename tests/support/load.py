@@ -1,4 +1,4 @@
-"""Many clients that ask a server at once: those that behave, and those that do not."""
+"""Load on a server: clients, what they send and hear, and what they measure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,131 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from support.wires import WIRES, Body, Wire, event_of
+
+Body = dict[str, Any]
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A way to ask for an answer to messages."""
+
+    name: str
+    path: str
+    body: Callable[[Sequence[Message], int], Body]
+    """A function of the messages and of the most tokens of the answer."""
+    piece: Callable[[Body], str]
+    """A function that returns the text of one event of a stream."""
+    whole: Callable[[Body], str]
+    """A function that returns the text of a body that is no stream."""
+    ends: tuple[str, ...]
+    """Texts of which the last line of a whole stream has one."""
+
+
+def _chat(messages: Sequence[Message], tokens: int) -> Body:
+    return {"messages": [*messages], "max_tokens": tokens}
+
+
+def _completions(messages: Sequence[Message], tokens: int) -> Body:
+    return {"prompt": _flat(messages), "max_tokens": tokens}
+
+
+def _messages(messages: Sequence[Message], tokens: int) -> Body:
+    system, *rest = messages
+    return {"system": system["content"], "messages": rest, "max_tokens": tokens}
+
+
+def _responses(messages: Sequence[Message], tokens: int) -> Body:
+    return {"input": [*messages], "max_output_tokens": tokens, "store": False}
+
+
+def _ollama(messages: Sequence[Message], tokens: int) -> Body:
+    return {"messages": [*messages], "options": {"num_predict": tokens}}
+
+
+def _generate(messages: Sequence[Message], tokens: int) -> Body:
+    return {"prompt": _flat(messages), "options": {"num_predict": tokens}}
+
+
+def _flat(messages: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+def _first_choice(event: Body) -> Body:
+    return next(iter(event.get("choices") or ()), {})
+
+
+def _said(found: Body, *names: str) -> str:
+    """Return the texts of some names: answers and thinking."""
+    return "".join(found.get(name) or "" for name in names)
+
+
+WIRES = (
+    Wire(
+        "chat",
+        "/v1/chat/completions",
+        _chat,
+        lambda event: _said(_first_choice(event).get("delta", {}), "content", "reasoning_content"),
+        lambda body: body["choices"][0]["message"]["content"] or "",
+        ("data: [DONE]",),
+    ),
+    Wire(
+        "completions",
+        "/v1/completions",
+        _completions,
+        lambda event: _first_choice(event).get("text") or "",
+        lambda body: body["choices"][0]["text"],
+        ("data: [DONE]",),
+    ),
+    Wire(
+        "messages",
+        "/v1/messages",
+        _messages,
+        lambda event: _said(event.get("delta", {}), "text", "thinking"),
+        lambda body: "".join(block.get("text", "") for block in body["content"]),
+        ('"type":"message_stop"',),
+    ),
+    Wire(
+        "responses",
+        "/v1/responses",
+        _responses,
+        lambda event: event["delta"] if event["type"].endswith("text.delta") else "",
+        lambda body: "".join(
+            part.get("text", "") for item in body["output"] for part in item.get("content", ())
+        ),
+        ('"type":"response.completed"', '"type":"response.incomplete"'),
+    ),
+    Wire(
+        "ollama chat",
+        "/api/chat",
+        _ollama,
+        lambda event: _said(event["message"], "content", "thinking"),
+        lambda body: body["message"]["content"],
+        ('"done":true',),
+    ),
+    Wire(
+        "ollama generate",
+        "/api/generate",
+        _generate,
+        lambda event: _said(event, "response", "thinking"),
+        lambda body: body["response"],
+        ('"done":true',),
+    ),
+)
+
+
+def event_of(line: str) -> Body | None:
+    """Return the event that a line of a stream has; None for lines that have none."""
+    text = line.removeprefix("data: ")
+    found: Body | None = json.loads(text) if text.startswith("{") else None
+    return found
+
 
 WORDS = "alpha beta gamma delta main test build file error result value return import class".split()
 TURNS = 5

@@ -18,8 +18,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from support.engine import backend, engine_of
-
 from mlxrunner import ParallelRunner
 from mlxrunner.errors import StepFailedError
 from mlxrunner.models.part import Way
@@ -31,6 +29,7 @@ from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.ranks import Ranks
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
+from tests.support.engine import backend, engine_of
 
 ENDINGS = ("whole", "closed", "error", "interrupted")
 VOCAB = 256

@@ -1,16 +1,19 @@
-"""Tiny vision models of mlx-vlm with random weights, and made-up pictures for them."""
+"""Tiny models that see pictures, their folders, and what they answer."""
 
 from __future__ import annotations
 
 import copy
 import importlib
+import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.pictures.model import CrossingModel, SeeingModel
@@ -273,3 +276,214 @@ def histories(turns: int, seed: int, pictures: int = 4) -> list[list[Part]]:
             history = [*history, text()]
         found.append(history)
     return found
+
+
+TILES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+SPECIAL = {
+    "qwen": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+    "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    "idefics3": ["<fake_token_around_image>", "<image>", "<global-img>", *TILES],
+    "mllama": ["<|image|>", "<|python_tag|>", "<|eom_id|>"],
+}
+MARKERS = {
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+    "idefics3": "<image>",
+    "mllama": "<|image|>",
+}
+TOKENS = {
+    "qwen": "<|image_pad|>",
+    "gemma3": "<image_soft_token>",
+    "idefics3": "<image>",
+    "mllama": "<|image|>",
+}
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 64,
+        "max_pixels": 1024,
+    },
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "image_seq_length": 16,
+        **HALVES,
+    },
+    "idefics3": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 64},
+        "max_image_size": {"longest_edge": 32},
+        "do_image_splitting": True,
+        "do_pad": True,
+        "resample": 1,
+        **HALVES,
+    },
+    "mllama": {
+        "image_processor_type": "MllamaImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "max_image_tiles": 4,
+        **HALVES,
+    },
+}
+CLASSES = {
+    "qwen": "Qwen2VLProcessor",
+    "gemma3": "Gemma3Processor",
+    "idefics3": "Idefics3Processor",
+    "mllama": "MllamaProcessor",
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}MARKER{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def family(kind: str) -> str:
+    return "qwen" if kind.startswith("qwen") else kind
+
+
+def write_seeing(folder: Path, kind: str) -> Path:
+    """Write a model of this architecture into `folder`, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = family(kind)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", *SPECIAL[own]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"boi_token": SPECIAL[own][0], "image_token": TOKENS[own], "eoi_token": SPECIAL[own][2]}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<s>",
+        "chat_template": TEMPLATE.replace("MARKER", MARKERS[own]),
+        **({**names, "extra_special_tokens": names} if own == "gemma3" else {}),
+    }
+    ids = {name: tokenizer.token_to_id(name) for name in SPECIAL[own]}
+    config = {**CONFIGS[kind], "eos_token_id": tokenizer.token_to_id("<|im_end|>")}
+    config |= dict.fromkeys(("image_token_id", "image_token_index"), ids[TOKENS[own]])
+    if own == "qwen":
+        config["video_token_id"] = ids["<|video_pad|>"]
+        config["vision_start_token_id"] = ids["<|vision_start|>"]
+        config["vision_end_token_id"] = ids["<|vision_end|>"]
+    sizes = {"image_seq_len": 16, "image_seq_length": 16}
+    for name, content in (
+        ("tokenizer_config.json", settings),
+        ("config.json", config),
+        ("preprocessor_config.json", PROCESSORS[own]),
+        ("processor_config.json", {"processor_class": CLASSES[own], **sizes}),
+    ):
+        (folder / name).write_text(json.dumps(content))
+    weights = dict(tree_flatten(built(kind).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return folder
+
+
+def joined(kind: str, pictures: list[dict[str, Any]]) -> dict[str, mx.array]:
+    """Return what the encoder gets of several pictures at once."""
+    axis = 1 if kind in ("idefics3", "smolvlm", "mllama") else 0
+    names = pictures[0] if pictures else ()
+    return {
+        name: mx.array(np.concatenate([one[name] for one in pictures], axis=axis)) for name in names
+    }
+
+
+def looked_at(tokens: list[int], place: int, token: int) -> list[int]:
+    """Return the numbers of the pictures that the token at `place` looks at (mllama)."""
+    found, pictures = list[int](), 0
+    for at in range(min(place + 1, len(tokens))):
+        if tokens[at] == token:
+            found = [*(found if at and tokens[at - 1] == token else []), pictures]
+            pictures += 1
+    return found
+
+
+def masked_answer(
+    model: Any, tokens: list[int], pictures: list[dict[str, Any]], count: int
+) -> list[int]:
+    """Return the greedy answer of a model that crosses to pictures, each token of it cold.
+
+    All pictures are there at once, and a mask says which of their rows each token looks at. Tokens
+    that look at none get nothing from the layers that cross.
+    """
+    from mlx_vlm.models.base import create_attention_mask
+
+    token = model.config.image_token_index
+    states, owners, answer = list[mx.array](), list[int](), list[int]()
+    for number, inputs in enumerate(pictures):
+        arrays = {name: mx.array(value) for name, value in inputs.items()}
+        rows = model.get_input_embeddings(mx.array([[token]]), **arrays).cross_attention_states[0]
+        kept = int(inputs["aspect_ratio_mask"].sum()) * 17
+        states.append(rows)
+        owners += [number] * kept + [-1] * (len(rows) - kept)
+    text = model.language_model.model
+    while True:
+        both = [*tokens, *answer]
+        looks = [looked_at(both[: len(tokens)], place, token) for place in range(len(both))]
+        sees = mx.array([[owner in seen for owner in owners] for seen in looks])
+        some = mx.array([[bool(seen)] for seen in looks])
+        hidden = text.embed_tokens(mx.array([both]))
+        causal = create_attention_mask(hidden, [None])
+        for layer in text.layers:
+            if not hasattr(layer, "cross_attn"):
+                hidden = layer(hidden, mask=causal)
+            elif pictures:
+                mask = mx.where(sees, 0.0, -1e9)[None, None]
+                given = {"cross_attention_states": mx.concatenate(states)[None]}
+                found = layer.cross_attn(
+                    layer.input_layernorm(hidden), attention_mask=mask, **given
+                )
+                hidden = hidden + mx.tanh(layer.cross_attn_attn_gate) * found * some
+                found = layer.mlp(layer.post_attention_layernorm(hidden))
+                hidden = hidden + mx.tanh(layer.cross_attn_mlp_gate) * found * some
+        logits = model.language_model.lm_head(text.norm(hidden))
+        answer.append(int(mx.argmax(logits[0, -1]).item()))
+        if len(answer) == count:
+            return answer
+
+
+def cold_answer(kind: str, model: Any, history: list[Part], count: int) -> list[int]:
+    """Return the greedy answer of `model` itself to a whole prompt of texts and pictures."""
+    tokens, pictures = list[int](), list[dict[str, Any]]()
+    for what, part in history:
+        block, inputs = (part, {}) if what == "text" else block_of(kind, part)
+        tokens += block
+        pictures += [inputs] if what == "picture" else []
+    if kind == "mllama":
+        return masked_answer(model, tokens, pictures, count)
+    return own_answer(model, tokens, joined(kind, pictures), count)
+
+
+def own_answer(model: Any, tokens: list[int], inputs: dict[str, mx.array], count: int) -> list[int]:
+    """Return the greedy answer of mlx-vlm to a whole prompt, by the calls of its `generate`."""
+    from mlx_vlm.models.cache import make_prompt_cache
+
+    language, given, later = model.language_model, dict[str, Any](), dict[str, Any]()
+    if hasattr(language, "_rope_deltas"):
+        language._rope_deltas = language._position_ids = None
+    prompt = mx.array([tokens])
+    mask = {"mask": mx.ones(prompt.shape, mx.int32)} if inputs else {}
+    found = model.get_input_embeddings(prompt, **mask, **inputs)
+    if found.position_ids is not None and inputs:
+        later = {"rope_deltas": found.rope_deltas}
+        given = {"position_ids": found.position_ids, **later}
+    if found.deepstack_visual_embeds is not None and inputs:
+        given["visual_pos_masks"] = found.visual_pos_masks
+        given["deepstack_visual_embeds"] = found.deepstack_visual_embeds
+    if found.cross_attention_states is not None:
+        given = later = {"cross_attention_states": found.cross_attention_states}
+    cache, answer = make_prompt_cache(language), list[int]()
+    embeddings = found.inputs_embeds
+    logits = language(prompt, inputs_embeds=embeddings, cache=cache, **given).logits
+    while True:
+        answer.append(int(mx.argmax(logits[0, -1]).item()))
+        if len(answer) == count:
+            return answer
+        logits = language(mx.array([[answer[-1]]]), cache=cache, **later).logits

@@ -1,6 +1,6 @@
 """Tokenizers of every kind, and of six families of chat templates, for the tests here."""
 
-from support.family_tokenizers import family, family_tokenizers
+from support.families import family, family_tokenizers
 from support.tokenizers import copy_of, directories, kind, templates, tokenizer, tokenizers
 
 __all__ = [

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.histories import tiny_parts
-from support.mixes import (
+from support.models import ARCHITECTURES
+from support.prompts import PROMPT
+from support.reused import (
     CHECKPOINTS,
     each_kind_and_all,
     next_prompts,
     with_and_without_checkpoints,
 )
-from support.models import ARCHITECTURES
-from support.prompts import PROMPT
 from support.sample import fewer
 
 from mlxrunner import Runner

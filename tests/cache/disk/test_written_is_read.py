@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mixes import ALL, CHECKPOINTS, FEW, NO_HELP, SLACK
-from support.reused import MIXES
+from support.reused import ALL, CHECKPOINTS, FEW, MIXES, NO_HELP, SLACK
 from support.sample import examples
 
 from mlxrunner import Runner

@@ -17,10 +17,18 @@ import mlx.core as mx
 import pytest
 from profiling import test_simulate as replays
 from reuse import test_broken_off, test_warm_equals_cold
-from support.ends import ENDS
-from support.mixes import CHECKPOINTS, FEW, NO_HELP, mixes_of
 from support.prompts import PROMPT
-from support.reused import cold, small_steps, tokens, usage_of
+from support.reused import (
+    CHECKPOINTS,
+    ENDS,
+    FEW,
+    NO_HELP,
+    cold,
+    mixes_of,
+    small_steps,
+    tokens,
+    usage_of,
+)
 
 from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.layers import factory

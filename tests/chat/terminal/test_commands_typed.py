@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from support.chat_screens import CHAT, CTRL_C
+from support.chats import CHAT, CTRL_C
 
 from mlxrunner.chat.commands.sessions import Saving
 from mlxrunner.chat.start import commands

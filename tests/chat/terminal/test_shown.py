@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_screens import CHAT, DEMO, SLOW
+from support.chats import CHAT, DEMO, SLOW
 
 
 def test_there_is_a_banner_a_prompt_and_an_answer(open_screen: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_screens import ALT_ENTER, CHAT, CTRL_C, CTRL_J, DEMO, PASTE, PASTED, TAB, UP
+from support.chats import ALT_ENTER, CHAT, CTRL_C, CTRL_J, DEMO, PASTE, PASTED, TAB, UP
 
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.tokenizer import load_tokenizer

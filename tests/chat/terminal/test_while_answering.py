@@ -11,7 +11,7 @@ from typing import Any
 
 import pexpect
 import pytest
-from support.chat_screens import CTRL_C, PASTE, PASTED, SLOW, answering, marks_pastes
+from support.chats import CTRL_C, PASTE, PASTED, SLOW, answering, marks_pastes
 
 
 def test_ctrl_c_at_twenty_random_moments_leaves_an_exact_conversation(

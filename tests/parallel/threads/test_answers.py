@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.engine import engine_of
-from support.family_tokenizers import write_family
+from support.families import write_family
 from support.threads import alone, asked, in_threads, opened
 from support.waiting import until
 

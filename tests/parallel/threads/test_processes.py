@@ -15,7 +15,7 @@ from support.waiting import PATIENCE_S
 PROLOGUE = """
 import os, signal, sys, threading
 sys.path[:0] = ["tests"]
-from support.family_tokenizers import write_family
+from support.families import write_family
 from support.histories import tiny_parts
 from mlxrunner import ClosedError, ParallelRunner
 from support.engine import Stepper

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.agents import run_agent
-from support.jobs import DONE, SHARE, STEPS, Shared
+from support.jobs import DONE, SHARE, STEPS, Shared, run_agent, write_trace
 from support.layered import CONTEXT, NEAR
-from support.traces import write_trace
 
 from mlxrunner.serve.launch import CLIENTS
 

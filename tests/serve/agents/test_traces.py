@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from support.jobs import SHARE, STEPS, Shared
+from support.jobs import SHARE, STEPS, OtherWords, Shared, read_trace
 from support.layered import NEAR
-from support.traces import OtherWords, read_trace
 
 from mlxrunner.serve.launch import CLIENTS
 

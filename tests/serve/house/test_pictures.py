@@ -18,7 +18,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from PIL import Image
 from support.houses import asked, events_of, in_house, open_house
-from support.seeing_folders import write_seeing
+from support.seeing import write_seeing
 
 from mlxrunner import Runner
 from mlxrunner.config.serving import ServeSettings
