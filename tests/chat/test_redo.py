@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chats import branch
+from support.damage import kill_at_calls
 from support.sample import fewer
 
 from mlxrunner.chat.branches import Branches
 from mlxrunner.chat.taken import MOST, State, Taken
 from mlxrunner.errors import SessionError
-from mlxrunner.sessions.session import Branch, Session
+from mlxrunner.sessions.session import Branch
 from mlxrunner.sessions.store import MOST_STATES, SessionStore
 
 TOKENS = r"\d+ of \d+ tokens reused, \d+ to evaluate"
@@ -192,51 +191,33 @@ def test_damaged_states_are_left_out(typed: Any) -> None:
 
 
 KILLED = """
-import os, signal, sys
-from pathlib import Path
-from mlxrunner.system.folders import Folder
-from mlxrunner.sessions.session import History, SessionTurn
-from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.store import SessionStore
+from mlxrunner.sessions.session import Branch, History, Session, SessionTurn
+from mlxrunner.sessions.store import MOST_STATES, SessionStore
 
-left = int(sys.argv[2])
+def saying(text):
+    return Session("demo", {"main": Branch(None, History((SessionTurn(text, "answer"),)))})
 
-def counted(name):
-    act = getattr(os, name)
+def prepare(folder):
+    store = SessionStore(folder)
+    store.save("trip", saying("old"))
+    for number in range(MOST_STATES):
+        store.save_state("trip", saying(str(number)))
 
-    def call(*arguments, **options):
-        global left
-        left -= 1
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return act(*arguments, **options)
-
-    setattr(os, name, call)
-
-for name in ("open", "write", "rename", "unlink", "fsync", "close"):
-    counted(name)
-store = SessionStore(Path(sys.argv[1]))
-turn = SessionTurn("new", "answer")
-with store.lock("trip"):
-    store.save_state("trip", store.load("trip"))
-    store.save("trip", Session("demo", {"main": Branch(None, History((turn,)))}))
-print("done")
+def act(folder):
+    store = SessionStore(folder)
+    with store.lock("trip"):
+        store.save_state("trip", store.load("trip"))
+        store.save("trip", saying("new"))
 """
 
 
 def test_a_kill_at_any_moment_loses_no_turn(tmp_path: Path) -> None:
     """The old text is in the session or in a state of it, at every step of the writing."""
-    script, moment, done = tmp_path / "killed.py", 0, ""
-    script.write_text(KILLED)
-    while not done:
-        moment += 3
-        store = SessionStore(tmp_path / str(moment))
-        store.save("trip", Session("demo", {"main": branch("old")}))
-        for number in range(MOST_STATES):
-            store.save_state("trip", Session("demo", {"main": branch(str(number))}))
-        command = [sys.executable, str(script), str(store.folder), str(moment)]
-        done = subprocess.run(command, capture_output=True, text=True).stdout
+    runs = kill_at_calls(KILLED, tmp_path / "runs")
+    for run in runs:
+        store = SessionStore(run.folder)
         found = [store.load("trip"), *store.load_states("trip")]
         assert len(found) >= 1 + MOST_STATES - 1
         assert "old" in [session.history.turns[0].user for session in found]
-    assert moment > 3
+    assert len(runs) > 3
+    assert runs[-1].is_whole
