@@ -9,12 +9,12 @@ import ipaddress
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxrunner.serve.errors import refusal_response
@@ -48,12 +48,14 @@ PROBED = frozenset({"/", "/v1/messages"})
 """Paths that answer HEAD by themselves."""
 ASK_FOR_KEY = {"www-authenticate": 'Basic realm="the key of mlxrunner serve, as the password"'}
 """Header that lets a browser ask its user for the key of the status page."""
-METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
+METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
+EXPOSED = ("x-request-id", "x-mlxrunner-cache", "retry-after")
+"""Headers of answers that pages of known origins may read."""
 
 
 @dataclass(frozen=True)
 class AccessRules:
-    """The rules of the door."""
+    """The rules by which requests are let in."""
 
     hosts: frozenset[str] = LOOPBACK
     """The names under which this server may be called; empty: any."""
@@ -85,59 +87,62 @@ def is_loopback(host: str) -> bool:
 
 
 class AccessMiddleware:
-    """Lets requests through to `app` that keep the rules, with their bodies read."""
+    """Lets requests through to `app` that keep the rules, with their bodies read.
+
+    A page in a browser can make the browser send requests to this machine, also under a name of its
+    own that leads here (DNS rebinding). Therefore the Host header has to be a name of this machine,
+    and pages of other origins get no answer unless the user has named them. Starlette's
+    TrustedHostMiddleware takes the first of several Host headers, and its error is a text, which no
+    client of a protocol reads. Its CORSMiddleware writes the headers here, but lets requests of
+    unknown origins through.
+    """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
         self._app, self._rules = app, rules
         self.bodies = BodyBudget(rules.most_bytes, rules.most_together, rules.most_seconds)
+        self._answer: ASGIApp = self._checked
+        if rules.origins:
+            self._answer = CORSMiddleware(
+                self._checked,
+                allow_origins=rules.origins,
+                allow_methods=METHODS,
+                allow_headers="*",
+                expose_headers=EXPOSED,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer an HTTP request, or pass it on. Nothing but HTTP is known here."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
         state["id"] = uuid.uuid4().hex[:24]
-        send = _with_headers(send, state, self._allowed(headers))
-        refused = await self._let_in(scope, receive, send, headers)
-        if refused is not None:
-            response = refusal_response(scope["path"], refused, state["id"])
-            if scope["path"] == "/" and refused.status == 401:
-                response.headers.update(ASK_FOR_KEY)
-            await response(scope, receive, send)
+        send = _with_id(send, state["id"])
+        try:
+            self._check_sender(Headers(scope=scope))
+        except ApiError as refused:
+            await refusal_response(scope["path"], refused, state["id"])(scope, receive, send)
+        else:
+            await self._answer(scope, receive, send)
 
-    async def _let_in(
-        self, scope: Scope, receive: Receive, send: Send, headers: Headers
-    ) -> ApiError | None:
-        """Pass a request on, and hold its body until it is answered. Return why not, or None."""
-        with self.bodies.place() as place:
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request of a known sender on, and hold its body until it is answered."""
+        headers = Headers(scope=scope)
+        async with AsyncExitStack() as stack:
             try:
                 self._check(scope, headers)
-                body = await place.read(headers, receive)
+                body = await stack.enter_async_context(self.bodies.read(headers, receive))
             except ApiError as refused:
-                return refused
-            if _is_preflight(scope, headers):
-                await Response(status_code=204)(scope, receive, send)
-            elif body is not None:
+                response = refusal_response(scope["path"], refused, scope["state"]["id"])
+                if scope["path"] == "/" and refused.status == 401:
+                    response.headers.update(ASK_FOR_KEY)
+                await response(scope, receive, send)
+                return
+            if body is not None:
                 await self._app(_routed(scope), _again(body, receive), send)
-            return None
 
-    def _allowed(self, headers: Headers) -> Mapping[str, str]:
-        """Return the headers that let a page of a known origin read the response."""
-        origin = headers.get("origin")
-        if origin is None or origin not in self._rules.origins:
-            return {}
-        return {
-            "access-control-allow-origin": origin,
-            "access-control-allow-methods": METHODS,
-            "access-control-allow-headers": headers.get("access-control-request-headers", "*"),
-            "access-control-expose-headers": "x-request-id, x-mlxrunner-cache, retry-after",
-            "vary": "origin",
-        }
-
-    def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError unless the sender of a request may ask."""
+    def _check_sender(self, headers: Headers) -> None:
+        """Raise ApiError unless the name of the server and the page of a request are known."""
         self._check_host(headers.getlist("host"))
         origin = headers.get("origin")
         if not (origin is None or self._is_own(origin, headers) or origin in self._rules.origins):
@@ -147,6 +152,9 @@ class AccessMiddleware:
                 f"{origin:.100} if they should",
                 code="origin_not_allowed",
             )
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError for a compressed body, or without the key."""
         if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
             raise ApiError(
                 415,
@@ -154,8 +162,7 @@ class AccessMiddleware:
                 "it without one, not compressed",
                 code="unsupported_encoding",
             )
-        is_open = (scope["method"], scope["path"]) in OPEN or _is_preflight(scope, headers)
-        if self._rules.key and not is_open:
+        if self._rules.key and (scope["method"], scope["path"]) not in OPEN:
             self._check_key(self._rules.key, headers)
 
     def _check_host(self, hosts: list[str]) -> None:
@@ -200,11 +207,6 @@ def _token(header: str) -> list[str]:
         return []
 
 
-def _is_preflight(scope: Scope, headers: Headers) -> bool:
-    """Return True if a browser asks whether a page may send a request. That has no key."""
-    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-
-
 def name_in(host: str) -> str:
     """Return the name in a Host header, without the port."""
     if host.startswith("["):
@@ -236,28 +238,23 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return give
 
 
-def _with_headers(send: Send, state: Mapping[str, str], more: Mapping[str, str]) -> Send:
-    """Return a function that adds the id of the request, and `more`, to a response."""
+def _with_id(send: Send, name: str) -> Send:
+    """Return a function that adds the id of the request to a response without one."""
 
     async def send_more(message: Message) -> None:
         if message["type"] == "http.response.start":
-            found = list(message.get("headers", ()))
-            names = {name.lower() for name, _ in found}
-            if b"x-request-id" not in names:
-                found.append((b"x-request-id", state["id"].encode()))
-            found += _encoded(more.items())
-            message = {**message, "headers": found}
+            MutableHeaders(scope=message).setdefault("x-request-id", name)
         await send(message)
 
     return send_more
 
 
-def _encoded(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-
-
 class BodyBudget:
-    """The bodies of all requests that are read or answered."""
+    """The bodies of all requests that are read or answered.
+
+    Starlette's RequestBodyLimitMiddleware bounds each body, with a text as its error. It bounds
+    neither all bodies together nor their values, and waits for ever for a body that does not come.
+    """
 
     def __init__(self, most: int, together: int, seconds: float) -> None:
         """Begin without bodies. `most`: bytes of a body; `together`: those of all.
@@ -268,21 +265,49 @@ class BodyBudget:
         self.held = 0
         """Bytes of the bodies that are held, with `VALUE` for each value."""
 
-    @contextmanager
-    def place(self) -> Iterator[BodyReservation]:
-        """Enter a place for the body of a request, which is held until the place is left."""
-        place = BodyReservation(self)
+    @asynccontextmanager
+    async def read(self, headers: Headers, receive: Receive) -> AsyncIterator[bytes | None]:
+        """Enter with the whole body, which is held until the exit; None if the client left.
+
+        Raise ApiError if it is wrong.
+        """
+        taken = 0
+
+        def take(nbytes: int) -> None:
+            nonlocal taken
+            self._check_room(nbytes)
+            self.held += nbytes
+            taken += nbytes
+
         try:
-            yield place
+            yield await self._read(headers, receive, take)
         finally:
-            self.held -= place.held
+            self.held -= taken
 
-    def take(self, nbytes: int) -> None:
-        """Hold `nbytes` more. Raise ApiError if there is no room for them."""
-        self.check(nbytes)
-        self.held += nbytes
+    async def _read(
+        self, headers: Headers, receive: Receive, take: Callable[[int], None]
+    ) -> bytes | None:
+        length = headers.get("content-length", "0")
+        if length.isdecimal():
+            self._check_size(int(length[:20]))
+            self._check_room(int(length[:20]))
+        parts, size, is_last, began = list[bytes](), 0, False, time.monotonic()
+        while not is_last:
+            message = await self._next(receive, size, time.monotonic() - began)
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            self._check_size(size)
+            take(len(parts[-1]))
+            is_last = not message.get("more_body", False)
+        body = b"".join(parts)
+        is_small = size <= IN_BETWEEN
+        count = check_form(body) if is_small else await asyncio.to_thread(check_form, body)
+        take(VALUE * count)
+        return body
 
-    def check(self, nbytes: int) -> None:
+    def _check_room(self, nbytes: int) -> None:
         """Raise ApiError if there is no room for `nbytes` more."""
         if self.held + nbytes > self._together:
             raise ApiError(
@@ -292,32 +317,6 @@ class BodyBudget:
                 code="overloaded",
                 retry_after=SOON,
             )
-
-    async def read(
-        self, place: BodyReservation, headers: Headers, receive: Receive
-    ) -> bytes | None:
-        """Return the whole body; None if the client left. Raise ApiError if it is wrong."""
-        length = headers.get("content-length", "0")
-        if length.isdecimal():
-            self._check_size(int(length[:20]))
-            self.check(int(length[:20]))
-        parts, size, is_last, began = list[bytes](), 0, False, time.monotonic()
-        while not is_last:
-            message = await self._next(receive, size, time.monotonic() - began)
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            self._check_size(size)
-            place.take(len(parts[-1]))
-            is_last = not message.get("more_body", False)
-        body = b"".join(parts)
-        if size <= IN_BETWEEN:
-            count = check_form(body)
-        else:
-            count = await asyncio.to_thread(check_form, body)
-        place.take(VALUE * count)
-        return body
 
     def _check_size(self, size: int) -> None:
         if size > self._most:
@@ -336,23 +335,6 @@ class BodyBudget:
         still = f"nothing of the body came for {self._seconds:g} s after {size} bytes"
         said = f"{slow} are the least" if left < self._seconds else still
         raise ApiError(408, f"{said}: send it whole", code="timeout")
-
-
-class BodyReservation:
-    """The place of one request among all bodies."""
-
-    def __init__(self, bodies: BodyBudget) -> None:
-        self._bodies = bodies
-        self.held = 0
-
-    def take(self, nbytes: int) -> None:
-        """Hold `nbytes` more. Raise ApiError if there is no room for them."""
-        self._bodies.take(nbytes)
-        self.held += nbytes
-
-    async def read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """Return the whole body; None if the client left. Raise ApiError if it is wrong."""
-        return await self._bodies.read(self, headers, receive)
 
 
 def check_form(body: bytes) -> int:

@@ -180,7 +180,12 @@ KEPT = 32
 
 
 class ConnectionLimit:
-    """Counts nothing: the number of a connection's file says how many are open."""
+    """Closes connections that would take the last files of this process, and says so in the log.
+
+    The server needs some for its own work: it parks conversations, loads models and imports
+    modules. uvicorn's `limit_concurrency` is a number of connections, whatever else has files open,
+    and answers with a text only when a whole request has come.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -209,8 +214,9 @@ class HttpConnection(H11Protocol):
     """A connection that is closed if no whole header of a request comes in time.
 
     It is also closed if its client does not read its answer, goes on with a body that was answered
-    already, or sends much ahead of an answer. uvicorn waits for ever, and each connection takes a
-    file descriptor, and a place among the requests that may wait.
+    already, or sends much ahead of an answer. uvicorn has a limit for silence after an answer only
+    (`timeout_keep_alive`), and waits for ever for all of these. Each such connection takes a file
+    descriptor, and a place among the requests that may wait.
     """
 
     patience = MOST_SECONDS

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from fastapi import APIRouter, Request
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from support.waiting import until
@@ -184,10 +189,68 @@ def test_a_browser_that_asks_first() -> None:
         other = {**headers, "origin": "http://evil.example"}
         assert httpx.options(f"{url}/v1/messages", headers=other).status_code == 403
         assert httpx.options(f"{url}/v1/messages").status_code == 401
-    assert (answer.status_code, answer.content) == (204, b"")
+    assert (answer.status_code, answer.content) == (200, b"OK")
     assert answer.headers["access-control-allow-origin"] == "http://app.example"
     assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "POST" in answer.headers["access-control-allow-methods"]
+
+
+async def asked_of(app: ASGIApp, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:
+    """Return status and type of the answer to a request with these headers and a small body."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"[1, 2, 3]", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers}
+    await app(scope, receive, send)
+    return sent[0]["status"], dict(sent[0]["headers"])[b"content-type"].partition(b";")[0]
+
+
+HOST, EVIL = (b"host", b"localhost"), (b"host", b"evil.example")
+PAGE = (b"origin", b"http://evil.example")
+
+
+@pytest.mark.parametrize(
+    ("library", "headers", "theirs", "ours"),
+    [
+        (partial(TrustedHostMiddleware, allowed_hosts=["localhost"]), [HOST, EVIL], 200, 403),
+        (partial(TrustedHostMiddleware, allowed_hosts=["localhost"]), [EVIL], 400, 403),
+        (partial(CORSMiddleware, allow_origins=["http://app.example"]), [HOST, PAGE], 200, 403),
+        (partial(RequestBodyLimitMiddleware, max_body_size=5), [HOST], 413, 413),
+    ],
+    ids=["two hosts", "another host", "another origin", "a large body"],
+)
+def test_starlettes_middleware_lacks(
+    library: Any, headers: list[tuple[bytes, bytes]], theirs: int, ours: int
+) -> None:
+    """It lets some requests through, and its errors are texts, which no client of ours reads."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        await PlainTextResponse("")(scope, receive, send)
+
+    guard = AccessMiddleware(app, AccessRules(most_bytes=5))
+    assert asyncio.run(asked_of(library(app), *headers)) == (theirs, b"text/plain")
+    assert asyncio.run(asked_of(guard, *headers)) == (ours, b"application/json")
+
+
+def test_uvicorn_lacks() -> None:
+    """None of its limits is for a header, a client that reads nothing, or the files left over."""
+    options = inspect.signature(uvicorn.Config).parameters
+    assert {name for name in options if name.startswith(("timeout_", "limit_", "h11_"))} == {
+        "timeout_keep_alive",
+        "timeout_notify",
+        "timeout_graceful_shutdown",
+        "timeout_worker_healthcheck",
+        "limit_concurrency",
+        "limit_max_requests",
+        "limit_max_requests_jitter",
+        "h11_max_incomplete_event_size",
+    }
 
 
 @pytest.mark.parametrize(
