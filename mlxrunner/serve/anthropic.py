@@ -12,18 +12,16 @@ from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field
 
 from mlxrunner.serve.delivery import (
-    EVENT_STREAM,
     AnswerCall,
+    EventWriter,
     WholeAnswer,
     client_of,
-    frames,
-    merged,
     route_class,
-    stream,
+    stream_answers,
     while_connected,
-    whole,
+    whole_answers,
 )
-from mlxrunner.serve.errors import THREAD_NOT_FOUND, anthropic_error, anthropic_response
+from mlxrunner.serve.errors import THREAD_NOT_FOUND, anthropic_error
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -43,7 +41,6 @@ from mlxrunner.serve.fields import (
     headers,
     plain,
     present,
-    replaced_before,
     report,
     shown_messages,
     unread,
@@ -400,7 +397,7 @@ PING = frame({"type": "ping"})
 """The heartbeat."""
 
 
-class MessageStreamWriter:
+class MessageStreamWriter(EventWriter):
     """Writes the events of one answer as frames."""
 
     def __init__(self, asked: ServerRequest, *, is_marked: bool, left_out: tuple[str, ...]) -> None:
@@ -443,10 +440,6 @@ class MessageStreamWriter:
                 yield from self._end(event)
             case _:
                 yield PING
-
-    def finish(self) -> Iterator[bytes]:
-        """Yield nothing: the last event has ended the stream."""
-        yield from ()
 
     def error(self, refused: ApiError) -> bytes:
         """Return the frame of an error, which is the last one."""
@@ -494,7 +487,7 @@ class MessageStreamWriter:
 
 def router(answers: AnswerBackend) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter(route_class=route_class(anthropic_response, "msg_"), tags=["anthropic"])
+    routes = APIRouter(route_class=route_class("msg_"), tags=["anthropic"])
 
     @routes.post("/v1/messages")
     async def create_message(body: MessageRequest, request: Request) -> Response:
@@ -505,10 +498,8 @@ def router(answers: AnswerBackend) -> APIRouter:
         marked, out = marks_cache(body), left_out(body)
         if body.stream:
             writer = MessageStreamWriter(asked, is_marked=marked, left_out=out)
-            events = merged(answers, [asked])
-            said = replaced_before(asked, answers)
-            return await stream(request, frames(events, writer), EVENT_STREAM, asked.id, said)
-        answer = await while_connected(request, whole(answers, asked))
+            return await stream_answers(request, answers, [asked], writer)
+        (answer,) = await whole_answers(request, answers, [asked])
         written = message_body(asked, answer, is_marked=marked, left_out=out)
         return JSONResponse(written, headers=headers(asked, answer.end))
 

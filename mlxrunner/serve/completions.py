@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,17 +12,12 @@ from fastapi.responses import JSONResponse
 from mlxrunner.batch.openai_format import READ, TokenLogprob, completion_usage, text_logprobs
 from mlxrunner.config.request_fields import held
 from mlxrunner.serve.delivery import (
-    EVENT_STREAM,
     WholeAnswer,
     client_of,
-    frames,
-    merged,
     route_class,
-    stream,
-    while_connected,
-    wholes,
+    stream_answers,
+    whole_answers,
 )
-from mlxrunner.serve.errors import openai_error, openai_response
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -36,11 +30,10 @@ from mlxrunner.serve.events import (
 from mlxrunner.serve.fields import headers, report, unread
 from mlxrunner.serve.models import AnswerBackend
 from mlxrunner.serve.openai import (
-    DONE,
     FINISH_REASONS,
     MOST_ANSWERS,
+    ChunkWriter,
     SampledRequest,
-    frame,
     head,
     options_of,
     with_seed,
@@ -114,13 +107,13 @@ def _check_echo(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> 
         )
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Writes answers as completions, or as the stream of their chunks."""
 
     def __init__(self, body: CompletionRequest, several: Sequence[ServerRequest]) -> None:
-        self._body, self._several = body, several
-        self._created = int(time.time())
-        self._ends: dict[int, AnswerEnd] = {}
+        left_out = unread(body.model_extra or {})
+        super().__init__("text_completion", several, usage=body.has_usage, left_out=left_out)
+        self._body = body
         self._offsets = [len(self._echoed(number)) for number in range(len(several))]
 
     def _echoed(self, number: int) -> str:
@@ -139,8 +132,8 @@ class CompletionWriter:
             for number, answer in enumerate(answers)
         ]
         ends = [answer.end for answer in answers]
-        more = {"usage": self._usage(ends), "mlxrunner": self._report(ends[0])}
-        return self._head() | {"choices": choices} | more
+        found = head(self._several[0], "text_completion", self._created) | {"choices": choices}
+        return found | {"usage": self.usage(ends), "mlxrunner": report(ends[0], self._left_out)}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the prompts, if they are wanted."""
@@ -157,28 +150,12 @@ class CompletionWriter:
             case ThinkingDelta(text):
                 yield self._chunk(index, text)
             case AnswerEnd():
-                self._ends[index] = event
                 choice = self._choice(index, "", (), FINISH_REASONS[event.reason])
-                body = self._head() | {"choices": [choice]}
-                if len(self._ends) == len(self._several) and not self._body.has_usage:
-                    body["mlxrunner"] = self._report(self._ends[0])
-                yield frame(body)
+                yield self.end(index, event, choice)
             case _:
                 yield b": heartbeat\n\n" + self._chunk(index, "")
 
-    def finish(self) -> Iterator[bytes]:
-        """Yield the usage, if it is wanted, and the end."""
-        if self._body.has_usage:
-            ends = [self._ends[number] for number in range(len(self._several))]
-            more = {"usage": self._usage(ends), "mlxrunner": self._report(ends[0])}
-            yield frame(self._head() | {"choices": []} | more)
-        yield DONE
-
-    def error(self, refused: ApiError) -> bytes:
-        """Return the frame of an error, which is the last one."""
-        return frame({"error": openai_error(refused)})
-
-    def _usage(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
+    def usage(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
         """Return the usage of all answers. Each prompt is counted once."""
         each = ends[:: self._body.n]
         return completion_usage(
@@ -187,14 +164,8 @@ class CompletionWriter:
             sum(end.usage.completion_tokens for end in ends),
         )
 
-    def _report(self, ended: AnswerEnd) -> dict[str, Any]:
-        return report(ended, unread(self._body.model_extra or {}))
-
-    def _head(self) -> dict[str, Any]:
-        return head(self._several[0], "text_completion", self._created)
-
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenLogprob] = ()) -> bytes:
-        return frame(self._head() | {"choices": [self._choice(index, text, tokens, None)]})
+        return self.frame([self._choice(index, text, tokens, None)])
 
     def _choice(
         self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None
@@ -215,7 +186,7 @@ def _texts(answer: WholeAnswer) -> Iterator[str]:
 
 def router(answers: AnswerBackend) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter(route_class=route_class(openai_response, "cmpl-"), tags=["openai"])
+    routes = APIRouter(route_class=route_class("cmpl-"), tags=["openai"])
 
     @routes.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -225,9 +196,8 @@ def router(answers: AnswerBackend) -> APIRouter:
         several = read(body, client, request.state.id)
         writer = CompletionWriter(body, several)
         if body.stream:
-            source = frames(merged(answers, several), writer)
-            return await stream(request, source, EVENT_STREAM, several[0].id)
-        found = await while_connected(request, wholes(answers, several))
+            return await stream_answers(request, answers, several, writer)
+        found = await whole_answers(request, answers, several)
         return JSONResponse(writer.body(found), headers=headers(several[0], found[0].end))
 
     return routes

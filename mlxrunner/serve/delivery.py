@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
-    Iterator,
+    Iterable,
     Mapping,
     Sequence,
 )
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import HTTPException, Request, Response
@@ -26,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.config.json_options import with_whole_characters
-from mlxrunner.serve.errors import api_error_of
+from mlxrunner.serve.errors import api_error_of, error_response
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -38,11 +39,10 @@ from mlxrunner.serve.events import (
     ToolCallDelta,
     ToolCallStart,
 )
+from mlxrunner.serve.fields import replaced_before
 from mlxrunner.serve.models import AnswerBackend
 from mlxrunner.terminal.text import one_line
 
-WriteError = Callable[[ApiError, str], Response]
-"""A function from a refusal and the id of the request to the response of a protocol."""
 SESSIONS = (
     "x-claude-code-session-id",
     "session_id",
@@ -88,11 +88,11 @@ class JsonRequest(Request):
             raise HTTPException(400, f"the body is not valid JSON: {error}") from error
 
 
-def route_class(write_error: WriteError, prefix: str, *, any_type: bool = False) -> type[APIRoute]:
+def route_class(prefix: str, *, any_type: bool = False) -> type[APIRoute]:
     """Return the class of the routes of a protocol, for `APIRouter(route_class=...)`.
 
-    `write_error` writes its errors. The ids of its requests begin with `prefix`. With `any_type` a
-    body is JSON whatever its Content-Type says, as for a bare `curl -d`.
+    The ids of its requests begin with `prefix`. With `any_type` a body is JSON whatever its
+    Content-Type says, as for a bare `curl -d`.
     """
 
     class Route(APIRoute):
@@ -108,7 +108,8 @@ def route_class(write_error: WriteError, prefix: str, *, any_type: bool = False)
                 except ClientLeftError:
                     return Response(status_code=LEFT)
                 except Exception as error:  # each has to come in the protocol's own shape
-                    return write_error(api_error_of(error), request.state.id)
+                    found = api_error_of(error)
+                    return error_response(request.url.path, found, request.state.id)
 
             return answered
 
@@ -222,6 +223,26 @@ async def stream(
     return FrameResponse(_behind(first, frames), media_type, headers=headers)
 
 
+async def stream_answers(
+    request: Request,
+    answers: AnswerBackend,
+    several: Sequence[ServerRequest],
+    writer: EventWriter,
+    media_type: str = EVENT_STREAM,
+) -> FrameResponse:
+    """Return the stream of one or several answers, which run side by side."""
+    source = frames(merged(answers, several), writer)
+    said = replaced_before(several[0], answers)
+    return await stream(request, source, media_type, several[0].id, said)
+
+
+async def whole_answers(
+    request: Request, answers: AnswerBackend, several: Sequence[ServerRequest]
+) -> list[WholeAnswer]:
+    """Return the whole answers of several requests. Raise ClientLeftError if the client leaves."""
+    return await while_connected(request, wholes(answers, several))
+
+
 async def _first(frames: AsyncIterator[bytes]) -> bytes:
     return await anext(frames, b"")
 
@@ -235,24 +256,24 @@ async def _behind(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGener
         await rest.aclose()
 
 
-class EventWriter(Protocol):
+class EventWriter(ABC):
     """Writes the events of answers as the frames of a protocol."""
 
-    def begin(self) -> Iterator[bytes]:
-        """Yield what comes before the first event."""
-        ...
+    def begin(self) -> Iterable[bytes]:
+        """Return what comes before the first event."""
+        return ()
 
-    def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
-        """Yield the frames of an event of answer number `index`."""
-        ...
+    @abstractmethod
+    def write(self, index: int, event: AnswerEvent) -> Iterable[bytes]:
+        """Return the frames of an event of answer number `index`."""
 
-    def finish(self) -> Iterator[bytes]:
-        """Yield what comes after the last event."""
-        ...
+    def finish(self) -> Iterable[bytes]:
+        """Return what comes after the last event."""
+        return ()
 
+    @abstractmethod
     def error(self, refused: ApiError) -> bytes:
         """Return the frame of an error, which is the last one."""
-        ...
 
 
 async def frames(
@@ -332,14 +353,6 @@ class WholeAnswer:
         if self.ended is None:
             raise RuntimeError("the answer has no end")
         return self.ended
-
-
-async def whole(answers: AnswerBackend, asked: ServerRequest) -> WholeAnswer:
-    """Return the whole answer. Raise ApiError."""
-    found = WholeAnswer()
-    async for event in events_of(answers, replace(asked, is_whole=True)):
-        found.add(event)
-    return found
 
 
 async def wholes(answers: AnswerBackend, several: Sequence[ServerRequest]) -> list[WholeAnswer]:

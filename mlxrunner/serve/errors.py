@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from mlxrunner.batch.openai_format import error_object
@@ -79,13 +79,20 @@ class PrintableResponse(JSONResponse):
         return text.translate(_ESCAPED).encode()
 
 
-def refusal_response(path: str, refused: ApiError, request_id: str) -> Response:
-    """Return the response to a request for `path` that is refused."""
+def error_response(path: str, refused: ApiError, request_id: str) -> Response:
+    """Return the response to a request for `path` that is refused, in the shape of its protocol."""
     if path.startswith("/v1/messages"):
-        return anthropic_response(refused, request_id)
-    if path.startswith("/api/"):
-        return ollama_response(refused, request_id)
-    return openai_response(refused, request_id)
+        body = anthropic_error(refused, request_id)
+    elif path.startswith("/api/"):
+        body = {"error": refused.message}
+    else:
+        body = {"error": openai_error(refused)}
+    headers = {"x-request-id": request_id, "request-id": request_id}
+    if refused.retry_after is not None:
+        headers["retry-after"] = str(refused.retry_after)
+    if refused.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return PrintableResponse(body, refused.status, headers)
 
 
 def anthropic_error(refused: ApiError, request_id: str) -> dict[str, Any]:
@@ -104,30 +111,6 @@ def openai_error(refused: ApiError) -> dict[str, Any]:
     default = "invalid_request_error" if refused.status < 500 else "server_error"
     kind = OPENAI.get(refused.status, default)
     return error_object(refused.message, kind, refused.param, refused.code)
-
-
-def anthropic_response(refused: ApiError, request_id: str) -> Response:
-    """Return the response of an error in Anthropic's protocol."""
-    return _response(anthropic_error(refused, request_id), refused, request_id)
-
-
-def openai_response(refused: ApiError, request_id: str) -> Response:
-    """Return the response of an error in OpenAI's protocols."""
-    return _response({"error": openai_error(refused)}, refused, request_id)
-
-
-def ollama_response(refused: ApiError, request_id: str) -> Response:
-    """Return the response of an error in Ollama's protocol."""
-    return _response({"error": refused.message}, refused, request_id)
-
-
-def _response(body: dict[str, Any], refused: ApiError, request_id: str) -> Response:
-    headers = {"x-request-id": request_id, "request-id": request_id}
-    if refused.retry_after is not None:
-        headers["retry-after"] = str(refused.retry_after)
-    if refused.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return PrintableResponse(body, refused.status, headers)
 
 
 SOON = 5
@@ -157,19 +140,30 @@ STATUS: tuple[tuple[type[MlxrunnerError], int, str], ...] = (
 """The status and the code for each class of errors; the first that fits counts."""
 
 
-def engine_error_of(error: BaseException) -> ApiError:
-    """Return what a client is told about `error`, which is logged if it is unexpected."""
-    if isinstance(error, ApiError):
-        return error
+def api_error_of(error: BaseException) -> ApiError:
+    """Return what a client is told about an error, in one sentence, and log one of ours.
+
+    No traceback ever reaches a client.
+    """
+    if isinstance(error, RequestValidationError):
+        return _invalid(error.errors())
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    found = error if isinstance(error, ApiError) else _engine_error(error)
+    if found.status == 400:
+        found.param = found.param or _field(found.message)
+    return found
+
+
+def _engine_error(error: BaseException) -> ApiError:
     for kind, status, code in STATUS:
         if isinstance(error, kind):
             retry_after = SOON if status == 503 else None
             return ApiError(status, _line(error), code=code, retry_after=retry_after)
     logger.error("a request failed: %s: %s", type(error).__name__, error)
     logger.debug("where it failed", exc_info=error)
-    return ApiError(
-        500, f"internal error ({type(error).__name__}); the server's log says more", code="internal"
-    )
+    message = f"internal error ({type(error).__name__}); the server's log says more"
+    return ApiError(500, message, code="internal")
 
 
 def check_counts(asked: ServerRequest) -> None:
@@ -208,18 +202,6 @@ def too_long(tokens: int, room: int, *, is_least: bool = False) -> ApiError:
 def _line(error: BaseException) -> str:
     """Return the first line of the text of an error: a table's others are for the terminal."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def api_error_of(error: Exception) -> ApiError:
-    """Return what the client is told of an error: never more than one sentence."""
-    if isinstance(error, RequestValidationError):
-        return _invalid(error.errors())
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
-    refused = engine_error_of(error)
-    if refused.status == 400:
-        refused.param = refused.param or _field(refused.message)
-    return refused
 
 
 def _field(message: str) -> str | None:

@@ -16,7 +16,7 @@ from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.parallel.handle import Handle, news_of
 from mlxrunner.results import Chunk, Usage
-from mlxrunner.serve.errors import SOON, check_counts, engine_error_of, too_long
+from mlxrunner.serve.errors import SOON, api_error_of, check_counts, too_long
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -120,7 +120,7 @@ class ModelManager:
             try:
                 await _loaded(place)
             except Exception as error:
-                raise engine_error_of(error) from error
+                raise api_error_of(error) from error
 
     async def count(self, asked: ServerRequest) -> int:
         """Return the number of tokens of the prompt, without evaluating it. Raise ApiError."""
@@ -129,7 +129,7 @@ class ModelManager:
                 opened = await _loaded(place)
                 made = await asyncio.to_thread(opened.maker.make, asked)
             except Exception as error:
-                raise engine_error_of(error) from error
+                raise api_error_of(error) from error
         return len(made.prompt.tokens)
 
     async def answer(self, asked: ServerRequest) -> AsyncGenerator[AnswerEvent, None]:
@@ -146,7 +146,7 @@ class ModelManager:
             except Exception as error:
                 if isinstance(error, EngineError):
                     self.models_held.give_up(place)
-                raise engine_error_of(error) from error
+                raise api_error_of(error) from error
             finally:
                 self._on_end(asked.id, None)
         self._durations.append(time.monotonic() - began)

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxrunner.serve.errors import refusal_response
+from mlxrunner.serve.errors import error_response
 from mlxrunner.serve.events import ApiError
 
 MOST_BYTES = 64 * 2**20
@@ -121,7 +121,7 @@ class AccessMiddleware:
         try:
             self._check_sender(Headers(scope=scope))
         except ApiError as refused:
-            await refusal_response(scope["path"], refused, state["id"])(scope, receive, send)
+            await error_response(scope["path"], refused, state["id"])(scope, receive, send)
         else:
             await self._answer(scope, receive, send)
 
@@ -133,7 +133,7 @@ class AccessMiddleware:
                 self._check(scope, headers)
                 body = await stack.enter_async_context(self.bodies.read(headers, receive))
             except ApiError as refused:
-                response = refusal_response(scope["path"], refused, scope["state"]["id"])
+                response = error_response(scope["path"], refused, scope["state"]["id"])
                 if scope["path"] == "/" and refused.status == 401:
                     response.headers.update(ASK_FOR_KEY)
                 await response(scope, receive, send)

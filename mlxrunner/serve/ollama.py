@@ -27,17 +27,17 @@ from mlxrunner.models.resolve import pull as pull_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.delivery import (
     AnswerCall,
+    EventWriter,
     WholeAnswer,
     client_of,
     end,
-    frames,
-    merged,
     route_class,
     stream,
+    stream_answers,
     while_connected,
-    whole,
+    whole_answers,
 )
-from mlxrunner.serve.errors import api_error_of, ollama_response
+from mlxrunner.serve.errors import api_error_of
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -58,7 +58,6 @@ from mlxrunner.serve.fields import (
     headers,
     plain,
     present,
-    replaced_before,
     report,
     shown_messages,
     text_of,
@@ -312,7 +311,7 @@ def stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-class OllamaAnswer:
+class OllamaWriter(EventWriter):
     """The object of a piece of an answer: that of a chat, or of a single prompt."""
 
     def __init__(
@@ -322,6 +321,7 @@ class OllamaAnswer:
         self._asked, self._name, self._is_chat = asked, name, is_chat
         self._left_out = left_out
         self._began = time.monotonic()
+        self._call = AnswerCall("", "")
 
     def piece(
         self,
@@ -372,6 +372,30 @@ class OllamaAnswer:
         """Return the object for a request that only loads a model, or unloads it."""
         return self.piece() | {"done": True, "done_reason": reason}
 
+    def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
+        """Yield the lines of an event. A heartbeat is a line without text."""
+        match event:
+            case TextDelta(text, tokens):
+                if text or tokens:
+                    yield line(self.piece(text, tokens=tokens))
+            case ThinkingDelta(text):
+                if text:
+                    yield line(self.piece(thought=text))
+            case ToolCallStart(_, call_id, name):
+                self._call = AnswerCall(call_id, name)
+            case ToolCallDelta(_, text):
+                self._call.arguments += text
+            case ToolCallEnd():
+                yield line(self.piece(calls=[self._call]))
+            case AnswerEnd():
+                yield line(self.piece() | self.end(event))
+            case _:
+                yield line(self.piece())
+
+    def error(self, refused: ApiError) -> bytes:
+        """Return the line of an error, which is the last one."""
+        return line({"error": refused.message})
+
 
 def _call(number: int, call: AnswerCall) -> dict[str, Any]:
     given = json.loads(call.arguments or "{}")
@@ -385,46 +409,6 @@ def _logprob(token: TokenLogprob) -> dict[str, Any]:
 
 def _shown(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": finite(logprob)}
-
-
-class OllamaStreamWriter:
-    """Writes the events of one answer as lines. A call comes when it is whole."""
-
-    def __init__(self, shape: OllamaAnswer) -> None:
-        self._shape = shape
-        self._call = AnswerCall("", "")
-
-    def begin(self) -> Iterator[bytes]:
-        """Yield nothing: each line stands for itself."""
-        yield from ()
-
-    def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
-        """Yield the lines of an event. A heartbeat is a line without text."""
-        match event:
-            case TextDelta(text, tokens):
-                if text or tokens:
-                    yield line(self._shape.piece(text, tokens=tokens))
-            case ThinkingDelta(text):
-                if text:
-                    yield line(self._shape.piece(thought=text))
-            case ToolCallStart(_, call_id, name):
-                self._call = AnswerCall(call_id, name)
-            case ToolCallDelta(_, text):
-                self._call.arguments += text
-            case ToolCallEnd():
-                yield line(self._shape.piece(calls=[self._call]))
-            case AnswerEnd():
-                yield line(self._shape.piece() | self._shape.end(event))
-            case _:
-                yield line(self._shape.piece())
-
-    def finish(self) -> Iterator[bytes]:
-        """Yield nothing: the last event has ended the stream."""
-        yield from ()
-
-    def error(self, refused: ApiError) -> bytes:
-        """Return the line of an error, which is the last one."""
-        return line({"error": refused.message})
 
 
 FOR_EVER = 100 * 365 * 24 * 3600
@@ -577,24 +561,21 @@ class PullRequest(ModelRequest):
 
 def router(answers: AnswerBackend, pull: Pull = pull_model) -> APIRouter:
     """Return the routes. `pull` downloads models."""
-    routes = APIRouter(
-        route_class=route_class(ollama_response, "req_", any_type=True), tags=["ollama"]
-    )
+    routes = APIRouter(route_class=route_class("req_", any_type=True), tags=["ollama"])
 
     async def answer(body: OllamaChatRequest | OllamaGenerateRequest, request: Request) -> Response:
         asked = read(body, client_of(request), request.state.id)
         _check_thinking(answers, asked)
         is_chat = isinstance(body, OllamaChatRequest)
-        shape = OllamaAnswer(asked, body.model, is_chat=is_chat, left_out=left_out(body))
+        writer = OllamaWriter(asked, body.model, is_chat=is_chat, left_out=left_out(body))
         if is_empty(body):
             seconds = seconds_of(body.keep_alive)
             await while_connected(request, answers.hold(asked.model, seconds))
-            return JSONResponse(shape.empty("unload" if seconds == 0 else "load"))
+            return JSONResponse(writer.empty("unload" if seconds == 0 else "load"))
         if body.stream:
-            source = frames(merged(answers, [asked]), OllamaStreamWriter(shape))
-            return await stream(request, source, NDJSON, asked.id, replaced_before(asked, answers))
-        found = await while_connected(request, whole(answers, asked))
-        return JSONResponse(shape.whole(found), headers=headers(asked, found.end))
+            return await stream_answers(request, answers, [asked], writer, NDJSON)
+        (found,) = await whole_answers(request, answers, [asked])
+        return JSONResponse(writer.whole(found), headers=headers(asked, found.end))
 
     @routes.post("/api/chat")
     async def chat(body: OllamaChatRequest, request: Request) -> Response:

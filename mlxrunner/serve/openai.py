@@ -28,17 +28,14 @@ from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.delivery import (
-    EVENT_STREAM,
+    EventWriter,
     WholeAnswer,
     client_of,
-    frames,
-    merged,
     route_class,
-    stream,
-    while_connected,
-    wholes,
+    stream_answers,
+    whole_answers,
 )
-from mlxrunner.serve.errors import anthropic_response, openai_error, openai_response
+from mlxrunner.serve.errors import error_response, openai_error
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -59,7 +56,6 @@ from mlxrunner.serve.fields import (
     headers,
     plain,
     present,
-    replaced_before,
     report,
     shown_messages,
     text_of,
@@ -493,16 +489,48 @@ def _logprobs(tokens: Any) -> dict[str, Any]:
     return {"content": chat_logprobs(tokens), "refusal": None}
 
 
-class ChatStreamWriter:
-    """Writes the events of answers as chunks."""
+class ChunkWriter(EventWriter):
+    """Writes the events of answers as chunks of a kind: what chats and completions share."""
 
     def __init__(
-        self, several: Sequence[ServerRequest], *, usage: bool, left_out: tuple[str, ...]
+        self, kind: str, several: Sequence[ServerRequest], *, usage: bool, left_out: Sequence[str]
     ) -> None:
         """Begin a stream of `several` answers. With `usage` the last chunk has it."""
-        self._several, self._usage, self._left_out = several, usage, left_out
-        self._created = int(time.time())
+        self._kind, self._several, self._left_out = kind, several, left_out
+        self._has_usage, self._created = usage, int(time.time())
         self._ends: dict[int, AnswerEnd] = {}
+
+    def usage(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
+        """Return the usage of all answers."""
+        return usage_body(ends)
+
+    def finish(self) -> Iterator[bytes]:
+        """Yield the usage, if it is wanted, and the end."""
+        if self._has_usage:
+            ends = [self._ends[number] for number in range(len(self._several))]
+            more = {"usage": self.usage(ends), "mlxrunner": report(ends[0], self._left_out)}
+            yield self.frame([], **more)
+        yield DONE
+
+    def error(self, refused: ApiError) -> bytes:
+        """Return the frame of an error, which is the last one."""
+        return frame({"error": openai_error(refused)})
+
+    def frame(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
+        """Return a chunk with `choices`."""
+        first = head(self._several[0], self._kind, self._created)
+        return frame(first | {"choices": choices} | more)
+
+    def end(self, index: int, ended: AnswerEnd, choice: Mapping[str, Any]) -> bytes:
+        """Return the chunk with the reason of the end. The last one says what was reused."""
+        self._ends[index] = ended
+        if len(self._ends) < len(self._several) or self._has_usage:
+            return self.frame([choice])
+        return self.frame([choice], mlxrunner=report(self._ends[0], self._left_out))
+
+
+class ChatStreamWriter(ChunkWriter):
+    """Writes the events of answers as chunks of chat completions."""
 
     def begin(self) -> Iterator[bytes]:
         """Yield the chunks that say who speaks."""
@@ -528,45 +556,22 @@ class ChatStreamWriter:
             case ToolCallEnd():
                 pass
             case AnswerEnd():
-                self._ends[index] = event
-                is_last = len(self._ends) == len(self._several) and not self._usage
-                yield self._end(index, event, is_last)
+                reason = FINISH_REASONS[event.reason]
+                yield self.end(index, event, self._choice(index, {}, None, reason))
             case _:
                 yield b": heartbeat\n\n" + self._chunk(index, {})
 
-    def finish(self) -> Iterator[bytes]:
-        """Yield the usage, if it is wanted, and the end."""
-        if self._usage:
-            ends = [self._ends[number] for number in range(len(self._several))]
-            more = {"usage": usage_body(ends), "mlxrunner": report(ends[0], self._left_out)}
-            yield frame(self._head() | {"choices": []} | more)
-        yield DONE
-
-    def error(self, refused: ApiError) -> bytes:
-        """Return the frame of an error, which is the last one."""
-        return frame({"error": openai_error(refused)})
-
-    def _head(self) -> dict[str, Any]:
-        return head(self._several[0], "chat.completion.chunk", self._created)
-
     def _chunk(self, index: int, delta: dict[str, Any], tokens: Any = ()) -> bytes:
         logprobs = _logprobs(tokens) if tokens else None
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return frame(self._head() | {"choices": [choice]})
+        return self.frame([self._choice(index, delta, logprobs, None)])
 
-    def _end(self, index: int, ended: AnswerEnd, is_last: bool) -> bytes:
-        """Return the chunk with the reason of the end. The last one says what was reused."""
-        reason = FINISH_REASONS[ended.reason]
-        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
-        body = self._head() | {"choices": [choice]}
-        if is_last:
-            body["mlxrunner"] = report(self._ends[0], self._left_out)
-        return frame(body)
+    def _choice(self, index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 def router(answers: AnswerBackend) -> APIRouter:
     """Return the routes of chat completions."""
-    routes = APIRouter(route_class=route_class(openai_response, "chatcmpl-"), tags=["openai"])
+    routes = APIRouter(route_class=route_class("chatcmpl-"), tags=["openai"])
 
     @routes.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
@@ -576,11 +581,10 @@ def router(answers: AnswerBackend) -> APIRouter:
         several = read(body, client, request.state.id)
         out = left_out(body)
         if body.stream:
-            writer = ChatStreamWriter(several, usage=body.has_usage, left_out=out)
-            events = merged(answers, several)
-            said = replaced_before(several[0], answers)
-            return await stream(request, frames(events, writer), EVENT_STREAM, several[0].id, said)
-        found = await while_connected(request, wholes(answers, several))
+            kind = "chat.completion.chunk"
+            writer = ChatStreamWriter(kind, several, usage=body.has_usage, left_out=out)
+            return await stream_answers(request, answers, several, writer)
+        found = await whole_answers(request, answers, several)
         written = completion_body(several[0], found, out)
         return JSONResponse(written, headers=headers(several[0], found[0].end))
 
@@ -594,7 +598,7 @@ def is_anthropic(request: Request) -> bool:
 
 def models_router(answers: AnswerBackend) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter(route_class=route_class(openai_response, "req_"), tags=["models"])
+    routes = APIRouter(route_class=route_class("req_"), tags=["models"])
 
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
@@ -612,8 +616,8 @@ def models_router(answers: AnswerBackend) -> APIRouter:
         try:
             card = answers.card(name)
         except ApiError as refused:
-            write = anthropic_response if is_anthropic(request) else openai_response
-            return write(refused, request.state.id)
+            path = "/v1/messages" if is_anthropic(request) else request.url.path
+            return error_response(path, refused, request.state.id)
         return JSONResponse(_anthropic(card) if is_anthropic(request) else _openai(card))
 
     return routes

@@ -29,16 +29,13 @@ from mlxrunner.batch.openai_format import (
 )
 from mlxrunner.config.request_fields import held
 from mlxrunner.serve.delivery import (
-    EVENT_STREAM,
+    EventWriter,
     client_of,
     events_of,
-    frames,
-    merged,
     route_class,
-    stream,
+    stream_answers,
     while_connected,
 )
-from mlxrunner.serve.errors import openai_response
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -55,7 +52,6 @@ from mlxrunner.serve.fields import (
     RequestBody,
     headers,
     present,
-    replaced_before,
     report,
     shown_messages,
     unread,
@@ -398,7 +394,7 @@ def _usage(ended: AnswerEnd) -> dict[str, Any]:
     return body
 
 
-class ResponseStreamWriter:
+class ResponseStreamWriter(EventWriter):
     """Writes the events of one answer as theirs."""
 
     def __init__(
@@ -449,10 +445,6 @@ class ResponseStreamWriter:
             case _:
                 response = self._response.of("in_progress")
                 yield self._event("response.in_progress", response=response)
-
-    def finish(self) -> Iterator[bytes]:
-        """Yield nothing: the last event has ended the stream."""
-        yield from ()
 
     def error(self, refused: ApiError) -> bytes:
         """Return the frame of an error, which is the last one."""
@@ -554,7 +546,7 @@ def _code(refused: ApiError) -> str:
 def router(answers: AnswerBackend) -> APIRouter:
     """Return the routes. They share the responses that are kept."""
     kept = ResponseStore()
-    routes = APIRouter(route_class=route_class(openai_response, "resp_"), tags=["openai"])
+    routes = APIRouter(route_class=route_class("resp_"), tags=["openai"])
 
     def asked_for(body: ResponseRequest, request: Request) -> ResponseConversation:
         client = client_of(request, body.prompt_cache_key or body.user)
@@ -574,9 +566,7 @@ def router(answers: AnswerBackend) -> APIRouter:
 
         writer = ResponseStreamWriter(body, conversation, keep)
         if body.stream:
-            events = merged(answers, [asked])
-            said = replaced_before(asked, answers)
-            return await stream(request, frames(events, writer), EVENT_STREAM, asked.id, said)
+            return await stream_answers(request, answers, [asked], writer)
         ended = await while_connected(request, _whole(answers, asked, writer))
         return JSONResponse(ends[0], headers=headers(asked, ended))
 

@@ -18,9 +18,9 @@ from types import FrameType
 import h11
 import uvicorn
 import uvloop
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import HANDLED_SIGNALS
@@ -31,7 +31,7 @@ from mlxrunner.errors import OptionError
 from mlxrunner.parallel.threads.workers import has_work
 from mlxrunner.results import logger
 from mlxrunner.serve import anthropic, completions, ollama, openai, responses
-from mlxrunner.serve.errors import engine_error_of, refusal_response
+from mlxrunner.serve.errors import api_error_of, error_response
 from mlxrunner.serve.events import ApiError
 from mlxrunner.serve.loader import ServedModel, parking_folder
 from mlxrunner.serve.manager import ModelManager
@@ -398,7 +398,7 @@ def make_app(routers: Sequence[APIRouter], rules: AccessRules) -> ASGIApp:
     app = FastAPI(title="mlxrunner", version=_version(), docs_url=None, redoc_url=None)
     for router in routers:
         app.include_router(router)
-    for kind in (ApiError, RequestValidationError, StarletteHTTPException, Exception):
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refuse)
     return AccessMiddleware(app, rules)
 
@@ -412,24 +412,19 @@ def _version() -> str:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Answer a request that no route has answered."""
-    refused = _refusal_of(request, error)
-    return refusal_response(request.url.path, refused, request.state.id)
+    refused = _error_of(request, error)
+    return error_response(request.url.path, refused, request.state.id)
 
 
-def _refusal_of(request: Request, error: Exception) -> ApiError:
+def _error_of(request: Request, error: Exception) -> ApiError:
     path, method = request.url.path, request.method
-    if isinstance(error, HTTPException | StarletteHTTPException):
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
         said = {
             404: f"there is nothing at {path:.200}: /openapi.json lists the paths",
             405: f"{path:.200} does not take {method}",
         }
-        message = said.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, code="not_found")
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        return ApiError(422, f"{place}: {first['msg']}", param=place)
-    return engine_error_of(error)
+        return ApiError(error.status_code, said[error.status_code], code="not_found")
+    return api_error_of(error)
 
 
 def routers(answers: AnswerBackend) -> list[APIRouter]:
