@@ -132,12 +132,12 @@ def serve(
             trust_remote_code=trust_remote_code,
             ranks=ranks,
         )
-        house, opened = _loaded(model, opening, record)
+        manager, opened = _loaded(model, opening, record)
         address = server.address_of(listening, settings.host)
         count = len(ranks.shares) if ranks else 1
-        lines = server.welcome(opened, house.names.shown, address, settings, count)
+        lines = server.welcome(opened, manager.names.shown, address, settings, count)
         shown = visible_text("\n".join(lines))
-        server.serve(house, record, settings, listening, lambda: click.echo(shown, err=True))
+        server.serve(manager, record, settings, listening, lambda: click.echo(shown, err=True))
 
 
 def _loaded(
@@ -159,9 +159,9 @@ def _loaded(
         only_first=is_shared,
         has_claude=opening.settings.claude_names,
     )
-    house = ModelManager(names, opening, record.watch, record.ended)
+    manager = ModelManager(names, opening, record.watch, record.ended)
     with loading(model) as show:
-        return house, house.load_first(show)
+        return manager, manager.load_first(show)
 
 
 def _print_unit(kind: Any, settings: ServeSettings) -> None:

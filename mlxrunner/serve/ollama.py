@@ -312,7 +312,7 @@ def stamp(seconds: float) -> str:
 
 
 class OllamaWriter(EventWriter):
-    """The object of a piece of an answer: that of a chat, or of a single prompt."""
+    """Writes an answer as an object, or as a line for each piece. A call comes when whole."""
 
     def __init__(
         self, asked: ServerRequest, name: str, *, is_chat: bool, left_out: Sequence[str] = ()
@@ -629,7 +629,7 @@ def _add_catalog(routes: APIRouter, answers: AnswerBackend) -> None:
     @routes.get("/api/version")
     async def say_version() -> Response:
         """Say which version this is. Clients compare it with those of Ollama."""
-        return JSONResponse({"version": OLLAMA_VERSION, "mlxrunner": _version()})
+        return JSONResponse({"version": OLLAMA_VERSION, "mlxrunner": program_version()})
 
     @routes.head("/", include_in_schema=False)
     async def probe() -> Response:
@@ -644,7 +644,8 @@ Codex wants 0.13.4, for the Responses API; from 0.14.0 on Ollama also speaks Ant
 """
 
 
-def _version() -> str:
+def program_version() -> str:
+    """Return the version of this program."""
     try:
         return version("mlxrunner")
     except PackageNotFoundError:

@@ -314,77 +314,6 @@ class ResponseStore:
         return found is not None
 
 
-class ResponseBuilder:
-    """The response to one request, as far as it is made."""
-
-    def __init__(self, body: ResponseRequest, conversation: ResponseConversation) -> None:
-        """Begin the response to the request `body`."""
-        self._body, self._conversation = body, conversation
-        self._created = int(time.time())
-        self.output: list[dict[str, Any]] = []
-        """The items that are complete."""
-
-    def of(self, status: str, ended: AnswerEnd | None = None) -> dict[str, Any]:
-        """Return the Response object, with the usage if the answer has ended."""
-        body, asked = self._body, self._conversation.asked
-        found = response_object(
-            asked.id,
-            status,
-            created=self._created,
-            model=asked.model,
-            output=self.output,
-            options=asked.options,
-            effort=asked.effort,
-            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
-        )
-        found |= {
-            "instructions": body.instructions,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": asked.parallel_calls,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "store": body.is_kept,
-            "tool_choice": body.tool_choice or "auto",
-            "truncation": body.truncation or "disabled",
-            "usage": None,
-        }
-        if ended is not None:
-            found["usage"] = _usage(ended)
-            found["mlxrunner"] = report(ended, self._conversation.left_out)
-        return found
-
-    def message(
-        self, name: str, text: str, tokens: list[TokenLogprob], status: str
-    ) -> dict[str, Any]:
-        """Return the item of a text."""
-        return message_item(name, text, status=status, logprobs=self.logprobs(tokens))
-
-    def logprobs(
-        self, tokens: list[TokenLogprob] | tuple[TokenLogprob, ...]
-    ) -> list[dict[str, Any]]:
-        """Return the log-probabilities of tokens; none if they were not asked for."""
-        return chat_logprobs(tokens)
-
-    def thought(self, name: str, text: str, status: str) -> dict[str, Any]:
-        """Return the item of a thought."""
-        item: dict[str, Any] = {"id": name, "type": "reasoning", "summary": [], "content": []}
-        if text:
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-        if self._body.seals_thinking:
-            item["encrypted_content"] = sealed(text)
-        return item | {"status": status}
-
-    def call(
-        self, name: str, call_id: str, function: str, arguments: str, status: str
-    ) -> dict[str, Any]:
-        """Return the item of a call. A function of a namespace is named as the client did."""
-        item = {"id": name, "type": "function_call", "status": status, "call_id": call_id}
-        item |= {"name": function, "arguments": arguments}
-        if function in self._conversation.namespaces:
-            item["namespace"], item["name"] = self._conversation.namespaces[function]
-        return item
-
-
 def _usage(ended: AnswerEnd) -> dict[str, Any]:
     used = ended.usage
     body = response_usage(
@@ -404,7 +333,10 @@ class ResponseStreamWriter(EventWriter):
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
         """Begin a stream. `keep` is called with the response at its end."""
-        self._response = ResponseBuilder(body, conversation)
+        self._body, self._conversation = body, conversation
+        self._created = int(time.time())
+        self._output: list[dict[str, Any]] = []
+        """The items that are complete."""
         self._id, self._keep = conversation.asked.id.removeprefix("resp_"), keep
         self._sequence = 0
         self._kind: str | None = None
@@ -416,8 +348,8 @@ class ResponseStreamWriter(EventWriter):
 
     def begin(self) -> Iterator[bytes]:
         """Yield the events that come first."""
-        yield self._event("response.created", response=self._response.of("in_progress"))
-        yield self._event("response.in_progress", response=self._response.of("in_progress"))
+        yield self._event("response.created", response=self._object("in_progress"))
+        yield self._event("response.in_progress", response=self._object("in_progress"))
 
     def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
         """Yield the events of an event of ours. A heartbeat is one more `response.in_progress`."""
@@ -443,14 +375,62 @@ class ResponseStreamWriter(EventWriter):
             case AnswerEnd():
                 yield from self._end(event)
             case _:
-                response = self._response.of("in_progress")
+                response = self._object("in_progress")
                 yield self._event("response.in_progress", response=response)
 
     def error(self, refused: ApiError) -> bytes:
         """Return the frame of an error, which is the last one."""
-        failed = self._response.of("failed")
+        failed = self._object("failed")
         failed["error"] = {"code": _code(refused), "message": refused.message}
         return self._event("response.failed", response=failed)
+
+    def _object(self, status: str, ended: AnswerEnd | None = None) -> dict[str, Any]:
+        """Return the Response object, with the usage if the answer has ended."""
+        body, asked = self._body, self._conversation.asked
+        found = response_object(
+            asked.id,
+            status,
+            created=self._created,
+            model=asked.model,
+            output=self._output,
+            options=asked.options,
+            effort=asked.effort,
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
+        )
+        found |= {
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": asked.parallel_calls,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "store": body.is_kept,
+            "tool_choice": body.tool_choice or "auto",
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+        }
+        if ended is not None:
+            found["usage"] = _usage(ended)
+            found["mlxrunner"] = report(ended, self._conversation.left_out)
+        return found
+
+    def _thought(self, name: str, text: str, status: str) -> dict[str, Any]:
+        """Return the item of a thought."""
+        item: dict[str, Any] = {"id": name, "type": "reasoning", "summary": [], "content": []}
+        if text:
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+        if self._body.seals_thinking:
+            item["encrypted_content"] = sealed(text)
+        return item | {"status": status}
+
+    def _call_item(
+        self, name: str, call_id: str, function: str, arguments: str, status: str
+    ) -> dict[str, Any]:
+        """Return the item of a call. A function of a namespace is named as the client did."""
+        item = {"id": name, "type": "function_call", "status": status, "call_id": call_id}
+        item |= {"name": function, "arguments": arguments}
+        if function in self._conversation.namespaces:
+            item["namespace"], item["name"] = self._conversation.namespaces[function]
+        return item
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._sequence, **fields}
@@ -459,9 +439,7 @@ class ResponseStreamWriter(EventWriter):
 
     def _part(self, kind: str, **fields: Any) -> bytes:
         """Return an event about the open item."""
-        return self._event(
-            kind, item_id=self._item_id, output_index=len(self._response.output), **fields
-        )
+        return self._event(kind, item_id=self._item_id, output_index=len(self._output), **fields)
 
     def _piece(self, kind: str, **fields: Any) -> bytes:
         """Return an event about the only content of the open item."""
@@ -470,16 +448,17 @@ class ResponseStreamWriter(EventWriter):
     @property
     def _item_id(self) -> str:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[self._kind or ""]
-        return f"{prefix}_{self._id}_{len(self._response.output)}"
+        return f"{prefix}_{self._id}_{len(self._output)}"
 
     def _item(self, status: str) -> dict[str, Any]:
         """Return the open item."""
         if self._kind == "message":
-            return self._response.message(self._item_id, self._text, self._tokens, status)
+            logprobs = chat_logprobs(self._tokens)
+            return message_item(self._item_id, self._text, status=status, logprobs=logprobs)
         if self._kind == "reasoning":
-            return self._response.thought(self._item_id, self._text, status)
+            return self._thought(self._item_id, self._text, status)
         call = self._call
-        return self._response.call(self._item_id, call.id, call.name, self._text, status)
+        return self._call_item(self._item_id, call.id, call.name, self._text, status)
 
     def _open(self, kind: str) -> Iterator[bytes]:
         """Begin an item of this type, if none is open."""
@@ -490,9 +469,7 @@ class ResponseStreamWriter(EventWriter):
         item = self._item("in_progress")
         if kind != "function_call":
             item["content"] = []
-        yield self._event(
-            "response.output_item.added", output_index=len(self._response.output), item=item
-        )
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
         if kind != "function_call":
             yield self._piece("response.content_part.added", part=self._content("in_progress"))
 
@@ -506,7 +483,7 @@ class ResponseStreamWriter(EventWriter):
     def _add_text(self, text: str, tokens: tuple[TokenLogprob, ...]) -> Iterator[bytes]:
         self._text += text
         self._tokens.extend(tokens)
-        logprobs = self._response.logprobs(tokens)
+        logprobs = chat_logprobs(tokens)
         yield self._piece("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
@@ -514,7 +491,7 @@ class ResponseStreamWriter(EventWriter):
         if self._kind is None:
             return
         if self._kind == "message":
-            logprobs = self._response.logprobs(self._tokens)
+            logprobs = chat_logprobs(self._tokens)
             yield self._piece("response.output_text.done", text=self._text, logprobs=logprobs)
         elif self._kind == "reasoning":
             yield self._piece("response.reasoning_text.done", text=self._text)
@@ -522,15 +499,15 @@ class ResponseStreamWriter(EventWriter):
             yield self._part("response.function_call_arguments.done", arguments=self._text)
         if self._kind != "function_call":
             yield self._piece("response.content_part.done", part=self._content(status))
-        item, place = self._item(status), len(self._response.output)
-        self._response.output.append(item)
+        item, place = self._item(status), len(self._output)
+        self._output.append(item)
         self._kind = None
         yield self._event("response.output_item.done", output_index=place, item=item)
 
     def _end(self, ended: AnswerEnd) -> Iterator[bytes]:
         status = "incomplete" if ended.reason == "length" else "completed"
         yield from self._close(status)
-        response = self._response.of(status, ended)
+        response = self._object(status, ended)
         self._keep(response)
         yield self._event(f"response.{status}", response=response)
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
 import h11
@@ -133,13 +132,13 @@ def address_of(listening: socket.socket, host: str) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def application(house: ModelManager, record: RequestLog, settings: ServeSettings) -> ASGIApp:
+def application(manager: ModelManager, record: RequestLog, settings: ServeSettings) -> ASGIApp:
     """Return the whole application of a server."""
     is_open = settings.api_key is not None or settings.no_key
     rules = AccessRules(
         hosts_of(settings.host, is_open=is_open), settings.api_key, frozenset(settings.allow_origin)
     )
-    return make_app([*routers(house), watch_router(house, record)], rules)
+    return make_app([*routers(manager), watch_router(manager, record)], rules)
 
 
 def welcome(
@@ -298,7 +297,7 @@ class UvicornServer(uvicorn.Server):
     """A server that ends its running requests before it stops. A second Ctrl-C leaves at once."""
 
     def __init__(
-        self, app: ASGIApp, house: ModelManager, drain: float, ready: Callable[[], None]
+        self, app: ASGIApp, manager: ModelManager, drain: float, ready: Callable[[], None]
     ) -> None:
         """Serve `app`. Running requests have `drain` seconds to end after a signal to stop.
 
@@ -317,7 +316,7 @@ class UvicornServer(uvicorn.Server):
                 timeout_keep_alive=75,
             )
         )
-        self._house, self._drain, self._ready = house, drain, ready
+        self._manager, self._drain, self._ready = manager, drain, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer."""
@@ -326,7 +325,7 @@ class UvicornServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests end. Those that take longer end with an error of their protocol."""
-        over = asyncio.get_running_loop().call_later(self._drain, self._house.end_answers)
+        over = asyncio.get_running_loop().call_later(self._drain, self._manager.end_answers)
         await super().shutdown(sockets)
         over.cancel()
 
@@ -349,14 +348,14 @@ class UvicornServer(uvicorn.Server):
         if self.should_exit and sig == signal.SIGINT:
             os._exit(INTERRUPTED)
         if not self.should_exit:
-            running = sum(place.users for place in self._house.models_held)
+            running = sum(place.users for place in self._manager.models_held)
             wait = f"; up to {self._drain:g} s for {running} running requests" if running else ""
             say_now(f"stopping{wait}; Ctrl-C leaves at once")
-        self.should_exit = self._house.is_stopping = True
+        self.should_exit = self._manager.is_stopping = True
 
 
 def serve(
-    house: ModelManager,
+    manager: ModelManager,
     record: RequestLog,
     settings: ServeSettings,
     listening: socket.socket,
@@ -370,14 +369,14 @@ def serve(
     model is still being loaded then, the process ends here.
     """
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
-        app = application(house, record, settings)
-    server = UvicornServer(app, house, settings.drain, ready)
+        app = application(manager, record, settings)
+    server = UvicornServer(app, manager, settings.drain, ready)
 
     async def run() -> None:
         try:
             await server.serve(sockets=[listening])
         finally:
-            await house.close()
+            await manager.close()
             record.close()
 
     with server.heeding():
@@ -395,19 +394,14 @@ def make_app(routers: Sequence[APIRouter], rules: AccessRules) -> ASGIApp:
     `/openapi.json` describes it. There is no page for that document, because FastAPI's would fetch
     its script from the network.
     """
-    app = FastAPI(title="mlxrunner", version=_version(), docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="mlxrunner", version=ollama.program_version(), docs_url=None, redoc_url=None
+    )
     for router in routers:
         app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refuse)
     return AccessMiddleware(app, rules)
-
-
-def _version() -> str:
-    try:
-        return version("mlxrunner")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -37,15 +37,15 @@ WIDTH = 100
 """Columns of an explanation."""
 
 
-def watch_router(house: ModelManager, record: RequestLog) -> APIRouter:
+def watch_router(manager: ModelManager, record: RequestLog) -> APIRouter:
     """Return the routes about a server's models and requests."""
-    record.counts.registry.register(ServerGauges(house))
+    record.counts.registry.register(ServerGauges(manager))
     router = APIRouter(tags=["watch"], default_response_class=PrintableResponse)
 
     @router.get("/", response_class=HTMLResponse)
     def page() -> str:
         """Show in a browser what runs, what was reused, and the latest misses."""
-        models = [_model(house, one, record) for one in opened_in(house)]
+        models = [_model(manager, one, record) for one in opened_in(manager)]
         return status_page(models, record.last(REMEMBERED))
 
     @router.head("/health", include_in_schema=False)
@@ -53,15 +53,15 @@ def watch_router(house: ModelManager, record: RequestLog) -> APIRouter:
     async def health() -> dict[str, Any]:
         """Say that the server runs, for how long, and which models it holds."""
         return {
-            "status": "stopping" if house.is_stopping else "ok",
-            "uptime_s": round(time.time() - house.began, 3),
-            "models": [house.names.show(one.name) for one in opened_in(house)],
+            "status": "stopping" if manager.is_stopping else "ok",
+            "uptime_s": round(time.time() - manager.began, 3),
+            "models": [manager.names.show(one.name) for one in opened_in(manager)],
         }
 
     @router.get("/slots")
     async def slots() -> dict[str, Any]:
         """List what each conversation holds, for each loaded model."""
-        return {"models": [_model(house, one, record) for one in opened_in(house)]}
+        return {"models": [_model(manager, one, record) for one in opened_in(manager)]}
 
     @router.get("/metrics")
     def metrics() -> Response:
@@ -84,9 +84,9 @@ def watch_router(house: ModelManager, record: RequestLog) -> APIRouter:
     return router
 
 
-def opened_in(house: ModelManager) -> Iterator[ServedModel]:
+def opened_in(manager: ModelManager) -> Iterator[ServedModel]:
     """Yield the models that are loaded."""
-    for place in house.models_held:
+    for place in manager.models_held:
         opened = place.opened  # another thread may unload it meanwhile
         if opened is not None:
             yield opened
@@ -103,10 +103,10 @@ def explained(event: Event) -> str:
     return text.getvalue()
 
 
-def _model(house: ModelManager, opened: ServedModel, record: RequestLog) -> dict[str, Any]:
+def _model(manager: ModelManager, opened: ServedModel, record: RequestLog) -> dict[str, Any]:
     stats = opened.runner.stats()
     return {
-        "model": house.names.show(opened.name),
+        "model": manager.names.show(opened.name),
         "context": opened.room,
         "slots": stats.slots,
         "busy": stats.busy,
@@ -148,14 +148,14 @@ GAUGES = {
 class ServerGauges:
     """A collector of what the server holds at the moment."""
 
-    def __init__(self, house: ModelManager) -> None:
-        self._house = house
+    def __init__(self, manager: ModelManager) -> None:
+        self._manager = manager
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, as prometheus_client asks of a collector."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        stats: dict[str, Stats] = {one.name: one.runner.stats() for one in opened_in(self._house)}
+        stats: dict[str, Stats] = {one.name: one.runner.stats() for one in opened_in(self._manager)}
         for name, text in GAUGES.items():
             family = GaugeMetricFamily(f"mlxrunner_server_{name}", text, labels=["model"])
             for model, found in stats.items():
@@ -164,7 +164,7 @@ class ServerGauges:
         refused = CounterMetricFamily(
             "mlxrunner_server_refused", "Requests that were told to come later."
         )
-        refused.add_metric([], self._house.refused)
+        refused.add_metric([], self._manager.refused)
         yield refused
 
 
