@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache, wraps
@@ -43,14 +44,12 @@ MOST_ITEMS = 8
 """Most computed items of lists and dictionaries that a template writes out."""
 MOST_SEPARATOR = 64
 """Most characters of a text that is put between others."""
-
-
 MOST_PROCESSOR_SECONDS = 5.0
-"""Most seconds of processor time for one render in the process with limits."""
+"""Most seconds of processor time for one render in a child process."""
 MOST_MEMORY = 2**30
-"""Most bytes that the process with limits may take for its renders."""
-LOOK = 1.0
-"""Seconds between two looks for the process that has started this one."""
+"""Most bytes of memory of a child process."""
+WAITING_LOOK, RENDERING_LOOK = 1.0, 0.1
+"""Seconds between two looks of a child process at its memory and its parent."""
 
 
 class _Generation(Extension):
@@ -383,6 +382,9 @@ class _Meters(NodeTransformer):
         self.generic_visit(node)
         if self._buffered:
             node.nodes = [_filtered(one, "written") for one in node.nodes]
+        else:  # the whole text is counted at the end
+            given: list[Any] = node.nodes
+            node.nodes = [one.node if _is_filtered(one, "joined") else one for one in given]
         return node
 
     def visit_Assign(self, node: nodes.Assign) -> nodes.Node:  # noqa: N802
@@ -444,6 +446,10 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
     return nodes.Filter(node, f"mlxrunner_{name}", [], [], None, None, lineno=node.lineno)
 
 
+def _is_filtered(node: Any, name: str) -> bool:
+    return isinstance(node, nodes.Filter) and node.name == f"mlxrunner_{name}"
+
+
 def _is_constant(node: nodes.Expr) -> bool:
     return isinstance(node, nodes.Const) or (
         isinstance(node, nodes.List | nodes.Tuple) and all(map(_is_constant, node.items))
@@ -497,11 +503,9 @@ def serve(requests: BinaryIO, answers: BinaryIO, parent: int, seconds: float) ->
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        try:
-            resource.setrlimit(kind, (MOST_MEMORY, MOST_MEMORY))
-        except (ValueError, OSError):  # macOS knows only some
-            continue
+    if sys.platform != "darwin":  # there the limit counts what malloc only reserves
+        with suppress(ValueError):  # the process has a lower limit already
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     unit = 1 if sys.platform == "darwin" else 1024
 
     def look(*_: Any) -> None:
@@ -510,15 +514,17 @@ def serve(requests: BinaryIO, answers: BinaryIO, parent: int, seconds: float) ->
             os._exit(1)
 
     signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
     compiled = lru_cache(maxsize=16)(Sandbox().from_string)
-    while request := receive(requests):
+    while True:
+        signal.setitimer(signal.ITIMER_REAL, WAITING_LOOK, WAITING_LOOK)
+        request = receive(requests)
+        if not request:
+            return
         source, given = marshal.loads(request)
+        signal.setitimer(signal.ITIMER_REAL, RENDERING_LOOK, RENDERING_LOOK)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process
-        try:
-            answer = _answer(compiled, source, given, len(request))
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        answer = _answer(compiled, source, given, len(request))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         send(answers, marshal.dumps(answer))
 
 

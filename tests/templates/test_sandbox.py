@@ -146,6 +146,13 @@ LARGE = {
     "tabs": "{{ ('\\t' * 200000).expandtabs(9999) }}",
     "translated": "{{ ('a' * 200000).translate({97: 'b' * 200000}) }}",
     "keys": "{{ dict.fromkeys(range(100000), 'x' * 10000) }}",
+    "spelled": "{{ messages[3].content" + "|list|string" * 30 + " }}",
+    "spelled by ~": "{{ " + "('' ~ " * 30 + "messages[3].content" + "|list)" * 30 + " }}",
+    "a method of another name": "{% set ns = namespace(strip='x'.center) %}"
+    "{{ ns.strip(9999999999) }}",
+    "namespaces": "{% set a = namespace(x=1) %}"
+    + "{% set a = namespace(x=a, y=a) %}" * 60
+    + "{{ a }}",
     "in all": "".join(f"{{% set v{i} = 'x' * 200000 %}}" for i in range(400)),
 }
 
@@ -159,6 +166,8 @@ ENDLESS = {
     + "{% call m() %}" * 60
     + "{% endcall %}" * 60,
     "filters": AGAIN + "{% set x = range(100000)|select('equalto', -1)|list %}{% endfor %}",
+    "choices": "{{ range(100000)|select('in', range(100000)|list)|list }}",
+    "conditions of a loop": "{% for i in range(100000) if i in range(100000)|list %}{% endfor %}",
     "comparisons": "{% set a = ['a' * 1000] * 900 %}{% set b = ['a' * 1000] * 900 %}"
     + AGAIN * 2
     + "{% if a == b %}{% endif %}{% endfor %}{% endfor %}",
