@@ -17,7 +17,7 @@ from mlxrunner.ranks.leading import COPY, DROP, LeadingModel
 WHY = "ranks that share a model run one request in a step"
 
 
-class ServedModel(LeadingModel):
+class SharedModel(LeadingModel):
     """A model that brings the engine of its conversations."""
 
     def own_engine(self, options: CacheOptions) -> LeadingEngine:
@@ -30,7 +30,7 @@ class ServedModel(LeadingModel):
 class LeadingEngine(OneAtATime):
     """The first rank's engine. The other ranks run its steps, and copy and drop what it does."""
 
-    model: ServedModel
+    model: SharedModel
 
     def copied(self, source: int, target: int, count: int) -> None:
         self.model.tell([COPY, source, target, count])

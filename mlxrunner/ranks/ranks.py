@@ -22,7 +22,7 @@ from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.part import Part, Way, take_all
 from mlxrunner.models.resolve import resolve
 from mlxrunner.models.sharding import be_rank
-from mlxrunner.ranks.engine import ServedModel
+from mlxrunner.ranks.engine import SharedModel
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.leading import LOAD, Held, LeadingModel, undisturbed
@@ -84,7 +84,7 @@ class Ranks:
         return LoadedModel(
             model,
             folder,
-            ServedModel(runner.model, dict, self.group, tell, Held()),
+            SharedModel(runner.model, dict, self.group, tell, Held()),
             runner.tokenizer,
             replace(runner.facts, context=runner.context),
             read_config(folder),

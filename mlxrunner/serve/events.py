@@ -39,7 +39,7 @@ class QueueWait:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillProgress:
+class PromptProgress:
     """The prompt is being evaluated."""
 
     reached: int
@@ -149,7 +149,7 @@ class AnswerEnd:
 
 AnswerEvent = (
     QueueWait
-    | PrefillProgress
+    | PromptProgress
     | ThinkingDelta
     | TextDelta
     | ToolCallStart

@@ -24,7 +24,7 @@ from mlxrunner.serve.events import (
     ApiError,
     CacheReport,
     EndReason,
-    PrefillProgress,
+    PromptProgress,
     QueueWait,
     ServerRequest,
     joined,
@@ -309,7 +309,7 @@ async def _loaded(place: ModelSlot) -> ServedModel:
 def _progress(handle: Handle, tokens: int) -> AnswerEvent:
     """Say how far a request is that has no new token."""
     reached = handle.reached
-    return PrefillProgress(reached, tokens) if reached else QueueWait("all slots are taken")
+    return PromptProgress(reached, tokens) if reached else QueueWait("all slots are taken")
 
 
 def _end(

@@ -75,7 +75,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 class OllamaToolCall(RequestBody):
     """A call in an earlier answer."""
 
-    class Function(RequestBody):
+    class OllamaFunction(RequestBody):
         """A function: what it is called, and with what."""
 
         name: str = "unknown"
@@ -83,7 +83,7 @@ class OllamaToolCall(RequestBody):
         """An object. Another value, of an answer that was cut off, is taken, too."""
 
     id: HistoryText = None
-    function: Function = Function()
+    function: OllamaFunction = OllamaFunction()
 
 
 class OllamaMessage(RequestBody):

@@ -13,7 +13,7 @@ from support.waiting import until
 
 from mlxrunner.serve.events import (
     ApiError,
-    PrefillProgress,
+    PromptProgress,
     QueueWait,
     TextDelta,
     ThinkingDelta,
@@ -73,7 +73,7 @@ def test_a_stream_builds_the_same_message(client: anthropic.Anthropic, answers: 
     """Thinking, text and two calls; heartbeats are frames of their own."""
     answers.script = [
         QueueWait("for a slot"),
-        PrefillProgress(10, 50),
+        PromptProgress(10, 50),
         ThinkingDelta("Let me "),
         ThinkingDelta("see."),
         TextDelta("I'll "),
@@ -112,7 +112,7 @@ def frames(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 def test_heartbeats_are_pings(url: str, answers: Scripted) -> None:
     """They come after the start of the message and before its first block."""
-    answers.script = [QueueWait("for a slot"), PrefillProgress(1, 2), *HELLO]
+    answers.script = [QueueWait("for a slot"), PromptProgress(1, 2), *HELLO]
     text = httpx.post(f"{url}/v1/messages?beta=true", json=ASK | {"stream": True}).text
     events = frames(text)
     assert [name for name, _ in events] == [

@@ -18,7 +18,7 @@ from support.waiting import until
 
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.errors import ModelError
-from mlxrunner.serve.events import ApiError, PrefillProgress, QueueWait, TextDelta, ThinkingDelta
+from mlxrunner.serve.events import ApiError, PromptProgress, QueueWait, TextDelta, ThinkingDelta
 from mlxrunner.serve.ollama import router, seconds_of
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -65,7 +65,7 @@ def test_a_stream(client: ollama.Client, answers: Scripted) -> None:
     """Heartbeats are empty lines of a message; a call comes when it is whole."""
     answers.script = [
         QueueWait("for a slot"),
-        PrefillProgress(1, 2),
+        PromptProgress(1, 2),
         ThinkingDelta("Let me "),
         ThinkingDelta("see."),
         TextDelta("I'll "),

@@ -19,7 +19,7 @@ from support.waiting import until
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.serve.events import (
     ApiError,
-    PrefillProgress,
+    PromptProgress,
     QueueWait,
     TextDelta,
     ThinkingDelta,
@@ -94,7 +94,7 @@ def test_an_answer_names_the_model_if_the_request_names_none(
 
 def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scripted) -> None:
     """Text, thinking and two calls, and the usage in the last chunk."""
-    answers.script = [QueueWait("for a slot"), PrefillProgress(1, 2), *CALLS]
+    answers.script = [QueueWait("for a slot"), PromptProgress(1, 2), *CALLS]
     whole = client.chat.completions.create(**ASK, tools=[READ])
     with client.chat.completions.stream(
         **ASK, tools=[READ], stream_options={"include_usage": True}

@@ -16,7 +16,7 @@ from support.waiting import until
 from mlxrunner.batch.openai_format import TokenLogprob, sealed
 from mlxrunner.serve.events import (
     ApiError,
-    PrefillProgress,
+    PromptProgress,
     QueueWait,
     TextDelta,
     ThinkingDelta,
@@ -33,7 +33,7 @@ READ: Any = {
 }
 CALLS = [
     QueueWait("for a slot"),
-    PrefillProgress(1, 2),
+    PromptProgress(1, 2),
     ThinkingDelta("Let me "),
     ThinkingDelta("see."),
     TextDelta("I'll "),

@@ -23,7 +23,7 @@ from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.parallel.threads.workers import has_work
 from mlxrunner.serve import manager
-from mlxrunner.serve.events import AnswerEnd, ApiError, PrefillProgress, QueueWait
+from mlxrunner.serve.events import AnswerEnd, ApiError, PromptProgress, QueueWait
 from mlxrunner.serve.loader import ModelLoader, ServedModel
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames
@@ -64,7 +64,7 @@ def test_beats_come_while_a_model_is_loaded(folder: Path, monkeypatch: pytest.Mo
             events = await events_of(house, asked("x" * 300))
             waits = [event.why for event in events if isinstance(event, QueueWait)]
             assert "first is being loaded" in waits
-            assert all(event.total > 300 for event in events if isinstance(event, PrefillProgress))
+            assert all(event.total > 300 for event in events if isinstance(event, PromptProgress))
             assert isinstance(events[-1], AnswerEnd)
 
     in_house(run())
