@@ -57,7 +57,7 @@ def command(given: argparse.Namespace, folder: Path, kept: Path) -> Sequence[str
         "slots": given.slots,
         "max-queue": given.max_queue,
         "memory": given.memory,
-        "park-bytes": given.park_bytes,
+        "disk-cache-bytes": given.disk_cache_bytes,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     program = [sys.executable, "-m", "mlxrunner", "serve", str(folder)]
@@ -153,8 +153,8 @@ def failures(found: dict[str, Any], given: argparse.Namespace) -> list[str]:
         wrong.append("memory grew")
     if found["most stored MB"] > given.memory / 1e6:
         wrong.append("more was stored than --memory")
-    if found["most parked MB"] > given.park_bytes / 1e6:
-        wrong.append("more was parked than --park-bytes")
+    if found["most parked MB"] > given.disk_cache_bytes / 1e6:
+        wrong.append("more was parked than --disk-cache-bytes")
     if any(found["left"].values()):
         wrong.append(f"not idle at the end: {found['left']}")
     return wrong
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--max-queue", type=int, default=48)
     parser.add_argument("--memory", type=int, default=400_000_000)
-    parser.add_argument("--park-bytes", type=int, default=200_000_000)
+    parser.add_argument("--disk-cache-bytes", type=int, default=200_000_000)
     parser.add_argument("--kind", choices=[*KINDS], default="llama")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -68,7 +68,7 @@ def serve(pipe: Connection, folder: Path) -> None:
     from mlxrunner.serve.server import UvicornServer, application, listen
     from mlxrunner.serve.watch import RequestLog
 
-    settings = ServeSettings(port=0, parks=False)
+    settings = ServeSettings(port=0, disk_cache=False)
     opening = ModelLoader(settings=settings, runner={"context": 4096})
     record = RequestLog(None, log_text=False)
     house = ModelManager(ModelNames(str(folder)), opening, record.watch)

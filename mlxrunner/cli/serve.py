@@ -40,7 +40,7 @@ PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 """The packages of the extra `serve`."""
 RUNNER = names(RunnerSettings)
 """The settings of each model's runner."""
-OFF = {"parks": "--no-park", "claude_names": "--no-claude-names"}
+OFF = {"claude_names": "--no-claude-names"}
 """Settings that are on, with the flags that turn them off."""
 KEY_NOTE = (
     "the key is not in this file: put it into the config file, as api_key in [serve]; "
@@ -104,7 +104,7 @@ def serve(
     ranks = click.get_current_context().meta.get("ranks")
     settings = ServeSettings(**options)
     if ranks is not None:
-        settings = replace(settings, parks=False)  # files would have the part of one rank
+        settings = replace(settings, disk_cache=False)  # files would have the part of one rank
     for package in PACKAGES:
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")

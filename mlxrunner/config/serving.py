@@ -64,15 +64,21 @@ class ServeSettings:
         high=MOST_TOKENS,
         shows_default=True,
     )
-    park_bytes: int = option(
+    disk_cache_bytes: int = option(
         8 * GIB,
         int,
-        "Most bytes on disk, for each model, for conversations that find no room in memory.",
+        "Disk cache size per model, for conversations evicted from memory.",
         low=1,
         metavar="BYTES",
         shows_default=True,
+        was=("park_bytes",),
     )
-    parks: bool = option(True, bool, "Lose conversations that find no room in memory.")
+    disk_cache: bool = option(
+        True,
+        bool,
+        "Discard evicted conversations instead of writing them to disk.",
+        was=("parks", "park"),
+    )
     keep_alive: float | None = option(
         None,
         float,

@@ -189,21 +189,21 @@ def _refuse(given: dict[str, Any]) -> None:
 
 
 def parking_of(loaded: LoadedModel, settings: OpenSettings) -> DiskCache | None:
-    """Open the parking of a model; None without `park_bytes`.
+    """Open the parking of a model; None without `disk_cache_bytes`.
 
     Raise SessionError if the folder can't be used.
     """
-    if not settings.park_bytes:
+    if not settings.disk_cache_bytes:
         return None
     from mlxrunner.cache.disk.disk_cache import DiskCache
     from mlxrunner.models.fingerprint import fingerprint
     from mlxrunner.pictures.table import PictureNames
     from mlxrunner.system import mlx_vlm_internals as internals
 
-    place = None if settings.park_folder is None else Path(settings.park_folder)
+    place = None if settings.disk_cache_dir is None else Path(settings.disk_cache_dir)
     stored = {**cache_options(settings).kept_as, "cells": "shared"}
     sight, pictures = getattr(loaded.model, "sight", None), None
     if sight is not None:
         pictures, stored = PictureNames(sight.table), stored | {"eyes": internals.version()}
     model = fingerprint(loaded.folder) | stored
-    return DiskCache(place, model, limit=settings.park_bytes, pictures=pictures)
+    return DiskCache(place, model, limit=settings.disk_cache_bytes, pictures=pictures)

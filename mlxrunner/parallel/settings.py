@@ -102,20 +102,22 @@ class EngineSettings(RunnerSettings):
 class OpenSettings(EngineSettings):
     """The settings with which an engine is opened on a loaded model."""
 
-    park_bytes: int = option(
+    disk_cache_bytes: int = option(
         0,
         int,
-        "Most bytes on disk for conversations that find no place in memory; 0 = they are lost.",
+        "Disk cache size, for conversations evicted from memory; 0 = they are discarded.",
         low=0,
         metavar="BYTES",
         shows_default=True,
+        was=("park_bytes",),
     )
-    park_folder: str | PathLike[str] | None = option(
+    disk_cache_dir: str | PathLike[str] | None = option(
         None,
         Path,
-        "Folder of these conversations, where the next start finds them again. "
+        "Folder of the disk cache, where the next start finds the conversations again. "
         "[default: a private one, removed at the end]",
         metavar="FOLDER",
+        was=("park_folder",),
     )
     reserve: bool = option(True, bool, "Take memory as it is needed, not at start.")
     draft_model: str | None = option(
@@ -128,10 +130,12 @@ class OpenSettings(EngineSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.park_folder is not None:
-            check_path("park_folder", self.park_folder)
-            if not self.park_bytes:
-                raise OptionError("park_folder: nothing is parked without park_bytes: give both")
+        if self.disk_cache_dir is not None:
+            check_path("disk_cache_dir", self.disk_cache_dir)
+            if not self.disk_cache_bytes:
+                raise OptionError(
+                    "disk_cache_dir: there is no disk cache without disk_cache_bytes: give both"
+                )
 
 
 class EngineKwargs(RunnerKwargs, total=False):
@@ -146,7 +150,7 @@ class EngineKwargs(RunnerKwargs, total=False):
 class OpenKwargs(EngineKwargs, total=False):
     """The settings of OpenSettings but `max_sequences`, for type checkers."""
 
-    park_bytes: int
-    park_folder: str | PathLike[str] | None
+    disk_cache_bytes: int
+    disk_cache_dir: str | PathLike[str] | None
     reserve: bool
     draft_model: str | None

@@ -87,7 +87,7 @@ _ALL = (
         "evicted",
         "it had been evaluated, and given up to make room for another request",
         "more memory or more slots (--memory, --slots), or more bytes on disk for parked "
-        "conversations (--park-bytes)",
+        "conversations (--disk-cache-bytes)",
     ),
     Reason(
         "batch_order",
@@ -590,8 +590,8 @@ class Event:
             "The cause of a lost entry (entry_freed, verify_failed), the change (model_changed: "
             "'demo -> other'; options_changed: 'kv_bits: None -> 8'), the request that the entry "
             "made room for (evicted: 'request 12', as in its `submitted`, 'the budget', or "
-            "'park_bytes': it was parked and given up there), or the file that the entry came from "
-            "(restored)."
+            "'disk_cache_bytes': it was offloaded to disk and evicted there), or the file that the "
+            "entry came from (restored)."
         ),
     ]
     rewind_limited_by: Annotated[

@@ -113,15 +113,15 @@ class ModelLoader:
         draft = None if sees else self._draft_for(loaded, room - self._smallest(loaded, room))
         beside = 0 if draft is None else self._of_draft(loaded.facts)
         cells, memory = self._cells(loaded, room - beside)
-        parks = self.settings.parks
+        parks = self.settings.disk_cache
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.settings.slots,
             kv_cache_tokens=cells,
             memory=memory,
             reserve=self.ranks is None,
-            park_bytes=self.settings.park_bytes if parks else 0,
-            park_folder=parking_folder() if parks else None,
+            disk_cache_bytes=self.settings.disk_cache_bytes if parks else 0,
+            disk_cache_dir=parking_folder() if parks else None,
             draft_model=draft,
             **self.runner,
         )

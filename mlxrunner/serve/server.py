@@ -154,14 +154,14 @@ def welcome(
     where = (
         parking_folder() if runner.keeps_parked else f"{runner.parked_in}, until this server ends"
     )
-    parked = f"; {size(settings.park_bytes)} on disk in {where}"
+    parked = f"; {size(settings.disk_cache_bytes)} on disk in {where}"
     claude = f"{address} ANTHROPIC_MODEL={shown}"
     if not settings.claude_names:  # the names that Claude Code's subagents use are refused
         claude += f" CLAUDE_CODE_SUBAGENT_MODEL={shown} ANTHROPIC_DEFAULT_HAIKU_MODEL={shown}"
     return [
         f"serving {shown} at {address} ({places})",
         f"memory: {size(opened.bytes)} with {runner.kv_cache_tokens} tokens of conversations"
-        + (parked if settings.parks else "; what finds no room is lost"),
+        + (parked if settings.disk_cache else "; what finds no room is lost"),
         f"  OpenAI clients:     base URL {address}/v1, {_key(settings)}",
         f"  Anthropic clients:  ANTHROPIC_BASE_URL={claude}",
         f"  Ollama clients:     OLLAMA_HOST={address}",

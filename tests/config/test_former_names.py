@@ -95,6 +95,8 @@ def test_former_keyword_arguments() -> None:
     [
         ('origin = ["http://a"]', "allow_origin", ("http://a",)),
         ('no-rule = "billing-header"', "disable_rewrite", ("billing-header",)),
+        ("park-bytes = 5", "disk_cache_bytes", 5),
+        ("parks = false", "disk_cache", False),
     ],
 )
 def test_a_former_key_of_the_config_file(
@@ -116,14 +118,26 @@ def test_a_former_key_of_the_config_file(
 
 def test_the_names_of_version_0_2_are_read() -> None:
     """Command lines, config files and programs of that version have them."""
-    assert former_names(ServeSettings) == {"origin": "allow_origin", "no_rule": "disable_rewrite"}
-    assert former_names(OpenSettings) == {"cells": "kv_cache_tokens", "step_ms": "max_step_ms"}
+    assert former_names(ServeSettings) == {
+        "origin": "allow_origin",
+        "no_rule": "disable_rewrite",
+        "park_bytes": "disk_cache_bytes",
+        "parks": "disk_cache",
+        "park": "disk_cache",
+    }
+    assert former_names(OpenSettings) == {
+        "cells": "kv_cache_tokens",
+        "step_ms": "max_step_ms",
+        "park_bytes": "disk_cache_bytes",
+        "park_folder": "disk_cache_dir",
+    }
 
 
-def test_a_runner_takes_the_former_names() -> None:
-    former: Any = {"cells": 80, "step_ms": 5}
+def test_a_runner_takes_the_former_names(tmp_path: Path) -> None:
+    former: Any = {"cells": 80, "step_ms": 5, "park_bytes": 10**6, "park_folder": tmp_path}
     with pytest.warns(DeprecationWarning, match="called kv_cache_tokens"):
         runner = ParallelRunner.load(max_sequences=1, context=64, reserve=False, **former)
     with runner, pytest.warns(DeprecationWarning, match="cells is called"):
         assert runner.cells == runner.kv_cache_tokens == 80
     assert runner.settings["max_step_ms"] == 5
+    assert [*tmp_path.iterdir()]

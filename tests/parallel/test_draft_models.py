@@ -278,7 +278,7 @@ def test_each_model_of_a_server_has_a_draft_model_if_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another model goes on without, and a line says why."""
-    settings = ServeSettings(slots=2, parks=False, memory=4 * 10**8)
+    settings = ServeSettings(slots=2, disk_cache=False, memory=4 * 10**8)
     opening = ModelLoader(settings=settings, runner={"context": 200}, draft_model="demo")
     first = opening.load("demo", 2**28)
     with first.runner:

@@ -42,7 +42,7 @@ def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -
 
 
 def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
-    """Where `park_bytes` run out, the next turn says so, although it has all of another's slot."""
+    """Where the disk cache is full, the next turn says so, although it has all of another slot."""
     header = list(range(20))
     one, two, three = ([*header, *[first] * 60] for first in (100, 110, 120))
     parking = DiskCache(tmp_path, {"model": "llama"}, limit=60_000)
@@ -53,20 +53,24 @@ def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
         usage = stepper.complete([*one, 1], max_tokens=1, stop_tokens=[]).usage
     assert found.outcome == "hit"
     cache = usage.cache
-    assert (usage.cached_tokens, usage.reason, cache.freed_by) == (20, "evicted", "park_bytes")
+    assert (usage.cached_tokens, usage.reason, cache.freed_by) == (
+        20,
+        "evicted",
+        "disk_cache_bytes",
+    )
     assert (usage.outcome, cache.lost_tokens) == ("partial", 60)
 
 
 def test_a_folder_without_bytes_is_refused(tmp_path: Path) -> None:
     """It would stay empty."""
-    with pytest.raises(OptionError, match="park_folder: nothing is parked without park_bytes"):
-        Stepper.load("demo", max_sequences=1, context=64, park_folder=tmp_path, reserve=False)
+    with pytest.raises(OptionError, match="disk_cache_dir: there is no disk cache without"):
+        Stepper.load("demo", max_sequences=1, context=64, disk_cache_dir=tmp_path, reserve=False)
 
 
 def test_stats_tell_what_is_on_disk() -> None:
     """In bytes, of all parked conversations."""
     with ParallelRunner.load(
-        "demo", max_sequences=1, context=128, park_bytes=10**8, reserve=False
+        "demo", max_sequences=1, context=128, disk_cache_bytes=10**8, reserve=False
     ) as runner:
         assert (runner.stats().parked, runner.why_alone) == (0, None)
         for first in (5, 6):

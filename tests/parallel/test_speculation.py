@@ -151,7 +151,7 @@ def test_a_request_of_a_parallel_runner_has_guesses_and_counts_them() -> None:
 @pytest.mark.parametrize("how", ["lookup", "off", None])
 def test_the_server_guesses_where_its_user_says_so(how: str | None) -> None:
     """`serve --speculate` holds for every request."""
-    settings = ServeSettings(slots=2, parks=False, memory=2 * 10**8)
+    settings = ServeSettings(slots=2, disk_cache=False, memory=2 * 10**8)
     opened = ModelLoader(settings=settings, runner={"context": 200}, speculate=how).load(
         "demo", 2**28
     )

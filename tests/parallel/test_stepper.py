@@ -698,8 +698,8 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
         {"memory": 1.5},
         {"kv_cache_tokens": "9"},
         {"max_step_ms": 10**400},
-        {"park_bytes": 10**6, "park_folder": 5},
-        {"park_bytes": 10**6, "park_folder": b"here"},
+        {"disk_cache_bytes": 10**6, "disk_cache_dir": 5},
+        {"disk_cache_bytes": 10**6, "disk_cache_dir": b"here"},
     ],
     ids=repr,
 )
@@ -711,4 +711,6 @@ def test_settings_of_the_wrong_type_are_refused(settings: dict[str, Any]) -> Non
 
 def test_a_folder_that_no_path_can_name_is_refused() -> None:
     with pytest.raises(SessionError, match="null byte"):
-        Stepper.load("demo", max_sequences=2, context=64, park_bytes=10**6, park_folder="a\0b")
+        Stepper.load(
+            "demo", max_sequences=2, context=64, disk_cache_bytes=10**6, disk_cache_dir="a\0b"
+        )

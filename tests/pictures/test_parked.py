@@ -45,8 +45,8 @@ def test_four_conversations_take_turns_in_one_slot(kind: str, tmp_path: Path) ->
             context=600,
             pictures=True,
             reserve=False,
-            park_bytes=10**9,
-            park_folder=tmp_path / "parked",
+            disk_cache_bytes=10**9,
+            disk_cache_dir=tmp_path / "parked",
         ) as runner:
             runner.run([[asked("first", 9 + start)]], max_tokens=1)
             for _ in range(2):
@@ -72,8 +72,8 @@ def test_a_picture_is_found_by_its_pixels_alone(tmp_path: Path) -> None:
         "context": 600,
         "pictures": True,
         "reserve": False,
-        "park_bytes": 10**9,
-        "park_folder": tmp_path / "parked",
+        "disk_cache_bytes": 10**9,
+        "disk_cache_dir": tmp_path / "parked",
     }
     cold = Runner.load(folder, context=600, pictures=True, reserve=False)
     for picture in (1, 2, 1, 3):

@@ -46,7 +46,7 @@ def test_answers_are_those_of_one_process(model: Path, tmp_path: Path) -> None:
     """Conversations take turns, fork, are given up and left by their clients; none is parked."""
     texts = ["Once upon a time", "Once upon a day", "Quite another text", "Once upon a time, yes"]
     asked = [*texts, *reversed(texts)]
-    with program(str(model), "--no-park", "--slots", "2") as alone:
+    with program(str(model), "--no-disk-cache", "--slots", "2") as alone:
         expected = [said_to(alone, text) for text in asked]
     with serving(model, tmp_path) as server:
         assert "2 ranks, 2 slots, " in server.said
@@ -129,7 +129,7 @@ def test_a_second_interrupt_leaves_at_once(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [("--park-bytes", "1000000"), ("--pictures",), ("--unit", "systemd"), ("--kv-bits", "8")],
+    [("--disk-cache-bytes", "1000000"), ("--pictures",), ("--unit", "systemd"), ("--kv-bits", "8")],
     ids=" ".join,
 )
 def test_what_one_machine_alone_serves_is_refused(option: tuple[str, ...], tmp_path: Path) -> None:

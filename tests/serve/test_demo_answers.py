@@ -25,7 +25,7 @@ RAW = f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
 @pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
     """The address of a server with the demo model."""
-    settings = ServeSettings(parks=False, slots=1, memory=300_000_000)
+    settings = ServeSettings(disk_cache=False, slots=1, memory=300_000_000)
     record = RequestLog()
     opening = ModelLoader(settings=settings, runner={"context": 1000})
     house = ModelManager(ModelNames("demo"), opening, record.watch, record.ended)

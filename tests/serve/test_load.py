@@ -111,7 +111,9 @@ def running(folder: Path, **settings: Any) -> Iterator[Running]:
 
 def test_clients_of_all_kinds(folder: Path) -> None:
     """No answer is wrong, nothing is left of those who went away, and the budgets hold."""
-    with running(folder, slots=3, max_queue=6, memory=200_000_000, park_bytes=2_000_000) as server:
+    with running(
+        folder, slots=3, max_queue=6, memory=200_000_000, disk_cache_bytes=2_000_000
+    ) as server:
         until(lambda: not server.connections())
         before = server.tasks()
 
@@ -134,7 +136,7 @@ def test_clients_of_all_kinds(folder: Path) -> None:
 def test_a_client_that_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps its place among the requests that may wait for so long, and no longer."""
     monkeypatch.setattr(HttpConnection, "unread", 0.1)
-    with running(folder, slots=1, max_queue=0, parks=False) as server:
+    with running(folder, slots=1, max_queue=0, disk_cache=False) as server:
         before = server.tasks()
         server.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as client:

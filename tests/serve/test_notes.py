@@ -36,7 +36,7 @@ def test_the_event_says_what_became_of_a_call(
 ) -> None:
     """In one word: what the model wrote is in the response alone."""
     answer, limit = ANSWERS[note]
-    file, settings = tmp_path / "events.jsonl", ServeSettings(slots=2, parks=False)
+    file, settings = tmp_path / "events.jsonl", ServeSettings(slots=2, disk_cache=False)
     record, opening = RequestLog(file), playing(lambda text: answer)
     house = ModelManager(
         ModelNames("actor", {}),
@@ -72,7 +72,7 @@ def test_the_event_says_what_became_of_a_call(
 def test_events_wait_for_the_end_of_an_answer(tmp_path: Path) -> None:
     """A client that leaves ends it, too, and at the end of the server all are written."""
     file = tmp_path / "events.jsonl"
-    record, settings = RequestLog(file), ServeSettings(slots=2, parks=False)
+    record, settings = RequestLog(file), ServeSettings(slots=2, disk_cache=False)
     opening = playing(lambda text: "Well, " * 90)(settings=settings, runner={"context": 4000})
     house = ModelManager(ModelNames("actor", {}), opening, record.watch, record.ended)
     house.load_first()

@@ -102,7 +102,7 @@ def test_what_clients_say_is_escaped() -> None:
 @contextmanager
 def running(record: RequestLog) -> Iterator[str]:
     """Yield the address of a server whose model says that it is done."""
-    settings = ServeSettings(parks=False)
+    settings = ServeSettings(disk_cache=False)
     house = ModelManager(
         ModelNames("actor"), playing(lambda text: "Done.")(settings=settings), record.watch
     )

@@ -115,7 +115,7 @@ def test_a_second_server_names_its_own_folder(model: Path) -> None:
 
 def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
     """It ends with an error that says why, and the server ends in order."""
-    with program(str(model), "--no-park", "--drain", "0") as server:
+    with program(str(model), "--no-disk-cache", "--drain", "0") as server:
         body = server.body("And then?", stream=True, max_tokens=CONTEXT)
         with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=300) as stream:
             lines = stream.iter_lines()
@@ -149,7 +149,7 @@ def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at:
         "uvloop.run, ModelManager.close = begin, end\n"
         "main()\n"
     )
-    command = [sys.executable, "-c", code, "serve", str(model), "--no-park", "--port", "0"]
+    command = [sys.executable, "-c", code, "serve", str(model), "--no-disk-cache", "--port", "0"]
     command += ["--prefill-step", "64"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if at == "end":
@@ -178,7 +178,7 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
         "ModelLoader.load = stuck\n"
         "main()\n"
     )
-    with program(str(model), "--no-park", "--drain", "0", code=code) as server:
+    with program(str(model), "--no-disk-cache", "--drain", "0", code=code) as server:
         body = json.dumps(server.body("Hello", model="demo"))
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as waiting:

@@ -30,7 +30,7 @@ main()
 
 def test_more_connections_than_files() -> None:
     """One line names the limit and the remedy. Later connections are answered."""
-    with program("demo", "--no-park", code=CODE) as server:
+    with program("demo", "--no-disk-cache", code=CODE) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         host, port = server.url.removeprefix("http://").split(":")
         with ExitStack() as connections:
@@ -50,7 +50,7 @@ def test_open_connections_are_answered_without_a_file_for_another_one() -> None:
     """The first answer imports modules, and reading the page starts a thread: both take files."""
     question = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
     with (
-        program("demo", "--no-park", code=CODE) as server,
+        program("demo", "--no-disk-cache", code=CODE) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,
         ExitStack() as connections,
     ):

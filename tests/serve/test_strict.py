@@ -338,7 +338,7 @@ def answer_of(request: ServerRequest, script: str) -> list[AnswerEvent]:
 
     async def run() -> list[AnswerEvent]:
         opening = playing(lambda text: script)(
-            settings=ServeSettings(slots=2, parks=False), runner={"context": 4000}
+            settings=ServeSettings(slots=2, disk_cache=False), runner={"context": 4000}
         )
         house = ModelManager(ModelNames("actor", {}), opening, lambda opened: None)
         try:
@@ -402,7 +402,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def test_each_protocol_has_strict_tools() -> None:
     """The answer has a call that fits, in the protocol's own form."""
-    record, settings = RequestLog(), ServeSettings(slots=2, parks=False)
+    record, settings = RequestLog(), ServeSettings(slots=2, disk_cache=False)
     opening = playing(lambda text: LOOSE)(settings=settings, runner={"context": 4000})
     house = ModelManager(ModelNames("actor", {}), opening, record.watch, record.ended)
     house.load_first()

@@ -17,7 +17,7 @@ from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application
 from mlxrunner.serve.watch import RequestLog
 
-SETTINGS = ServeSettings(parks=False, slots=1, memory=300_000_000)
+SETTINGS = ServeSettings(disk_cache=False, slots=1, memory=300_000_000)
 RUNNER = {"context": 1000}
 ASK = "My name is Zorblin. What is my name?"
 

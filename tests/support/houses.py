@@ -21,7 +21,7 @@ CHATML = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-SETTINGS = ServeSettings(slots=2, max_queue=1, parks=False, memory=400_000_000)
+SETTINGS = ServeSettings(slots=2, max_queue=1, disk_cache=False, memory=400_000_000)
 
 
 class Counting(ModelLoader):

@@ -80,7 +80,7 @@ class Residents:
         self._dual: GreedyDual[int] = GreedyDual()
         self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
         if parking is not None:
-            parking.tell(lambda parked: self._lose("park_bytes", parked.tokens))
+            parking.tell(lambda parked: self._lose("disk_cache_bytes", parked.tokens))
 
     @property
     def used_bytes(self) -> int:

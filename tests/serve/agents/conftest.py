@@ -20,7 +20,7 @@ from mlxrunner.serve.watch import RequestLog
 
 ROWS = pytest.StashKey[list[str]]()
 HEAD = "| client | layers | requests | prompt tokens | evaluated | reused of what could be |"
-SETTINGS = ServeSettings(parks=False, slots=4, memory=720_000_000)
+SETTINGS = ServeSettings(disk_cache=False, slots=4, memory=720_000_000)
 
 
 @dataclass

@@ -48,7 +48,7 @@ def shared() -> Shared:
 @pytest.fixture
 def url(shared: Shared) -> Iterator[str]:
     """The address of a server whose model follows the script."""
-    settings = ServeSettings(parks=False)
+    settings = ServeSettings(disk_cache=False)
     record = RequestLog()
     house = ModelManager(
         ModelNames("actor"), playing(script)(settings=settings), record.watch, record.ended

@@ -19,7 +19,7 @@ def test_a_model_finds_room_in_its_least(kind: str, budget: int | None, tmp_path
     """The states of all slots and the checkpoints count: else others stay, and it has no room."""
     write_model(tmp_path / kind, kind)
     runner = {"context": CONTEXT, "prefill_step": 32, "checkpoint_budget": budget}
-    settings = ServeSettings(slots=4, parks=False, memory=50_000_000)
+    settings = ServeSettings(slots=4, disk_cache=False, memory=50_000_000)
     opening = ModelLoader(settings=settings, runner=runner)
     name = str(tmp_path / kind)
     opened = opening.load(name, opening.least(name))

@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit(folder: Path) -> None:
     """It is refused with a reason, and asking again tries again."""
 
     async def run() -> None:
-        settings = ServeSettings(slots=2, parks=False, memory=1000)
+        settings = ServeSettings(slots=2, disk_cache=False, memory=1000)
         made = ModelLoader(settings=settings)
         async with house_of(folder, made) as house:
             for _ in range(2):

@@ -31,7 +31,9 @@ from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.watch import RequestLog
 
 SHAPES = Path(__file__).parents[3] / "docs" / "images" / "shapes.png"
-SETTINGS = ServeSettings(slots=2, max_queue=8, memory=3_000_000_000, pictures=True, parks=False)
+SETTINGS = ServeSettings(
+    slots=2, max_queue=8, memory=3_000_000_000, pictures=True, disk_cache=False
+)
 QUESTIONS = ("How many red squares are there?", "How many circles?", "Is there a triangle?")
 
 
@@ -123,7 +125,7 @@ def test_conversations_go_on_after_a_restart(
 ) -> None:
     """Their pictures have other ids then, and others have theirs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    settings = replace(SETTINGS, slots=slots, parks=True)
+    settings = replace(SETTINGS, slots=slots, disk_cache=True)
     talks = [[{"role": "user", "content": [shown(one), said(QUESTIONS[1])]}] for one in (0, 1)]
     told = [0, 0]
 
