@@ -28,10 +28,10 @@ from mlx_lm import batch_generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from support.prompts import DOCUMENT, SYSTEM, shared_prefixes
 
+from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.batch.plan import MOST
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.records import sort_key
-from mlxrunner.batch.run import BatchRequest, run_batch
 from mlxrunner.bench.harness import SameDecoder
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.bench.models import random_runner

@@ -23,9 +23,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from mlxrunner.batch.order import LineCosts, cut, extra_of
+from mlxrunner.batch.plan import costs_of
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.shards.cut import Costs, cut, extra_of
-from mlxrunner.batch.shards.lines import costs_of
 from mlxrunner.batch.store import Store
 
 LINES, QUESTIONS = 10_000_000, 100
@@ -34,7 +34,7 @@ SHARED, OWN, GROUP = 30, 10, 10_000
 WORKERS = (8, 64, 1000)
 
 
-def documents(lines: int, questions: int) -> Costs:
+def documents(lines: int, questions: int) -> LineCosts:
     """Return the costs of `questions` on each of many documents."""
     random = np.random.default_rng(0)
     is_first = np.arange(lines) % questions == 0
@@ -44,7 +44,7 @@ def documents(lines: int, questions: int) -> Costs:
     evaluated += np.where(is_first, lengths[:lines], np.int32(0))
     evaluated[0] += reused[0]
     reused[0] = 0
-    return Costs(evaluated, reused, np.full(lines, ANSWER, np.int32))
+    return LineCosts(evaluated, reused, np.full(lines, ANSWER, np.int32))
 
 
 def shuffled(lines: int) -> Iterator[StoredLine]:

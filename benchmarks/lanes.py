@@ -17,8 +17,8 @@ import time
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.batch.opening import MAX_BATCH
-from mlxrunner.batch.run import BatchRequest, run_batch
+from mlxrunner.batch.execution import BatchRequest, run_batch
+from mlxrunner.batch.work import MAX_BATCH
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.bench.models import random_runner
 from mlxrunner.parallel.stepper import Stepper

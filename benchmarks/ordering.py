@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.inputs import LineReader
 from mlxrunner.batch.options import ORDERS
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.prompts import cost, tokenize_lines

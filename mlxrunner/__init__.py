@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
     from typing import Any
 
-    from mlxrunner.batch.run import BatchRequest, BatchResult, run_batch
+    from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
     from mlxrunner.errors import (
         BrokenLineError,
         BusyError,
@@ -125,8 +125,8 @@ __all__ = [
     "run_batch",
 ]
 _HOMES = {
-    "BatchRequest": "batch.run",
-    "BatchResult": "batch.run",
+    "BatchRequest": "batch.execution",
+    "BatchResult": "batch.execution",
     "Chunk": "results",
     "GenerateKwargs": "options",
     "GenerateOptions": "options",
@@ -141,7 +141,7 @@ _HOMES = {
     "RunnerSettings": "options",
     "Stats": "parallel.threads.thread",
     "Usage": "results",
-    "run_batch": "batch.run",
+    "run_batch": "batch.execution",
 }
 """The module of each name that is not an error."""
 keep_limit()  # before any module imports mlx-lm

@@ -9,31 +9,38 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from mlxrunner.batch.arrow import (
+from mlxrunner.batch.fields import checked_id, format_of, read_fields
+from mlxrunner.batch.openai_format import kind
+from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.records import Format, Place, place_of
+from mlxrunner.batch.tables import (
     FEATHER,
     HUB,
     PARQUET,
-    Hashed,
+    Columns,
+    HashedStream,
+    Template,
     arrow_rows,
     dataset_files,
     decompressed,
     from_hub,
     parquet_rows,
+    read_table,
 )
-from mlxrunner.batch.lines import LONGEST, Line, LineReader, Record, lines_of_records
-from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.records import Place
-from mlxrunner.batch.table import Columns
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
 from mlxrunner.system.reading import open_given, read_text, say_if_waiting
+from mlxrunner.terminal.text import one_line
+from mlxrunner.tokenizer.prompt import Prompt
 
 STANDARD = "-"
 """The name for standard input or standard output."""
@@ -53,7 +60,7 @@ PIECE = 2**18
 
 
 @dataclass(frozen=True)
-class Part:
+class InputFile:
     """A stream of an input, or a file of a folder."""
 
     path: str
@@ -69,7 +76,7 @@ class Part:
 class Inputs:
     """An iterable over the lines of all inputs, to be used once.
 
-    A bad line is a `Line` with an error and never stops the rest.
+    A bad line is a `InputLine` with an error and never stops the rest.
     """
 
     def __init__(
@@ -99,7 +106,7 @@ class Inputs:
         """The SHA-256 of the inputs as they are stored, in hexadecimal, after the last line."""
         return _together(self._digests)
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[InputLine]:
         return lines_of_records(self._records(), self._options)
 
     def _records(self) -> Iterator[tuple[Place, Record]]:
@@ -113,7 +120,7 @@ class Inputs:
                     place = f"{part.shown} {unit}".strip()
                 yield place, record
 
-    def _text(self, part: Part) -> Record:
+    def _text(self, part: InputFile) -> Record:
         """Return the fields of a file of a folder, or its error."""
         assert part.text_id is not None
         values = {"id": part.text_id, "path": part.text_id}
@@ -127,10 +134,10 @@ class Inputs:
         self._digests.append(f"{part.text_id}\0{digest}")
         return rows.fields(f"file {part.text_id}", values, LONGEST)
 
-    def _records_of(self, part: Part) -> Iterator[tuple[Place, Record]]:
+    def _records_of(self, part: InputFile) -> Iterator[tuple[Place, Record]]:
         """Yield the place and the record of each line or row of a stream."""
         with opened(part) as stream:
-            hashed, name = Hashed(stream), part.shown or part.path
+            hashed, name = HashedStream(stream), part.shown or part.path
             name = "standard input" if name == STANDARD else name
             is_arrow = hashed.head[:4] == ARROW or hashed.head.startswith(FEATHER)
             if is_arrow or hashed.head.startswith(PARQUET):
@@ -144,7 +151,7 @@ class Inputs:
                 _read_to_end(hashed)
         self._digests.append(hashed.digest)
 
-    def _lines_of(self, part: Part, stream: BinaryIO) -> Iterator[tuple[Place, Record]]:
+    def _lines_of(self, part: InputFile, stream: BinaryIO) -> Iterator[tuple[Place, Record]]:
         """Yield the number and the record of each line or row of a text."""
         end = _end(part.path)
         is_table = end in TABLES or (self._is_table and end not in JSON_LINES)
@@ -171,7 +178,7 @@ def digest_of(names: Sequence[str]) -> str | None:
                 digests.append(f"{part.text_id}\0{error}")
             continue
         with opened(part) as stream:
-            hashed = Hashed(stream)
+            hashed = HashedStream(stream)
             if part.path == STANDARD and not hashed.head:
                 return None
             _read_to_end(hashed)
@@ -212,7 +219,7 @@ def is_same_or_within(output: str, name: str) -> bool:
         return False
 
 
-def all_parts(names: Sequence[str]) -> Iterator[Part]:
+def all_parts(names: Sequence[str]) -> Iterator[InputFile]:
     """Yield the files of all inputs, in order.
 
     Raise PromptError for an input that is not there, or for a folder without files.
@@ -220,12 +227,12 @@ def all_parts(names: Sequence[str]) -> Iterator[Part]:
     for name in names:
         if name.startswith(HUB):
             for file in from_hub(name):
-                yield Part(str(file), file.name)
+                yield InputFile(str(file), file.name)
         elif name != STANDARD and os.path.isdir(name):
             files = dataset_files(Path(name))
             if files is not None:
                 for file in files:
-                    yield Part(str(file), str(file) if len(names) > 1 else file.name)
+                    yield InputFile(str(file), str(file) if len(names) > 1 else file.name)
                 continue
             count = 0
             for part in _texts(Path(name), len(names) > 1):
@@ -235,10 +242,10 @@ def all_parts(names: Sequence[str]) -> Iterator[Part]:
                 raise PromptError(f"{name}: the folder has no files")
         else:
             shown = "standard input" if name == STANDARD else name
-            yield Part(name, shown if len(names) > 1 else "")
+            yield InputFile(name, shown if len(names) > 1 else "")
 
 
-def _texts(folder: Path, is_one_of_many: bool) -> Iterator[Part]:
+def _texts(folder: Path, is_one_of_many: bool) -> Iterator[InputFile]:
     """Yield the files of a folder and of the folders in it, sorted. Hidden ones are left out."""
     root = folder.resolve()
     for place, folders, files in os.walk(folder, onerror=_raise):
@@ -252,7 +259,7 @@ def _texts(folder: Path, is_one_of_many: bool) -> Iterator[Part]:
             problem = None
             if os.path.islink(path):
                 problem = _wrong_link(Path(path), root)
-            yield Part(path, text_id=path if is_one_of_many else own, problem=problem)
+            yield InputFile(path, text_id=path if is_one_of_many else own, problem=problem)
 
 
 def _wrong_link(path: Path, root: Path) -> str | None:
@@ -270,7 +277,7 @@ def _raise(error: OSError) -> None:
     raise PromptError(f"{error.filename}: can't be read: {error.strerror}") from error
 
 
-def _text_of(part: Part) -> tuple[str, str]:
+def _text_of(part: InputFile) -> tuple[str, str]:
     """Return the text of a file without the line ends at its end, and its SHA-256.
 
     Raise PromptError if the file is not read, is too large, or is no text.
@@ -287,7 +294,7 @@ def _text_of(part: Part) -> tuple[str, str]:
 
 
 @contextmanager
-def opened(part: Part) -> Iterator[BinaryIO]:
+def opened(part: InputFile) -> Iterator[BinaryIO]:
     """Open a file or standard input. Raise PromptError if it can't be read."""
     if part.path == STANDARD:
         if sys.stdin is None:
@@ -305,7 +312,7 @@ def opened(part: Part) -> Iterator[BinaryIO]:
         raise PromptError(f"{part.path}: can't be read: {error.strerror or error}") from error
 
 
-def _read_to_end(stream: Hashed) -> None:
+def _read_to_end(stream: HashedStream) -> None:
     """Read the rest of a stream, for its hash."""
     while stream.read(PIECE):
         pass
@@ -319,3 +326,192 @@ def _rewind(stream: BinaryIO, name: str) -> None:
         raise PromptError(
             f"{name}: is Parquet or Arrow, which can't be read from a stream: name a file"
         ) from error
+
+
+LONGEST = 2**24
+"""The size in bytes of the longest line, or row of a CSV file."""
+BOM = b"\xef\xbb\xbf"
+Record = bytes | Mapping[str, Any] | Exception | None
+"""The bytes of a line, the fields of a row, or the error of either; None if it is too long."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class InputLine:
+    """A line of the input that is not empty."""
+
+    index: int
+    """The number of the line among those that are not empty, from 0."""
+    number: Place
+    """The number of the line in the file, from 1, or a text that says where it is."""
+    prompt: Prompt = ""
+    """The text, messages or tokens of the prompt; empty if there is an error."""
+    id: str | int | None = None
+    """The id that the line gives; None if it gives none."""
+    format: Format = "plain"
+    """The format of the answer."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `GenerateOptions` that the line itself gives."""
+    error: str | None = None
+    """The reason why the line can't be run, in one line; in a file the line number comes first."""
+
+
+class LineReader:
+    """An iterable over the lines of a stream, to be used once.
+
+    A bad line is a `InputLine` with an error and never stops the rest.
+    """
+
+    def __init__(
+        self,
+        stream: BinaryIO,
+        options: BatchOptions | None = None,
+        *,
+        template: str | None = None,
+        columns: Columns | None = None,
+        delimiter: str = ",",
+        longest: int = LONGEST,
+    ) -> None:
+        """Read `stream`, with lines of at most `longest` bytes.
+
+        The options of each line are checked together with `options`, those of the batch. With
+        `columns`, or a `template` with `{column}`s, the stream is CSV. Raise OptionError for a
+        template without columns. The first step of the iteration raises OptionError if the file
+        lacks one of the columns.
+        """
+        self._stream, self._longest = stream, longest
+        self._options = options or BatchOptions()
+        self._columns = columns if template is None else Columns(Template(template))
+        self._delimiter = delimiter
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the bytes read so far, in hexadecimal; at the end, that of the input."""
+        return self._hash.hexdigest()
+
+    def __iter__(self) -> Iterator[InputLine]:
+        return lines_of_records(self.records(), self._options, self._longest)
+
+    def records(self) -> Iterator[tuple[int, Record]]:
+        """Yield the number and the record of each line that is not empty."""
+        if self._columns is not None:
+            return read_table(self._physical(), self._columns, self._longest, self._delimiter)
+        return (
+            (number, line)
+            for number, line in enumerate(self._physical(), 1)
+            if line is None or line.strip()
+        )
+
+    def _physical(self) -> Iterator[bytes | None]:
+        """Yield the lines with their ends, and None in the place of one that is too long."""
+        first = True
+        while line := self._read():
+            whole = len(line) <= self._longest or line.endswith(b"\n")
+            rest = line
+            while not rest.endswith(b"\n") and (rest := self._read()):
+                whole = False
+            yield line.removeprefix(BOM if first else b"") if whole else None
+            first = False
+
+    def _read(self) -> bytes:
+        """Read one line, or the part of it that fits."""
+        part = self._stream.readline(self._longest + 1)
+        self._hash.update(part)
+        return part
+
+
+def lines_of_records(
+    records: Iterable[tuple[Place, Record]], options: BatchOptions, longest: int = LONGEST
+) -> Iterator[InputLine]:
+    """Yield the lines of records, each with its place."""
+    index = 0
+    for place, record in records:
+        for line in _lines(index, place, record, options, longest):
+            yield line
+            index += 1
+
+
+def _lines(
+    index: int, place: Place, record: Record, options: BatchOptions, longest: int
+) -> Iterator[InputLine]:
+    """Yield a line for each prompt of a record, from `index` on, or one with its error.
+
+    Several prompts get the id of their record with their number from 0 behind it.
+    """
+    form: Format = "unknown" if record is None or isinstance(record, bytes) else "plain"
+    name = problem = None
+    try:
+        try:
+            fields: Mapping[str, Any] = _parsed(record, longest)
+        except BrokenLineError as error:
+            fields, problem = error.fields, error
+        form = format_of(fields)
+        key = "id" if form == "plain" else "custom_id"
+        name = checked_id(key, fields.get(key))
+        if problem is not None:
+            raise problem
+        prompts, own = read_fields(fields, options)
+    except (PromptError, OptionError, RecursionError) as error:
+        text = "nested too deeply" if isinstance(error, RecursionError) else one_line(str(error))
+        yield InputLine(index, place, id=name, format=form, error=f"{place_of(place)}: {text}")
+        return
+    for part, prompt in enumerate(prompts):
+        called = name if name is None or len(prompts) == 1 else f"{name}/{part}"
+        yield InputLine(index + part, place, prompt, called, form, own)
+
+
+def _parsed(record: Record, longest: int) -> Mapping[str, Any]:
+    """Return the object on a line. Raise PromptError if there is none."""
+    if isinstance(record, Exception):
+        raise record
+    if record is None:
+        raise PromptError(f"is longer than {longest} bytes")
+    if isinstance(record, Mapping):
+        return record
+    try:
+        twice = _DuplicateKeys()
+        value = json.loads(
+            record.rstrip().decode(), parse_constant=_refuse, object_pairs_hook=twice
+        )
+        if _SURROGATE.search(record):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except UnicodeEncodeError as error:
+        raise PromptError("has half a character (a lone surrogate) in it") from error
+    except json.JSONDecodeError as error:
+        raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
+    except ValueError as error:  # NaN, or a number of thousands of digits
+        raise PromptError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise PromptError(f"has to be a JSON object, not {kind(value)}")
+    if twice.name is not None:
+        known = {name: field for name, field in value.items() if name != twice.name}
+        raise BrokenLineError(
+            f"the key {twice.name!r:.80} is there twice in one object: which value counts?", known
+        )
+    return value
+
+
+class _DuplicateKeys:
+    """A hook that makes the objects of a line and finds a key that stands twice in one of them."""
+
+    name: str | None = None
+    """The first such key; None if there is none."""
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs) and self.name is None:
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    self.name = name
+                    break
+                seen.add(name)
+        return made
+
+
+def _refuse(constant: str) -> None:
+    """Raise ValueError for NaN and infinities, which JSON does not have."""
+    raise ValueError(f"{constant} is not a number of JSON")

@@ -6,19 +6,31 @@ needs no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import hashlib
+import json
+import math
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.prompts import Cost, cost
-from mlxrunner.batch.records import BriefLine, Counts, StoredLine
-from mlxrunner.batch.shards.plan import CutPlan
-from mlxrunner.batch.speed import Speed
+from mlxrunner.batch.order import LineCosts, cut, extra_of
+from mlxrunner.batch.prompts import PromptCost, cost
+from mlxrunner.batch.records import BriefLine, LineCounts, StoredLine, shared_tokens
+from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import Shift, TokenArray
-from mlxrunner.terminal.text import duration
+from mlxrunner.errors import OptionError, ReadError
+from mlxrunner.system.folders import cache_folder
+from mlxrunner.system.reading import read_json
+from mlxrunner.system.writing import sealed, written
+from mlxrunner.terminal.text import count_of, duration
 
 MOST, LONG, FEWER = 8, 1024, 4
 """Run MOST lines at a time, but FEWER if lines have more than LONG new tokens on average.
@@ -36,7 +48,7 @@ _COUNTED = (
 class Survey:
     """The lines that are to be run, in one order."""
 
-    cost: Cost
+    cost: PromptCost
     """The tokens of the prompts in this order."""
     longest_prompt: int
     """The tokens of the longest prompt."""
@@ -224,7 +236,7 @@ class BatchPlan:
 
 
 def make_plan(
-    counts: Counts,
+    counts: LineCounts,
     found: Mapping[Order, Survey],
     order: Order,
     *,
@@ -254,3 +266,273 @@ def make_plan(
         speed=speed,
         cut=cut,
     )
+
+
+Read = TypeVar("Read", StoredLine, BriefLine)
+"""A line of a store, as it was read."""
+ANSWER = 64
+"""The tokens that an answer is expected to have, unless its limit is less.
+
+Not measured: each machine has to expect the same, so that all of them cut alike.
+"""
+MOST_SHARDS = 100_000
+"""The most parts of a batch."""
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """One of the equal parts of a batch."""
+
+    number: int
+    """The number of the part, from 1."""
+    count: int
+    """The number of parts."""
+
+    @classmethod
+    def of(cls, text: str) -> Shard:
+        """Read `I/N`. Raise OptionError if it is no part."""
+        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+        if found is not None:
+            shard = cls(int(found[1]), int(found[2]))
+            if 1 <= shard.number <= shard.count <= MOST_SHARDS:
+                return shard
+        raise OptionError(
+            f"--shard {text}: has to be I/N, a part and the number of parts, such as 1/4, with I "
+            f"from 1 to N and N up to {MOST_SHARDS:,}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def keep_shard(
+    store: Store, lines: Iterable[Read], shard: Shard, defaults: Mapping[str, Any]
+) -> str:
+    """Keep only the lines of a shard in a store whose input was arranged.
+
+    `lines` are those of the store in prefix order, and `defaults` the options of the batch. Return
+    a digest of the whole cut, which all machines have in common.
+    """
+    indexes, costs = costs_of(lines, defaults)
+    places = cut(costs, shard.count)
+    store.keep(indexes[places[shard.number - 1] : places[shard.number]])
+    digest = hashlib.sha256(np.asarray(indexes, "<i4").data)
+    digest.update(np.asarray(places, "<i8").data)
+    return digest.hexdigest()
+
+
+def costs_of(
+    lines: Iterable[Read], defaults: Mapping[str, Any], *, answer: float = ANSWER
+) -> tuple[array[int], LineCosts]:
+    """Return the indexes of the lines, which come in prefix order, and what the lines cost.
+
+    Two lines are in memory at a time. `defaults` are the options of the batch, and `answer` is the
+    number of tokens that an answer is expected to have. A line that can't be run costs nothing.
+    """
+    costing = Costing(defaults, answer=answer)
+    for _ in costing.of(lines):
+        pass
+    return costing.indexes, costing.costs
+
+
+class Costing:
+    """Notes what lines cost while something else reads them: to read them takes longest.
+
+    The notes take 16 bytes for each line, and a cut 8 more.
+    """
+
+    def __init__(self, defaults: Mapping[str, Any], *, answer: float = ANSWER) -> None:
+        """Take the arguments of `costs_of`."""
+        self._defaults, self._answer = defaults, answer
+        self.indexes = array("i")
+        """The indexes of the lines, in their order."""
+        self._evaluated, self._reused, self._answers = (array("i") for _ in range(3))
+
+    def of(self, lines: Iterable[Read]) -> Iterator[Read]:
+        """Yield the lines, which come in prefix order, and note what they cost."""
+        before = b""
+        for line in lines:
+            key = line.key
+            self._note(line, key, before)
+            before = key
+            yield line
+
+    def _note(self, line: StoredLine | BriefLine, key: bytes, before: bytes) -> None:
+        """Note the cost of a line with this sort key behind the key `before`.
+
+        A line that can't be run costs nothing.
+        """
+        tokens, shared, answer = len(key) // 4, 0, 0
+        if line.error is None and tokens:
+            shared = min(shared_tokens(before, key), tokens - 1)
+            limit = limit_of(line, self._defaults)
+            answer = int(self._answer if limit is None else min(self._answer, limit))
+        self.indexes.append(line.index)
+        self._evaluated.append(tokens - shared)
+        self._reused.append(shared)
+        self._answers.append(answer)
+
+    @property
+    def costs(self) -> LineCosts:
+        """The costs of the lines so far, without a copy: no line may come any more."""
+        notes = (self._evaluated, self._reused, self._answers)
+        return LineCosts(*(np.frombuffer(numbers, np.intc) for numbers in notes))
+
+
+MOST_SHOWN = 16
+"""The most workers of which each has a line in the table."""
+
+
+@dataclass(frozen=True)
+class WorkerShare:
+    """The work of one worker."""
+
+    lines: int
+    """The lines that it runs."""
+    evaluated: int
+    """The prompt tokens that it evaluates."""
+    seconds: float | None
+    """The seconds that it is expected to take; None if no speed is known."""
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """The parts of a batch for several workers."""
+
+    parts: Sequence[WorkerShare]
+    """The work of each worker, in the order of the shards."""
+    evaluated: int
+    """The prompt tokens that all workers evaluate."""
+    extra: float
+    """The tokens that are evaluated again, as a share of those that one machine evaluates."""
+    seconds: float | None
+    """The seconds of the worker that takes longest; None if no speed is known."""
+
+    @classmethod
+    def of(cls, costs: LineCosts, workers: int, answers: float, speed: Speed | None) -> CutPlan:
+        """Cut lines with these costs for `workers` that all have the `speed` of this machine.
+
+        `answers` are the expected tokens of all answers.
+        """
+        places = cut(costs, workers)
+        expected = int(costs.answers.sum()) or 1
+
+        def part(first: int, end: int) -> WorkerShare:
+            evaluated = costs.evaluated_of(first, end)
+            own = answers * int(costs.answers[first:end].sum()) / expected
+            return WorkerShare(
+                end - first, evaluated, speed.seconds(evaluated, own) if speed else None
+            )
+
+        parts = [part(first, end) for first, end in pairwise(places)]
+        evaluated = sum(one.evaluated for one in parts)
+        alone = evaluated - extra_of(costs, places)
+        seconds = [one.seconds for one in parts if one.seconds is not None]
+        extra = evaluated / alone - 1 if alone else 0.0
+        return cls(parts, evaluated, extra, max(seconds, default=None))
+
+    def lines(self) -> list[str]:
+        """Return the plan as lines of text for people."""
+        busy = [(number, part) for number, part in enumerate(self.parts, 1) if part.lines]
+        count = count_of(len(self.parts), "worker")
+        text = [
+            f"cut for {count}: {self.evaluated:,} tokens evaluated, "
+            f"{self.extra:.1%} more than by one machine"
+        ]
+        if len(busy) <= MOST_SHOWN:
+            text += [f"  worker {n}: {_described(part)}" for n, part in busy]
+        else:
+            least = min((part for _, part in busy), key=lambda part: part.evaluated)
+            most = max((part for _, part in busy), key=lambda part: part.evaluated)
+            text += [f"  least: {_described(least)}", f"  most: {_described(most)}"]
+        if len(busy) < len(self.parts):
+            idle = count_of(len(self.parts) - len(busy), "worker")
+            is_enough = sum(part.lines for part in self.parts) >= len(self.parts)
+            why = ": to split more would cost more than it saves" if is_enough else ""
+            text.append(f"  {idle} without lines{why}")
+        if self.seconds is not None:
+            text.append(f"about {duration(self.seconds)} on {count} as fast as this machine")
+        return text
+
+
+def _described(part: WorkerShare) -> str:
+    seconds = "" if part.seconds is None else f", about {duration(part.seconds)}"
+    return f"{count_of(part.lines, 'line')}, {part.evaluated:,} tokens evaluated{seconds}"
+
+
+MOST_MODELS = 100
+"""The number of models whose speed is kept, those used last, so that the file stays small."""
+LARGEST = 2**20
+"""The most bytes of the file of speeds."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a model in its last batch."""
+
+    prefill_rate: float
+    """Prompt tokens evaluated per second."""
+    decode_rate: float
+    """Answer tokens per second, of all lines that ran at once."""
+    answer_tokens: float
+    """The mean number of tokens of an answer."""
+
+    def seconds(self, evaluated: int, answers: float) -> float:
+        """Return the seconds for `evaluated` prompt tokens and `answers` answer tokens."""
+        return evaluated / self.prefill_rate + answers / self.decode_rate
+
+
+def speed_file() -> Path:
+    """Return the path `$XDG_CACHE_HOME/mlxrunner/speed.json`, by default in ~/.cache."""
+    return cache_folder() / "speed.json"
+
+
+def known_speed(model: str) -> Speed | None:
+    """Return the last measured speed of `model`, as the user names it.
+
+    Return None if there is none, or if its figures are not positive numbers.
+    """
+    with suppress(TypeError, ValueError, KeyError):
+        speed = Speed(**_speeds()[_key(model)])
+        if all(_is_measured(getattr(speed, field.name)) for field in fields(speed)):
+            return speed
+    return None
+
+
+def remember_speed(model: str, speed: Speed) -> None:
+    """Keep the speed for the next estimate, in a file with mode 0600.
+
+    Nothing happens if the file can't be written.
+    """
+    models = _speeds()
+    models.pop(_key(model), None)
+    models[_key(model)] = asdict(speed)
+    with suppress(OSError, RuntimeError):
+        file = speed_file()
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with written(file) as stream:
+            stream.write(sealed(json.dumps(dict(list(models.items())[-MOST_MODELS:]), indent=1)))
+
+
+def _is_measured(value: Any) -> bool:
+    """Return True if `value` is a positive, finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
+
+
+def _key(model: str) -> str:
+    """Return the name of a model in the file; for a directory its absolute path."""
+    with suppress(OSError, ValueError, RuntimeError):
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            return str(folder.resolve())
+    return model
+
+
+def _speeds() -> dict[str, Any]:
+    """Return the speeds in the file by model; empty if it can't be read."""
+    with suppress(ReadError, RuntimeError):  # RuntimeError: there is no home directory
+        found = read_json(speed_file(), LARGEST, sealed=True)
+        if isinstance(found, dict):
+            return found
+    return {}

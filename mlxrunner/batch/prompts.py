@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from mlxrunner.batch.lines import Line
+from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.pictures import shows, tokenized
-from mlxrunner.batch.records import Counts, StoredLine, place_of
+from mlxrunner.batch.records import LineCounts, StoredLine, place_of
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
@@ -47,7 +47,7 @@ In prefix order, no line shares more with an earlier line than with the last of 
 
 def tokenize_lines(
     store: Store,
-    lines: Iterable[Line],
+    lines: Iterable[InputLine],
     tokenizer: Tokenizer,
     *,
     context: int,
@@ -92,7 +92,7 @@ def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[PlainMessage]]:
 
 
 def _tokenize(
-    line: Line,
+    line: InputLine,
     tokenizer: Tokenizer,
     defaults: Mapping[str, Any],
     picture_folder: str | None,
@@ -118,7 +118,7 @@ def _tokenize(
 
 def _within(
     context: int,
-    line: Line,
+    line: InputLine,
     prompt: TokenizedPrompt,
     tokenizer: Tokenizer,
     defaults: Mapping[str, Any],
@@ -137,7 +137,7 @@ def _within(
 
 
 @dataclass(frozen=True)
-class Cost:
+class PromptCost:
     """The tokens of prompts that run one after the other with one entry.
 
     For sorted prompts `evaluated == nodes + repeats`: if the entry holds a whole prompt, its last
@@ -157,7 +157,7 @@ class Cost:
     """The number of prompts that the prompt before them begins with."""
 
 
-def cost(prompts: Iterable[TokenArray]) -> Cost:
+def cost(prompts: Iterable[TokenArray]) -> PromptCost:
     """Return the cost of the prompts in this order, beginning with an empty entry.
 
     Two prompts are in memory at a time.
@@ -172,11 +172,11 @@ def cost(prompts: Iterable[TokenArray]) -> Cost:
         evaluated += len(prompt) - min(shared, len(prompt) - 1)
         repeats += shared == len(prompt)
         entry = prompt
-    return Cost(count, tokens, evaluated, nodes, repeats)
+    return PromptCost(count, tokens, evaluated, nodes, repeats)
 
 
 @dataclass
-class _BegunLine:
+class _StartedLine:
     """A line that has begun."""
 
     index: int
@@ -186,7 +186,7 @@ class _BegunLine:
     """The number of its tokens that are evaluated, or will be."""
 
 
-class Begun:
+class EarlierLines:
     """The lines that have begun, to tell how much of the next one was evaluated before.
 
     Another order or a larger cache could have kept that part. Over all lines, the tokens lost this
@@ -198,20 +198,20 @@ class Begun:
         known: array[int] | None = None,
         *,
         parallel: bool = False,
-        counts: Counts | None = None,
+        counts: LineCounts | None = None,
     ) -> None:
         """Take `known`, the result of `shared_before`; None if the lines run in prefix order.
 
         `parallel` says that several lines run at a time. `counts` are those of the store.
         """
         self._counts = counts
-        self._known, self._recent = known, deque[_BegunLine](maxlen=RECENT)
+        self._known, self._recent = known, deque[_StartedLine](maxlen=RECENT)
         self._reason = "batch_order" if known is not None else "line_failed"
         if parallel and known is None:
             self._reason = "side_by_side"
 
     @classmethod
-    def of(cls, store: Store, order: Order, *, parallel: bool) -> Begun:
+    def of(cls, store: Store, order: Order, *, parallel: bool) -> EarlierLines:
         """Return a new one for the lines of `store`, which run in `order`."""
         counts, known = store.counts, None
         if order == "input":
@@ -231,7 +231,7 @@ class Begun:
         shared, is_repeat = self._shared(index, tokens)
         if own is not None:
             self._recent.remove(own)
-        self._recent.append(_BegunLine(index, tokens, len(tokens)))
+        self._recent.append(_StartedLine(index, tokens, len(tokens)))
         if own is not None and own.reached > shared:
             return Earlier(own.reached, is_repeat, "line_failed")
         return Earlier(shared, is_repeat, self._reason)

@@ -90,7 +90,7 @@ class StoredAnswer:
 
 
 @dataclass(frozen=True)
-class Counts:
+class LineCounts:
     """The numbers of lines in a store."""
 
     lines: int

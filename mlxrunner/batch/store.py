@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxrunner.batch import database as sql
 from mlxrunner.batch.options import Order, OutputOrder
 from mlxrunner.batch.order import run_order
 from mlxrunner.batch.records import (
     CUT,
     FORMATS,
     BriefLine,
-    Counts,
+    LineCounts,
     StoredAnswer,
     StoredLine,
     brief_of,
@@ -36,6 +36,72 @@ from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
 
 T = TypeVar("T")
+
+APPLICATION_ID = 0x6D6C7862  # "mlxb"
+VERSION = 4
+"""The version of the tables."""
+MARKS = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
+CACHE_KIB = 32 * 1024
+"""The KiB of memory for SQLite's pages, and for a run of its sort."""
+
+SCHEMA = """
+CREATE TABLE input (lines INTEGER NOT NULL, broken INTEGER NOT NULL);
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE lines (
+    line INTEGER PRIMARY KEY, number INTEGER NOT NULL, id, format TEXT NOT NULL, options TEXT, \
+error TEXT, tokens BLOB NOT NULL, prompt TEXT,
+    sum INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX ids ON lines (id) WHERE id IS NOT NULL AND error IS NULL;
+CREATE TABLE places (place INTEGER PRIMARY KEY, line INTEGER NOT NULL);
+CREATE TABLE results (done INTEGER PRIMARY KEY, line INTEGER NOT NULL UNIQUE REFERENCES lines, \
+failed INTEGER NOT NULL, body BLOB NOT NULL,
+    sum INTEGER NOT NULL
+);
+CREATE INDEX failures ON results (line) WHERE failed;
+"""
+"""An opened store has to have exactly these tables: never change a character."""
+
+TABLES = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name"
+SETTINGS = f"""
+PRAGMA locking_mode=EXCLUSIVE; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA foreign_keys=ON;
+BEGIN EXCLUSIVE; COMMIT;
+PRAGMA synchronous=FULL; PRAGMA fullfsync=ON;  -- the latter: macOS
+PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON
+"""
+INSERT_LINE = """
+INSERT INTO lines (line, number, id, options, error, tokens, prompt, format, sum)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
+INSERT_RESULT = "INSERT INTO results (done, line, failed, body, sum) VALUES (?, ?, ?, ?, ?)"
+RESULT = "SELECT done, line, failed, body, sum FROM results WHERE"
+NEXT_LINE = "line = (SELECT min(line) FROM lines WHERE line > ?)"
+SET_FORMATS = """
+UPDATE lines SET format = :format,
+sum = row_sum(line, number, id, options, error, tokens, prompt, :format)
+WHERE format = 'unknown'
+"""
+SORTED = "lines ORDER BY tokens, line"
+FIRST_FORMAT = "SELECT format FROM lines WHERE format <> 'unknown' ORDER BY line LIMIT 1"
+FIRST_WITH_ID = "SELECT number FROM lines WHERE id = ? AND error IS NULL"
+PLACED = "SELECT line FROM places ORDER BY line"
+HELD = "SELECT line FROM lines ORDER BY line"
+_COLUMNS = "line, number, id, options, error, tokens, prompt, format, sum"
+LINE = f"SELECT {_COLUMNS} FROM lines WHERE line = ?"
+_LEFT = "WHERE line NOT IN (SELECT line FROM results)"
+_ORDERS = {
+    "prefix": ("place", "places CROSS JOIN lines USING (line)"),
+    "input": ("line", "lines"),
+}
+ALL = {
+    order: f"SELECT {_COLUMNS} FROM {table} {_LEFT} ORDER BY {place}"
+    for order, (place, table) in _ORDERS.items()
+}
+NEXT = {
+    order: f"SELECT {_COLUMNS}, {place} FROM {table} {_LEFT} AND {place} > ? "
+    f"ORDER BY {place} LIMIT 1"
+    for order, (place, table) in _ORDERS.items()
+}
 
 
 class Store:
@@ -88,7 +154,7 @@ class Store:
             problem = "can't be made" if new else "can't be opened"
             raise StoreError(f"{error.filename or name}: {problem}: {error.strerror}") from error
         except sqlite3.Error as error:
-            raise StoreError(f"{name}: {sql.reason(error)}") from error
+            raise StoreError(f"{name}: {reason(error)}") from error
         store = cls(name, opened)
         try:
             store._set_up()
@@ -100,16 +166,16 @@ class Store:
     def _set_up(self) -> None:
         """Lock the file, make the tables if it is empty, and check it."""
         with self._explained():
-            self._db.executescript(sql.SETTINGS)
+            self._db.executescript(SETTINGS)
             if self._one("PRAGMA schema_version") == (0,):
-                self._db.executescript(f"BEGIN; {sql.MARKS}; {sql.SCHEMA} COMMIT")
+                self._db.executescript(f"BEGIN; {MARKS}; {SCHEMA} COMMIT")
             (kind,) = self._one("PRAGMA application_id")
             (version,) = self._one("PRAGMA user_version")
-            if kind != sql.APPLICATION_ID:
+            if kind != APPLICATION_ID:
                 raise DamagedStoreError(self._name, "is not a batch store")
-            if version != sql.VERSION:
+            if version != VERSION:
                 why = f"is a batch store of version {version}, and this program knows version"
-                raise DamagedStoreError(self._name, f"{why} {sql.VERSION}")
+                raise DamagedStoreError(self._name, f"{why} {VERSION}")
             self._check()
 
     def _check(self) -> None:
@@ -117,7 +183,7 @@ class Store:
 
         SQLite itself checks little.
         """
-        if self._db.execute(sql.TABLES).fetchall() != sql.tables():
+        if self._db.execute(TABLES).fetchall() != tables():
             raise self.damaged("its tables are not those of a batch store")
         inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
         (last,) = self._one("SELECT max(line) FROM lines")
@@ -145,7 +211,7 @@ class Store:
 
         Both are read in one order. To look up each of 10 million lines wrote 39 GB, and took 2 min.
         """
-        held, placed = (self._db.execute(query) for query in (sql.HELD, sql.PLACED))
+        held, placed = (self._db.execute(query) for query in (HELD, PLACED))
         return all(one == other for one, other in zip_longest(held, placed))
 
     def damaged(self, why: str) -> DamagedStoreError:
@@ -183,12 +249,12 @@ class Store:
             return dict(found)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> LineCounts:
         """The numbers of lines and answers so far."""
         with self._explained():
             (done,) = self._one("SELECT count(*) FROM results")
             (failed,) = self._one("SELECT count(*) FROM results WHERE failed")
-        return Counts(self._own, self._broken, done, failed)
+        return LineCounts(self._own, self._broken, done, failed)
 
     def add(self, line: StoredLine) -> None:
         """Add the next line of the input, whose index is one more than that of the last.
@@ -203,7 +269,7 @@ class Store:
             try:
                 self._insert(line)
             except sqlite3.IntegrityError:
-                (first,) = self._one(sql.FIRST_WITH_ID, line.id)
+                (first,) = self._one(FIRST_WITH_ID, line.id)
                 name = "id" if line.format == "plain" else "custom_id"
                 problem = f"{name} {line.id!r:.80} was there before, on {place_of(first)}"
                 problem = f"{place_of(line.number)}: {problem}"
@@ -217,7 +283,7 @@ class Store:
         prompt = None if line.prompt is None else json.dumps(line.prompt, default=str)
         columns = (line.index, line.number, line.id, options, line.error, line.key, prompt)
         row = (*columns, line.format)
-        self._db.execute(sql.INSERT_LINE, (*row, sql.checksum(*row)))
+        self._db.execute(INSERT_LINE, (*row, checksum(*row)))
 
     def _begin_input(self) -> None:
         if self._db.in_transaction:
@@ -236,13 +302,13 @@ class Store:
         with self._explained():
             self._begin_input()
             if self._broken:
-                (form,) = self._one(sql.FIRST_FORMAT) or ("plain",)
-                self._db.create_function("row_sum", -1, sql.checksum)
-                self._db.execute(sql.SET_FORMATS, {"format": form})
+                (form,) = self._one(FIRST_FORMAT) or ("plain",)
+                self._db.create_function("row_sum", -1, checksum)
+                self._db.execute(SET_FORMATS, {"format": form})
             if by_tokens:
-                self._db.execute(f"INSERT INTO places (line) SELECT line FROM {sql.SORTED}")
+                self._db.execute(f"INSERT INTO places (line) SELECT line FROM {SORTED}")
             else:
-                rows = self._db.execute(f"SELECT line, tokens FROM {sql.SORTED}")
+                rows = self._db.execute(f"SELECT line, tokens FROM {SORTED}")
                 order = run_order(rows, self._lines)
                 self._db.executemany("INSERT INTO places (line) VALUES (?)", zip(order))
 
@@ -279,7 +345,7 @@ class Store:
         and then the others in their prefix order; "input" yields all as they came.
         """
         place = -1
-        while (row := self._next(sql.NEXT[order], place)) is not None:
+        while (row := self._next(NEXT[order], place)) is not None:
             *columns, place = row
             yield self._read(columns, line_of)
 
@@ -289,12 +355,12 @@ class Store:
         One question to the database brings them all, so no answer may come in the meantime.
         """
         with self._explained():
-            for row in self._db.execute(sql.ALL[order]):
+            for row in self._db.execute(ALL[order]):
                 yield self._read(row, brief_of)
 
     def line(self, index: int) -> StoredLine:
         """Return line `index`, which has to be there."""
-        row = self._next(sql.LINE, index)
+        row = self._next(LINE, index)
         if row is None:
             raise self.damaged(f"line {index} is not found in it")
         return self._read(row, line_of)
@@ -302,7 +368,7 @@ class Store:
     def _read(self, row: Sequence[Any], made_of: Callable[..., T]) -> T:
         """Return what is made of a line's row. Raise DamagedStoreError if it has changed."""
         columns = row[:-1]
-        if sql.checksum(*columns) != row[-1] or columns[-1] not in FORMATS:
+        if checksum(*columns) != row[-1] or columns[-1] not in FORMATS:
             raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
         try:
             return made_of(*columns)
@@ -320,7 +386,7 @@ class Store:
                 (self._recorded,) = self._one("SELECT ifnull(max(done), 0) FROM results")
             self._recorded += 1
             row = (self._recorded, index, int(failed), body)
-            self._db.execute(sql.INSERT_RESULT, (*row, sql.checksum(*row)))
+            self._db.execute(INSERT_RESULT, (*row, checksum(*row)))
 
     def commit(self) -> None:
         """Put everything recorded onto the disk, before this returns."""
@@ -334,8 +400,8 @@ class Store:
         "input" yields them in the order of the input, up to the first line that has none yet;
         "done" yields them as they were recorded.
         """
-        where = sql.NEXT_LINE if order == "input" else "done > ? ORDER BY done LIMIT 1"
-        while (row := self._next(f"{sql.RESULT} {where}", after)) is not None:
+        where = NEXT_LINE if order == "input" else "done > ? ORDER BY done LIMIT 1"
+        while (row := self._next(f"{RESULT} {where}", after)) is not None:
             answer = self._answer(row, order)
             after = answer.place
             yield answer
@@ -344,14 +410,14 @@ class Store:
         """Return the answer of a row. Raise DamagedStoreError if it has changed."""
         *columns, written = row
         done, line, failed, body = columns
-        is_whole = sql.checksum(*columns) == written and _are_ints(done, line)
+        is_whole = checksum(*columns) == written and _are_ints(done, line)
         if not is_whole or not 0 <= line < self._lines:
             raise self.damaged(f"the answer of line {line!r:.20} has changed")
         return StoredAnswer(done if order == "done" else line, line, body, bool(failed))
 
     def first_failure(self) -> StoredAnswer | None:
         """Return the answer of the first failed line of the input; None if no line has failed."""
-        row = self._next(f"{sql.RESULT} failed AND line > ? ORDER BY line LIMIT 1", -1)
+        row = self._next(f"{RESULT} failed AND line > ? ORDER BY line LIMIT 1", -1)
         return None if row is None else self._answer(row)
 
     def _next(self, query: str, after: int) -> Any:
@@ -375,10 +441,67 @@ class Store:
             if isinstance(error, StoreError):
                 raise
             # SQLite quotes the file in its messages, which may not be UTF-8.
-            if isinstance(error, UnicodeDecodeError) or sql.is_damage(error):
+            if isinstance(error, UnicodeDecodeError) or is_damage(error):
                 raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
-            raise StoreError(f"{self._name}: {sql.reason(error)}") from error
+            raise StoreError(f"{self._name}: {reason(error)}") from error
 
 
 def _are_ints(one: Any, other: Any) -> bool:
     return isinstance(one, int) and isinstance(other, int)
+
+
+def tables() -> list[Any]:
+    """Return the rows that describe the tables of a store of this version."""
+    with closing(open_temporary_database()) as database:
+        database.executescript(SCHEMA)
+        return database.execute(TABLES).fetchall()
+
+
+def checksum(*columns: str | bytes | int | None) -> int:
+    """Return a checksum of a row, which tells if a bit on the disk has flipped."""
+    parts: list[bytes] = []
+    for column in columns:
+        if column is None:
+            parts.append(b"NoneTypeNone")
+        elif type(column) is str:
+            parts.append(b"str")
+            parts.append(column.encode("utf-8", "surrogatepass"))
+        elif type(column) is int:
+            parts.append(b"int%d" % column)
+        elif isinstance(column, bytes):
+            parts.append(b"bytes")
+            parts.append(column)
+        else:
+            parts.append(f"{type(column).__name__}{column}".encode("utf-8", "surrogatepass"))
+    return zlib.crc32(b"".join(parts))
+
+
+_DAMAGE = (
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_MISMATCH,
+)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Return True if the error says that the file is not a sound SQLite database."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # a text in the file that is not UTF-8
+        return isinstance(error, sqlite3.OperationalError)
+    return code & 0xFF in _DAMAGE
+
+
+def reason(error: sqlite3.Error) -> str:
+    """Return the cause of an error of SQLite, and its remedy, in one line."""
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+        case sqlite3.SQLITE_BUSY:
+            return "another process is using it: wait for its end"
+        case sqlite3.SQLITE_FULL:
+            return (
+                "the disk is full (or that of temporary files): make room and go on; what was "
+                "committed is kept"
+            )
+        case sqlite3.SQLITE_CONSTRAINT:
+            return f"a line has to be there, and can have one result only ({error})"
+    return f"{' '.join(str(error).split())}; what was committed is kept"

@@ -6,15 +6,21 @@ it is written to the output.
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
 
 from mlxrunner.batch.answers import error_of, write_line
-from mlxrunner.batch.execution import Execution, Outcomes
+from mlxrunner.batch.execution import Execution, Outcome, Outcomes
 from mlxrunner.batch.job import (
     ANSWERS,
     INPUT,
@@ -22,45 +28,55 @@ from mlxrunner.batch.job import (
     Job,
     check_made_from,
     check_same,
-    completed,
-    open_output,
-    opened_store,
-    store_to_plan,
-)
-from mlxrunner.batch.opening import context_of, lanes_of, open_runner, tokenizer_for
-from mlxrunner.batch.options import Order
-from mlxrunner.batch.output import Writer
-from mlxrunner.batch.plan import (
-    BatchPlan,
-    Survey,
-    make_plan,
-    survey,
-)
-from mlxrunner.batch.prompts import Begun, tokenize_lines
-from mlxrunner.batch.records import CUT, BriefLine, Counts
-from mlxrunner.batch.retry import (
     complete,
+    completed,
     copy_answers,
     finished,
     made_from,
+    open_output,
     opened_retry,
+    opened_store,
+    store_to_plan,
 )
-from mlxrunner.batch.shards.lines import Costing, Shard, keep_shard
-from mlxrunner.batch.shards.plan import CutPlan
-from mlxrunner.batch.speed import Speed, known_speed, remember_speed
-from mlxrunner.batch.status import Status, Tally
+from mlxrunner.batch.options import Order
+from mlxrunner.batch.output import AnswerWriter
+from mlxrunner.batch.plan import (
+    BatchPlan,
+    Costing,
+    CutPlan,
+    Shard,
+    Speed,
+    Survey,
+    keep_shard,
+    known_speed,
+    lanes_for,
+    make_plan,
+    remember_speed,
+    survey,
+)
+from mlxrunner.batch.prompts import EarlierLines, tokenize_lines
+from mlxrunner.batch.records import CUT, BriefLine, LineCounts
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,
+    MemoryPlanError,
     OutputError,
     PromptError,
     StoreError,
 )
+from mlxrunner.loading import plan_model
+from mlxrunner.models.eyes import runs_only_seeing
+from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
+from mlxrunner.models.seeing import unread_seeing
+from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.runner import Runner
+from mlxrunner.system.power import EnergyMeter, on_battery
+from mlxrunner.system.writing import written
 from mlxrunner.terminal.progress import Progress, loading
 from mlxrunner.terminal.signals import Interrupts, say_now
+from mlxrunner.terminal.text import count_of, duration, one_line
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -139,7 +155,7 @@ def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) ->
             begin = f", the first: {first.error}" if first is not None and first.error else ""
             raise PromptError(f"{counts.broken} of {counts.lines} lines can't be run{begin}")
         with closing(open_output(job)) as output:
-            writer = Writer(store, output, job.output_order)
+            writer = AnswerWriter(store, output, job.output_order)
             writer.mend()
             try:
                 writer.flush()
@@ -176,7 +192,9 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
         elif done is None:
             tokenizer = tokenizer_for(job)
             _read(job, store, tokenizer, context, parts, progress, retried)
-        counts = store.counts if done is None else Counts(done.lines, 0, done.lines, done.failed)
+        counts = (
+            store.counts if done is None else LineCounts(done.lines, 0, done.lines, done.failed)
+        )
         costing = None if job.workers is None else Costing(job.defaults)
         found: dict[Order, Survey] = {
             "input": _survey(job, store, "input", context, progress, speed),
@@ -254,7 +272,7 @@ def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
 def _run(
     job: Job,
     store: Store,
-    writer: Writer,
+    writer: AnswerWriter,
     tokenizer: Tokenizer,
     answering: Answering,
     progress: Progress,
@@ -311,7 +329,7 @@ def _here(
             watch(runner)
 
         def answering(is_stopping: Callable[[], bool], tick: Callable[[], None]) -> Outcomes:
-            begun = Begun.of(store, job.order, parallel=isinstance(runner, Stepper))
+            begun = EarlierLines.of(store, job.order, parallel=isinstance(runner, Stepper))
             execution = Execution(runner, job, begun, is_stopping, tick)
             return execution.run(store.pending(job.order))
 
@@ -334,3 +352,333 @@ def _runner(
     finally:
         if isinstance(runner, Stepper):
             runner.close()
+
+
+MAX_BATCH = 256
+"""The tokens of a step for several lines, unless the user says otherwise.
+
+Where rows are long, pieces of several prompts in one row cost more than they save.
+"""
+
+
+def context_of(job: Job) -> int:
+    """Return the most tokens of a prompt and its answer.
+
+    It is as asked, or else the model's own or what fits into memory.
+    """
+    settings = vars(RunnerSettings.among(job.loading))
+    return plan_model(job.model, pictures=job.pictures, **settings).context
+
+
+def tokenizer_for(job: Job) -> Tokenizer:
+    """Return the tokenizer of the job's model, which knows pictures if lines may have some."""
+    if _sees(job):
+        return unread_seeing(job.model).tokenizer
+    return tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
+
+
+def _sees(job: Job) -> bool:
+    return job.pictures or runs_only_seeing(job.model)
+
+
+def lanes_of(job: Job, found: Survey) -> tuple[int, str]:
+    """Return how many of the surveyed lines to run at a time, and why no more."""
+    if _sees(job):
+        return 1, "a model that sees pictures takes no more"
+    return lanes_for(found, job.parallel, job.loading)
+
+
+def open_runner(
+    job: Job,
+    found: Survey,
+    context: int,
+    say: Callable[[str], None],
+    progress: LoadProgress = tell_nobody,
+) -> Runner | Stepper:
+    """Load the model and return a runner for the surveyed lines.
+
+    The runner takes as many lines at a time as `lanes_for` says and as fit into memory. `say` is
+    called with that number and the reason for it. Raise ModelError if the model can't be loaded,
+    and MemoryPlanError if it does not fit.
+    """
+    lanes, why = lanes_of(job, found)
+    if lanes > 1:
+        runner = _several(job, lanes, found, context, say)
+        if isinstance(runner, Stepper):
+            return runner
+        why = runner
+    if why:
+        say(f"one line at a time: {why}")
+    loading = {**job.loading, "context": context, "pictures": job.pictures}
+    return Runner.load(job.model, progress=progress, **loading)
+
+
+def _several(
+    job: Job, lanes: int, found: Survey, context: int, say: Callable[[str], None]
+) -> Stepper | str:
+    """Return a runner for several lines at a time, or the reason why it has to be one."""
+    loaded = load_model(job.model, trust_remote_code=job.trust_remote_code)
+    while lanes > 1:
+        try:
+            runner = Stepper.of(
+                loaded,
+                max_sequences=lanes,
+                context=context,
+                kv_cache_tokens=found.cells(lanes, context),
+                prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
+                reserve=bool(job.loading.get("reserve", True)),
+                draft_model=job.loading.get("draft_model"),
+                **job.several,
+            )
+        except MemoryPlanError:
+            if job.parallel is not None:
+                raise
+            lanes //= 2
+        else:
+            if runner.why_alone is not None:
+                runner.close()
+                return runner.why_alone
+            say(
+                f"{lanes} lines at a time, prefixes that they share stored once "
+                f"({found.new_tokens:.0f} new tokens a line)"
+            )
+            return runner
+    return "more do not fit into memory; --max-tokens would bound what each line needs"
+
+
+@dataclass
+class Tally:
+    """The counts and times of a run so far."""
+
+    total: int = 0
+    """The number of lines of the input."""
+    earlier: int = 0
+    """The number of lines that were done before this run."""
+    earlier_failed: int = 0
+    """The number of those lines that failed."""
+    done: int = 0
+    """The number of lines that have ended in this run, as in all fields below."""
+    failed: int = 0
+    """The number of those lines that failed."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """The number of those lines by `Outcome.kind`."""
+    cut: int = 0
+    """The number of answers that ended at their limit, or at that of the context."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    prompt_seconds: float = 0.0
+    """The seconds of prefill, added up over lines that overlap if several run at a time."""
+    answer_seconds: float = 0.0
+    """The seconds of decoding, added up in the same way."""
+    began: float = field(default_factory=time.monotonic)
+    """The time at which the run began, on time.monotonic."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a line that has ended."""
+        self.done += 1
+        if outcome.result is None:
+            self.failed += 1
+            self.failures[outcome.kind] += 1
+            return
+        self.cut += outcome.result.finish_reason == "length"
+        usage = outcome.result.usage
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.answer_tokens += usage.completion_tokens
+        self.prompt_seconds += usage.timing.prefill_s
+        self.answer_seconds += usage.timing.decode_s
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the run began."""
+        return max(time.monotonic() - self.began, 1e-9)
+
+    @property
+    def rate(self) -> float:
+        """The answer tokens per second."""
+        return self.answer_tokens / self.seconds
+
+    @property
+    def reused(self) -> float:
+        """The share of the prompt tokens that were not evaluated, from 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds until all lines are done, at the pace so far; None before the first."""
+        if not self.done:
+            return None
+        return self.seconds / self.done * (self.total - self.earlier - self.done)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts of this run by name, for other programs."""
+        return {
+            "lines": self.done,
+            "failed": self.failed,
+            "failures": dict(self.failures),
+            "cut_at_limit": self.cut,
+            "seconds": round(self.seconds, 3),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "evaluated_tokens": self.prompt_tokens - self.cached_tokens,
+            "reused": round(self.reused, 6),
+            "answer_tokens": self.answer_tokens,
+            "tokens_per_second": round(self.rate, 3),
+        }
+
+    def speed(self) -> Speed | None:
+        """Return the speed for the next estimate; None if the run was too short to tell.
+
+        The seconds of this run are divided between prompts and answers like the lines' own seconds.
+        """
+        evaluated, answered = self.prompt_tokens - self.cached_tokens, self.done - self.failed
+        if not (evaluated and answered > 0 and self.prompt_seconds and self.answer_seconds):
+            return None
+        share = self.prompt_seconds / (self.prompt_seconds + self.answer_seconds)
+        prompts, answers = self.seconds * share, self.seconds * (1 - share)
+        mean = self.answer_tokens / answered
+        return Speed(evaluated / prompts, self.answer_tokens / answers, mean)
+
+    def line(self) -> str:
+        """Return the progress so far, for people. The time left assumes the same pace."""
+        failed = self.earlier_failed + self.failed
+        parts = [f"{self.earlier + self.done} of {self.total} lines"]
+        if failed:
+            parts.append(f"{failed} failed")
+        parts += [f"{self.rate:.0f} tokens/s", f"{self.reused:.1%} of prompt tokens reused"]
+        if (left := self.seconds_left) is not None:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
+    def summary(self) -> str:
+        """Return a sentence for people about the whole run."""
+        return (
+            f"{count_of(self.done, 'line')} in {duration(self.seconds)}: "
+            f"{self.prompt_tokens:,} prompt tokens, "
+            f"{self.reused:.1%} of them reused; {self.answer_tokens:,} answer tokens, "
+            f"{self.rate:.0f}/s"
+        )
+
+
+State = Literal["starting", "running", "done", "interrupted", "failed"]
+EVERY_S = 1.0
+"""The least seconds between two writes of the progress file."""
+
+
+class Status:
+    """A context manager around a run, which writes the job's `progress_file` and `summary`.
+
+    Set `tally` when the run has counts, and call `tick` often. Leaving the block writes the final
+    state: "done", "interrupted" (by a signal or --max-errors) or "failed" (by an error).
+    """
+
+    def __init__(self, job: Job, warn: Callable[[str], None]) -> None:
+        """Tell about `job`; `warn` gets a line for a file that can't be written."""
+        self._job, self._warn = job, warn
+        self.tally: Tally | None = None
+        self._state: State = "starting"
+        self._error: str | None = None
+        self._due, self._broken = 0.0, False
+        self._meter = EnergyMeter() if job.summary is not None else None
+
+    def __enter__(self) -> Status:
+        self._write_progress()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            self._state, self._error = "failed", one_line(" ".join(str(error).split()))
+        elif error is not None:
+            self._state = "interrupted"
+        elif self._state in ("starting", "running"):
+            self._state = "done"
+        self._write_progress()
+        self._write_summary()
+
+    def begin(self, tally: Tally) -> None:
+        """Note that lines run now, counted by `tally`."""
+        self.tally, self._state = tally, "running"
+        self._write_progress()
+
+    def stop(self) -> None:
+        """Note that the run ends with lines left."""
+        self._state = "interrupted"
+
+    def tick(self) -> None:
+        """Write the progress if the last write was long enough ago."""
+        if time.monotonic() >= self._due:
+            if self._meter is not None:
+                self._meter.sample()
+            self._write_progress()
+
+    def _write_progress(self) -> None:
+        self._due = time.monotonic() + EVERY_S
+        path = self._job.progress_file
+        if path is None or self._broken:
+            return
+        problem = _write(path, self._progress())
+        if problem is not None:
+            self._broken = True
+            self._warn(f"--progress-file {problem}; the batch goes on without it")
+
+    def _write_summary(self) -> None:
+        path = self._job.summary
+        if path is not None and (problem := _write(path, self._summary())) is not None:
+            self._warn(f"--summary {problem}")
+
+    def _progress(self) -> dict[str, Any]:
+        tally = self.tally or Tally()
+        return {
+            "state": self._state,
+            "error": self._error,
+            "output": self._job.output,
+            "lines": None if self.tally is None else tally.total,
+            "done": tally.earlier + tally.done,
+            "failed": tally.earlier_failed + tally.failed,
+            "seconds": round(tally.seconds, 3),
+            "seconds_left": _rounded(tally.seconds_left),
+            "tokens_per_second": round(tally.rate, 3),
+            "reused": round(tally.reused, 6),
+            "pid": os.getpid(),
+            "updated": round(time.time(), 3),
+        }
+
+    def _summary(self) -> dict[str, Any]:
+        tally, meter = self.tally or Tally(), self._meter
+        done, failed = tally.earlier + tally.done, tally.earlier_failed + tally.failed
+        return {
+            "state": self._state,
+            "error": self._error,
+            "model": self._job.model,
+            "inputs": list(self._job.inputs),
+            "output": self._job.output,
+            "lines": None if self.tally is None else tally.total,
+            "answered": done - failed,
+            "failed": failed,
+            "run": {
+                **tally.figures(),
+                "energy_joules": None if meter is None else _rounded(meter.sample()),
+                "on_battery": on_battery(),
+            },
+        }
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)
+
+
+def _write(path: str, content: dict[str, Any]) -> str | None:
+    """Write `content` to `path` as a whole. Return the reason if that is impossible."""
+    try:
+        with written(Path(path), sync=False) as stream:
+            json.dump(content, stream, indent=1)
+            stream.write("\n")
+    except OSError as error:
+        return f"{path}: can't be written: {error.strerror or error}"
+    return None

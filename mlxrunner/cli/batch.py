@@ -167,7 +167,7 @@ def batch(
     """
     from mlxrunner.batch.inputs import STANDARD
     from mlxrunner.batch.job import Job
-    from mlxrunner.batch.parquet import lines_path
+    from mlxrunner.batch.output import lines_path
     from mlxrunner.terminal.signals import orderly_end
 
     _check_together(output, only_plan, as_json, options)
@@ -222,7 +222,7 @@ def _table(output: str | None, only_plan: bool, options: dict[str, Any]) -> str 
 
     Raise OptionError if that can't be written.
     """
-    from mlxrunner.batch.parquet import PARQUET, check_parquet
+    from mlxrunner.batch.output import PARQUET, check_parquet
 
     if not output or not output.lower().endswith(PARQUET):
         return None
@@ -283,7 +283,7 @@ def _run(
     the lines run.
     """
     from mlxrunner.batch.inputs import STANDARD
-    from mlxrunner.batch.parquet import write_parquet
+    from mlxrunner.batch.output import write_parquet
     from mlxrunner.batch.work import plan_job, run_job
     from mlxrunner.errors import CutOffError
     from mlxrunner.terminal.progress import LINE_EVERY_S, Progress

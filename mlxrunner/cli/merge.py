@@ -31,8 +31,8 @@ def merge(outputs: tuple[str, ...], output: str, quiet: bool) -> None:
     `mlxrunner batch` without --shard takes it with --resume and --retry-failed. Exit code 0 if
     every line was answered, 3 if some failed, 2 if nothing was written.
     """
-    from mlxrunner.batch.parquet import PARQUET, check_parquet, lines_path, write_parquet
-    from mlxrunner.batch.shards.merge import merge as merged
+    from mlxrunner.batch.merge import merge as merged
+    from mlxrunner.batch.output import PARQUET, check_parquet, lines_path, write_parquet
 
     table = output if output.lower().endswith(PARQUET) else None
     if table is not None:

@@ -14,7 +14,7 @@ from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.batch.table import Template
+    from mlxrunner.batch.tables import Template
 
 INPUT = "input"
 """The name of the place in a template where the prompt goes."""
@@ -63,7 +63,7 @@ def filled(name: str | None, text: str, given: tuple[str, ...]) -> tuple[str, st
 
 def _places(name: str, prompt: str) -> Template | None:
     """Return the parsed text of a template, or None if it has no places to fill."""
-    from mlxrunner.batch.table import Template
+    from mlxrunner.batch.tables import Template
 
     if "{" not in prompt and "}" not in prompt:
         return None

@@ -18,9 +18,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from mlxrunner.batch.execution import Execution, Outcome
-from mlxrunner.batch.opening import open_runner
-from mlxrunner.batch.prompts import Begun
+from mlxrunner.batch.prompts import EarlierLines
 from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.work import open_runner
 from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_outcome
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve
@@ -114,7 +114,7 @@ class Desk:
         return runner
 
     def _answer_all(self, runner: Runner | Stepper) -> None:
-        begun = Begun(parallel=isinstance(runner, Stepper), counts=self._batch.its_counts())
+        begun = EarlierLines(parallel=isinstance(runner, Stepper), counts=self._batch.its_counts())
         execution = Execution(runner, self._batch.its_job(), begun, tick=self._tick)
         while (first := self._lines.get()) is not None:
             lines = chain([first], _Ready(self))

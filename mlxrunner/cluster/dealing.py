@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from mlxrunner.batch.order import LineCosts, cut, split
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.shards.cut import Costs, cut, split
 
 MOST_ENDS = 3
 """The workers that a line may end before it gets an error."""
@@ -60,7 +60,11 @@ class Dealer:
     """Deals lines to workers, by their names."""
 
     def __init__(
-        self, read: Callable[[int], StoredLine], indexes: Sequence[int], costs: Costs, parts: int
+        self,
+        read: Callable[[int], StoredLine],
+        indexes: Sequence[int],
+        costs: LineCosts,
+        parts: int,
     ) -> None:
         """Deal the lines with these indexes, in the order in which they run best, and these costs.
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from mlxrunner.batch.execution import Execution, Outcome, Outcomes, refused
 from mlxrunner.batch.job import Job
-from mlxrunner.batch.plan import survey
-from mlxrunner.batch.prompts import Begun
+from mlxrunner.batch.plan import costs_of, survey
+from mlxrunner.batch.prompts import EarlierLines
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.shards.lines import costs_of
 from mlxrunner.batch.store import Store
 from mlxrunner.batch.work import Answering
 from mlxrunner.cluster import answering
@@ -72,7 +71,9 @@ def over_workers(
     """
     found = survey(store.left(job.order), job.defaults, context)
     if not found.lines:
-        yield lambda is_stopping, tick: Execution(None, job, Begun()).run(store.pending(job.order))
+        yield lambda is_stopping, tick: Execution(None, job, EarlierLines()).run(
+            store.pending(job.order)
+        )
         return
     batch = SentBatch.of(
         secrets.token_hex(8),

@@ -13,9 +13,9 @@ from typing import Any
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import Survey
-from mlxrunner.batch.prompts import Cost
+from mlxrunner.batch.prompts import PromptCost
 from mlxrunner.batch.records import (
-    Counts,
+    LineCounts,
     StoredLine,
     plain_result,
     result_of,
@@ -54,7 +54,7 @@ class SentBatch:
         key: str,
         job: Job,
         found: Survey,
-        counts: Counts,
+        counts: LineCounts,
         context: int,
         *,
         has_events: bool,
@@ -73,11 +73,11 @@ class SentBatch:
 
     def its_survey(self) -> Survey:
         """Return the survey of the lines."""
-        return Survey(**{**self.found, "cost": Cost(**self.found["cost"])})
+        return Survey(**{**self.found, "cost": PromptCost(**self.found["cost"])})
 
-    def its_counts(self) -> Counts:
+    def its_counts(self) -> LineCounts:
         """Return the numbers of lines of the whole batch."""
-        return Counts(**self.counts)
+        return LineCounts(**self.counts)
 
 
 def plain_line(line: StoredLine, *, with_prompt: bool) -> Plain:

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.batches import one, read, user
 
-from mlxrunner.batch.lines import Line
+from mlxrunner.batch.inputs import InputLine
 from mlxrunner.terminal.text import LONGEST_LINE
 
 
@@ -150,7 +150,7 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     first, bad, last = read(
         good + (line.encode() if isinstance(line, str) else line.replace(b"\n", b"")) + b"\n" + good
     )
-    assert (first, last) == (Line(0, 1, [user("Hello")]), Line(2, 3, [user("Hello")]))
+    assert (first, last) == (InputLine(0, 1, [user("Hello")]), InputLine(2, 3, [user("Hello")]))
     assert bad.error is not None
     assert bad.error.startswith("line 2: ")
     assert problem in bad.error
@@ -232,7 +232,7 @@ def test_a_line_that_is_too_long(extra: int) -> None:
     assert len(line) == 100 + extra
     first, second = read(line + b'\n{"prompt": "b"}\n', longest=100)
     assert first.error == (None if extra <= 0 else "line 1: is longer than 100 bytes")
-    assert second == Line(1, 2, [user("b")])
+    assert second == InputLine(1, 2, [user("b")])
     (last,) = read(line, longest=100)
     assert bool(last.error) == (extra > 0)
 
@@ -241,7 +241,7 @@ def test_the_memory_for_one_endless_line_is_bounded() -> None:
     """A file of 400 MB without an end of line is one error, in the memory of the longest line."""
     program = """
 import io, resource
-from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.inputs import LineReader
 
 class Zeros(io.RawIOBase):
     left = 400_000_000

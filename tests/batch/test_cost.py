@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.prompts import shared_prefixes
 from support.sample import examples
 
-from mlxrunner.batch.prompts import Cost, cost
+from mlxrunner.batch.prompts import PromptCost, cost
 from mlxrunner.batch.records import LONG_KEY, shared_tokens, sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.testing import oracle_runner
@@ -83,16 +83,16 @@ def test_no_order_costs_less_than_prefix_order(
 @pytest.mark.parametrize(
     ("prompts", "expected"),
     [
-        ([], Cost()),
-        ([[5]], Cost(prompts=1, tokens=1, evaluated=1, nodes=1)),
-        ([[1, 2], [1, 2, 3, 4]], Cost(prompts=2, tokens=6, evaluated=4, nodes=4)),
-        ([[1, 2], [1, 2]], Cost(prompts=2, tokens=4, evaluated=3, nodes=2, repeats=1)),
-        ([[1, 2, 3], [1, 2]], Cost(prompts=2, tokens=5, evaluated=4, nodes=3, repeats=1)),
-        ([[1, 2], [3], [1, 2]], Cost(prompts=3, tokens=5, evaluated=5, nodes=5)),
+        ([], PromptCost()),
+        ([[5]], PromptCost(prompts=1, tokens=1, evaluated=1, nodes=1)),
+        ([[1, 2], [1, 2, 3, 4]], PromptCost(prompts=2, tokens=6, evaluated=4, nodes=4)),
+        ([[1, 2], [1, 2]], PromptCost(prompts=2, tokens=4, evaluated=3, nodes=2, repeats=1)),
+        ([[1, 2, 3], [1, 2]], PromptCost(prompts=2, tokens=5, evaluated=4, nodes=3, repeats=1)),
+        ([[1, 2], [3], [1, 2]], PromptCost(prompts=3, tokens=5, evaluated=5, nodes=5)),
     ],
     ids=["none", "one", "grown", "equal", "contained", "there and back"],
 )
-def test_cost_of_an_order(prompts: list[list[int]], expected: Cost) -> None:
+def test_cost_of_an_order(prompts: list[list[int]], expected: PromptCost) -> None:
     """Each prompt pays for what it does not share with the one before, and at least one token."""
     assert cost(arrays(prompts)) == expected
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.prompts import shared_prefixes
 
+from mlxrunner.batch.order import BLOCK, FREE, SLACK, LineCosts, cut, extra_of, split
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.records import sort_key
-from mlxrunner.batch.shards.cut import BLOCK, FREE, SLACK, Costs, cut, extra_of, split
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 
 Prompts = Sequence[TokenArray]
@@ -22,27 +22,27 @@ TREES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1
 """Prompts of tokens that share much."""
 
 
-def costs_of(prompts: Prompts, answer: int) -> Costs:
+def costs_of(prompts: Prompts, answer: int) -> LineCosts:
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     reused = np.zeros_like(lengths)
     for place, (before, prompt) in enumerate(pairwise(prompts), 1):
         reused[place] = min(common_prefix(before, prompt), len(prompt) - 1)
-    return Costs(lengths - reused, reused, np.full_like(lengths, answer))
+    return LineCosts(lengths - reused, reused, np.full_like(lengths, answer))
 
 
-def parts_of(costs: Costs, places: Sequence[int]) -> list[int]:
+def parts_of(costs: LineCosts, places: Sequence[int]) -> list[int]:
     return [costs.of(first, end) for first, end in pairwise(places)]
 
 
-def documents(answer: int) -> Costs:
+def documents(answer: int) -> LineCosts:
     """40 questions on each of 5 documents."""
     return costs_of(sorted(shared_prefixes(), key=sort_key), answer)
 
 
-def one_document(lines: int, answer: int) -> Costs:
+def one_document(lines: int, answer: int) -> LineCosts:
     reused = np.full(lines, 2_000)
     reused[0] = 0
-    return Costs(np.where(reused, 50, 2_050), reused, np.full(lines, answer))
+    return LineCosts(np.where(reused, 50, 2_050), reused, np.full(lines, answer))
 
 
 @given(TREES, st.integers(0, 5), st.integers(1, 4))
@@ -128,7 +128,7 @@ def test_many_machines_share_a_large_batch() -> None:
     lengths = np.repeat(random.integers(300, 600, lines // 100), 100)
     evaluated = np.where(begins, lengths, 0) + random.integers(10, 90, lines)
     reused = np.where(begins, 0, lengths)
-    costs = Costs(evaluated, reused, np.full(lines, 64))
+    costs = LineCosts(evaluated, reused, np.full(lines, 64))
     places = cut(costs, 1000)
     found = parts_of(costs, places)
     assert max(found) <= 1.1 * min(found)

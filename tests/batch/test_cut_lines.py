@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mlxrunner.batch.plan import ANSWER, costs_of
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.shards.lines import ANSWER, costs_of
 from mlxrunner.cache.tokens import as_tokens
 
 

@@ -12,24 +12,23 @@ from support.batch_command import run, write
 from support.prompts import shared_prefixes
 
 from mlxrunner.batch.options import Order
+from mlxrunner.batch.order import LineCosts
+from mlxrunner.batch.plan import CutPlan, Speed, WorkerShare, remember_speed
 from mlxrunner.batch.records import BriefLine
-from mlxrunner.batch.shards.cut import Costs
-from mlxrunner.batch.shards.plan import CutPlan, Part
-from mlxrunner.batch.speed import Speed, remember_speed
 from mlxrunner.batch.store import Store
 
 
-def documents(count: int, lines: int) -> Costs:
+def documents(count: int, lines: int) -> LineCosts:
     """`lines` questions of 10 tokens on each of `count` documents of 990, answers of 10."""
     first = np.arange(count * lines) % lines == 0
     reused = np.where(first, 0, 990)
-    return Costs(1000 - reused, reused, np.full(count * lines, 10))
+    return LineCosts(1000 - reused, reused, np.full(count * lines, 10))
 
 
 def test_a_plan_adds_up_to_what_the_workers_evaluate() -> None:
     """The seconds are those of the worker that takes longest."""
     found = CutPlan.of(documents(2, 10), 2, 400.0, Speed(100.0, 10.0, 20.0))
-    assert found.parts == [Part(10, 1090, 30.9), Part(10, 1090, 30.9)]
+    assert found.parts == [WorkerShare(10, 1090, 30.9), WorkerShare(10, 1090, 30.9)]
     assert (found.evaluated, found.extra, found.seconds) == (2180, 0.0, 30.9)
     found = CutPlan.of(documents(1, 400), 2, 0.0, None)
     assert found.evaluated == 990 + 4000 + 990

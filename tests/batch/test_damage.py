@@ -19,11 +19,10 @@ from click.testing import CliRunner, Result
 
 from mlxrunner import cli
 from mlxrunner.batch.answers import write_line
-from mlxrunner.batch.database import checksum
 from mlxrunner.batch.execution import Outcome
-from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.inputs import LineReader
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, checksum
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 from mlxrunner.testing import ByteTokenizer

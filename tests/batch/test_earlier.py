@@ -10,10 +10,10 @@ import pytest
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import ParallelRunner
+from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import shared_before
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.run import BatchRequest, BatchResult, run_batch
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.engine.observation import Observation

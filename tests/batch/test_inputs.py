@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.batch.arrow import Hashed, decompressed
-from mlxrunner.batch.inputs import Inputs, digest_of
-from mlxrunner.batch.lines import LONGEST, Line
+from mlxrunner.batch.inputs import LONGEST, InputLine, Inputs, digest_of
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.table import Columns, Template
+from mlxrunner.batch.tables import Columns, HashedStream, Template, decompressed
 from mlxrunner.errors import OptionError, PromptError
 
 pyarrow: Any = pytest.importorskip("pyarrow")
@@ -36,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(
     *names: str, columns: Columns | None = None, delimiter: str | None = None, raw: bool = True
-) -> list[Line]:
+) -> list[InputLine]:
     """Read the inputs, and check that the digest of what was read is that of the files."""
     inputs = Inputs(names, BatchOptions(raw=raw), columns, delimiter)
     lines = list(inputs)
@@ -44,7 +42,7 @@ def read(
     return lines
 
 
-def told(lines: Sequence[Line]) -> list[tuple[Any, Any]]:
+def told(lines: Sequence[InputLine]) -> list[tuple[Any, Any]]:
     return [(line.id, line.prompt if line.error is None else line.error) for line in lines]
 
 
@@ -117,11 +115,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - first)
 
 def test_zstd_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """gzip needs nothing."""
-    stream = Hashed(io.BytesIO(_packed(LINES)))
+    stream = HashedStream(io.BytesIO(_packed(LINES)))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(PromptError, match="needs pyarrow: pip install pyarrow"):
         decompressed(stream, "in.zst")
-    assert decompressed(Hashed(io.BytesIO(gzip.compress(LINES))), "in.gz").read() == LINES
+    assert decompressed(HashedStream(io.BytesIO(gzip.compress(LINES))), "in.gz").read() == LINES
 
 
 @pytest.mark.parametrize(
@@ -232,7 +230,7 @@ def test_a_value_that_python_cannot_hold_is_an_error_of_its_row(kind: str) -> No
 
 def test_a_small_file_of_huge_rows_costs_no_memory() -> None:
     """A list that repeats one text of a dictionary 10,000 times is measured first."""
-    from mlxrunner.batch.arrow import _weight
+    from mlxrunner.batch.tables import _weight
 
     text = pyarrow.array(["a" * LONGEST])
     repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000), text)

@@ -195,14 +195,14 @@ def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None
     code = (
         "import time\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
         "output.SHORTEST_S = output.SHARE = 0\n"
-        "flush, waited = output.Writer.flush, []\n"
+        "flush, waited = output.AnswerWriter.flush, []\n"
         "def slow(self):\n"
         "    flush(self)\n"
         "    if self.output.size and not waited:\n"
         "        waited.append(True)\n"  # first, because the signal comes once the file is there
         "        open('waits', 'w').close()\n"
         "        time.sleep(3600)\n"
-        "output.Writer.flush = slow\n"
+        "output.AnswerWriter.flush = slow\n"
         "main()\n"
     )
     process = subprocess.Popen(

@@ -10,7 +10,7 @@ import pytest
 from support.batches import one, read, user
 
 from mlxrunner.batch.fields import FIELDS
-from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.batch.inputs import InputLine, LineReader
 from mlxrunner.batch.options import FileOptions
 from mlxrunner.config.names import MEANT, SAME
 from mlxrunner.config.option import names
@@ -85,7 +85,7 @@ def test_prompts(record: Any, settings: dict[str, Any], prompt: Any) -> None:
 
     A system prompt goes in front where the line brings none.
     """
-    assert one(record, **settings) == Line(0, 1, prompt)
+    assert one(record, **settings) == InputLine(0, 1, prompt)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_prompts(record: Any, settings: dict[str, Any], prompt: Any) -> None:
 )
 def test_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
     """Those that the line gives, as `generate` takes them; null is as good as nothing."""
-    assert one({"prompt": "Hello", **fields}) == Line(
+    assert one({"prompt": "Hello", **fields}) == InputLine(
         0,
         1,
         [user("Hello")],
@@ -128,10 +128,10 @@ def test_a_list_of_prompts_is_one_line_for_each() -> None:
     """Each has the options of the list, and its number behind the id."""
     content = b'{"id": 7, "prompt": ["a", [5, 6]], "seed": 1}\n{"prompt": ["b", "c"]}'
     assert read(content) == [
-        Line(0, 1, [user("a")], "7/0", options={"seed": 1}),
-        Line(1, 1, [5, 6], "7/1", options={"seed": 1}),
-        Line(2, 2, [user("b")]),
-        Line(3, 2, [user("c")]),
+        InputLine(0, 1, [user("a")], "7/0", options={"seed": 1}),
+        InputLine(1, 1, [5, 6], "7/1", options={"seed": 1}),
+        InputLine(2, 2, [user("b")]),
+        InputLine(3, 2, [user("c")]),
     ]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from support.batches import HELLO, TOOL, one
 
-from mlxrunner.batch.lines import Line
+from mlxrunner.batch.inputs import InputLine
 
 
-def chat(**body: Any) -> Line:
+def chat(**body: Any) -> InputLine:
     return one(
         {
             "custom_id": "a",
@@ -41,7 +41,7 @@ def test_a_line_of_a_chat() -> None:
         "presence_penalty": 1,
         "frequency_penalty": -1,
     }
-    assert line == Line(0, 1, HELLO, "a", "chat.completion", options)  # type: ignore[arg-type]
+    assert line == InputLine(0, 1, HELLO, "a", "chat.completion", options)  # type: ignore[arg-type]
 
 
 def test_a_line_of_a_completion() -> None:
@@ -53,7 +53,7 @@ def test_a_line_of_a_completion() -> None:
             "body": {"prompt": "Hello", "logprobs": 3, "echo": False},
         }
     )
-    assert line == Line(0, 1, "Hello", "a", "text_completion", {"logprobs": 3})
+    assert line == InputLine(0, 1, "Hello", "a", "text_completion", {"logprobs": 3})
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_line_of_a_completion() -> None:
 )
 def test_options_of_a_body(body: dict[str, Any], options: dict[str, Any]) -> None:
     """Translated to ours; what asks for nothing and what has no meaning here is left out."""
-    assert chat(**body) == Line(
+    assert chat(**body) == InputLine(
         0,
         1,
         HELLO,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.batch.lines import Line
+from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.order import run_order, wait
-from mlxrunner.batch.prompts import Cost, cost, tokenize_lines
+from mlxrunner.batch.prompts import PromptCost, cost, tokenize_lines
 from mlxrunner.batch.records import StoredLine, sort_key
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
@@ -33,7 +33,7 @@ def chosen(prompts: Prompts) -> list[int]:
     return list(run_order(((index, keys[index]) for index in by_tokens(prompts)), len(prompts)))
 
 
-def cost_of(prompts: Prompts, order: Sequence[int]) -> Cost:
+def cost_of(prompts: Prompts, order: Sequence[int]) -> PromptCost:
     return cost(as_tokens(prompts[index]) for index in order)
 
 
@@ -122,7 +122,7 @@ def test_the_wait_is_that_of_the_written_lines() -> None:
 def test_a_context_that_is_shifted_keeps_the_order_of_the_tokens(overflow: str) -> None:
     """A shifted prompt does not share with the next one what their tokens share."""
     texts = ["b" * 30, "a" * 40, "b" * 20] if overflow == "shift" else ["bbb", "a", "bb"]
-    lines = [Line(index, index + 1, text) for index, text in enumerate(texts)]
+    lines = [InputLine(index, index + 1, text) for index, text in enumerate(texts)]
     with Store.create() as store:
         is_shifted = tokenize_lines(
             store, lines, ByteTokenizer(), context=35, defaults={"overflow": overflow}

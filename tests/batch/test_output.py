@@ -15,7 +15,7 @@ from support.models import write_model
 from mlxrunner.batch.answers import write_line
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import check_same
-from mlxrunner.batch.output import AnswerFile, Writer
+from mlxrunner.batch.output import AnswerFile, AnswerWriter
 from mlxrunner.batch.records import StoredAnswer, StoredLine
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
@@ -127,7 +127,7 @@ def test_the_store_has_everything_before_the_output_does(
         for index in range(3):
             store.add(StoredLine(index, index + 1, as_tokens([1])))
         store.finish()
-        writer = Writer(store, output, "input")
+        writer = AnswerWriter(store, output, "input")
         store.record(0, LINES[0])
         monkeypatch.setattr(
             AnswerFile, "append", lambda self, bodies: (_ for _ in ()).throw(OutputError("full"))
@@ -159,7 +159,7 @@ def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
             for index in range(3):
                 store.add(StoredLine(index, index + 1, as_tokens([1])))
             store.finish()
-            with Writer(store, output, order) as writer:  # type: ignore[arg-type]
+            with AnswerWriter(store, output, order) as writer:  # type: ignore[arg-type]
                 writer.write(1, LINES[1], failed=False)
                 assert out.read_bytes() == expected[0]
                 writer.write(0, LINES[0], failed=False)

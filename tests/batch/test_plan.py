@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from support.prompts import shared_prefixes
 
-from mlxrunner.batch.lines import LineReader
+from mlxrunner.batch.inputs import LineReader
 from mlxrunner.batch.options import ORDERS, Order
-from mlxrunner.batch.plan import BatchPlan, lanes_for, make_plan, survey, worth
+from mlxrunner.batch.plan import BatchPlan, Speed, lanes_for, make_plan, survey, worth
 from mlxrunner.batch.prompts import cost, tokenize_lines
 from mlxrunner.batch.records import StoredLine, sort_key
-from mlxrunner.batch.speed import Speed
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.load import tokenizer_of

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxrunner.batch.lines import Line
+from mlxrunner.batch.execution import BatchRequest, lines_of
+from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.prompts import tokenize_lines
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.run import BatchRequest, lines_of
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import PromptError
 from mlxrunner.testing import BOS, EOS, ByteTokenizer
 
 
-def spooled(lines: Iterable[Line], tokenizer: Any = None, **settings: Any) -> list[StoredLine]:
+def spooled(lines: Iterable[InputLine], tokenizer: Any = None, **settings: Any) -> list[StoredLine]:
     with Store.create() as store:
         tokenize_lines(store, lines, tokenizer or ByteTokenizer(), **{"context": 100, **settings})
         store.finish()
@@ -29,9 +29,9 @@ def test_a_line_becomes_its_tokens() -> None:
     """The tokens are those that the runner would evaluate; the rest of the line stays."""
     messages: Any = [{"role": "user", "content": "hi"}]
     lines = [
-        Line(0, 3, "hi", 7, "text_completion", {"max_tokens": 5}),
-        Line(1, 4, messages, "a", "plain"),
-        Line(2, 9, id="b", error="line 9: broken"),
+        InputLine(0, 3, "hi", 7, "text_completion", {"max_tokens": 5}),
+        InputLine(1, 4, messages, "a", "plain"),
+        InputLine(2, 9, id="b", error="line 9: broken"),
     ]
     text, chat, broken = spooled(lines)
     assert text.tokens.tolist() == [BOS, *b"hi"]
@@ -59,7 +59,7 @@ def test_a_line_becomes_its_tokens() -> None:
 def test_a_prompt_that_is_too_long(length: int, overflow: str, by: str) -> None:
     """A prompt without room for an answer is an error with both numbers, unless it is shifted."""
     options = {"overflow": overflow}
-    line = Line(0, 1, "x" * (length - 1), options=options if by == "line" else {})
+    line = InputLine(0, 1, "x" * (length - 1), options=options if by == "line" else {})
     (found,) = spooled(
         [line], context=99, defaults=options if by == "default" else {"overflow": "stop"}
     )
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_too_long(length: int, overflow: str, by: str) -> None:
 @pytest.mark.parametrize("overflow", ["stop", "shift"])
 def test_a_prompt_that_is_far_too_long(overflow: str) -> None:
     """It is not tokenized, unless the context is shifted."""
-    line = Line(0, 1, "x" * 1000)
+    line = InputLine(0, 1, "x" * 1000)
     (found,) = spooled([line], context=99, defaults={"overflow": overflow})
     if overflow == "shift":
         assert (len(found.tokens), found.error) == (1001, None)
@@ -95,7 +95,7 @@ def test_what_the_template_or_the_tokenizer_refuses() -> None:
             return []
 
     chat, empty = spooled(
-        [Line(0, 5, [{"role": "user", "content": "a"}]), Line(1, 6, "a")], Refusing()
+        [InputLine(0, 5, [{"role": "user", "content": "a"}]), InputLine(1, 6, "a")], Refusing()
     )
     assert chat.error == "line 5: no such roles"
     assert empty.error == "line 6: the prompt is empty: at least one token is needed"
@@ -160,7 +160,7 @@ def test_an_id_that_cannot_be_is_an_error_of_its_request_only(name: Any) -> None
 def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
     """A shift keeps the system prompt with BOS by default, counted here for the store."""
     messages: Any = [{"role": "system", "content": "S!"}, {"role": "user", "content": "hi"}]
-    (found,) = spooled([Line(0, 1, messages, options=options)])
+    (found,) = spooled([InputLine(0, 1, messages, options=options)])
     assert found.options.get("keep") == kept
     if "keep" not in options and kept is not None:
         assert found.tokens[:kept].tolist() == [BOS, *b"system: S!", EOS]
@@ -168,5 +168,5 @@ def test_what_a_shift_keeps(options: dict[str, Any], kept: int | None) -> None:
 
 def test_more_than_can_be_kept_is_an_error_before_anything_runs() -> None:
     """The message is the runner's."""
-    (found,) = spooled([Line(0, 1, "hi", options={"overflow": "shift", "keep": 99})])
+    (found,) = spooled([InputLine(0, 1, "hi", options={"overflow": "shift", "keep": 99})])
     assert found.error == "line 1: keep: 99 tokens leave no room in the context of 100 tokens"

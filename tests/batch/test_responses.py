@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from support.batches import HELLO, TOOL, one
 
-from mlxrunner.batch.lines import Line
+from mlxrunner.batch.inputs import InputLine
 
 
-def response(**body: Any) -> Line:
+def response(**body: Any) -> InputLine:
     return one({"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body})
 
 
@@ -80,7 +80,7 @@ CALLED = {
 )
 def test_the_input_of_a_response(body: dict[str, Any], messages: Any) -> None:
     """A text or items become messages: calls are part of the assistant's, results name theirs."""
-    assert response(model="gpt-5", **body) == Line(0, 1, messages, "a", "response")
+    assert response(model="gpt-5", **body) == InputLine(0, 1, messages, "a", "response")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_input_of_a_response(body: dict[str, Any], messages: Any) -> None:
 )
 def test_the_options_of_a_response(body: dict[str, Any], options: dict[str, Any]) -> None:
     """They are those of a chat under other names."""
-    assert response(input="Hello", **body) == Line(
+    assert response(input="Hello", **body) == InputLine(
         0,
         1,
         HELLO,

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from support.batches import lines, run, unbroken
 
 from mlxrunner import cli
-from mlxrunner.batch.shards import merge as merging
-from mlxrunner.batch.shards.lines import Shard
+from mlxrunner.batch import merge as merging
+from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import OptionError
 from mlxrunner.system.writing import sealed

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.batch.speed import MOST_MODELS, Speed, known_speed, remember_speed, speed_file
+from mlxrunner.batch.plan import MOST_MODELS, Speed, known_speed, remember_speed, speed_file
 
 FAST, SLOW = Speed(2000, 200, 30.5), Speed(20, 2, 3)
 

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
-from mlxrunner.batch import status
+from mlxrunner.batch import work
 from mlxrunner.batch.job import Job
-from mlxrunner.batch.status import Status, Tally
+from mlxrunner.batch.work import Status, Tally
 from mlxrunner.runner import Runner
 
 REPORTS = ("--progress-file", "progress.json", "--summary", "summary.json")
@@ -107,10 +107,10 @@ def test_the_last_state_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> No
 def test_it_is_written_once_a_second_while_lines_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be told often; the first and the last state are always written."""
     now = [100.0]
-    monkeypatch.setattr(status.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(work.time, "monotonic", lambda: now[0])
     writes: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        status, "_write", lambda path, content: writes.append((content["state"], content["done"]))
+        work, "_write", lambda path, content: writes.append((content["state"], content["done"]))
     )
     job = Job(inputs=("in.jsonl",), output="out.jsonl", progress_file="p")
     with Status(job, pytest.fail) as told:
@@ -127,16 +127,16 @@ def test_it_is_written_once_a_second_while_lines_run(monkeypatch: pytest.MonkeyP
 
 def test_while_lines_run_it_has_counts_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader at any moment finds a whole file."""
-    monkeypatch.setattr(status, "EVERY_S", 0.0)
+    monkeypatch.setattr(work, "EVERY_S", 0.0)
     seen: list[dict[str, Any]] = []
-    write = status._write
+    write = work._write
 
     def noted(path: str, content: dict[str, Any]) -> str | None:
         problem = write(path, content)
         seen.append(read(path))
         return problem
 
-    monkeypatch.setattr(status, "_write", noted)
+    monkeypatch.setattr(work, "_write", noted)
     run("--progress-file", "progress.json")
     running = [one for one in seen if one["state"] == "running"]
     assert [one["done"] for one in running] == sorted(one["done"] for one in running)

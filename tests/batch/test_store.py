@@ -11,7 +11,7 @@ from support.batches import entry, filled, indices
 
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import run_order
-from mlxrunner.batch.records import Counts, StoredLine, sort_key
+from mlxrunner.batch.records import LineCounts, StoredLine, sort_key
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
@@ -103,7 +103,7 @@ def test_results_come_back_in_both_orders(tmp_path: Path) -> None:
         last = list(store.answers("done"))[-1]
         assert last.index == 1
         assert list(store.answers("done", after=last.place)) == []
-        assert store.counts == Counts(lines=4, broken=0, done=3, failed=1)
+        assert store.counts == LineCounts(lines=4, broken=0, done=3, failed=1)
         assert store.counts.left == 1
 
 
@@ -142,7 +142,7 @@ def test_an_id_that_was_there_is_an_error() -> None:
             5: "line 6: custom_id 'a' was there before, on line 1",
             9: "line 10: id 1 was there before, on line 3",
         }
-        assert store.counts == Counts(lines=10, broken=4, done=0, failed=0)
+        assert store.counts == LineCounts(lines=10, broken=4, done=0, failed=0)
 
 
 def test_ids_of_a_program_may_repeat() -> None:
@@ -172,7 +172,7 @@ def test_a_complete_input_takes_no_more_lines() -> None:
         for change in (lambda: store.add(entry(0, [1])), store.finish):
             with pytest.raises(StoreError, match="its input is complete, nothing can be added"):
                 change()
-        assert store.counts == Counts(lines=2, broken=0, done=0, failed=0)
+        assert store.counts == LineCounts(lines=2, broken=0, done=0, failed=0)
         assert indices(store.pending()) == [0, 1]
 
 

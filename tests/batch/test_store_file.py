@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from support.batches import entry, filled, indices
 
-from mlxrunner.batch.database import APPLICATION_ID, VERSION, checksum
-from mlxrunner.batch.records import Counts
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.records import LineCounts
+from mlxrunner.batch.store import APPLICATION_ID, VERSION, Store, checksum
 from mlxrunner.errors import StoreError
 
 
@@ -37,13 +36,13 @@ def test_the_whole_input_is_there_or_none_of_it(tmp_path: Path) -> None:
         assert not store.is_complete
     with Store.open(path) as store:
         assert not store.is_complete
-        assert store.counts == Counts(0, 0, 0, 0)
+        assert store.counts == LineCounts(0, 0, 0, 0)
         assert list(store.pending("input")) == []
         store.add(entry(0, [1]))
         store.finish({"input": "abc", "model": "demo"})
     with Store.open(path) as store:
         assert store.is_complete
-        assert store.counts == Counts(1, 0, 0, 0)
+        assert store.counts == LineCounts(1, 0, 0, 0)
         assert store.meta == {"input": "abc", "model": "demo"}
 
 

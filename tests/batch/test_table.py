@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.batch.lines import Line, LineReader, Template
+from mlxrunner.batch.inputs import InputLine, LineReader, Template
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.table import Columns, read_table
+from mlxrunner.batch.tables import Columns, read_table
 from mlxrunner.errors import OptionError
 
 
-def read(content: bytes | str, template: str = "{a}", **settings: Any) -> list[Line]:
+def read(content: bytes | str, template: str = "{a}", **settings: Any) -> list[InputLine]:
     stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
     return list(LineReader(stream, BatchOptions(raw=True), template=template, **settings))
 
@@ -28,9 +28,9 @@ def test_rows_become_prompts() -> None:
     """A row's values fill the template, its first line is its number, and column `id` is its id."""
     content = 'id,name,place\nx1,Bo,"here, there"\n\nx2,"two\r\nlines ""quoted""",\n,Al,{name}\n'
     assert read(content, "Who is {name} at {place}? {{{name}}}") == [
-        Line(0, 2, "Who is Bo at here, there? {Bo}", "x1"),
-        Line(1, 4, 'Who is two\r\nlines "quoted" at ? {two\r\nlines "quoted"}', "x2"),
-        Line(2, 6, "Who is Al at {name}? {Al}"),
+        InputLine(0, 2, "Who is Bo at here, there? {Bo}", "x1"),
+        InputLine(1, 4, 'Who is two\r\nlines "quoted" at ? {two\r\nlines "quoted"}', "x2"),
+        InputLine(2, 6, "Who is Al at {name}? {Al}"),
     ]
 
 
@@ -50,7 +50,7 @@ def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
 
 def test_empty_lines_before_the_header() -> None:
     """Are skipped, but counted, as anywhere else."""
-    assert read("\n\r\na,id\n1,x\n") == [Line(0, 4, "1", "x")]
+    assert read("\n\r\na,id\n1,x\n") == [InputLine(0, 4, "1", "x")]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_empty_lines_before_the_header() -> None:
 def test_a_bad_row_is_one_error(row: bytes, problem: str) -> None:
     """With its number, and the rows around it are read."""
     first, bad, last = read(b"a,b\n1,2\n" + row + b"\n3,4\n", longest=100)
-    assert (first, last) == (Line(0, 2, "1"), Line(2, 4, "3"))
+    assert (first, last) == (InputLine(0, 2, "1"), InputLine(2, 4, "3"))
     assert bad.error is not None
     assert bad.error.startswith(f"line 3: {problem}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.batch_command import answers, run, write
 
-from mlxrunner.batch.status import Tally
+from mlxrunner.batch.work import Tally
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -158,7 +158,7 @@ def test_in_a_terminal_there_is_a_bar_that_is_gone_at_the_end() -> None:
 def test_the_words_of_a_tally(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time left is at the pace of this run."""
     now = [100.0]
-    monkeypatch.setattr("mlxrunner.batch.status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mlxrunner.batch.work.time.monotonic", lambda: now[0])
     tally = Tally(total=20, earlier=8, earlier_failed=1, began=now[0])
     now[0] += 8
     tally.done, tally.answer_tokens, tally.prompt_tokens, tally.cached_tokens = 4, 80, 100, 90

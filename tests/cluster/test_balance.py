@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from mlxrunner.batch.order import LineCosts
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.shards.cut import Costs
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.cluster.dealing import Dealer
 
@@ -19,27 +19,27 @@ PREFIX = 300
 """The tokens of a document. The slowest worker evaluates one in less than a tenth of the run."""
 
 
-def one_subtree() -> Costs:
+def one_subtree() -> LineCosts:
     """Return the costs of questions on a single document."""
     return costs_of(np.full(LINES, PREFIX), own=30)
 
 
-def documents() -> Costs:
+def documents() -> LineCosts:
     """Return the costs of 40 questions on each of many documents behind a system prompt."""
     return costs_of(np.where(np.arange(LINES) % 40 == 0, 100, 100 + PREFIX), own=30)
 
 
-def large_and_small() -> Costs:
+def large_and_small() -> LineCosts:
     """Return the costs of lines of which four in five are in one subtree, the others in none."""
     return costs_of(np.where(np.arange(LINES) < LINES * 0.8, PREFIX, 0), own=60)
 
 
-def nothing_shared() -> Costs:
+def nothing_shared() -> LineCosts:
     """Return the costs of lines that share nothing."""
     return costs_of(np.zeros(LINES), own=100)
 
 
-def costs_of(reused: np.ndarray, own: int) -> Costs:
+def costs_of(reused: np.ndarray, own: int) -> LineCosts:
     """Return the costs of prompts with `own` tokens of their own on average, and short answers."""
     random = np.random.default_rng(0)
     reused = reused.astype(int)
@@ -47,13 +47,13 @@ def costs_of(reused: np.ndarray, own: int) -> Costs:
     evaluated = random.integers(own // 2, own + own // 2, LINES) + np.maximum(-again, 0)
     evaluated[0] += reused[0]
     reused[0] = 0
-    return Costs(evaluated, reused, random.integers(1, 32, LINES))
+    return LineCosts(evaluated, reused, random.integers(1, 32, LINES))
 
 
 class Played:
     """Workers that answer one line after the other, each at a speed of its own."""
 
-    def __init__(self, costs: Costs, speeds: Sequence[float]) -> None:
+    def __init__(self, costs: LineCosts, speeds: Sequence[float]) -> None:
         self._costs, self._speeds = costs, speeds
         self.read: list[int] = []
         self._dealer = Dealer(self._line, range(len(costs)), costs, len(speeds))
@@ -119,7 +119,7 @@ SHAPES = [one_subtree, documents, large_and_small, nothing_shared]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_workers_end_within_a_tenth_of_each_other(
-    count: int, shape: Callable[[], Costs], speeds: str
+    count: int, shape: Callable[[], LineCosts], speeds: str
 ) -> None:
     costs = shape()
     played = Played(costs, SPEEDS[speeds](count))

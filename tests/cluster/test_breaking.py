@@ -114,14 +114,14 @@ def test_a_full_disk_ends_the_run_and_resume_goes_on(cluster: Any) -> None:
     code = (
         "import os, resource\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
         "output.SHORTEST_S = output.SHARE = 0\n"
-        "flush, flushes = output.Writer.flush, []\n"
+        "flush, flushes = output.AnswerWriter.flush, []\n"
         "def fills(self):\n"
         "    flushes.append(1)\n"
         "    if len(flushes) == 3:\n"
         "        size = os.path.getsize('out.jsonl')\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
         "    flush(self)\n"
-        "output.Writer.flush = fills\n"
+        "output.AnswerWriter.flush = fills\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, "batch", "in.jsonl", "-o", "out.jsonl", "-q"]

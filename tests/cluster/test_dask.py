@@ -154,14 +154,14 @@ def test_a_killed_driver_goes_on_with_resume(cluster: Any) -> None:
     code = (
         "import time\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
         "output.SHORTEST_S = output.SHARE = 0\n"
-        "flush, flushes = output.Writer.flush, []\n"
+        "flush, flushes = output.AnswerWriter.flush, []\n"
         "def stops(self):\n"
         "    flush(self)\n"
         "    flushes.append(1)\n"
         "    if len(flushes) == 3:\n"
         "        open('waits', 'w').close()\n"
         "        time.sleep(3600)\n"
-        "output.Writer.flush = stops\n"
+        "output.AnswerWriter.flush = stops\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, "batch", "in.jsonl", "-o", "out.jsonl", "-q"]

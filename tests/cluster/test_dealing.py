@@ -9,7 +9,7 @@ import pytest
 from support.batches import filled
 
 from mlxrunner.batch.options import ORDERS, Order
-from mlxrunner.batch.shards.lines import costs_of
+from mlxrunner.batch.plan import costs_of
 from mlxrunner.batch.store import Store
 from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
 

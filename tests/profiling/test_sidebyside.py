@@ -17,7 +17,7 @@ from support.histories import History, Parts, tiny_parts
 from support.sample import fewer
 
 from mlxrunner import cli
-from mlxrunner.batch.run import BatchRequest, run_batch
+from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.profiling.logs import read_events

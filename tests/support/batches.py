@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import BatchRequest, BatchResult, cli
-from mlxrunner.batch.lines import Line, LineReader
+from mlxrunner.batch.inputs import InputLine, LineReader
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.records import BriefLine, StoredLine
 from mlxrunner.batch.store import Store
@@ -23,13 +23,13 @@ from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.facts import facts_of
 
 
-def read(content: bytes | str, **options: Any) -> list[Line]:
+def read(content: bytes | str, **options: Any) -> list[InputLine]:
     stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
     longest = {"longest": options.pop("longest")} if "longest" in options else {}
     return list(LineReader(stream, BatchOptions(**options), **longest))
 
 
-def one(record: Any, **settings: Any) -> Line:
+def one(record: Any, **settings: Any) -> InputLine:
     (line,) = read(json.dumps(record), **settings)
     return line
 

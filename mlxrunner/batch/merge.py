@@ -16,16 +16,10 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
-from mlxrunner.batch.job import (
-    Completion,
-    check_writable,
-    completion_path,
-    opened_answers,
-    output_digest,
-)
+from mlxrunner.batch.job import Completion, answers_in, completion_path
+from mlxrunner.batch.output import check_writable, opened_answers, output_digest
+from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.records import CUT
-from mlxrunner.batch.retry import answers_in
-from mlxrunner.batch.shards.lines import Shard
 from mlxrunner.errors import DifferentRunError, OptionError, OutputError
 from mlxrunner.system.writing import written
 

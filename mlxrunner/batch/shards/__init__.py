@@ -1,1 +1,0 @@
-"""Cut a batch into shards, and merge what was answered of each."""
