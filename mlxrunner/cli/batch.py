@@ -300,8 +300,8 @@ def _run(
         with recording(recorded, "batch") as profile:
             elsewhere = None
             if cluster.is_elsewhere:
-                from mlxrunner.cluster.driving import over_workers
-                from mlxrunner.cluster.over_dask import opened_dask
+                from mlxrunner.cluster.dask_workers import opened_dask
+                from mlxrunner.cluster.driver import over_workers
 
                 elsewhere = partial(over_workers, partial(opened_dask, cluster), profile)
             summary = run_job(job, progress, profile.watch, elsewhere)

@@ -26,7 +26,7 @@ def worker(address: str, **options: Any) -> None:
     """
     import asyncio
 
-    from mlxrunner.cluster.over_dask import check_installed, work
+    from mlxrunner.cluster.dask_workers import check_installed, work
     from mlxrunner.terminal.signals import orderly_end
 
     connection = Connection(**options)

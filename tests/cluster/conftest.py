@@ -24,12 +24,12 @@ def cluster() -> Iterator[Any]:
     import dask
     from distributed import LocalCluster
 
-    from mlxrunner.cluster.over_dask import THREADS, worker_settings
+    from mlxrunner.cluster.dask_workers import worker_settings
 
     dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
     with LocalCluster(
         n_workers=2,
-        threads_per_worker=THREADS,
+        threads_per_worker=1,
         host="127.0.0.1",
         protocol="tcp",
         dashboard_address="127.0.0.1:0",

@@ -20,14 +20,14 @@ from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
-from mlxrunner.cluster.dealing import MOST_ENDS
-from mlxrunner.cluster.driving import Driver
+from mlxrunner.cluster.driver import Driver
+from mlxrunner.cluster.work_queue import MOST_ENDS
 
 MANY, BAD = 60, 7
 KILLS = f"""
 import os, signal
-from mlxrunner.cluster.answering import Desk
-answer = getattr(Desk.answer, "undisturbed", Desk.answer)
+from mlxrunner.cluster.worker import WorkerSession
+answer = getattr(WorkerSession.answer, "undisturbed", WorkerSession.answer)
 def answers(self, line):
     if line.index == {BAD}:
         with open("killed", "a") as file:
@@ -35,7 +35,7 @@ def answers(self, line):
         os.kill(os.getpid(), signal.SIGKILL)
     return answer(self, line)
 answers.undisturbed = answer  # Dask runs this file more than once
-Desk.answer = answers
+WorkerSession.answer = answers
 """
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_at_random_moments_loses_and_doubles_nothing(
 ) -> None:
     """A moment is a line that is sent, or an answer. Every third time Ctrl-C is pressed twice."""
     chosen, left, presses = random.Random(5), list[int](), list[int]()
-    send, landed = Driver._send, Driver._landed
+    send, landed = Driver._send, Driver._finish
 
     def count() -> None:
         left[0] -= 1
@@ -90,7 +90,7 @@ def test_ctrl_c_at_random_moments_loses_and_doubles_nothing(
         yield from landed(driver, reply)
 
     monkeypatch.setattr(Driver, "_send", sends)
-    monkeypatch.setattr(Driver, "_landed", lands)
+    monkeypatch.setattr(Driver, "_finish", lands)
     broken = 0
     for time in range(12):
         left[:] = [chosen.randrange(4, 24)]

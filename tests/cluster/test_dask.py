@@ -24,10 +24,10 @@ from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
 from mlxrunner.cli import main
-from mlxrunner.cluster import dealing, driving, over_dask
-from mlxrunner.cluster.driving import Driver
+from mlxrunner.cluster import dask_workers, driver, work_queue
+from mlxrunner.cluster.dask_workers import MOST_STARTS, DaskWorkers, opened_dask
+from mlxrunner.cluster.driver import Driver
 from mlxrunner.cluster.options import ClusterOptions
-from mlxrunner.cluster.over_dask import MOST_STARTS, DaskMachines, opened_dask
 from mlxrunner.errors import CutOffError
 
 MANY = 60
@@ -49,7 +49,7 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Deal no line before both workers can take one, so that both have a part."""
     if "cluster" not in request.fixturenames:
         return
-    cluster, deal = request.getfixturevalue("cluster"), Driver._deal
+    cluster, deal = request.getfixturevalue("cluster"), Driver._send_lines
     until(lambda: len(cluster.scheduler.workers) == 2)
     is_begun = list[bool]()
 
@@ -59,7 +59,7 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
             is_begun.append(True)
             yield from deal(driver)
 
-    monkeypatch.setattr(Driver, "_deal", deal_once_both_are_ready)
+    monkeypatch.setattr(Driver, "_send_lines", deal_once_both_are_ready)
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ def test_a_stopped_worker_costs_its_unfinished_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its late answers are written once, and so are those of a worker that only seems to hang."""
-    monkeypatch.setattr(driving, "SILENT_S", 2.0)
-    monkeypatch.setattr(dealing, "MOST_ENDS", MANY)  # a busy machine may be silent for 2 s, too
+    monkeypatch.setattr(driver, "SILENT_S", 2.0)
+    monkeypatch.setattr(work_queue, "MOST_ENDS", MANY)  # a busy machine may be silent for 2 s, too
     stopped = victim(signal.SIGSTOP)
     try:
         result = batch(cluster)
@@ -182,10 +182,10 @@ def test_a_killed_driver_goes_on_with_resume(cluster: Any) -> None:
 def test_a_worker_of_another_version_is_refused(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxrunner.cluster import answering
+    from mlxrunner.cluster import worker
 
-    own = answering.versions()
-    monkeypatch.setattr(answering, "versions", lambda: own | {"mlx": "0.0.1"})
+    own = worker.versions()
+    monkeypatch.setattr(worker, "versions", lambda: own | {"mlx": "0.0.1"})
     result = batch(cluster)
     assert result.exit_code == 1, result.stderr
     assert f"has another mlx: {own['mlx']} there, 0.0.1 here; it gets no lines" in result.stderr
@@ -194,7 +194,7 @@ def test_a_worker_of_another_version_is_refused(
 
 @pytest.fixture
 def at_third_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
-    """Return a function that has a call made with the machines when the third line is sent."""
+    """Return a function that has a call made with the workers when the third line is sent."""
 
     def choose(does: Callable[[Any], None]) -> None:
         send, sent = Driver._send, list[int]()
@@ -203,7 +203,7 @@ def at_third_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], 
             send(driver, worker, line)
             sent.append(line.index)
             if len(sent) == 3:
-                does(driver._machines)
+                does(driver._cluster)
 
         monkeypatch.setattr(Driver, "_send", sends)
 
@@ -216,16 +216,16 @@ def test_local_workers_that_dask_gave_up_come_back(
     """Dask ends a supervisor whose worker was away for too long, and starts no other."""
     Path("in.jsonl").write_text(lines(12, broken=(5,)))
 
-    def give_up(machines: DaskMachines) -> None:
+    def give_up(workers: DaskWorkers) -> None:
         async def close_all() -> None:
-            supervisors = machines._client.cluster.workers
+            supervisors = workers._client.cluster.workers
             for name in list(supervisors):
                 with suppress(TimeoutError):
                     await supervisors.pop(name).close(timeout=0)
 
-        gone = set(machines.signs)
-        asyncio.run_coroutine_threadsafe(close_all(), machines._loop).result()
-        until(lambda: gone.isdisjoint(machines.signs))
+        gone = set(workers.signs)
+        asyncio.run_coroutine_threadsafe(close_all(), workers._loop).result()
+        until(lambda: gone.isdisjoint(workers.signs))
 
     at_third_line(give_up)
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
@@ -240,22 +240,22 @@ def test_local_workers_that_end_while_they_start_are_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The driver ends with one line that says why and how to go on, and keeps its answers."""
-    keep, is_ending = DaskMachines._keep, list[bool]()
+    keep, is_ending = DaskWorkers._keep, list[bool]()
 
-    def keeps(machines: DaskMachines) -> str | None:
-        why = keep(machines)
-        processes = [one.pid for one in machines._client.cluster.workers.values()]
+    def keeps(workers: DaskWorkers) -> str | None:
+        why = keep(workers)
+        processes = [one.pid for one in workers._client.cluster.workers.values()]
         for process in processes if is_ending else ():
             if process is not None:
                 os.kill(process, signal.SIGKILL)
         return why
 
-    monkeypatch.setattr(DaskMachines, "_keep", keeps)
-    monkeypatch.setattr(over_dask, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(DaskWorkers, "_keep", keeps)
+    monkeypatch.setattr(dask_workers, "LOOK_EVERY_S", 0.05)
 
-    def end_all(machines: DaskMachines) -> None:
+    def end_all(workers: DaskWorkers) -> None:
         is_ending.append(True)
-        until(lambda: not machines.signs)
+        until(lambda: not workers.signs)
 
     at_third_line(end_all)
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
@@ -267,15 +267,15 @@ def test_local_workers_that_end_while_they_start_are_given_up(
 
 
 def test_local_workers_that_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = over_dask.worker_settings()
-    monkeypatch.setattr(over_dask, "worker_settings", lambda: settings | {"no_such": 1})
+    settings = dask_workers.worker_settings()
+    monkeypatch.setattr(dask_workers, "worker_settings", lambda: settings | {"no_such": 1})
     result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
     assert result.exit_code == 1, result.stderr
     assert "the workers did not start: " in result.stderr
 
 
 def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_dask, "CONNECT_S", 0.5)
+    monkeypatch.setattr(dask_workers, "CONNECT_S", 0.5)
     result = run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9")
     assert result.exit_code == 2, result.stderr
     assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
@@ -286,7 +286,7 @@ def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.Monk
 
 def test_dask_writes_no_lines_of_its_own() -> None:
     """Some of its loggers have a level of their own, which that of "distributed" doesn't change."""
-    over_dask.be_quiet()
+    dask_workers.be_quiet()
     for name in logging.root.manager.loggerDict:
         if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
             assert not logging.getLogger(name).isEnabledFor(logging.ERROR), name
@@ -298,51 +298,31 @@ def test_a_scheduler_that_is_silent_is_given_up_after_the_time_that_is_said(
     """Each look waits for it, too, and that counts."""
     looks = list[int]()
 
-    async def waits(machines: DaskMachines) -> None:
+    async def waits(workers: DaskWorkers) -> None:
         looks.append(1)
         await asyncio.Event().wait()
 
-    with opened_dask(ClusterOptions(dask=cluster.scheduler_address)) as machines:
-        monkeypatch.setattr(over_dask, "LOOK_EVERY_S", 0.001)
-        monkeypatch.setattr(over_dask, "CONNECT_S", 0.1)
-        monkeypatch.setattr(over_dask, "LOST_S", 0.4)
-        monkeypatch.setattr(DaskMachines, "_scheduler", waits)
+    with opened_dask(ClusterOptions(dask=cluster.scheduler_address)) as workers:
+        monkeypatch.setattr(dask_workers, "LOOK_EVERY_S", 0.001)
+        monkeypatch.setattr(dask_workers, "CONNECT_S", 0.1)
+        monkeypatch.setattr(dask_workers, "LOST_S", 0.4)
+        monkeypatch.setattr(DaskWorkers, "_scheduler", waits)
         with pytest.raises(CutOffError, match=r"has not answered for 0\.4 s"):
-            until(lambda: machines.replies(0.01))
+            until(lambda: workers.ended(0.01))
     assert 4 <= len(looks) <= 5
 
 
-def keep_all(asked: str) -> None:
-    """Let this worker give no answer any more, and note in a file that it is asked for one."""
-    from distributed import get_worker
-
-    async def waits(*_: Any, **__: Any) -> None:
-        with open(asked, "a") as file:
-            file.write("x")
-        await asyncio.Event().wait()
-
-    get_worker().handlers["get_data"] = waits
-
-
-def test_answers_that_a_stopped_worker_keeps_hold_back_no_others(
-    cluster: Any, folder: Path
-) -> None:
-    """Dask's client fetches answers of all workers together, and waits for five such bundles."""
-    asked = folder / "asked"
+def test_calls_of_a_stopped_worker_hold_back_no_others(cluster: Any) -> None:
+    """Dask's client would fetch results of all workers together, and wait for all."""
     own = {one.worker_address: one.process.pid for one in cluster.workers.values()}
-    keeps, other = sorted(own)
-    with opened_dask(ClusterOptions(dask=cluster.scheduler_address)) as machines:
+    stopped, other = sorted(own)
+    with opened_dask(ClusterOptions(dask=cluster.scheduler_address)) as workers:
+        os.kill(own[stopped], signal.SIGSTOP)
         try:
-            for count in range(1, 6):
-                machines.call(keeps, keep_all, str(asked))
-                until(lambda count=count: size(asked) == count)
-            call = machines.call(other, abs, -1)
-            (reply,) = machines.replies(PATIENCE_S)
-            assert (reply.call, reply.value) == (call, 1)
-            assert keeps in machines.signs
+            for _ in range(6):
+                workers.call(stopped, os.getpid)
+            call = workers.call(other, abs, -1)
+            assert workers.ended(PATIENCE_S) == [call]
+            assert call.result() == 1
         finally:
-            os.kill(own[keeps], signal.SIGKILL)
-
-
-def size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+            os.kill(own[stopped], signal.SIGKILL)

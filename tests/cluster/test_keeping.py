@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from mlxrunner.cluster.over_dask import GONE_S, MOST_STARTS, SIGN, DaskMachines, Keeper
+from mlxrunner.cluster.dask_workers import GONE_S, MOST_STARTS, SIGN, DaskWorkers, RestartLimit
 
 
 def test_processes_that_end_in_turn_are_counted_for_each_worker() -> None:
-    keeper, most = Keeper(2), 2 * MOST_STARTS
+    keeper, most = RestartLimit(2), 2 * MOST_STARTS
     for process in range(most):
         assert keeper.look([process], 0, 0) is None
     assert f"{most} processes ended in turn" in str(keeper.look([], 0, 0))
 
 
 def test_a_worker_that_takes_part_starts_the_count_again() -> None:
-    keeper = Keeper(1)
+    keeper = RestartLimit(1)
     for process in range(10 * MOST_STARTS):
         is_back = process % MOST_STARTS == 0
         assert keeper.look([process], int(is_back), GONE_S / 4 if is_back else 0) is None
 
 
 def test_a_process_that_is_slow_to_start_is_waited_for_up_to_an_end() -> None:
-    keeper = Keeper(1)
+    keeper = RestartLimit(1)
     assert keeper.look([1], 0, GONE_S - 1) is None
     assert "none has come for 300 s" in str(keeper.look([1], 0, 1))
 
@@ -39,12 +39,12 @@ def test_a_client_that_connects_again_is_waited_for() -> None:
 
     async def look() -> Mapping[str, Any]:
         client = SimpleNamespace(scheduler=None)
-        machines = DaskMachines(client, None)
-        looking = asyncio.create_task(machines.look())
+        workers = DaskWorkers(client, None)
+        looking = asyncio.create_task(workers.look())
         await asyncio.sleep(0.1)
         assert not looking.done()
         client.scheduler = Scheduler()
         await looking
-        return machines.signs
+        return workers.signs
 
     assert asyncio.run(look()) == {"tcp://one": (7.0, "well")}

@@ -1,4 +1,4 @@
-"""A scheduler and workers that are started by hand, as docs/machines.md says."""
+"""A scheduler and workers that are started by hand, as docs/workers.md says."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from support.waiting import until
 
 import mlxrunner.models
 from mlxrunner.batch.records import StoredLine
-from mlxrunner.cluster import over_dask
-from mlxrunner.cluster.driving import Driver
+from mlxrunner.cluster import dask_workers
+from mlxrunner.cluster.driver import Driver
 
-PAGE = Path(__file__).parents[2] / "docs/machines.md"
+PAGE = Path(__file__).parents[2] / "docs/workers.md"
 DASK_TLS = ("--tls-ca-file", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem")
 OUR_TLS = ("--tls-ca", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem")
 
@@ -82,7 +82,7 @@ def test_only_those_with_certificates_belong_to_a_cluster_with_tls(
     result = batch(address, *OUR_TLS)
     assert result.exit_code == 3, result.stderr
     assert Path("out.jsonl").read_bytes() == unbroken()
-    monkeypatch.setattr(over_dask, "CONNECT_S", 2.0)
+    monkeypatch.setattr(dask_workers, "CONNECT_S", 2.0)
     refused = run("in.jsonl", "-o", "no.jsonl", "--dask", address.replace("tls", "tcp"))
     assert refused.exit_code == 2, refused.stderr
     assert "no scheduler answers there" in refused.stderr

@@ -12,55 +12,18 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future as Waiting
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from multiprocessing import active_children, resource_tracker
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
-from mlxrunner.cluster.answering import sign
 from mlxrunner.cluster.options import ClusterOptions, Connection
+from mlxrunner.cluster.worker import sign
 from mlxrunner.errors import CutOffError, OptionError
 from mlxrunner.terminal.text import one_line
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The end of a call: a value or an error."""
-
-    call: int
-    """The number of the call, as `Machines.call` returned it."""
-    value: Any = None
-    """The value that the function returned."""
-    error: BaseException | None = None
-    """The exception that ended the function or kept it from running; None if it returned."""
-
-
-class Machines(Protocol):
-    """Workers that come and go, and calls of functions on them."""
-
-    @property
-    def signs(self) -> Mapping[str, Any]:
-        """The last sign of life of each worker, by name: a value that changes while it lives."""
-
-    def call(self, worker: str, function: Callable[..., Any], *arguments: Any) -> int:
-        """Call a module's function with plain data on a worker. Return the number of the call.
-
-        A call to a worker that has gone may never end.
-        """
-
-    def forget(self, call: int) -> None:
-        """Drop a call: `replies` does not return it any more."""
-
-    def replies(self, timeout: float) -> list[Reply]:
-        """Return the calls that have ended; wait up to `timeout` seconds for the first.
-
-        Raise CutOffError if the workers can't be reached any more.
-        """
-
 
 MOST_STARTS = 4
 """The processes for each worker that may end in turn while no worker takes part."""
@@ -68,8 +31,11 @@ GONE_S = 300.0
 """Seconds without any worker after which they are given up, whatever keeps them."""
 
 
-class Keeper:
-    """Counts the processes that were started since a worker last took part."""
+class RestartLimit:
+    """Counts the processes that were started since a worker last took part.
+
+    Dask starts a process again without end.
+    """
 
     def __init__(self, workers: int) -> None:
         """Keep this number of workers."""
@@ -100,8 +66,6 @@ class Keeper:
         return None
 
 
-THREADS = 256
-"""The calls that a worker takes at a time. They wait for its one model."""
 SIGN = "mlxrunner"
 """The name of a worker's sign of life among Dask's metrics."""
 CONNECT_S = 10
@@ -141,7 +105,7 @@ async def _local_cluster(workers: int) -> AsyncIterator[Any]:
         for left in reversed(range(MOST_STARTS)):
             local = LocalCluster(
                 n_workers=workers,
-                threads_per_worker=THREADS,
+                threads_per_worker=1,
                 host="127.0.0.1",
                 protocol="tcp",
                 dashboard_address="127.0.0.1:0",
@@ -232,7 +196,7 @@ async def work(address: str, options: Connection, say: Callable[[str], None]) ->
     with tempfile.TemporaryDirectory(prefix="mlxrunner-") as folder:
         nanny = Nanny(
             address,
-            nthreads=THREADS,
+            nthreads=1,
             host=get_ip(host),
             security=_security(options),
             local_directory=folder,
@@ -264,91 +228,65 @@ LOST_S = 30
 CONNECTION_LOST = "the connection to the scheduler of the cluster is lost"
 
 
-class DaskMachines:
-    """The workers of a Dask cluster. Make it with `opened_dask`."""
+class DaskWorkers:
+    """The workers of a Dask cluster, which come and go. Make it with `opened_dask`.
+
+    A line is a call of a function on a worker, not a task: Dask's scheduler does not know prefixes,
+    and its client fetches the results of all workers together, so that a worker that is stopped
+    would hold back those of the others.
+    """
 
     def __init__(self, client: Any, local: int | None) -> None:
         """Use the workers of a client's cluster, of which `local` are kept on this machine."""
         self._client, self._local = client, local or 0
-        self._keeper = Keeper(self._local)
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._numbers = count()
-        self._replies: SimpleQueue[Reply] = SimpleQueue()
+        self._limit = RestartLimit(self._local)
+        self._ended: SimpleQueue[Future[Any]] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._lost: str | None = None
         self.signs: Mapping[str, Any] = {}
+        """The last sign of life of each worker, by name: a value that changes while it lives."""
 
-    def call(self, worker: str, function: Callable[..., Any], *arguments: Any) -> int:
-        """Call a function on a worker; see `Machines.call`."""
-        number = next(self._numbers)
-        self._loop.call_soon_threadsafe(self._begin, number, worker, function, arguments)
-        return number
+    def call(self, worker: str, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a module's function on a worker, and return its future value.
 
-    def forget(self, call: int) -> None:
-        """Expect no end of this call; see `Machines.forget`."""
-        self._loop.call_soon_threadsafe(self._cancel, call)
+        The future raises what the function raises, and LostCallError if the worker can't be
+        reached any more. The call goes on on the worker if it is cancelled.
+        """
+        call = self._call(worker, function, arguments)
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        future.add_done_callback(self._ended.put)
+        return future
 
-    def replies(self, timeout: float) -> list[Reply]:
-        """Return the calls that have ended; see `Machines.replies`."""
+    async def _call(self, worker: str, function: Any, arguments: tuple[Any, ...]) -> Any:
+        try:
+            await self._scheduler()
+            found = await self._client.run(
+                _caught, function, arguments, workers=[worker], on_error="return"
+            )
+        except (OSError, RuntimeError):  # the scheduler is away
+            self._lost = CONNECTION_LOST
+            raise
+        match found[worker]:
+            case OSError() as error:
+                raise LostCallError(worker) from error
+            case _Caught(error) | (BaseException() as error):
+                raise error
+            case value:
+                return value
+
+    def ended(self, timeout: float) -> list[Future[Any]]:
+        """Return the calls that have ended; wait up to `timeout` seconds for the first.
+
+        Raise CutOffError if the workers can't be reached any more.
+        """
+        found = list[Future[Any]]()
+        with suppress(Empty):
+            found.append(self._ended.get(timeout=timeout))
+            while True:
+                found.append(self._ended.get_nowait())
         if self._lost is not None:
             raise CutOffError(self._lost)
-        found = list[Reply]()
-        try:
-            found.append(self._replies.get(timeout=timeout))
-            while True:
-                found.append(self._replies.get_nowait())
-        except Empty:
-            return found
-
-    def _begin(self, number: int, worker: str, function: Any, arguments: Any) -> None:
-        self._calls[number] = self._loop.create_task(
-            self._follow(number, worker, function, arguments)
-        )
-
-    def _cancel(self, number: int) -> None:
-        if (task := self._calls.pop(number, None)) is not None:
-            task.cancel()
-
-    async def _follow(self, number: int, worker: str, function: Any, arguments: Any) -> None:
-        """Run a call, and put its end to the replies. Its task ends with it."""
-        future = self._client.submit(
-            _caught,
-            function,
-            *arguments,
-            workers=[worker],
-            allow_other_workers=False,
-            pure=False,
-            retries=0,
-        )
-        try:
-            value = await self._value(future)
-            is_error = isinstance(value, _Caught)
-            reply = Reply(number, error=value.error) if is_error else Reply(number, value)
-        except asyncio.CancelledError as error:
-            if self._calls.get(number) is not asyncio.current_task():
-                return
-            reply = Reply(number, error=error)
-        except Exception as error:
-            reply = Reply(number, error=error)
-        finally:
-            future.release()
-        if reply.error is not None and self._client.status != "running":
-            self._lost = CONNECTION_LOST
-            return
-        self._calls.pop(number, None)
-        self._replies.put(reply)
-
-    async def _value(self, future: Any) -> Any:
-        """Return the value of a call. Raise what ended it.
-
-        `await future` would fetch the values of all workers together, and wait for all of them.
-        """
-        while (error := await future.exception()) is None:
-            found = await (await self._scheduler()).gather(keys=[future.key])
-            if found["status"] == "OK":
-                return found["data"][future.key]
-            await asyncio.sleep(LOOK_EVERY_S)  # its worker has ended, or can't be reached
-        raise error
+        return found
 
     async def look(self) -> None:
         """Look at the workers once."""
@@ -394,12 +332,11 @@ class DaskMachines:
         if len(cluster.workers) < self._local:
             cluster.scale(self._local)
         processes = {one.pid for one in supervisors.values() if one.pid is not None}
-        return self._keeper.look(processes, len(self.signs), LOOK_EVERY_S)
+        return self._limit.look(processes, len(self.signs), LOOK_EVERY_S)
 
-    def stop(self) -> None:
-        """Expect no end of any call any more."""
-        for number in list(self._calls):
-            self._cancel(number)
+
+class LostCallError(Exception):
+    """The connection to a worker broke during a call."""
 
 
 @dataclass(frozen=True)
@@ -409,13 +346,16 @@ class _Caught:
     error: Exception
 
 
-def _caught(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a call returns, or its error as a value.
+async def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Return what a call returns, or its error as a value, which every process can read.
 
-    Dask's client waits for ever for a call that failed if it can't read the traceback.
+    A function that is no coroutine may take long: it runs on a thread, and the worker's signs of
+    life go on.
     """
     try:
-        return function(*arguments)
+        if asyncio.iscoroutinefunction(function):
+            return await function(*arguments)
+        return await asyncio.to_thread(function, *arguments)
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
@@ -425,13 +365,13 @@ def _caught(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextmanager
-def opened_dask(options: ClusterOptions) -> Iterator[DaskMachines]:
+def opened_dask(options: ClusterOptions) -> Iterator[DaskWorkers]:
     """Start workers in processes of this machine, or connect to a cluster.
 
     Raise OptionError if Dask is not installed or no scheduler answers.
     """
     check_installed()
-    opened: Waiting[tuple[DaskMachines, Callable[[], object]]] = Waiting()
+    opened: Future[tuple[DaskWorkers, Callable[[], object]]] = Future()
     others = set(active_children())
     with _deaf_children():
         thread = threading.Thread(
@@ -439,13 +379,13 @@ def opened_dask(options: ClusterOptions) -> Iterator[DaskMachines]:
         )
         thread.start()
     try:
-        machines, close = opened.result()
+        workers, close = opened.result()
     except BaseException:
         for one in set(active_children()) - others:  # they are deaf to what ends others at exit
             one.kill()
         raise
     try:
-        yield machines
+        yield workers
     finally:
         close()
         thread.join()
@@ -467,19 +407,18 @@ def _deaf_children() -> Iterator[None]:
 
 
 async def _serve(
-    options: ClusterOptions, opened: Waiting[tuple[DaskMachines, Callable[[], object]]]
+    options: ClusterOptions, opened: Future[tuple[DaskWorkers, Callable[[], object]]]
 ) -> None:
     """Hold the connection until the function that `opened` gives is called."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     try:
         async with connected(options) as client:
-            machines = DaskMachines(client, options.workers)
-            await machines.look()
-            looking = asyncio.create_task(machines.keep_looking())
-            opened.set_result((machines, partial(loop.call_soon_threadsafe, ended.set)))
+            workers = DaskWorkers(client, options.workers)
+            await workers.look()
+            looking = asyncio.create_task(workers.keep_looking())
+            opened.set_result((workers, partial(loop.call_soon_threadsafe, ended.set)))
             await ended.wait()
             looking.cancel()
-            machines.stop()
     except BaseException as error:
         if not opened.done():
             opened.set_exception(error)

@@ -1,6 +1,6 @@
-"""Drive a batch over workers: who may answer, who has ended, and the outcomes as they come.
+"""Run a batch over workers: who may answer, who has ended, and the outcomes as they come.
 
-The store stays with the driver. Knows no Dask: `machines.py` says what it needs.
+The store stays with the driver.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,10 @@ from mlxrunner.batch.prompts import EarlierLines
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
 from mlxrunner.batch.work import Answering
-from mlxrunner.cluster import answering
-from mlxrunner.cluster.dealing import MOST_ENDS, Dealer
-from mlxrunner.cluster.over_dask import Machines, Reply
-from mlxrunner.cluster.wire import SentBatch, outcome_of, plain_line
+from mlxrunner.cluster import worker as remote
+from mlxrunner.cluster.dask_workers import DaskWorkers, LostCallError
+from mlxrunner.cluster.work_queue import MOST_ENDS, WorkQueue
+from mlxrunner.cluster.worker import SentBatch
 from mlxrunner.errors import CutOffError, MlxrunnerError
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.terminal.progress import Progress
@@ -37,7 +38,9 @@ WAIT_S = 0.1
 """Most seconds between two looks at Ctrl-C and at the workers."""
 CLOSE_S = 5.0
 """Most seconds in which workers give their memory back at the end."""
-Opened = Callable[[], AbstractContextManager[Machines]]
+Opened = Callable[[], AbstractContextManager[DaskWorkers]]
+Then = Callable[["_Worker", Any], Iterator[Outcome]]
+"""A function that takes a worker and the value of its call."""
 
 
 @dataclass
@@ -53,7 +56,9 @@ class _Worker:
     "refused"."""
     room: int = 0
     """The most lines that it has at a time."""
-    calls: set[int] = field(default_factory=set)
+    calls: set[Future[Any]] = field(default_factory=set)
+    unsent: list[StoredLine] = field(default_factory=list)
+    """Lines to send again at its next sign of life: the connection broke before it answered."""
 
 
 @contextmanager
@@ -75,37 +80,30 @@ def over_workers(
             store.pending(job.order)
         )
         return
-    batch = SentBatch.of(
-        secrets.token_hex(8),
-        job,
-        found,
-        store.counts,
-        context,
-        has_events=profile.is_wanted,
-        log_text=profile.log_text,
-    )
-    with opened() as machines:
-        driver = Driver(machines, batch, job.parts(), profile, progress.say)
+    key, own = secrets.token_hex(8), (profile.is_wanted, profile.log_text)
+    batch = SentBatch(key, job, found, store.counts, context, *own)
+    with opened() as workers:
+        driver = Driver(workers, batch, job.parts(), profile, progress.say)
         yield partial(driver.run, store, job.order)
 
 
 class Driver:
-    """Runs the lines of a batch on the workers of `machines`."""
+    """Runs the lines of a batch on workers."""
 
     def __init__(
         self,
-        machines: Machines,
+        workers: DaskWorkers,
         batch: SentBatch,
         parts: dict[str, str],
         profile: Profile,
         say: Callable[[str], None],
     ) -> None:
         """Use workers whose copy of the model has the same `parts`. `say` tells people."""
-        self._machines, self._batch, self._profile, self._say = machines, batch, profile, say
+        self._cluster, self._batch, self._profile, self._say = workers, batch, profile, say
         self._parts = parts
-        self._versions = answering.versions()
+        self._versions = remote.versions()
         self._workers: dict[str, _Worker] = {}
-        self._calls: dict[int, tuple[str, Callable[[_Worker, Reply], Iterator[Outcome]]]] = {}
+        self._calls: dict[Future[Any], tuple[str, Then, StoredLine | None]] = {}
         self._said: set[str] = set()
         self._refused: dict[str, str] = {}
         self._failures = 0
@@ -120,8 +118,8 @@ class Driver:
     ) -> Outcomes:
         """Yield the outcomes of the lines as they end, until all have or the run is stopped."""
         self._look()
-        indexes, costs = costs_of(store.left(order), self._batch.job["defaults"])
-        self._dealer = Dealer(store.line, indexes, costs, max(1, len(self._workers)))
+        indexes, costs = costs_of(store.left(order), self._batch.job.defaults)
+        self._queue = WorkQueue(store.line, indexes, costs, max(1, len(self._workers)))
         before = time.monotonic()
         try:
             while True:
@@ -130,32 +128,32 @@ class Driver:
                 yield from self._watch(min(now - before, 10 * WAIT_S))
                 before = now
                 if not is_stopping():
-                    yield from self._deal()
+                    yield from self._send_lines()
                 if self._is_over(is_stopping()):
                     return
-                for reply in self._machines.replies(WAIT_S):
-                    yield from self._landed(reply)
+                for call in self._cluster.ended(WAIT_S):
+                    yield from self._finish(call)
         finally:
             self._close()
 
     def _is_over(self, is_stopping: bool) -> bool:
         """Return True if all lines have ended, or the run stops and no worker has a line.
 
-        A run that stops deals nothing, so the lines of a worker that ended wait for `--resume`.
+        A run that stops sends nothing, so the lines of a worker that ended wait for `--resume`.
         """
         if is_stopping:
-            return not self._dealer.held
-        return self._dealer.is_done and not self._dealer.running
+            return not self._queue.held
+        return self._queue.is_done and not self._queue.running
 
     def _look(self) -> None:
         """Note the workers that have come."""
-        for name in self._machines.signs:
+        for name in self._cluster.signs:
             self._workers.setdefault(name, _Worker(name))
 
     def _watch(self, seconds: float) -> Iterator[Outcome]:
         """Look for workers that came, ended, fell silent or came back; `seconds` have passed."""
         self._look()
-        signs = self._machines.signs
+        signs = self._cluster.signs
         for name, worker in list(self._workers.items()):
             if name not in signs:
                 yield from self._ended(worker)
@@ -168,20 +166,24 @@ class Driver:
             elif is_alive and worker.state == "silent":
                 self._say(f"worker {name}: is back")
                 worker.state = "ready"
-            elif worker.state == "new":
+            elif is_alive and worker.state == "new":
                 worker.state = "opening"
-                self._call(worker, self._described, answering.describe, self._batch.job["model"])
+                self._call(worker, self._described, remote.describe, self._batch.job.model)
+            elif is_alive and worker.state == "ready":
+                unsent, worker.unsent = worker.unsent, []
+                for line in unsent:
+                    self._send(worker, line)
         self._check_left()
 
     def _silent(self, worker: _Worker) -> Iterator[Outcome]:
         """Run the lines of a worker elsewhere that gave no sign of life for too long."""
-        had = self._dealer.of(worker.name)
+        had = self._queue.of(worker.name)
         self._say(
             f"worker {worker.name}: no sign of life for {SILENT_S:g} s: its {had} unfinished lines "
             "run elsewhere"
         )
         worker.state = "silent"
-        yield from self._guilty(self._dealer.lost(worker.name))
+        yield from self._given_up(self._queue.lost(worker.name))
 
     def _check_left(self) -> None:
         """Say that nobody is there. Raise CutOffError if that can't change by itself."""
@@ -200,17 +202,17 @@ class Driver:
         """Take everything from a worker that is no longer there."""
         del self._workers[worker.name]
         self._refused.pop(worker.name, None)
-        self._failures += worker.state == "opening"
+        self._failures += worker.state in ("new", "opening")
         for call in worker.calls:
             self._calls.pop(call, None)
-            self._machines.forget(call)
-        had = self._dealer.of(worker.name)
+            call.cancel()
+        had = self._queue.of(worker.name)
         if worker.state != "refused":
             elsewhere = f": its {had} unfinished lines run elsewhere" if had else ""
             self._say(f"worker {worker.name} has ended{elsewhere}")
-        yield from self._guilty(self._dealer.lost(worker.name))
+        yield from self._given_up(self._queue.lost(worker.name))
 
-    def _guilty(self, lines: list[StoredLine]) -> Iterator[Outcome]:
+    def _given_up(self, lines: list[StoredLine]) -> Iterator[Outcome]:
         """Yield the errors of lines that ended too many workers."""
         for line in lines:
             why = f"{MOST_ENDS} workers ended while they ran this line; it is not tried again"
@@ -219,52 +221,56 @@ class Driver:
     def _call(
         self,
         worker: _Worker,
-        then: Callable[[_Worker, Reply], Iterator[Outcome]],
+        then: Then,
         function: Callable[..., Any],
         *arguments: Any,
+        line: StoredLine | None = None,
     ) -> None:
-        """Call a function on a worker; `then` gets its end."""
-        call = self._machines.call(worker.name, function, *arguments)
+        """Call a function on a worker, which may answer a `line`; `then` gets its value."""
+        call = self._cluster.call(worker.name, function, *arguments)
         worker.calls.add(call)
-        self._calls[call] = worker.name, then
+        self._calls[call] = worker.name, then, line
 
-    def _landed(self, reply: Reply) -> Iterator[Outcome]:
-        """Give the end of a call to what waits for it."""
-        name, then = self._calls.pop(reply.call, ("", None))
-        worker = self._workers.get(name)
-        if worker is None or then is None:
+    def _finish(self, call: Future[Any]) -> Iterator[Outcome]:
+        """Give the value of a call to what waits for it, or deal with its error."""
+        if call not in self._calls:
             return
-        worker.calls.discard(reply.call)
-        yield from then(worker, reply)
+        name, then, line = self._calls.pop(call)
+        worker = self._workers[name]
+        worker.calls.discard(call)
+        error = LostCallError(name) if call.cancelled() else call.exception()
+        if error is None:
+            yield from then(worker, call.result())
+        elif worker.state == "opening":
+            if isinstance(error, LostCallError):
+                worker.state = "new"
+            else:
+                self._refuse(worker, _reason(error))
+        elif worker.state == "ready" and isinstance(error, LostCallError) and line is not None:
+            worker.unsent.append(line)
+        elif worker.state == "ready":
+            yield from self._begin_again(worker, error)
 
-    def _described(self, worker: _Worker, reply: Reply) -> Iterator[Outcome]:
+    def _described(self, worker: _Worker, found: dict[str, dict[str, str]]) -> Iterator[Outcome]:
         """Compare a worker with this process, and let it load the model."""
-        if reply.error is not None:
-            self._refuse(worker, _reason(reply.error))
-            return
-        for own, found in (
-            (self._versions, reply.value["versions"]),
-            (self._parts, reply.value["parts"]),
-        ):
-            for name in found:
-                if name != "model" and found[name] != own.get(name):
+        for own, its in ((self._versions, found["versions"]), (self._parts, found["parts"])):
+            for name in its:
+                if name != "model" and its[name] != own.get(name):
                     self._refuse(
-                        worker, f"has another {name}: {found[name]} there, {own.get(name)} here"
+                        worker, f"has another {name}: {its[name]} there, {own.get(name)} here"
                     )
                     return
         host = _host(worker.name)
         sharers = sum(_host(name) == host for name in self._workers)
-        self._call(worker, self._begun, answering.begin, self._batch, sharers)
+        self._call(worker, self._begun, remote.begin, self._batch, sharers)
         yield from ()
 
-    def _begun(self, worker: _Worker, reply: Reply) -> Iterator[Outcome]:
+    def _begun(self, worker: _Worker, found: tuple[int, list[str]]) -> Iterator[Outcome]:
         """Note that a worker has loaded the model."""
-        if reply.error is not None:
-            self._refuse(worker, _reason(reply.error))
-            return
+        lanes, said = found
         self._failures = 0
-        worker.state, worker.room = "ready", reply.value["lanes"] + AHEAD
-        for text in reply.value["said"]:
+        worker.state, worker.room = "ready", lanes + AHEAD
+        for text in said:
             self._say_once(text)
         yield from ()
 
@@ -278,60 +284,58 @@ class Driver:
             self._said.add(text)
             self._say(text)
 
-    def _deal(self) -> Iterator[Outcome]:
+    def _send_lines(self) -> Iterator[Outcome]:
         """Give lines to all workers that have room, to each one in turn."""
         ready = [worker for worker in self._workers.values() if worker.state == "ready"]
         while ready:
             for worker in list(ready):
-                if self._dealer.of(worker.name) >= worker.room:
-                    ready.remove(worker)
-                    continue
-                line = self._dealer.take(worker.name)
+                has_room = self._queue.of(worker.name) < worker.room
+                line = self._queue.take(worker.name) if has_room else None
                 if line is None:
                     ready.remove(worker)
                 elif line.error is not None:
-                    self._dealer.answered(worker.name, line.index)
+                    self._queue.answered(worker.name, line.index)
                     yield refused(line, line.error)
                 else:
                     self._send(worker, line)
 
     def _send(self, worker: _Worker, line: StoredLine) -> None:
-        plain = plain_line(line, with_prompt=self._batch.has_events)
+        """Send a line. Only observers of a runner need its prompt."""
+        sent = line if self._batch.has_events else replace(line, prompt=None)
         then = partial(self._answered, line)
-        self._call(worker, then, answering.answer, self._batch.key, plain)
+        self._call(worker, then, remote.answer, self._batch.key, sent, line=line)
 
-    def _answered(self, line: StoredLine, worker: _Worker, reply: Reply) -> Iterator[Outcome]:
+    def _answered(
+        self, line: StoredLine, worker: _Worker, found: remote.Answered
+    ) -> Iterator[Outcome]:
         """Take the end of a line, once."""
-        if reply.error is not None:
-            yield from self._failed(worker, reply.error)
-            return
-        if self._dealer.answered(worker.name, line.index) is None:
-            return
-        for event in reply.value["events"]:
-            self._profile.take(event)
-        yield outcome_of(line, reply.value["outcome"])
+        if self._queue.answered(worker.name, line.index) is not None:
+            for event in found.events:
+                self._profile.take(event)
+            yield replace(found.outcome, line=line)
 
-    def _failed(self, worker: _Worker, error: BaseException) -> Iterator[Outcome]:
-        """Let a worker whose engine ended begin again; its lines run elsewhere."""
-        if worker.state != "ready":
-            return
-        is_to_blame = not isinstance(error, answering.NotOpenError)
+    def _begin_again(self, worker: _Worker, error: BaseException) -> Iterator[Outcome]:
+        """Let a worker whose engine ended begin again; its lines run elsewhere.
+
+        No line is to blame if the worker has begun another batch meanwhile.
+        """
+        is_to_blame = not isinstance(error, remote.NotOpenError)
         if is_to_blame:
             self._say(f"worker {worker.name}: {_reason(error)}; it begins again")
         worker.state = "new"
-        yield from self._guilty(self._dealer.lost(worker.name, is_to_blame=is_to_blame))
+        yield from self._given_up(self._queue.lost(worker.name, is_to_blame=is_to_blame))
 
     def _close(self) -> None:
         """Let the workers give their memory back, as far as they answer."""
-        for call in list(self._calls):
-            self._machines.forget(call)
+        for call in self._calls:
+            call.cancel()
         self._calls.clear()
         ready = [worker for worker in self._workers.values() if worker.state == "ready"]
-        left = {self._machines.call(one.name, answering.end, self._batch.key) for one in ready}
+        left = {self._cluster.call(one.name, remote.end, self._batch.key) for one in ready}
         end = time.monotonic() + CLOSE_S
         with suppress(CutOffError):
             while left and time.monotonic() < end:
-                left -= {reply.call for reply in self._machines.replies(WAIT_S)}
+                left.difference_update(self._cluster.ended(WAIT_S))
 
 
 def _host(name: str) -> str:

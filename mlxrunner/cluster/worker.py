@@ -1,27 +1,33 @@
-"""Answer lines on a worker. The driver calls the functions `describe`, `begin`, `answer` and `end`.
+"""Answer lines on a worker. The driver calls `describe`, `begin`, `answer` and `end` there.
 
 A worker process has one model, on a thread of its own, and answers the lines of one batch at a
-time. Knows nothing about the engine that calls it.
+time. Knows nothing about Dask. Both sides have the same versions of all packages, which the driver
+compares before it calls anything but `describe`; so objects of this program cross the wire as
+they are.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from mlxrunner.batch.execution import Execution, Outcome
+from mlxrunner.batch.job import Job
+from mlxrunner.batch.plan import Survey
 from mlxrunner.batch.prompts import EarlierLines
-from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.records import LineCounts, StoredLine
 from mlxrunner.batch.work import open_runner
-from mlxrunner.cluster.wire import Plain, SentBatch, line_of, plain_outcome
+from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.parallel.stepper import Stepper
@@ -37,41 +43,65 @@ class NotOpenError(Exception):
     """A worker was asked for a line of a batch that it has not begun, or that it has ended."""
 
 
-class Desk:
-    """The place where a worker answers the lines of one batch, as many at a time as fit."""
+@dataclass(frozen=True)
+class SentBatch:
+    """A batch as a worker gets it."""
+
+    key: str
+    """The name of this run of the batch, which no other has."""
+    job: Job
+    found: Survey
+    """The survey of the lines, which decides how many run at a time."""
+    counts: LineCounts
+    """The numbers of lines of the whole batch."""
+    context: int
+    """The most tokens of a prompt and its answer."""
+    has_events: bool = False
+    """True if an event of each request goes back."""
+    log_text: bool = False
+    """True if these events show text where a prompt leaves the entry."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The end of a line."""
+
+    outcome: Outcome
+    events: list[str]
+    """The events since the last outcome, as lines."""
+
+
+class WorkerSession:
+    """The lines of one batch on this worker, as many at a time as fit, and their model."""
 
     def __init__(self, batch: SentBatch) -> None:
-        """Load the model on the desk's thread. Raise what that raises."""
+        """Load the model on a thread of its own. Raise what that raises."""
         self.key, self._batch = batch.key, batch
         self._lines: SimpleQueue[StoredLine | None] = SimpleQueue()
-        self._waiting: dict[int, Future[Plain]] = {}
+        self._waiting: dict[int, Future[Answered]] = {}
         """The future outcomes of the lines that are here, by index."""
         self._lock = threading.Lock()
         self._has_ended = False
         self._events: list[str] = []
-        self._said: list[str] = []
+        self.said: list[str] = []
+        """The remarks of loading the model, for people."""
         self._steps = 0
         self._opened: Future[int] = Future()
-        self._thread = threading.Thread(target=self._work, name="mlxrunner-desk", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="mlxrunner-worker", daemon=True)
         self._thread.start()
         self.lanes = self._opened.result()
         """The number of lines at a time."""
-
-    @property
-    def said(self) -> list[str]:
-        """The remarks of loading the model, for people."""
-        return self._said
 
     @property
     def sign(self) -> Any:
         """A sign of life: a value that changes with each step; without lines, at each call."""
         return self._steps if self._waiting else time.time()
 
-    def answer(self, line: StoredLine) -> Future[Plain]:
+    def answer(self, line: StoredLine) -> Future[Answered]:
         """Return the future outcome of a line, with the events since the last outcome.
 
         The driver may send a line that is here already, because it had given up this worker for a
-        while. Such a line is answered once. Raise NotOpenError if the desk has ended.
+        while. Such a line is answered once. Raise NotOpenError if the session has ended.
         """
         with self._lock:
             if self._has_ended:
@@ -102,51 +132,42 @@ class Desk:
             self._fail_all(error)
 
     def _open(self) -> Runner | Stepper:
-        job, found = self._batch.its_job(), self._batch.its_survey()
-        runner = open_runner(job, found, self._batch.context, self._said.append)
-        if self._batch.has_events:
+        batch = self._batch
+        runner = open_runner(batch.job, batch.found, batch.context, self.said.append)
+        if batch.has_events:
             Profile(
                 "batch",
-                log_text=self._batch.log_text,
+                log_text=batch.log_text,
                 sinks=[lambda event: self._events.append(as_line(event))],
             ).watch(runner)
         self._opened.set_result(runner.num_slots if isinstance(runner, Stepper) else 1)
         return runner
 
     def _answer_all(self, runner: Runner | Stepper) -> None:
-        begun = EarlierLines(parallel=isinstance(runner, Stepper), counts=self._batch.its_counts())
-        execution = Execution(runner, self._batch.its_job(), begun, tick=self._tick)
+        begun = EarlierLines(parallel=isinstance(runner, Stepper), counts=self._batch.counts)
+        execution = Execution(runner, self._batch.job, begun, tick=self._tick)
         while (first := self._lines.get()) is not None:
-            lines = chain([first], _Ready(self))
-            with closing(execution.run(lines)) as outcomes:
+            with closing(execution.run(chain([first], _WaitingLines(self._lines)))) as outcomes:
                 for outcome in outcomes:
-                    self._land(outcome)
+                    self._finish(outcome)
 
     def _tick(self) -> None:
         self._steps += 1
 
-    def ready(self) -> StoredLine:
-        """Return a line that waits. Raise queue.Empty if none does."""
-        line = self._lines.get_nowait()
-        if line is None:
-            self._lines.put(None)
-            raise Empty
-        return line
-
-    def _land(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: Outcome) -> None:
         """Give an outcome to whoever waits for it."""
         self._steps += 1
         events, self._events[:] = list(self._events), []
-        reply = {"outcome": plain_outcome(outcome), "events": events}
         with self._lock:
             waiting = self._waiting.pop(outcome.line.index)
-        waiting.set_result(reply)
+        line = replace(outcome.line, tokens=as_tokens([]), prompt=None)  # the driver has it
+        waiting.set_result(Answered(replace(outcome, line=line), events))
 
     def _fail_all(self, error: BaseException) -> None:
-        """Let all who wait know that the desk has ended."""
-        global _desk
-        if _desk is self:
-            _desk = None
+        """Let all who wait know that the session has ended."""
+        global _session
+        if _session is self:
+            _session = None
         if not self._opened.done():
             self._opened.set_exception(error)
         with self._lock:
@@ -157,20 +178,24 @@ class Desk:
             future.set_exception(error)
 
 
-class _Ready(Iterator[StoredLine]):
-    """The lines that wait at a desk. It ends where none waits, and goes on when one comes."""
+class _WaitingLines(Iterator[StoredLine]):
+    """The lines that wait in a queue. It ends where none waits, and goes on when one comes."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, lines: SimpleQueue[StoredLine | None]) -> None:
+        self._lines = lines
 
     def __next__(self) -> StoredLine:
         try:
-            return self._desk.ready()
+            line = self._lines.get_nowait()
         except Empty:
             raise StopIteration from None
+        if line is None:
+            self._lines.put(None)
+            raise StopIteration
+        return line
 
 
-_desk: Desk | None = None
+_session: WorkerSession | None = None
 _opening = threading.Lock()
 
 
@@ -179,7 +204,7 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-def describe(model: str) -> Plain:
+def describe(model: str) -> dict[str, Any]:
     """Return the versions of this worker and the parts of its copy of the model.
 
     Its form never changes: drivers of other versions read it.
@@ -188,36 +213,36 @@ def describe(model: str) -> Plain:
     return {"versions": versions(), "parts": parts, "pid": os.getpid()}
 
 
-def begin(batch: SentBatch, sharers: int) -> Plain:
-    """Load the model for a batch, and return how many lines run at a time.
+def begin(batch: SentBatch, sharers: int) -> tuple[int, list[str]]:
+    """Load the model for a batch. Return how many lines run at a time, and remarks for people.
 
     Lines of another batch are answered before. `sharers` processes use the memory of this machine.
     """
-    global _desk
+    global _session
     with _opening:
-        if _desk is not None:
-            _desk.close()
+        if _session is not None:
+            _session.close()
         device.share_memory(sharers)
-        _desk = desk = Desk(batch)
-    return {"lanes": desk.lanes, "said": desk.said}
+        _session = session = WorkerSession(batch)
+    return session.lanes, session.said
 
 
-def answer(key: str, line: Plain) -> Plain:
+async def answer(key: str, line: StoredLine) -> Answered:
     """Return the outcome of a line. Raise NotOpenError if this worker has not begun the batch."""
-    desk = _desk
-    if desk is None or desk.key != key:
+    session = _session
+    if session is None or session.key != key:
         raise NotOpenError(key)
-    return desk.answer(line_of(line)).result()
+    return await asyncio.shield(asyncio.wrap_future(session.answer(line)))  # others wait, too
 
 
 def end(key: str) -> None:
     """Give back the memory of the model after a batch, if no other batch has begun."""
     with _opening:
-        if _desk is not None and _desk.key == key:
-            _desk.close()
+        if _session is not None and _session.key == key:
+            _session.close()
 
 
 def sign(worker: object = None) -> Any:
     """Return a sign of life: a value that changes as long as this worker works."""
-    desk = _desk
-    return time.time() if desk is None else desk.sign
+    session = _session
+    return time.time() if session is None else session.sign
