@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxrunner.batch.inputs import LineReader
-from mlxrunner.batch.options import ORDERS
+from mlxrunner.batch.inputs import lines_of_records, read_records
+from mlxrunner.batch.options import ORDERS, BatchOptions
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.prompts import cost, tokenize_lines
 from mlxrunner.batch.records import StoredLine
@@ -95,7 +95,12 @@ def short_lines(count: int, folder: Path) -> Stages:
     tokenizer = tokenizer_of("demo")
     with Store.create(folder / "short") as store:
         with stage(stages, "read, tokenized and stored"), file.open("rb") as lines:
-            tokenize_lines(store, LineReader(lines), tokenizer, context=2048)
+            tokenize_lines(
+                store,
+                lines_of_records(read_records(lines), BatchOptions()),
+                tokenizer,
+                context=2048,
+            )
         with stage(stages, "sorted"):
             store.finish()
         with stage(stages, "planned"):

@@ -6,6 +6,7 @@ Outcomes come out as the lines end; a failed line gives one, too. No files here.
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.pictures import again, messages_of, shows
 from mlxrunner.batch.prompts import EarlierLines, tokenize_lines
-from mlxrunner.batch.records import StoredLine, place_of, plain_result, result_of
+from mlxrunner.batch.records import StoredLine, place_of
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.config.arguments import check_kind, listed
@@ -443,10 +444,11 @@ def _run_batch(
                 if options.output_order == "done":
                     yield result
                     continue
-                store.record(result.index, _to_bytes(result))
+                store.record(result.index, pickle.dumps(result))
                 for answer in store.answers(after=place):
                     place = answer.place
-                    yield _from_bytes(answer.body)
+                    found: BatchResult = pickle.loads(answer.body)
+                    yield found
 
 
 def lines_of(
@@ -476,26 +478,3 @@ def lines_of(
                 f'that JSON knows, such as {{"max_tokens": 9}}: {problem}'
             )
         yield InputLine(index, index + 1, prompt, name, options=options, error=error)
-
-
-def _to_bytes(result: BatchResult) -> bytes:
-    """Return a result as JSON, to be read by `_from_bytes`."""
-    stored = vars(result)
-    if result.error is not None:
-        stored = {**stored, "error": [str(result.error), result.error.is_refused]}
-    if result.result is not None:
-        stored = {**stored, "result": plain_result(result.result)}
-    return json.dumps(stored).encode()
-
-
-def _from_bytes(body: bytes) -> BatchResult:
-    """Return the result that `_to_bytes` wrote."""
-    stored = json.loads(body)
-    result = stored["result"]
-    if result is not None:
-        result = result_of(result)
-    error = stored["error"]
-    if error is not None:
-        message, is_refused = error
-        error = RequestError(message, is_refused=is_refused)
-    return BatchResult(stored["index"], stored["id"], result, error)

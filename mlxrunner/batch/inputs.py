@@ -2,7 +2,7 @@
 
 An input is a file, standard input, a folder of texts, or a data set: a folder of Parquet or Arrow
 files, or one on the hub. The first bytes of a file tell its kind, and its name tells JSON lines
-from tables. Nothing is read as a whole but a file of a folder, which has a bounded size.
+from tables. One line is in memory at a time, and none longer than LONGEST. No models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from mlxrunner.batch.tables import (
     PARQUET,
     Columns,
     HashedStream,
-    Template,
     arrow_rows,
     dataset_files,
     decompressed,
@@ -57,6 +56,34 @@ TEXT = ("id", "path", "text")
 """The columns of a folder: each file is a row, and its path is its id."""
 PIECE = 2**18
 """Bytes per read of a stream."""
+
+
+LONGEST = 2**24
+"""The size in bytes of the longest line, or row of a CSV file."""
+BOM = b"\xef\xbb\xbf"
+Record = bytes | Mapping[str, Any] | Exception | None
+"""The bytes of a line, the fields of a row, or the error of either; None if it is too long."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class InputLine:
+    """A line of the input that is not empty."""
+
+    index: int
+    """The number of the line among those that are not empty, from 0."""
+    number: Place
+    """The number of the line in the file, from 1, or a text that says where it is."""
+    prompt: Prompt = ""
+    """The text, messages or tokens of the prompt; empty if there is an error."""
+    id: str | int | None = None
+    """The id that the line gives; None if it gives none."""
+    format: Format = "plain"
+    """The format of the answer."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `GenerateOptions` that the line itself gives."""
+    error: str | None = None
+    """The reason why the line can't be run, in one line; in a file the line number comes first."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +182,8 @@ class Inputs:
         """Yield the number and the record of each line or row of a text."""
         end = _end(part.path)
         is_table = end in TABLES or (self._is_table and end not in JSON_LINES)
-        yield from LineReader(
-            stream,
-            columns=self._columns if is_table else None,
-            delimiter=self._delimiter or ("\t" if end in TABS else ","),
-        ).records()
+        delimiter = self._delimiter or ("\t" if end in TABS else ",")
+        return read_records(stream, self._columns if is_table else None, delimiter)
 
 
 def digest_of(names: Sequence[str]) -> str | None:
@@ -328,97 +352,30 @@ def _rewind(stream: BinaryIO, name: str) -> None:
         ) from error
 
 
-LONGEST = 2**24
-"""The size in bytes of the longest line, or row of a CSV file."""
-BOM = b"\xef\xbb\xbf"
-Record = bytes | Mapping[str, Any] | Exception | None
-"""The bytes of a line, the fields of a row, or the error of either; None if it is too long."""
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+def read_records(
+    stream: BinaryIO, columns: Columns | None = None, delimiter: str = ",", longest: int = LONGEST
+) -> Iterator[tuple[int, Record]]:
+    """Yield the number and the record of each line of a stream that is not empty.
 
-
-@dataclass(frozen=True)
-class InputLine:
-    """A line of the input that is not empty."""
-
-    index: int
-    """The number of the line among those that are not empty, from 0."""
-    number: Place
-    """The number of the line in the file, from 1, or a text that says where it is."""
-    prompt: Prompt = ""
-    """The text, messages or tokens of the prompt; empty if there is an error."""
-    id: str | int | None = None
-    """The id that the line gives; None if it gives none."""
-    format: Format = "plain"
-    """The format of the answer."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `GenerateOptions` that the line itself gives."""
-    error: str | None = None
-    """The reason why the line can't be run, in one line; in a file the line number comes first."""
-
-
-class LineReader:
-    """An iterable over the lines of a stream, to be used once.
-
-    A bad line is a `InputLine` with an error and never stops the rest.
+    With `columns` the stream is a table of text. Its first step raises OptionError if it lacks one
+    of the columns.
     """
+    if columns is not None:
+        return read_table(_whole_lines(stream, longest), columns, longest, delimiter)
+    lines = enumerate(_whole_lines(stream, longest), 1)
+    return ((number, line) for number, line in lines if line is None or line.strip())
 
-    def __init__(
-        self,
-        stream: BinaryIO,
-        options: BatchOptions | None = None,
-        *,
-        template: str | None = None,
-        columns: Columns | None = None,
-        delimiter: str = ",",
-        longest: int = LONGEST,
-    ) -> None:
-        """Read `stream`, with lines of at most `longest` bytes.
 
-        The options of each line are checked together with `options`, those of the batch. With
-        `columns`, or a `template` with `{column}`s, the stream is CSV. Raise OptionError for a
-        template without columns. The first step of the iteration raises OptionError if the file
-        lacks one of the columns.
-        """
-        self._stream, self._longest = stream, longest
-        self._options = options or BatchOptions()
-        self._columns = columns if template is None else Columns(Template(template))
-        self._delimiter = delimiter
-        self._hash = hashlib.sha256()
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 of the bytes read so far, in hexadecimal; at the end, that of the input."""
-        return self._hash.hexdigest()
-
-    def __iter__(self) -> Iterator[InputLine]:
-        return lines_of_records(self.records(), self._options, self._longest)
-
-    def records(self) -> Iterator[tuple[int, Record]]:
-        """Yield the number and the record of each line that is not empty."""
-        if self._columns is not None:
-            return read_table(self._physical(), self._columns, self._longest, self._delimiter)
-        return (
-            (number, line)
-            for number, line in enumerate(self._physical(), 1)
-            if line is None or line.strip()
-        )
-
-    def _physical(self) -> Iterator[bytes | None]:
-        """Yield the lines with their ends, and None in the place of one that is too long."""
-        first = True
-        while line := self._read():
-            whole = len(line) <= self._longest or line.endswith(b"\n")
-            rest = line
-            while not rest.endswith(b"\n") and (rest := self._read()):
-                whole = False
-            yield line.removeprefix(BOM if first else b"") if whole else None
-            first = False
-
-    def _read(self) -> bytes:
-        """Read one line, or the part of it that fits."""
-        part = self._stream.readline(self._longest + 1)
-        self._hash.update(part)
-        return part
+def _whole_lines(stream: BinaryIO, longest: int) -> Iterator[bytes | None]:
+    """Yield the lines with their ends, and None in the place of one that is too long."""
+    mark = BOM
+    while line := stream.readline(longest + 1):
+        is_whole = len(line) <= longest or line.endswith(b"\n")
+        rest = line
+        while not rest.endswith(b"\n") and (rest := stream.readline(longest + 1)):
+            is_whole = False
+        yield line.removeprefix(mark) if is_whole else None
+        mark = b""
 
 
 def lines_of_records(

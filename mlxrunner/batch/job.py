@@ -2,7 +2,11 @@
 
 The store (OUTPUT.run) keeps a second run away. It is removed when all answers are in the output. A
 small file (OUTPUT.done) then records what the answers were made from, so that `--resume` can tell
-the same batch from another one. No tensors.
+the same batch from another one.
+
+`--retry-failed` has a store of its own, OUTPUT.retry, with the input and the good answers, copied
+from the output. A new file, OUTPUT.retried, gets all answers and takes the output's place when none
+is missing. The output is the old one or the new one at any moment. No tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +23,13 @@ from typing import Any
 
 from mlxrunner.batch.inputs import STANDARD, Inputs, digest_of, is_same_or_within
 from mlxrunner.batch.options import FileOptions
-from mlxrunner.batch.output import AnswerFile, check_writable, opened_answers, output_digest
+from mlxrunner.batch.output import (
+    AnswerFile,
+    answers_in,
+    check_writable,
+    opened_answers,
+    output_digest,
+)
 from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.records import CUT
 from mlxrunner.batch.store import Store
@@ -257,27 +267,6 @@ def _real(name: str) -> str:
         return name
 
 
-def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
-    """Raise DifferentRunError, with both values, for the first part that is not the same.
-
-    `what` names the output of the run that is resumed.
-    """
-    for name in [*now, *(name for name in was if name not in now)]:
-        if was.get(name) != now.get(name):
-            before, after = _shown(was.get(name)), _shown(now.get(name))
-            raise DifferentRunError(
-                f"{what} was begun with another {name}: {before} then, {after} now; --resume needs "
-                "the same, or choose another -o"
-            )
-
-
-def _shown(value: str | None) -> str:
-    """Return a value of a part for an error, cut to `_SHOWN` characters."""
-    if value is None:
-        return "not set"
-    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]} ..."
-
-
 def open_output(job: Job) -> AnswerFile:
     """Open the file or the stream for the answers. Raise OutputError if that fails."""
     if job.store_path is not None:
@@ -287,13 +276,14 @@ def open_output(job: Job) -> AnswerFile:
 
 
 @contextmanager
-def opened_store(job: Job) -> Iterator[Store]:
-    """Open the store: a new one, or that of the run that is resumed.
+def opened_store(job: Job, retried: Completion | None = None) -> Iterator[Store]:
+    """Open the store: a new one, or that of the run or the retry that was cut off.
 
-    If the block fails, a store without a complete input is removed, and so is a new store without
-    answers. An output file that is new and empty goes with it. Raise OutputError if there are
-    answers already and `resume` is not set. Raise StoreError if another run is writing to the same
-    output.
+    `retried` is the record of the output whose failed lines run again. If the block fails, a store
+    without a complete input is removed, and so is a new store without answers, unless it is that of
+    a retry. An output file that is new and empty goes with it. Raise OutputError if there are
+    answers already and `resume` is not set, or if a file can't be written. Raise StoreError if
+    another run is writing to the same output.
     """
     path, output = job.store_path, Path(job.output)
     if path is None:
@@ -302,40 +292,27 @@ def opened_store(job: Job) -> Iterator[Store]:
         return
     # OUTPUT.done is written last, when an error would come too late.
     check_writable(completion_path(path), replaced=True)
+    if retried is not None:
+        check_writable(output, replaced=True)
+        _remove_stale(path, retried)
     is_new, was_there = not path.exists(), output.exists()
-    with _new_store(output, path) if is_new else _existing_store(job, path) as store:
+    with _new_store(job, path) if is_new else _existing_store(job, path) as store:
         try:
             yield store
         except BaseException:
+            is_own = is_new and retried is None
             with suppress(MlxrunnerError, OSError):
-                if not store.is_complete or (is_new and not store.counts.done):
+                if not store.is_complete or (is_own and not store.counts.done):
                     path.unlink()
                     if not was_there and not output.stat().st_size:
                         output.unlink()
             raise
 
 
-@contextmanager
-def store_to_plan(job: Job, answers: str | None = None) -> Iterator[Store]:
-    """Open the store of the run that is resumed if its input is complete, else a temporary store.
-
-    `answers` is the digest of the output that is retried, if one is. Nothing is written to the
-    store of the run.
-    """
-    path = job.store_path
-    if (job.resume or job.retry_failed) and path is not None and path.exists():
-        with Store.open(path) as store:
-            if store.is_complete and store.meta.get(ANSWERS) == answers:
-                yield store
-                return
-    with Store.create() as store:
-        yield store
-
-
 def _existing_store(job: Job, path: Path) -> Store:
-    """Open the store at `path`. Raise OutputError if it has an input and `resume` is not set."""
+    """Open the store at `path`. Raise OutputError if it has an input and may not go on."""
     store = Store.open(path)
-    if store.is_complete and not job.resume:
+    if store.is_complete and not job.resume and not job.retry_failed:
         store.close()
         raise OutputError(
             f"{path}: is there from a run that has not ended: go on with it with --resume, or "
@@ -344,25 +321,64 @@ def _existing_store(job: Job, path: Path) -> Store:
     return store
 
 
-def _new_store(output: Path, path: Path) -> Store:
-    """Create the store. Raise OutputError if the output has content or can't be written."""
-    check_writable(output)
-    if output.exists() and output.stat().st_size:
-        raise OutputError(f"{output}: is there already: choose another -o, or remove it")
+def _new_store(job: Job, path: Path) -> Store:
+    """Create the store. Raise OutputError if it or its output is there or can't be made."""
+    output = Path(job.output)
+    if job.retry_failed:
+        new, remedy = path.with_suffix(RETRIED), "remove it, --retry-failed needs the name"
+    else:
+        new, remedy = output, "choose another -o, or remove it"
+        check_writable(output)
+    if new.exists() and (job.retry_failed or new.stat().st_size):
+        raise OutputError(f"{new}: is there already: {remedy}")
     try:
         return Store.create(path)
     except StoreError as error:
         raise OutputError(f"{output}: can't be written: {error}") from error
 
 
-def completed(job: Job, parts: Mapping[str, str]) -> Completion | None:
-    """Return the record of the run that is resumed, if that run has ended.
+def _remove_stale(path: Path, retried: Completion) -> None:
+    """Remove the files of a retry of other answers than those that the output has now."""
+    if not path.exists():
+        return
+    with Store.open(path) as store:
+        if store.is_complete and store.meta.get(ANSWERS) != retried.digest:
+            path.with_suffix(RETRIED).unlink(missing_ok=True)
+            path.unlink()
 
-    Return None without `resume`, if there is a store, or if there is no output. `parts` is what
-    this run would be made from beside the input. Raise DifferentRunError if the ended run was made
-    from something else. Raise OutputError if its record is missing or the output has been changed
-    since.
+
+@contextmanager
+def store_to_plan(job: Job, retried: Completion | None = None) -> Iterator[Store]:
+    """Open the store of the run that is resumed if its input is complete, else a temporary store.
+
+    `retried` is that of `opened_store`. Nothing is written to the store of the run.
     """
+    path = job.store_path
+    if (job.resume or job.retry_failed) and path is not None and path.exists():
+        with Store.open(path) as store:
+            answers = None if retried is None else retried.digest
+            if store.is_complete and store.meta.get(ANSWERS) == answers:
+                yield store
+                return
+    with Store.create() as store:
+        yield store
+
+
+def finished_run(job: Job, parts: Mapping[str, str]) -> tuple[Completion | None, Completion | None]:
+    """Return the record of a run that has nothing left to do, and that of the run to retry.
+
+    At most one of them is not None. `parts` is what this run would be made from beside the input.
+    Raise DifferentRunError if the ended run was made from something else. Raise OutputError if its
+    record is missing or the output has been changed since.
+    """
+    if not job.retry_failed:
+        return _to_resume(job, parts), None
+    found = _to_retry(job, parts)
+    return (None, found) if found.failed else (found, None)
+
+
+def _to_resume(job: Job, parts: Mapping[str, str]) -> Completion | None:
+    """Return the record of the run that is resumed, if that run has ended."""
     path, output = job.store_path, Path(job.output)
     if not job.resume or path is None or path.exists() or not output.exists():
         return None
@@ -377,7 +393,8 @@ def completed(job: Job, parts: Mapping[str, str]) -> Completion | None:
             f"made from: {again}"
         )
     check_made_from(job, found.made_from, parts)
-    if path.with_suffix(".retry").exists() and output_digest(output) != found.digest:
+    is_same = output_digest(output) == found.digest
+    if not is_same and path.with_suffix(".retry").exists():
         raise OutputError(
             f"{output}: a run with --retry-failed was cut off while it replaced the output: go on "
             "with --retry-failed"
@@ -386,31 +403,13 @@ def completed(job: Job, parts: Mapping[str, str]) -> Completion | None:
         raise OutputError(
             f"{output}: has {size} bytes, and the run that wrote it left {found.size}: {again}"
         )
-    if output_digest(output) != found.digest:
+    if not is_same:
         raise OutputError(f"{output}: is not what the run left, somebody has changed it: {again}")
     return found
 
 
-def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:
-    """Raise DifferentRunError unless the resumed run has the same parts and the same input."""
-    now = digest_of(job.inputs)
-    parts = as_before(parts, was)
-    check_same(was, parts if now is None else {**parts, INPUT: now}, job.output)
-
-
-def as_before(parts: Mapping[str, str], was: Mapping[str, str]) -> dict[str, str]:
-    """Return the parts of a resumed run, with the input and the cut that it had."""
-    cut = {CUT: was[CUT]} if CUT in was else {}
-    return {**parts, INPUT: was.get(INPUT, ""), **cut}
-
-
-def finished(job: Job, parts: Mapping[str, str]) -> Completion:
-    """Return the record of the finished output whose failed lines are to be run again.
-
-    `parts` is what this run would be made from beside the input. Raise OutputError if the run has
-    not finished, if its record is missing, or if the output has been changed since. Raise
-    DifferentRunError if it was made from something else.
-    """
+def _to_retry(job: Job, parts: Mapping[str, str]) -> Completion:
+    """Return the record of the finished output whose failed lines are to be run again."""
     output, path = Path(job.output), completion_path(Path(f"{job.output}.retry"))
     if (running := Path(f"{output}.run")).exists():
         raise OutputError(
@@ -425,7 +424,7 @@ def finished(job: Job, parts: Mapping[str, str]) -> Completion:
             f"{output}: {path.name} is missing or damaged, which says what the answers were made "
             "from: --retry-failed can't tell which lines to run; choose another -o"
         )
-    check_same(found.made_from, as_before(parts, found.made_from), job.output)
+    check_same(found.made_from, _as_before(parts, found.made_from), job.output)
     if output_digest(output) != found.digest and not _has_taken_place(job, found):
         raise OutputError(
             f"{output}: is not what the run left, somebody has changed it: choose another -o, or "
@@ -448,47 +447,42 @@ def _has_taken_place(job: Job, found: Completion) -> bool:
     return digest.hexdigest() == output_digest(Path(job.output))
 
 
-@contextmanager
-def opened_retry(job: Job, found: Completion) -> Iterator[Store]:
-    """Open the store OUTPUT.retry, a new one or that of the retry that was cut off.
+def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
+    """Raise DifferentRunError, with both values, for the first part that is not the same.
 
-    If the block fails, a store without a complete input is removed. Raise OutputError if a file
-    can't be written, and StoreError if another retry of the same output is running.
+    `what` names the output of the run that is resumed.
     """
-    path, output = job.store_path, Path(job.output)
-    assert path is not None  # Job refuses a stream
-    for file in (output, completion_path(path)):
-        check_writable(file, replaced=True)
-    if path.exists():
-        _remove_stale(path, found)
-    with Store.open(path) if path.exists() else _new(path) as store:
-        try:
-            yield store
-        except BaseException:
-            with suppress(MlxrunnerError, OSError):
-                if not store.is_complete:
-                    path.unlink()
-            raise
+    for name in [*now, *(name for name in was if name not in now)]:
+        if was.get(name) != now.get(name):
+            before, after = _shown(was.get(name)), _shown(now.get(name))
+            raise DifferentRunError(
+                f"{what} was begun with another {name}: {before} then, {after} now; --resume needs "
+                "the same, or choose another -o"
+            )
 
 
-def _new(path: Path) -> Store:
-    """Create the store of a retry. Raise OutputError if it or its new output can't be made."""
-    new = path.with_suffix(RETRIED)
-    if new.exists():
-        raise OutputError(f"{new}: is there already: remove it, --retry-failed needs the name")
-    try:
-        return Store.create(path)
-    except StoreError as error:
-        raise OutputError(f"{path.with_suffix('')}: can't be written: {error}") from error
+def _shown(value: str | None) -> str:
+    """Return a value of a part for an error, cut to `_SHOWN` characters."""
+    if value is None:
+        return "not set"
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]} ..."
 
 
-def _remove_stale(path: Path, found: Completion) -> None:
-    """Remove the files of a retry of other answers than those that the output has now."""
-    with Store.open(path) as store:
-        if not store.is_complete or store.meta.get(ANSWERS) == found.digest:
-            return
-        path.with_suffix(RETRIED).unlink(missing_ok=True)
-        path.unlink()
+def check_made_from(job: Job, was: Mapping[str, str], parts: Mapping[str, str]) -> None:
+    """Raise DifferentRunError unless the resumed run has the same parts and the same input."""
+    now, parts = digest_of(job.inputs), _as_before(parts, was)
+    check_same(was, parts if now is None else {**parts, INPUT: now}, job.output)
+
+
+def _as_before(parts: Mapping[str, str], was: Mapping[str, str]) -> dict[str, str]:
+    """Return the parts of a resumed run, with the input and the cut that it had."""
+    cut = {CUT: was[CUT]} if CUT in was else {}
+    return {**parts, INPUT: was.get(INPUT, ""), **cut}
+
+
+def made_from(store: Store) -> dict[str, str]:
+    """Return what the answers in a store are made from."""
+    return {name: text for name, text in store.meta.items() if name != ANSWERS}
 
 
 def copy_answers(job: Job, store: Store, found: Completion) -> None:
@@ -506,27 +500,6 @@ def copy_answers(job: Job, store: Store, found: Completion) -> None:
                 store.record(index, line.removesuffix(b"\n"))
     if digest.hexdigest() != found.digest or lines != found.lines:
         raise OutputError(f"{output}: somebody has changed it while --retry-failed read it")
-
-
-def answers_in(lines: Iterable[bytes], output: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield for each line of the output its index, its bytes, and True if it is an error."""
-    for number, line in enumerate(lines, 1):
-        try:
-            answer = json.loads(line)
-            own = "index" in answer
-            index = answer["index"] if own else int(answer["id"].removeprefix("batch_req_"))
-            if type(index) is not int:
-                raise TypeError
-            yield index, line, answer.get("error") is not None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise OutputError(
-                f"{output}: line {number} is not an answer of this program"
-            ) from error
-
-
-def made_from(store: Store) -> dict[str, str]:
-    """Return what the answers in a store are made from."""
-    return {name: text for name, text in store.meta.items() if name != ANSWERS}
 
 
 def complete(job: Job, store: Store, output: AnswerFile) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
-from mlxrunner.batch.job import Completion, answers_in, completion_path
-from mlxrunner.batch.output import check_writable, opened_answers, output_digest
+from mlxrunner.batch.job import Completion, completion_path
+from mlxrunner.batch.output import answers_in, check_writable, opened_answers, output_digest
 from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.records import CUT
 from mlxrunner.errors import DifferentRunError, OptionError, OutputError

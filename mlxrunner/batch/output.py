@@ -381,15 +381,6 @@ def _openai_text(body: dict[str, Any]) -> tuple[str, str]:
     return text, choice["finish_reason"]
 
 
-def _digest_of(stream: BinaryIO) -> tuple[str, int]:
-    """Return the SHA-256 of the rest of a stream, in hexadecimal, and its size in bytes."""
-    found, size = hashlib.sha256(), 0
-    while part := stream.read(2**20):
-        found.update(part)
-        size += len(part)
-    return found.hexdigest(), size
-
-
 def check_writable(file: Path, *, replaced: bool = False) -> None:
     """Raise OutputError if `file` exists and can't be written."""
     try:
@@ -403,7 +394,7 @@ def check_writable(file: Path, *, replaced: bool = False) -> None:
 def output_digest(output: Path) -> str:
     """Return the SHA-256 of the output, in hexadecimal. Raise OutputError if it can't be read."""
     with opened_answers(output) as stream:
-        return _digest_of(stream)[0]
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager
@@ -417,3 +408,19 @@ def opened_answers(output: Path) -> Iterator[BinaryIO]:
         raise OutputError(str(error)) from error
     except OSError as error:
         raise OutputError(f"{output}: can't be read: {error.strerror}") from error
+
+
+def answers_in(lines: Iterable[bytes], output: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield for each line of the output its index, its bytes, and True if it is an error."""
+    for number, line in enumerate(lines, 1):
+        try:
+            answer = json.loads(line)
+            own = "index" in answer
+            index = answer["index"] if own else int(answer["id"].removeprefix("batch_req_"))
+            if type(index) is not int:
+                raise TypeError
+            yield index, line, answer.get("error") is not None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise OutputError(
+                f"{output}: line {number} is not an answer of this program"
+            ) from error

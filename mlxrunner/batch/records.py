@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.results import Result, Usage
 from mlxrunner.templates.messages import PlainMessage
 
 Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
@@ -172,19 +171,3 @@ def _options_of(index: Any, number: Any, name: Any, options: Any, error: Any) ->
     ):
         raise TypeError("not the columns of a line")
     return found
-
-
-def plain_result(result: Result) -> dict[str, Any]:
-    """Return a result as plain data that JSON knows, to be read by `result_of`."""
-    return {**vars(result), "usage": result.usage.as_dict()}
-
-
-def result_of(plain: Mapping[str, Any]) -> Result:
-    """Return the result that `plain_result` gave, also when JSON has made texts of the tokens."""
-    logprobs = plain["logprobs"]
-    if logprobs is not None:
-        logprobs = [
-            (own, {int(token): value for token, value in top.items()}) for own, top in logprobs
-        ]
-    usage = Usage.from_dict(plain["usage"])
-    return Result(**{**plain, "usage": usage, "logprobs": logprobs})

@@ -29,12 +29,10 @@ from mlxrunner.batch.job import (
     check_made_from,
     check_same,
     complete,
-    completed,
     copy_answers,
-    finished,
+    finished_run,
     made_from,
     open_output,
-    opened_retry,
     opened_store,
     store_to_plan,
 )
@@ -138,11 +136,11 @@ def run_job(
 def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) -> JobSummary:
     """Run the job, or resume it; `status` tells others about it."""
     parts = job.parts()
-    found, retried = _found(job, parts)
+    found, retried = finished_run(job, parts)
     if found is not None:
         status.tally = Tally(found.lines, found.lines, found.failed)
         return JobSummary(found.lines, found.lines, found.failed, status.tally)
-    with opened_store(job) if retried is None else opened_retry(job, retried) as store:
+    with opened_store(job, retried) as store:
         tokenizer = tokenizer_for(job)
         context = context_of(job)
         if store.is_complete:
@@ -167,17 +165,6 @@ def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) ->
                 raise CutOffError(str(error)) from error
 
 
-def _found(job: Job, parts: dict[str, str]) -> tuple[Completion | None, Completion | None]:
-    """Return the record of a run that has nothing left to do, and that of the run to retry.
-
-    At most one of them is not None.
-    """
-    if not job.retry_failed:
-        return completed(job, parts), None
-    found = finished(job, parts)
-    return (None, found) if found.failed else (found, None)
-
-
 def plan_job(job: Job, progress: Progress) -> BatchPlan:
     """Return the plan of the job, or of the lines that are left.
 
@@ -185,8 +172,8 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
     """
     goes_on = job.resume or job.retry_failed
     parts, speed = job.parts() if goes_on else {}, known_speed(job.model)
-    (done, retried), context = _found(job, parts), context_of(job)
-    with store_to_plan(job, None if retried is None else retried.digest) as store:
+    (done, retried), context = finished_run(job, parts), context_of(job)
+    with store_to_plan(job, retried) as store:
         if store.is_complete:
             check_made_from(job, made_from(store), parts)
         elif done is None:

@@ -241,7 +241,8 @@ def test_the_memory_for_one_endless_line_is_bounded() -> None:
     """A file of 400 MB without an end of line is one error, in the memory of the longest line."""
     program = """
 import io, resource
-from mlxrunner.batch.inputs import LineReader
+from mlxrunner.batch.inputs import lines_of_records, read_records
+from mlxrunner.batch.options import BatchOptions
 
 class Zeros(io.RawIOBase):
     left = 400_000_000
@@ -253,7 +254,7 @@ class Zeros(io.RawIOBase):
         return n
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-(line,) = LineReader(io.BufferedReader(Zeros()))
+(line,) = lines_of_records(read_records(io.BufferedReader(Zeros())), BatchOptions())
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(line.error, "|", grown // (1024 if __import__("sys").platform == "linux" else 1024**2))
 """

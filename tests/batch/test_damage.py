@@ -5,7 +5,6 @@ A sample of what was tried in thousands of runs.
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import sqlite3
@@ -16,11 +15,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.batches import read
 
 from mlxrunner import cli
 from mlxrunner.batch.answers import write_line
 from mlxrunner.batch.execution import Outcome
-from mlxrunner.batch.inputs import LineReader
 from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store, checksum
 from mlxrunner.cache.tokens import as_tokens
@@ -228,7 +227,7 @@ def test_a_mutated_input_is_lines_or_errors_of_lines(seed: int) -> None:
             ]
         )
         content[at : at + chosen.randrange(9)] = part
-    for line in LineReader(io.BytesIO(content)):
+    for line in read(bytes(content)):
         if line.error is not None:
             entry = StoredLine(
                 line.index, line.number, as_tokens([]), line.id, line.format, error=line.error

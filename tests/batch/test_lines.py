@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.batches import one, read, user
 
 from mlxrunner.batch.fields import FIELDS
-from mlxrunner.batch.inputs import InputLine, LineReader
-from mlxrunner.batch.options import FileOptions
+from mlxrunner.batch.inputs import InputLine, Inputs
+from mlxrunner.batch.options import BatchOptions, FileOptions
+from mlxrunner.batch.tables import Columns, Template
 from mlxrunner.config.names import MEANT, SAME
 from mlxrunner.config.option import names
 from mlxrunner.options import RunnerSettings
@@ -196,12 +197,19 @@ def test_an_empty_file_has_no_lines(content: bytes) -> None:
     assert read(content) == []
 
 
-def test_the_digest_is_that_of_the_input() -> None:
-    """SHA-256 of all bytes, empty and too long lines included, whatever is wrong with them."""
-    content = b'\xef\xbb\xbf{"prompt": "a"}\n\n' + b"x" * 1000 + b"\n\xff\nnope"
-    reader = LineReader(io.BytesIO(content), longest=100)
-    assert len(list(reader)) == 4
-    assert reader.digest == hashlib.sha256(content).hexdigest()
-    table = LineReader(io.BytesIO(b"a,b\n1,2\n\n3"), template="{a}")
-    assert [bool(line.error) for line in table] == [False, True]
-    assert table.digest == hashlib.sha256(b"a,b\n1,2\n\n3").hexdigest()
+@pytest.mark.parametrize(
+    ("content", "columns"),
+    [
+        (b'\xef\xbb\xbf{"prompt": "a"}\n\n' + b"x" * 1000 + b"\n\xff\nnope", None),
+        (b"a,b\n1,2\n\n3", Columns(Template("{a}"))),
+    ],
+)
+def test_the_digest_is_that_of_the_input(
+    tmp_path: Path, content: bytes, columns: Columns | None
+) -> None:
+    """SHA-256 of all bytes, empty lines included, whatever is wrong with them."""
+    file = tmp_path / "input"
+    file.write_bytes(content)
+    inputs = Inputs([str(file)], BatchOptions(), columns)
+    assert any(line.error for line in list(inputs))
+    assert inputs.digest == hashlib.sha256(content).hexdigest()

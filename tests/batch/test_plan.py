@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.prompts import shared_prefixes
 
-from mlxrunner.batch.inputs import LineReader
-from mlxrunner.batch.options import ORDERS, Order
+from mlxrunner.batch.inputs import Inputs
+from mlxrunner.batch.options import ORDERS, BatchOptions, Order
 from mlxrunner.batch.plan import BatchPlan, Speed, lanes_for, make_plan, survey, worth
 from mlxrunner.batch.prompts import cost, tokenize_lines
 from mlxrunner.batch.records import StoredLine, sort_key
@@ -176,8 +176,9 @@ def test_the_runner_evaluates_what_was_planned(tmp_path: Path) -> None:
             json.dumps({"prompt": f"My name is {name}. What is my name?"}) + "\n" for name in names
         )
     )
-    with Store.create() as store, file.open("rb") as stream:
-        tokenize_lines(store, LineReader(stream), tokenizer_of("demo"), context=2048)
+    with Store.create() as store:
+        lines = Inputs([str(file)], BatchOptions())
+        tokenize_lines(store, lines, tokenizer_of("demo"), context=2048)
         store.finish()
         plan = planned(store)
         runner = Runner.load("demo", 256, reserve=False)

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import batches
 
-from mlxrunner.batch.inputs import InputLine, LineReader, Template
-from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.tables import Columns, read_table
+from mlxrunner.batch.inputs import InputLine
+from mlxrunner.batch.tables import Columns, Template, read_table
 from mlxrunner.errors import OptionError
 
 
 def read(content: bytes | str, template: str = "{a}", **settings: Any) -> list[InputLine]:
-    stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
-    return list(LineReader(stream, BatchOptions(raw=True), template=template, **settings))
+    return batches.read(content, template=template, raw=True, **settings)
 
 
 def test_rows_become_prompts() -> None:
@@ -36,7 +35,7 @@ def test_rows_become_prompts() -> None:
 
 def test_a_prompt_is_a_user_message() -> None:
     """It is one on any other line too, with a system prompt where one is given."""
-    (line,) = LineReader(io.BytesIO(b"a\n1\n"), BatchOptions(system="S"), template="{a}")
+    (line,) = batches.read("a\n1\n", template="{a}", system="S")
     assert line.prompt == [{"role": "system", "content": "S"}, {"role": "user", "content": "1"}]
 
 

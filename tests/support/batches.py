@@ -15,18 +15,28 @@ from click.testing import CliRunner, Result
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import BatchRequest, BatchResult, cli
-from mlxrunner.batch.inputs import InputLine, LineReader
+from mlxrunner.batch.inputs import LONGEST, InputLine, lines_of_records, read_records
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.records import BriefLine, StoredLine
 from mlxrunner.batch.store import Store
+from mlxrunner.batch.tables import Columns, Template
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.facts import facts_of
 
 
-def read(content: bytes | str, **options: Any) -> list[InputLine]:
+def read(
+    content: bytes | str,
+    *,
+    template: str | None = None,
+    delimiter: str = ",",
+    longest: int = LONGEST,
+    **options: Any,
+) -> list[InputLine]:
+    """Return the lines of a content: JSON lines, or a table for a template."""
     stream = io.BytesIO(content.encode() if isinstance(content, str) else content)
-    longest = {"longest": options.pop("longest")} if "longest" in options else {}
-    return list(LineReader(stream, BatchOptions(**options), **longest))
+    columns = None if template is None else Columns(Template(template))
+    records = read_records(stream, columns, delimiter, longest)
+    return list(lines_of_records(records, BatchOptions(**options), longest))
 
 
 def one(record: Any, **settings: Any) -> InputLine:
