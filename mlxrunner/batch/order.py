@@ -1,9 +1,13 @@
-"""Choose the order in which the lines of a batch run.
+"""Choose the order in which the lines of a batch run, and cut it into parts for several machines.
 
 An order that goes depth-first through the tree of the prompts' prefixes, each prompt before those
 that begin with it, evaluates every node of the tree once. All such orders cost the same. This is
 the choice among them: early lines of the input come early, so that answers can be written in the
-order of the input while others still run. No files, no models.
+order of the input while others still run.
+
+A part is a range of that order, so it holds whole subtrees, and what shares a prefix stays
+together. A part that begins within a subtree evaluates again what its first line shares with the
+line before it. The same costs give the same cut on every machine. No files, no models.
 """
 
 from __future__ import annotations
@@ -22,6 +26,16 @@ from numpy.typing import NDArray
 from mlxrunner.batch.records import shared_tokens
 
 NONE = -1
+FREE = 0.05
+"""The share of the tokens of one machine that a cut may evaluate again to be more even."""
+LONGER, TRIED = 8, 32
+"""The cuts that are tried to evaluate less: how much longer the longest takes, and their number."""
+SLACK = 0.02
+"""The share by which a part may exceed the costliest part of the most even cut."""
+EVENNESS = 0.1
+"""The tokens evaluated again that are worth one token less between a part and the even share."""
+BLOCK = 2**16
+"""The lines that are added up at a time, so that few sums are in memory."""
 
 
 def run_order(lines: Iterable[tuple[int, bytes]], count: int) -> array[int]:
@@ -144,18 +158,6 @@ def _close(opened: list[_PrefixNode], depth: int, chains: _Chains) -> int:
         opened[-1].below.append(subtree)
         if opened[-1].depth == depth:
             return subtree
-
-
-FREE = 0.05
-"""The share of the tokens of one machine that a cut may evaluate again to be more even."""
-LONGER, TRIED = 8, 32
-"""The cuts that are tried to evaluate less: how much longer the longest takes, and their number."""
-SLACK = 0.02
-"""The share by which a part may exceed the costliest part of the most even cut."""
-EVENNESS = 0.1
-"""The tokens evaluated again that are worth one token less between a part and the even share."""
-BLOCK = 2**16
-"""The lines that are added up at a time, so that few sums are in memory."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
-"""Write the answers of a batch to its output, a file or a stream.
+"""Write the answers of a batch to its output, a file or a stream, and read them again.
 
 The file is always a beginning of what the store holds, byte for byte, so any broken end can be
-mended.
+mended. A Parquet file has its index at the end and can't be continued: it is made of the finished
+JSON lines in one go, and takes its name when it is on the disk.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ SHORTEST_S = 0.1
 """The least seconds between two writes, and so the most work that a kill can lose."""
 SHARE = 20
 """Writes to the disk take at most one part in SHARE of the time."""
+PARQUET = ".parquet"
+"""The end of the name of an output that is written as Parquet."""
+ROWS = 1000
+"""The number of rows of a group, and of those in memory at once."""
+COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_THEIRS = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
 
 
 class AnswerFile:
@@ -258,12 +265,49 @@ class AnswerWriter:
             self.flush()
 
 
-PARQUET = ".parquet"
-"""The end of the name of an output that is written as Parquet."""
-ROWS = 1000
-"""The number of rows of a group, and of those in memory at once."""
-COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
-_THEIRS = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+def check_writable(file: Path, *, replaced: bool = False) -> None:
+    """Raise OutputError if `file` exists and can't be written."""
+    try:
+        check_own(file, replaced=replaced)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise OutputError(f"{file}: can't be written: {error.strerror}") from error
+
+
+@contextmanager
+def opened_answers(output: Path) -> Iterator[BinaryIO]:
+    """Open the output for reading. Raise OutputError if it can't be read."""
+    try:
+        descriptor, _ = open_file(output)
+        with os.fdopen(descriptor, "rb") as stream:
+            yield stream
+    except ReadError as error:
+        raise OutputError(str(error)) from error
+    except OSError as error:
+        raise OutputError(f"{output}: can't be read: {error.strerror}") from error
+
+
+def output_digest(output: Path) -> str:
+    """Return the SHA-256 of the output, in hexadecimal. Raise OutputError if it can't be read."""
+    with opened_answers(output) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def answers_in(lines: Iterable[bytes], output: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield for each line of the output its index, its bytes, and True if it is an error."""
+    for number, line in enumerate(lines, 1):
+        try:
+            answer = json.loads(line)
+            own = "index" in answer
+            index = answer["index"] if own else int(answer["id"].removeprefix("batch_req_"))
+            if type(index) is not int:
+                raise TypeError
+            yield index, line, answer.get("error") is not None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise OutputError(
+                f"{output}: line {number} is not an answer of this program"
+            ) from error
 
 
 def lines_path(output: str) -> str:
@@ -379,48 +423,3 @@ def _openai_text(body: dict[str, Any]) -> tuple[str, str]:
     choice = body["choices"][0]
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return text, choice["finish_reason"]
-
-
-def check_writable(file: Path, *, replaced: bool = False) -> None:
-    """Raise OutputError if `file` exists and can't be written."""
-    try:
-        check_own(file, replaced=replaced)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise OutputError(f"{file}: can't be written: {error.strerror}") from error
-
-
-def output_digest(output: Path) -> str:
-    """Return the SHA-256 of the output, in hexadecimal. Raise OutputError if it can't be read."""
-    with opened_answers(output) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-@contextmanager
-def opened_answers(output: Path) -> Iterator[BinaryIO]:
-    """Open the output for reading. Raise OutputError if it can't be read."""
-    try:
-        descriptor, _ = open_file(output)
-        with os.fdopen(descriptor, "rb") as stream:
-            yield stream
-    except ReadError as error:
-        raise OutputError(str(error)) from error
-    except OSError as error:
-        raise OutputError(f"{output}: can't be read: {error.strerror}") from error
-
-
-def answers_in(lines: Iterable[bytes], output: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield for each line of the output its index, its bytes, and True if it is an error."""
-    for number, line in enumerate(lines, 1):
-        try:
-            answer = json.loads(line)
-            own = "index" in answer
-            index = answer["index"] if own else int(answer["id"].removeprefix("batch_req_"))
-            if type(index) is not int:
-                raise TypeError
-            yield index, line, answer.get("error") is not None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise OutputError(
-                f"{output}: line {number} is not an answer of this program"
-            ) from error

@@ -1,7 +1,7 @@
-"""Estimate what a batch costs before it runs.
+"""Estimate what a batch costs before it runs, and cut it for several machines.
 
-A plan has the tokens evaluated in each order, the number of lines at a time, and the seconds. It
-needs no weights.
+A plan has the tokens evaluated in each order, the number of lines at a time, the parts for several
+workers, and the seconds, by the speed of the model's last batch. It needs no weights.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from mlxrunner.system.reading import read_json
 from mlxrunner.system.writing import sealed, written
 from mlxrunner.terminal.text import count_of, duration
 
+Read = TypeVar("Read", StoredLine, BriefLine)
+"""A line of a store, as it was read."""
 MOST, LONG, FEWER = 8, 1024, 4
 """Run MOST lines at a time, but FEWER if lines have more than LONG new tokens on average.
 
@@ -42,6 +44,19 @@ _COUNTED = (
     "these counts take one line at a time and no answers: a prompt that continues the answer "
     "before it costs less"
 )
+ANSWER = 64
+"""The tokens that an answer is expected to have, unless its limit is less.
+
+Not measured: each machine has to expect the same, so that all of them cut alike.
+"""
+MOST_SHARDS = 100_000
+"""The most parts of a batch."""
+MOST_SHOWN = 16
+"""The most workers of which each has a line in the table."""
+MOST_MODELS = 100
+"""The number of models whose speed is kept, those used last, so that the file stays small."""
+LARGEST = 2**20
+"""The most bytes of the file of speeds."""
 
 
 @dataclass(frozen=True)
@@ -268,17 +283,6 @@ def make_plan(
     )
 
 
-Read = TypeVar("Read", StoredLine, BriefLine)
-"""A line of a store, as it was read."""
-ANSWER = 64
-"""The tokens that an answer is expected to have, unless its limit is less.
-
-Not measured: each machine has to expect the same, so that all of them cut alike.
-"""
-MOST_SHARDS = 100_000
-"""The most parts of a batch."""
-
-
 @dataclass(frozen=True, order=True)
 class Shard:
     """One of the equal parts of a batch."""
@@ -379,10 +383,6 @@ class Costing:
         return LineCosts(*(np.frombuffer(numbers, np.intc) for numbers in notes))
 
 
-MOST_SHOWN = 16
-"""The most workers of which each has a line in the table."""
-
-
 @dataclass(frozen=True)
 class WorkerShare:
     """The work of one worker."""
@@ -458,12 +458,6 @@ class CutPlan:
 def _described(part: WorkerShare) -> str:
     seconds = "" if part.seconds is None else f", about {duration(part.seconds)}"
     return f"{count_of(part.lines, 'line')}, {part.evaluated:,} tokens evaluated{seconds}"
-
-
-MOST_MODELS = 100
-"""The number of models whose speed is kept, those used last, so that the file stays small."""
-LARGEST = 2**20
-"""The most bytes of the file of speeds."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Turn the rows of a table into prompts: CSV with any delimiter, Parquet, or the files of a folder.
+"""Turn the rows of tables into prompts: CSV with any delimiter, Parquet, Arrow, or a data set.
 
 `Columns` says which column is the prompt, the messages or the id, or which text is made of several.
-Knows nothing about files.
+Python's csv module and pyarrow decode, at most a few rows at once, and no code of a data set runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,29 @@ from mlxrunner.system.reading import read_json
 ID, PROMPT, MESSAGES = "id", "prompt", "messages"
 """The names of the columns that are used where no option names another."""
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+KINDS = {",": "CSV file", "\t": "TSV file"}
+"""The name of a table in an error, by its delimiter."""
+DELIMITERS = {",": "a comma", "\t": "a tab"}
+"""The name of a delimiter in an error."""
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+LOOKED_AT = 8
+"""The number of first bytes that tell the kind of a file."""
+HUB = "hf://datasets/"
+"""The beginning of the name of a data set on the hub."""
+_HUB_NAME = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
+_SHARD = re.compile(r"(.+?)-\d{1,6}-of-\d{1,6}")
+LARGEST = 2**24
+"""The most bytes of a JSON file that describes a data set."""
+ROWS = 16
+"""The number of rows that are decoded at once: one of a hostile file may be as large as memory."""
+LONGEST_ID = 2**20
+"""Most bytes of the id that is kept for a row that can't be read."""
+UNUSABLE = (ValueError, OverflowError, LookupError)
+"""The errors of pyarrow for a value that Python can't hold."""
+PARQUET, FEATHER = b"PAR1", b"ARROW1"
+"""The first bytes of Parquet files and of Arrow files with an index."""
+Row = tuple[int, Mapping[str, Any] | PromptError]
+"""The number of a row, from 1, and its fields or its error."""
 
 
 class Template:
@@ -174,6 +197,34 @@ class TableColumns:
         return {"messages": [] if value is None else value, **known}
 
 
+def read_table(
+    lines: Iterable[bytes | None], columns: Columns, longest: int, delimiter: str = ","
+) -> Iterator[tuple[int, dict[str, Any] | PromptError]]:
+    """Yield for each row the number of its first line, and its fields or its error.
+
+    Python's csv module reads the rows in its strict mode. A row takes at most `longest` bytes. The
+    first step raises OptionError if the header is missing or broken, or lacks a column.
+    """
+    source = _CsvSource(lines, longest)
+    reader = csv.reader(source, strict=True, delimiter=delimiter)
+    header = _header(reader, longest)
+    rows = columns.within(header, KINDS.get(delimiter, "table"))
+    count = 0
+    while True:
+        number = source.begin()
+        try:
+            row = _next_row(reader, longest)
+        except (csv.Error, ValueError) as error:
+            count += 1
+            yield number, PromptError(f"not a CSV row: {error}")
+            continue
+        if row is None:
+            return
+        if row:
+            count += 1
+            yield number, _row_fields(count, row, header, rows, longest, delimiter)
+
+
 class _CsvSource:
     """An iterator that gives lines to csv.reader and limits the size of a row.
 
@@ -201,40 +252,6 @@ class _CsvSource:
         """Begin the next row and return the number of its first line."""
         self._taken = 0
         return self.number + 1
-
-
-KINDS = {",": "CSV file", "\t": "TSV file"}
-"""The name of a table in an error, by its delimiter."""
-DELIMITERS = {",": "a comma", "\t": "a tab"}
-"""The name of a delimiter in an error."""
-
-
-def read_table(
-    lines: Iterable[bytes | None], columns: Columns, longest: int, delimiter: str = ","
-) -> Iterator[tuple[int, dict[str, Any] | PromptError]]:
-    """Yield for each row the number of its first line, and its fields or its error.
-
-    Python's csv module reads the rows in its strict mode. A row takes at most `longest` bytes. The
-    first step raises OptionError if the header is missing or broken, or lacks a column.
-    """
-    source = _CsvSource(lines, longest)
-    reader = csv.reader(source, strict=True, delimiter=delimiter)
-    header = _header(reader, longest)
-    rows = columns.within(header, KINDS.get(delimiter, "table"))
-    count = 0
-    while True:
-        number = source.begin()
-        try:
-            row = _next_row(reader, longest)
-        except (csv.Error, ValueError) as error:
-            count += 1
-            yield number, PromptError(f"not a CSV row: {error}")
-            continue
-        if row is None:
-            return
-        if row:
-            count += 1
-            yield number, _row_fields(count, row, header, rows, longest, delimiter)
 
 
 def _header(reader: Any, longest: int) -> list[str]:
@@ -291,11 +308,6 @@ def _row_fields(
         return BrokenLineError(f"{problem}none for {missing:.200} {hint}", known)
     beyond = f"{', '.join(map(repr, row[len(header) :])):.200} is behind the last"
     return BrokenLineError(f"{problem}{beyond}, {header[-1]!r:.80} (are quotes missing?)", known)
-
-
-GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-LOOKED_AT = 8
-"""The number of first bytes that tell the kind of a file."""
 
 
 class HashedStream(io.RawIOBase):
@@ -374,124 +386,6 @@ def needed(kind: str, name: str) -> Any:
     except ImportError as error:
         raise PromptError(f"{name}: is {kind}, which needs pyarrow: pip install pyarrow") from error
     return pyarrow
-
-
-HUB = "hf://datasets/"
-"""The beginning of the name of a data set on the hub."""
-_HUB_NAME = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
-_SHARD = re.compile(r"(.+?)-\d{1,6}-of-\d{1,6}")
-LARGEST = 2**24
-"""The most bytes of a JSON file that describes a data set."""
-
-
-def dataset_files(folder: Path) -> list[Path] | None:
-    """Return the files of the data set in `folder`, in order; None if there is none.
-
-    Raise PromptError if the folder has several splits, or does not have what it describes.
-    """
-    if (splits := _described(folder / "dataset_dict.json", "splits")) is not None:
-        names = [name for name in splits if isinstance(name, str) and Path(name).name == name]
-        if len(names) != 1:
-            listed = ", ".join(str(folder / name) for name in names)
-            raise PromptError(f"{folder}: has {len(names)} splits: name one of them: {listed}")
-        return dataset_files(folder / names[0])
-    if (listed_files := _described(folder / "state.json", "_data_files")) is not None:
-        files = [one.get("filename") for one in listed_files if isinstance(one, dict)]
-        if any(not isinstance(name, str) or Path(name).name != name for name in files):
-            raise PromptError(f"{folder / 'state.json'}: names files outside of the folder")
-        return [folder / str(name) for name in files]
-    shards = sorted(folder.rglob("*.parquet")) or sorted(folder.glob("*.arrow"))
-    return _one_split(folder, shards) if shards else None
-
-
-def _described(file: Path, name: str) -> list[object] | None:
-    """Return the list `name` in a JSON file; None if there is no such file."""
-    if not file.is_file():
-        return None
-    try:
-        found = read_json(file, LARGEST)
-    except ReadError as error:
-        raise PromptError(str(error)) from error
-    listed = found.get(name) if isinstance(found, dict) else None
-    if not isinstance(listed, list):
-        raise PromptError(f"{file}: has no list {name!r}: was it written by datasets.save_to_disk?")
-    return listed
-
-
-def _one_split(folder: Path, shards: list[Path]) -> list[Path]:
-    """Return the shards. Raise PromptError if they are those of several splits."""
-    splits = {_split(file): file for file in shards}
-    if len(splits) > 1:
-        which = sorted(f"{split}*" for split in splits)
-        raise PromptError(
-            f"{folder}: has the files of {len(splits)} splits or parts: name those of one, such as "
-            f"{which[0]}"
-        )
-    return shards
-
-
-def _split(file: Path) -> str:
-    """Return the path of a shard without its number and its end."""
-    match = _SHARD.fullmatch(file.stem)
-    return str(file.parent / (match[1] if match else file.stem))
-
-
-def from_hub(name: str) -> list[Path]:
-    """Return the Parquet files of a data set on the hub: those of the local cache, or downloaded.
-
-    `name` is hf://datasets/OWNER/NAME, with @REVISION and /PATH in the repository if it has several
-    splits. Raise PromptError if it can't be read.
-    """
-    found = _HUB_NAME.fullmatch(name)
-    if found is None:
-        raise PromptError(f"{name}: has to be {HUB}OWNER/NAME[@REVISION][/PATH]")
-    repository, revision, path = found.groups()
-    pattern = "*.parquet" if path is None else path.rstrip("/")
-    patterns = [pattern] if pattern.endswith(".parquet") else [f"{pattern}/*.parquet"]
-    folder = _snapshot(name, repository, revision, patterns)
-    if path is None:
-        shards = sorted(folder.rglob("*.parquet"))
-    else:
-        shards = sorted(
-            file for one in patterns for file in folder.glob(one.replace("/*", "/**/*"))
-        )
-    if not shards:
-        raise PromptError(f"{name}: has no Parquet files there (data set scripts are never run)")
-    return shards if path and path.endswith(".parquet") else _one_split(Path(name), shards)
-
-
-def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
-    """Return the folder of the files on the hub, downloaded if the local cache lacks them."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = snapshot_download(
-            repository, repo_type="dataset", revision=revision, allow_patterns=patterns
-        )
-    except LocalEntryNotFoundError as error:
-        folder = str(getattr(error, "snapshot_path", None) or "")
-        if not folder:
-            cause = " ".join(str(error.__cause__ or error).split())[:300]
-            raise PromptError(
-                f"{name}: not in the local cache, and the hub can't be reached: {cause}"
-            ) from error
-    except Exception as error:  # HTTP errors, a full disk, a name that is not valid
-        why = " ".join(str(error).split())[:300]
-        raise PromptError(f"{name}: the download failed: {why}") from error
-    return Path(folder)
-
-
-ROWS = 16
-"""The number of rows that are decoded at once: one of a hostile file may be as large as memory."""
-LONGEST_ID = 2**20
-"""Most bytes of the id that is kept for a row that can't be read."""
-UNUSABLE = (ValueError, OverflowError, LookupError)
-"""The errors of pyarrow for a value that Python can't hold."""
-PARQUET, FEATHER = b"PAR1", b"ARROW1"
-"""The first bytes of Parquet files and of Arrow files with an index."""
-Row = tuple[int, Mapping[str, Any] | PromptError]
-"""The number of a row, from 1, and its fields or its error."""
 
 
 def parquet_rows(stream: BinaryIO, name: str, columns: Columns, longest: int) -> Iterator[Row]:
@@ -650,3 +544,101 @@ def _readable(name: str, kind: str) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise PromptError(f"{name}: can't be read as {kind}: {why}") from error
+
+
+def dataset_files(folder: Path) -> list[Path] | None:
+    """Return the files of the data set in `folder`, in order; None if there is none.
+
+    Raise PromptError if the folder has several splits, or does not have what it describes.
+    """
+    if (splits := _described(folder / "dataset_dict.json", "splits")) is not None:
+        names = [name for name in splits if isinstance(name, str) and Path(name).name == name]
+        if len(names) != 1:
+            listed = ", ".join(str(folder / name) for name in names)
+            raise PromptError(f"{folder}: has {len(names)} splits: name one of them: {listed}")
+        return dataset_files(folder / names[0])
+    if (listed_files := _described(folder / "state.json", "_data_files")) is not None:
+        files = [one.get("filename") for one in listed_files if isinstance(one, dict)]
+        if any(not isinstance(name, str) or Path(name).name != name for name in files):
+            raise PromptError(f"{folder / 'state.json'}: names files outside of the folder")
+        return [folder / str(name) for name in files]
+    shards = sorted(folder.rglob("*.parquet")) or sorted(folder.glob("*.arrow"))
+    return _one_split(folder, shards) if shards else None
+
+
+def _described(file: Path, name: str) -> list[object] | None:
+    """Return the list `name` in a JSON file; None if there is no such file."""
+    if not file.is_file():
+        return None
+    try:
+        found = read_json(file, LARGEST)
+    except ReadError as error:
+        raise PromptError(str(error)) from error
+    listed = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(listed, list):
+        raise PromptError(f"{file}: has no list {name!r}: was it written by datasets.save_to_disk?")
+    return listed
+
+
+def _one_split(folder: Path, shards: list[Path]) -> list[Path]:
+    """Return the shards. Raise PromptError if they are those of several splits."""
+    splits = {_split(file): file for file in shards}
+    if len(splits) > 1:
+        which = sorted(f"{split}*" for split in splits)
+        raise PromptError(
+            f"{folder}: has the files of {len(splits)} splits or parts: name those of one, such as "
+            f"{which[0]}"
+        )
+    return shards
+
+
+def _split(file: Path) -> str:
+    """Return the path of a shard without its number and its end."""
+    match = _SHARD.fullmatch(file.stem)
+    return str(file.parent / (match[1] if match else file.stem))
+
+
+def from_hub(name: str) -> list[Path]:
+    """Return the Parquet files of a data set on the hub: those of the local cache, or downloaded.
+
+    `name` is hf://datasets/OWNER/NAME, with @REVISION and /PATH in the repository if it has several
+    splits. Raise PromptError if it can't be read.
+    """
+    found = _HUB_NAME.fullmatch(name)
+    if found is None:
+        raise PromptError(f"{name}: has to be {HUB}OWNER/NAME[@REVISION][/PATH]")
+    repository, revision, path = found.groups()
+    pattern = "*.parquet" if path is None else path.rstrip("/")
+    patterns = [pattern] if pattern.endswith(".parquet") else [f"{pattern}/*.parquet"]
+    folder = _snapshot(name, repository, revision, patterns)
+    if path is None:
+        shards = sorted(folder.rglob("*.parquet"))
+    else:
+        shards = sorted(
+            file for one in patterns for file in folder.glob(one.replace("/*", "/**/*"))
+        )
+    if not shards:
+        raise PromptError(f"{name}: has no Parquet files there (data set scripts are never run)")
+    return shards if path and path.endswith(".parquet") else _one_split(Path(name), shards)
+
+
+def _snapshot(name: str, repository: str, revision: str | None, patterns: list[str]) -> Path:
+    """Return the folder of the files on the hub, downloaded if the local cache lacks them."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            repository, repo_type="dataset", revision=revision, allow_patterns=patterns
+        )
+    except LocalEntryNotFoundError as error:
+        folder = str(getattr(error, "snapshot_path", None) or "")
+        if not folder:
+            cause = " ".join(str(error.__cause__ or error).split())[:300]
+            raise PromptError(
+                f"{name}: not in the local cache, and the hub can't be reached: {cause}"
+            ) from error
+    except Exception as error:  # HTTP errors, a full disk, a name that is not valid
+        why = " ".join(str(error).split())[:300]
+        raise PromptError(f"{name}: the download failed: {why}") from error
+    return Path(folder)
