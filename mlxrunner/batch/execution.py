@@ -261,43 +261,8 @@ class Execution:
 
     def run(self, lines: Iterator[StoredLine]) -> Outcomes:
         """Yield the outcomes as they end. A line is read when it can begin."""
-        if isinstance(self.runner, Several):
-            return _giving_back(_ParallelExecution(self, self.runner, lines).run())
-        return self._one_by_one(self.runner, lines)
-
-    def _one_by_one(self, runner: Runner | None, lines: Iterator[StoredLine]) -> Outcomes:
-        for line in lines:
-            if self.is_stopping():
-                return
-            if line.error is not None:
-                yield refused(line, line.error)
-            else:
-                assert runner is not None
-                yield self._tried(runner, line)
-
-    def _tried(self, runner: Runner, line: StoredLine) -> Outcome:
-        """Run a line, again if it fails and retries are left, and return its outcome."""
-        for left in range(self.options.retries, -1, -1):
-            deadline, chunks = Deadline(self), list[Chunk]()
-            options = self.options.of_line(line.index, line.options)
-            try:
-                prompt = self.prompt_of(line, runner)
-                with closing(runner.generate(prompt, progress=deadline, **options)) as answered:
-                    for chunk in answered:
-                        chunks.append(chunk)
-                        if chunk.finish_reason is None:
-                            deadline()
-                return Outcome(line, Result.of(chunks))
-            except FATAL:
-                raise
-            except (PromptError, OptionError) as error:
-                self.begun.failed(line.index, 0)
-                return refused(line, str(error))
-            except Exception as error:
-                self.begun.failed(line.index, len(line.tokens) if chunks else deadline.reached)
-                if not left:
-                    return _failed(line, error)
-        raise AssertionError  # the last try returns
+        outcomes = _LineLoop(self, lines).run()
+        return _giving_back(outcomes) if isinstance(self.runner, Several) else outcomes
 
     def prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
         """Return the prompt of a line: its tokens, and the number that earlier lines share.
@@ -379,25 +344,67 @@ def _giving_back(outcomes: Outcomes) -> Outcomes:
                 mx.clear_cache()
 
 
+class _SingleRequest:
+    """A request of a Runner with the members of a handle: all that one line at a time lacks."""
+
+    def __init__(self, start: Callable[[], Iterator[Chunk]], tokens: int, deadline: Deadline):
+        """`start` begins the request, whose prompt has this number of tokens."""
+        self._start, self._tokens, self._deadline = start, tokens, deadline
+        self._answer: Iterator[Chunk] | None = None
+        self._chunks: list[Chunk] = []
+        self._has_chunk = self.finished = False
+        self.error: Exception | None = None
+
+    @property
+    def reached(self) -> int:
+        """The number of the prompt's tokens that are evaluated."""
+        return self._tokens if self._has_chunk else self._deadline.reached
+
+    def step(self) -> None:
+        """Make the next chunk; behind the last one, run to the end."""
+        try:
+            if self._answer is None:
+                self._answer = self._start()
+            chunk = next(self._answer)
+            self._chunks.append(chunk)
+            self._has_chunk = True
+            if chunk.finish_reason is not None:
+                next(self._answer, None)
+                self.finished = True
+        except Exception as error:
+            self.error = error
+
+    def poll(self) -> list[Chunk]:
+        """Return the chunks since the last call."""
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def cancel(self) -> None:
+        """End the request."""
+        if (close := getattr(self._answer, "close", None)) is not None:
+            close()
+
+
 @dataclass(eq=False)
 class _RunningLine:
-    """A request that is running beside others."""
+    """A line that is running."""
 
     line: StoredLine
-    handle: Handle | DrivenHandle
+    handle: Handle | DrivenHandle | _SingleRequest
     deadline: Deadline
     retries: int
     """The number of retries that are left."""
     chunks: list[Chunk] = field(default_factory=list)
 
 
-class _ParallelExecution:
-    """The requests that run side by side, as many as the runner has slots."""
+class _LineLoop:
+    """Runs lines, as many side by side as the runner has slots."""
 
-    def __init__(self, execution: Execution, runner: Parallel, lines: Iterator[StoredLine]) -> None:
-        self._execution, self._runner, self._lines = execution, runner, lines
-        self._begun = execution.begun
-        self._flights: list[_RunningLine] = []
+    def __init__(self, execution: Execution, lines: Iterator[StoredLine]) -> None:
+        self._execution, self._lines, self._begun = execution, lines, execution.begun
+        runner = execution.runner
+        self._slots = runner.num_slots if isinstance(runner, Several) else 1
+        self._running: list[_RunningLine] = []
         self._waiting: deque[tuple[StoredLine, int]] = deque()  # lines and their retries
 
     def run(self) -> Outcomes:
@@ -405,22 +412,25 @@ class _ParallelExecution:
         try:
             while True:
                 yield from self._begin()
-                if not self._flights:
+                if not self._running:
                     return
                 self._advance()
-                yield from self._landed()
+                yield from self._ended()
         finally:
-            for flight in self._flights:
-                flight.handle.cancel()
+            for one in self._running:
+                one.handle.cancel()
 
     def _advance(self) -> None:
         """Run a step, or wait for what the thread of the runner makes or for a deadline."""
-        if isinstance(self._runner, Stepper):
-            self._runner.step()
+        if isinstance(self._execution.runner, Stepper):
+            self._execution.runner.step()
             return
-        handles = [one.handle for one in self._flights if isinstance(one.handle, Handle)]
-        lefts = [one.deadline.left for one in self._flights if one.deadline.left is not None]
-        wait_for_news(handles, min(lefts, default=None))
+        handles = [one.handle for one in self._running]
+        if isinstance(handles[0], _SingleRequest):
+            handles[0].step()
+            return
+        lefts = [one.deadline.left for one in self._running if one.deadline.left is not None]
+        wait_for_news([one for one in handles if isinstance(one, Handle)], min(lefts, default=None))
 
     def _begin(self) -> Iterator[Outcome]:
         """Submit the lines that can begin now, and yield the outcomes of those that can't."""
@@ -429,14 +439,12 @@ class _ParallelExecution:
             if line.error is not None:
                 yield refused(line, line.error)
                 continue
-            options = self._execution.options.of_line(line.index, line.options)
+            deadline = Deadline(self._execution)
             try:
-                handle = self._runner.submit(
-                    self._execution.prompt_of(line, self._runner), **options
-                )
+                handle = self._submit(line, deadline)
             except (NoFreeSlotError, CacheFullError) as error:
                 self._begun.failed(line.index, 0)
-                if self._flights:
+                if self._running:
                     self._waiting.appendleft(taken)
                     return
                 yield _failed(line, error)
@@ -444,37 +452,56 @@ class _ParallelExecution:
                 self._begun.failed(line.index, 0)
                 yield refused(line, str(error))
             else:
-                self._flights.append(_RunningLine(line, handle, Deadline(self._execution), retries))
+                self._running.append(_RunningLine(line, handle, deadline, retries))
+
+    def _submit(
+        self, line: StoredLine, deadline: Deadline
+    ) -> Handle | DrivenHandle | _SingleRequest:
+        options = self._execution.options.of_line(line.index, line.options)
+        runner = self._execution.runner
+        assert runner is not None  # there is one for a line that can be run
+        if isinstance(runner, Several):
+            return runner.submit(self._execution.prompt_of(line, runner), **options)
+
+        def start() -> Iterator[Chunk]:
+            prompt = self._execution.prompt_of(line, runner)
+            return runner.generate(prompt, progress=deadline, **options)
+
+        return _SingleRequest(start, len(line.tokens), deadline)
 
     def _next(self) -> tuple[StoredLine, int] | None:
         """Return the next line to begin and its retries; None if none can begin now."""
-        if len(self._flights) == self._runner.num_slots:
+        if len(self._running) == self._slots:
             return None
         if self._waiting:
             return self._waiting.popleft()
         line = None if self._execution.is_stopping() else next(self._lines, None)
         return None if line is None else (line, self._execution.options.retries)
 
-    def _landed(self) -> Iterator[Outcome]:
+    def _ended(self) -> Iterator[Outcome]:
         """Yield the outcomes of the requests that ended with this step or ran out of time."""
-        for flight in list(self._flights):
-            flight.chunks += flight.handle.poll()
+        for one in list(self._running):
+            one.chunks += one.handle.poll()
             try:
-                if flight.handle.error is not None:
-                    raise flight.handle.error
-                if not flight.handle.finished:
-                    flight.deadline()
+                if one.handle.error is not None:
+                    raise one.handle.error
+                if not one.handle.finished:
+                    one.deadline()
                     continue
-                outcome = Outcome(flight.line, Result.of(flight.chunks))
+                outcome = Outcome(one.line, Result.of(one.chunks))
             except FATAL:
                 raise
+            except (PromptError, OptionError) as error:
+                one.handle.cancel()
+                self._begun.failed(one.line.index, 0)
+                outcome = refused(one.line, str(error))
             except Exception as error:
-                flight.handle.cancel()
-                self._begun.failed(flight.line.index, flight.handle.reached)
-                if flight.retries:
-                    self._flights.remove(flight)
-                    self._waiting.append((flight.line, flight.retries - 1))
+                one.handle.cancel()
+                self._begun.failed(one.line.index, one.handle.reached)
+                if one.retries:
+                    self._running.remove(one)
+                    self._waiting.append((one.line, one.retries - 1))
                     continue
-                outcome = _failed(flight.line, error)
-            self._flights.remove(flight)
+                outcome = _failed(one.line, error)
+            self._running.remove(one)
             yield outcome
