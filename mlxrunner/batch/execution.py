@@ -19,8 +19,7 @@ import mlx.core as mx
 from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
-from mlxrunner.batch.pictures import again, messages_of, shows
-from mlxrunner.batch.prompts import EarlierLines, tokenize_lines
+from mlxrunner.batch.prompts import EarlierLines, again, messages_of, shows, tokenize_lines
 from mlxrunner.batch.records import StoredLine, place_of
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.lookup import Earlier

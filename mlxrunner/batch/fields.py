@@ -21,7 +21,6 @@ from mlxrunner.batch.openai_format import (
     unknown,
 )
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.pictures import named
 from mlxrunner.batch.records import Format
 from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.names import MEANT, SAME, did_you_mean
@@ -169,7 +168,7 @@ def _message(number: int, message: Any, sees: bool) -> PlainMessage:
     if isinstance(message, dict) and message.get("role") == "developer":
         # OpenAI's newer name for "system", which no chat template knows.
         message = {**message, "role": "system"}
-    checked = check_message(number, message, named if sees else None)
+    checked = check_message(number, message, _picture_text if sees else None)
     role = checked["role"]
     if role not in ROLES:
         likely = did_you_mean(role, ROLES).rstrip()
@@ -190,6 +189,13 @@ def _part(part: Any) -> Any:
     """Return a part of a content, a picture of OpenAI's in our form."""
     picture = picture_of(part) if isinstance(part, dict) else None
     return part if picture is None else {"type": "image", "image": picture.image}
+
+
+def _picture_text(image: Any, name: str) -> str:
+    """Return the text of a picture in a line, undecoded. Raise PromptError if it is no text."""
+    if isinstance(image, str):
+        return image
+    raise PromptError(f"{name}: a picture has to be a text: base64, or a URL")
 
 
 def checked_id(name: str, value: Any) -> str | int | None:
