@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import combinations_with_replacement, pairwise, permutations
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.prompts import shared_prefixes
+from support.sample import examples
 
 from mlxrunner.batch.inputs import InputLine
-from mlxrunner.batch.order import run_order, wait
+from mlxrunner.batch.order import (
+    BLOCK,
+    FREE,
+    SLACK,
+    LineCosts,
+    cut,
+    extra_of,
+    run_order,
+    split,
+    wait,
+)
 from mlxrunner.batch.prompts import PromptCost, cost, tokenize_lines
-from mlxrunner.batch.records import StoredLine, sort_key
+from mlxrunner.batch.records import LONG_KEY, StoredLine, shared_tokens, sort_key, tokens_of
 from mlxrunner.batch.store import Store
-from mlxrunner.cache.tokens import as_tokens
-from mlxrunner.testing import ByteTokenizer
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 Prompts = Sequence[Sequence[int]]
 TREES = st.lists(
@@ -140,3 +154,250 @@ def test_lines_that_can_t_be_run_come_first() -> None:
             store.add(StoredLine(index, index + 1, as_tokens(tokens), error=error))
         store.finish()
         assert [line.index for line in store.pending()] == [1, 0, 2]
+
+
+Lines = Sequence[TokenArray]
+SMALL_TREES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
+"""Lines of tokens that share much."""
+
+
+def costs_of(prompts: Lines, answer: int) -> LineCosts:
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    reused = np.zeros_like(lengths)
+    for place, (before, prompt) in enumerate(pairwise(prompts), 1):
+        reused[place] = min(common_prefix(before, prompt), len(prompt) - 1)
+    return LineCosts(lengths - reused, reused, np.full_like(lengths, answer))
+
+
+def parts_of(costs: LineCosts, places: Sequence[int]) -> list[int]:
+    return [costs.of(first, end) for first, end in pairwise(places)]
+
+
+def documents(answer: int) -> LineCosts:
+    """40 questions on each of 5 documents."""
+    return costs_of(sorted(shared_prefixes(), key=sort_key), answer)
+
+
+def one_document(lines: int, answer: int) -> LineCosts:
+    reused = np.full(lines, 2_000)
+    reused[0] = 0
+    return LineCosts(np.where(reused, 50, 2_050), reused, np.full(lines, answer))
+
+
+@given(SMALL_TREES, st.integers(0, 5), st.integers(1, 4))
+@settings(deadline=None)
+def test_a_cut_is_as_even_as_any_unless_it_evaluates_less(
+    prompts: list[list[int]], answer: int, parts: int
+) -> None:
+    """Every line is in one part, in its order; against all cuts of small trees."""
+    costs = costs_of([as_tokens(prompt) for prompt in sorted(prompts)], answer)
+    found, end = cut(costs, parts), len(costs)
+    assert found[0] == 0
+    assert found[-1] == end
+    assert len(found) == parts + 1
+    assert found == sorted(found)
+    cuts = [[0, *inner, end] for inner in combinations_with_replacement(range(end + 1), parts - 1)]
+    best = min(max(parts_of(costs, places)) for places in cuts)
+    again = max(extra_of(costs, found), FREE * int(costs.evaluated.sum()))
+    longer = max(parts_of(costs, found)) / best
+    if longer > 1 + SLACK:
+        even = [places for places in cuts if max(parts_of(costs, places)) <= best * (1 + SLACK)]
+        most = max(extra_of(costs, places) for places in even)
+        assert longer * (costs.total + again) <= (costs.total + most) * (1 + SLACK)
+
+
+@given(SMALL_TREES, st.integers(1, 4))
+@settings(deadline=None)
+def test_a_part_evaluates_what_is_said(prompts: list[list[int]], parts: int) -> None:
+    """The tokens of each part are those that an empty entry evaluates for its lines."""
+    tokens = [as_tokens(prompt) for prompt in sorted(prompts)]
+    costs = costs_of(tokens, 0)
+    for first, end in pairwise(cut(costs, parts)):
+        evaluated = cost(tokens[first:end]).evaluated
+        assert costs.evaluated_of(first, end) == costs.of(first, end) == evaluated
+
+
+@pytest.mark.parametrize("answer", [0, 16, 64])
+def test_eight_machines_evaluate_little_more_than_one(answer: int) -> None:
+    """They take a document each: splitting one evaluates 9 % more."""
+    costs = documents(answer)
+    places = cut(costs, 8)
+    assert places == [0, 40, 80, 120, 160, 200, 200, 200, 200]
+    assert extra_of(costs, places) == 4 * 203 <= FREE * cost(shared_prefixes()).nodes
+
+
+def test_long_answers_are_worth_evaluating_documents_again() -> None:
+    costs = documents(1000)
+    found = parts_of(costs, cut(costs, 8))
+    assert max(found) < 0.8 * max(parts_of(costs, range(0, 201, 40)))
+
+
+@pytest.mark.parametrize("parts", [2, 8, 64])
+def test_a_long_subtree_is_split(parts: int) -> None:
+    """Questions on one document are shared by all machines, which end together."""
+    found = parts_of(costs := one_document(20_000, 100), cut(costs, parts))
+    assert len(found) == parts
+    assert max(found) <= 1.1 * min(found)
+
+
+def test_more_machines_than_lines_leave_some_empty() -> None:
+    assert cut(one_document(2, 5_000), 4) == [0, 1, 2, 2, 2]
+    assert cut(one_document(7, 0).between(0, 0), 3) == [0, 0, 0, 0]
+    assert cut(one_document(7, 0), 1) == [0, 7]
+
+
+def test_a_cut_takes_a_sum_of_eight_bytes_for_each_line() -> None:
+    """Other numbers are made for BLOCK lines at a time, and the costliest may be in any block."""
+    costs = one_document(10 * BLOCK, 100)
+    costs.answers[7 * BLOCK] = 10**6
+    tracemalloc.start()
+    try:
+        cut(costs, 8)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 8 * len(costs) <= peak <= 12 * len(costs)
+    assert costs.costliest == costs.of(7 * BLOCK, 7 * BLOCK + 1) >= 10**6
+
+
+def test_many_machines_share_a_large_batch() -> None:
+    """A thousand parts of a million lines, 100 of each document, end within 10 % of each other."""
+    random, lines = np.random.default_rng(0), 1_000_000
+    begins = np.arange(lines) % 100 == 0
+    lengths = np.repeat(random.integers(300, 600, lines // 100), 100)
+    evaluated = np.where(begins, lengths, 0) + random.integers(10, 90, lines)
+    reused = np.where(begins, 0, lengths)
+    costs = LineCosts(evaluated, reused, np.full(lines, 64))
+    places = cut(costs, 1000)
+    found = parts_of(costs, places)
+    assert max(found) <= 1.1 * min(found)
+    assert extra_of(costs, places) <= 0.01 * evaluated.sum()
+
+
+def test_the_rest_of_a_part_is_split_so_that_both_end_together() -> None:
+    """The machine that runs it has the document; the other one has to evaluate it."""
+    costs = one_document(100, 50)
+    place = split(costs, 20, 100)
+    assert place is not None
+    own, other = 100 * (place - 20), costs.of(place, 100)
+    assert own <= 1.1 * other
+    assert other <= 1.1 * own
+
+
+def test_a_rest_is_not_split_where_that_takes_longer() -> None:
+    costs = one_document(100, 50)
+    assert split(costs, 85, 100) is None
+    assert split(costs, 99, 100) is None
+    assert split(costs, 100, 100) is None
+
+
+PROMPTS = st.lists(
+    st.lists(st.integers(0, 3) | st.sampled_from([255, 256, 2**31 - 1]), min_size=1, max_size=8),
+    max_size=20,
+)
+
+
+def arrays(prompts: list[list[int]]) -> list[TokenArray]:
+    return [as_tokens(prompt) for prompt in prompts]
+
+
+def trie_nodes(prompts: list[TokenArray]) -> int:
+    """Nodes of the tree of prefixes, by building it: the root is not counted."""
+    root: dict[int, dict] = {}  # type: ignore[type-arg]
+    nodes = 0
+    for prompt in prompts:
+        place = root
+        for token in prompt.tolist():
+            nodes += token not in place
+            place = place.setdefault(token, {})
+    return nodes
+
+
+@given(PROMPTS)
+def test_bytes_are_in_the_order_of_the_tokens(prompts: list[list[int]]) -> None:
+    """Sorted by their keys, prompts are sorted as lists of numbers, and the keys give them back."""
+    assert [tokens_of(key).tolist() for key in sorted(map(sort_key, arrays(prompts)))] == sorted(
+        prompts
+    )
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, LONG_KEY // 4, LONG_KEY // 4 + 1, 3 * LONG_KEY])
+@pytest.mark.parametrize("more", [0, 1, 300])
+def test_sort_keys_share_what_their_tokens_share(length: int, more: int) -> None:
+    """Short keys are compared as whole numbers, and long ones by numpy."""
+    numbers = random.Random(length)
+    one = as_tokens([numbers.randrange(2**31) for _ in range(length)])
+    for place in {0, length // 2, max(length - 1, 0), length}:
+        other = np.concatenate([one[:place], one[place:] ^ 256, np.arange(more, dtype=np.int32)])
+        found = shared_tokens(sort_key(one), sort_key(other))
+        assert found == common_prefix(one, other) == place
+
+
+@given(PROMPTS)
+def test_prefix_order_costs_a_nodes_count_and_a_token_per_repeat(prompts: list[list[int]]) -> None:
+    """Prefix order evaluates a naive tree's nodes, and one more token for each repeated prompt."""
+    found = cost(sorted(arrays(prompts), key=sort_key))
+    distinct = len({tuple(prompt) for prompt in prompts})
+    assert found.nodes == trie_nodes(arrays(prompts))
+    assert found.repeats == len(prompts) - distinct
+    assert found.evaluated == found.nodes + found.repeats
+
+
+@given(PROMPTS, st.randoms())
+def test_no_order_costs_less_than_prefix_order(
+    prompts: list[list[int]], shuffle: random.Random
+) -> None:
+    """Any other order evaluates at least as many tokens."""
+    least = cost(sorted(arrays(prompts), key=sort_key)).evaluated
+    shuffle.shuffle(prompts)
+    found = cost(arrays(prompts))
+    assert found.evaluated >= least
+    assert (found.prompts, found.tokens) == (len(prompts), sum(map(len, prompts)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ([], PromptCost()),
+        ([[5]], PromptCost(prompts=1, tokens=1, evaluated=1, nodes=1)),
+        ([[1, 2], [1, 2, 3, 4]], PromptCost(prompts=2, tokens=6, evaluated=4, nodes=4)),
+        ([[1, 2], [1, 2]], PromptCost(prompts=2, tokens=4, evaluated=3, nodes=2, repeats=1)),
+        ([[1, 2, 3], [1, 2]], PromptCost(prompts=2, tokens=5, evaluated=4, nodes=3, repeats=1)),
+        ([[1, 2], [3], [1, 2]], PromptCost(prompts=3, tokens=5, evaluated=5, nodes=5)),
+    ],
+    ids=["none", "one", "grown", "equal", "contained", "there and back"],
+)
+def test_cost_of_an_order(prompts: list[list[int]], expected: PromptCost) -> None:
+    """Each prompt pays for what it does not share with the one before, and at least one token."""
+    assert cost(arrays(prompts)) == expected
+
+
+@examples(30)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=6))
+def test_the_runner_evaluates_what_was_computed(prompts: list[list[int]]) -> None:
+    """In the given order and in prefix order, answers of one token: it is not part of the entry."""
+    for order in (arrays(prompts), sorted(arrays(prompts), key=sort_key)):
+        runner = oracle_runner()
+        evaluated = 0
+        for prompt in order:
+            *_, last = runner.generate(prompt, max_tokens=1)
+            assert last.usage is not None
+            evaluated += last.usage.evaluated_tokens
+        assert evaluated == cost(order).evaluated
+
+
+def test_the_case_of_two_hundred_prompts() -> None:
+    """The input order evaluates about 281,000 of 388,000 tokens, the sorted one the nodes."""
+    prompts = shared_prefixes()
+    shuffled, in_order = cost(prompts), cost(sorted(prompts, key=sort_key))
+    assert (shuffled.prompts, shuffled.tokens) == (200, 388_000)
+    assert 260_000 < shuffled.evaluated < 305_000
+    assert in_order.evaluated == in_order.nodes == trie_nodes(prompts) == 20_393
+    assert max(map(len, prompts)) < 2000
+
+
+def test_the_case_is_the_same_each_time() -> None:
+    """One seed gives one list of prompts, another one another."""
+    first, again, other = shared_prefixes(1), shared_prefixes(1), shared_prefixes(2)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))

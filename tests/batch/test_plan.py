@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from support.batch_command import run, write
 from support.prompts import shared_prefixes
 
 from mlxrunner.batch.inputs import Inputs
 from mlxrunner.batch.options import ORDERS, BatchOptions, Order
-from mlxrunner.batch.plan import BatchPlan, Speed, lanes_for, make_plan, survey, worth
+from mlxrunner.batch.order import LineCosts
+from mlxrunner.batch.plan import (
+    ANSWER,
+    MOST_MODELS,
+    BatchPlan,
+    CutPlan,
+    Speed,
+    WorkerShare,
+    costs_of,
+    known_speed,
+    lanes_for,
+    make_plan,
+    remember_speed,
+    speed_file,
+    survey,
+    worth,
+)
 from mlxrunner.batch.prompts import cost, tokenize_lines
-from mlxrunner.batch.records import StoredLine, sort_key
+from mlxrunner.batch.records import BriefLine, StoredLine, sort_key
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.load import tokenizer_of
@@ -237,3 +259,249 @@ def test_long_lines_run_fewer_at_a_time() -> None:
     """By the new tokens of a line, and never more than there are."""
     assert [worth(tokens * 10, 10) for tokens in (1, 1024, 1025)] == [8, 8, 4]
     assert [worth(5, lines) for lines in (0, 1, 3)] == [1, 1, 3]
+
+
+def test_a_line_costs_its_new_tokens_and_its_answer() -> None:
+    """A prompt that is there twice evaluates its last token; broken lines cost nothing."""
+    lines = [
+        StoredLine(7, 8, as_tokens([]), error="line 8: broken"),
+        StoredLine(2, 3, as_tokens([1, 2, 3])),
+        StoredLine(4, 5, as_tokens([1, 2, 3]), options={"max_tokens": 5}),
+        StoredLine(1, 2, as_tokens([1, 2, 9, 9]), options={"max_tokens": 10**6}),
+    ]
+    indexes, costs = costs_of(lines, {"max_tokens": 20})
+    assert list(indexes) == [7, 2, 4, 1]
+    assert costs.evaluated.tolist() == [0, 3, 1, 2]
+    assert costs.reused.tolist() == [0, 0, 2, 2]
+    assert costs.answers.tolist() == [0, 20, 5, ANSWER]
+    assert costs_of(lines, {}, answer=3)[1].answers.tolist() == [0, 3, 3, 3]
+
+
+def documents(count: int, lines: int) -> LineCosts:
+    """`lines` questions of 10 tokens on each of `count` documents of 990, answers of 10."""
+    first = np.arange(count * lines) % lines == 0
+    reused = np.where(first, 0, 990)
+    return LineCosts(1000 - reused, reused, np.full(count * lines, 10))
+
+
+def test_a_plan_adds_up_to_what_the_workers_evaluate() -> None:
+    """The seconds are those of the worker that takes longest."""
+    found = CutPlan.of(documents(2, 10), 2, 400.0, Speed(100.0, 10.0, 20.0))
+    assert found.parts == [WorkerShare(10, 1090, 30.9), WorkerShare(10, 1090, 30.9)]
+    assert (found.evaluated, found.extra, found.seconds) == (2180, 0.0, 30.9)
+    found = CutPlan.of(documents(1, 400), 2, 0.0, None)
+    assert found.evaluated == 990 + 4000 + 990
+    assert found.extra == pytest.approx(990 / 4990)
+    assert found.seconds is None
+
+
+def test_the_text_names_each_of_few_workers_and_the_ends_of_many() -> None:
+    assert CutPlan.of(documents(2, 10), 3, 400.0, Speed(100.0, 10.0, 20.0)).lines() == [
+        "cut for 3 workers: 2,180 tokens evaluated, 0.0% more than by one machine",
+        "  worker 1: 10 lines, 1,090 tokens evaluated, about 31 s",
+        "  worker 2: 10 lines, 1,090 tokens evaluated, about 31 s",
+        "  1 worker without lines: to split more would cost more than it saves",
+        "about 31 s on 3 workers as fast as this machine",
+    ]
+    assert CutPlan.of(documents(2, 1), 3, 0.0, None).lines()[-1] == "  1 worker without lines"
+    many = CutPlan.of(documents(40, 10), 40, 0.0, None).lines()
+    assert many == [
+        "cut for 40 workers: 43,600 tokens evaluated, 0.0% more than by one machine",
+        "  least: 10 lines, 1,090 tokens evaluated",
+        "  most: 10 lines, 1,090 tokens evaluated",
+    ]
+
+
+def test_the_command_says_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table and --json say the same, and the parts have all lines."""
+    monkeypatch.chdir(tmp_path)
+    remember_speed("demo", Speed(100.0, 10.0, 20.0))
+    names = ("Ana", "Bo", "Mira")
+    write(*({"prompt": f"My name is {one}. {n}?", "max_tokens": 3} for one in names for n in "123"))
+    table = run("in.jsonl", "--plan", "--workers", 3).stdout
+    plan = json.loads(run("in.jsonl", "--plan", "--workers", 3, "--json").stdout)
+    parts, whole = plan["cut"]["parts"], plan["cut"]["evaluated"]
+    assert sum(part["lines"] for part in parts) == 9
+    assert sum(part["evaluated"] for part in parts) == whole
+    assert whole == pytest.approx(plan["evaluated"] * (1 + plan["cut"]["extra"]))
+    assert plan["cut"]["seconds"] == max(part["seconds"] for part in parts) < plan["seconds"]
+    assert f"cut for 3 workers: {whole:,} tokens evaluated" in table
+    assert f"  worker 1: {parts[0]['lines']} lines, {parts[0]['evaluated']}" in table
+    assert json.loads(run("in.jsonl", "--plan", "--json").stdout)["cut"] is None
+
+
+def test_a_plan_for_workers_reads_the_lines_no_more_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read them takes longest: once in each order, for the plan and for the cut."""
+    monkeypatch.chdir(tmp_path)
+    write({"prompt": "Who are you?"}, {"prompt": "What are you?"})
+    orders: list[str] = []
+    left = Store.left
+
+    def noted(store: Store, order: Order = "prefix") -> Iterator[BriefLine]:
+        orders.append(order)
+        return left(store, order)
+
+    monkeypatch.setattr(Store, "left", noted)
+    run("in.jsonl", "--plan", "--workers", 2)
+    assert sorted(orders) == ["input", "prefix"]
+
+
+def test_the_plan_for_eight_workers_evaluates_little_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch has 200 prompts over a system prompt and 5 documents, as in benchmarks/batch.py."""
+    monkeypatch.chdir(tmp_path)
+    write(*({"prompt": prompt.tolist(), "max_tokens": 16} for prompt in shared_prefixes()))
+    plan = json.loads(run("in.jsonl", "--plan", "--workers", 8, "--json").stdout)
+    assert plan["evaluated"] == 20_393
+    assert plan["cut"]["evaluated"] == 20_393 + 4 * 203
+    assert round(plan["cut"]["extra"], 3) == 0.040
+    assert len(plan["cut"]["parts"]) == 8
+
+
+def test_the_plan_of_a_shard_is_that_of_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what the worker of that number gets in the cut."""
+    monkeypatch.chdir(tmp_path)
+    write(*({"prompt": f"My name is {one}. {n}?"} for one in ("Ana", "Bo") for n in range(20)))
+    plan = json.loads(run("in.jsonl", "--plan", "--workers", 2, "--json").stdout)
+    for number, part in enumerate(plan["cut"]["parts"], 1):
+        own = json.loads(
+            run("in.jsonl", "-o", "a", "--plan", "--shard", f"{number}/2", "--json").stdout
+        )
+        assert (own["lines"], own["evaluated"]) == (part["lines"], part["evaluated"])
+
+
+FAST, SLOW = Speed(2000, 200, 30.5), Speed(20, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_what_was_measured_last_is_known(folder: Path) -> None:
+    """Each model has its own newest speed, in one file of mode 0600 with nothing beside it."""
+    assert known_speed("demo") is None
+    for model, speed in [("demo", SLOW), ("owner/name", SLOW), ("demo", FAST)]:
+        remember_speed(model, speed)
+    assert (known_speed("demo"), known_speed("owner/name"), known_speed("other")) == (
+        FAST,
+        SLOW,
+        None,
+    )
+    assert speed_file() == folder / "mlxrunner" / "speed.json"
+    assert stat.S_IMODE(speed_file().stat().st_mode) == 0o600
+    assert [file.name for file in speed_file().parent.iterdir()] == ["speed.json"]
+
+
+def test_by_default_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """~/.cache/mlxrunner/speed.json."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert speed_file() == tmp_path / ".cache" / "mlxrunner" / "speed.json"
+
+
+def test_a_directory_is_known_by_any_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative or whole, with a slash or without."""
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    remember_speed("model", FAST)
+    assert known_speed("./model/") == known_speed(str(tmp_path / "model")) == FAST
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"nope",
+        b"[]",
+        b"5",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"demo": 5}',
+        b'{"demo": []}',
+        b'{"demo": {}}',
+        b'{"demo": {"prefill_rate": 1, "decode_rate": 1}}',
+        b'{"demo": {"prefill_rate": 1, "decode_rate": 1, "answer_tokens": 1, "x": 1}}',
+        *(
+            json.dumps(
+                {"demo": {"prefill_rate": 1, "decode_rate": wrong, "answer_tokens": 1}}
+            ).encode()
+            for wrong in (0, -1, "1", None, True, math.nan, math.inf, [])
+        ),
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(content: bytes) -> None:
+    """Nothing is known, and the next measurement makes it whole."""
+    speed_file().parent.mkdir(parents=True)
+    speed_file().write_bytes(content)
+    assert known_speed("demo") is None
+    remember_speed("demo", FAST)
+    assert known_speed("demo") == FAST
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "hole", "twice"])
+def test_what_can_not_be_read_at_once_is_as_good_as_none(kind: str) -> None:
+    """Nobody waits for it, or reads it whole to know."""
+    speed_file().parent.mkdir(parents=True)
+    if kind == "FIFO":
+        os.mkfifo(speed_file())
+    elif kind == "hole":
+        speed_file().touch()
+        os.truncate(speed_file(), 2**40)
+    else:
+        speed_file().write_text('{"demo": 1, "demo": 2}')
+    assert known_speed("demo") is None
+
+
+def test_a_file_that_can_not_be_written(folder: Path) -> None:
+    """Is not worth an error, and neither is a folder that can't be made."""
+    folder.write_text("a file where the folder should be")
+    remember_speed("demo", FAST)
+    assert known_speed("demo") is None
+
+
+def test_an_interrupted_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new content takes the old one's place in one step or not at all, and leaves no rest."""
+    remember_speed("demo", SLOW)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        remember_speed("demo", FAST)
+    assert known_speed("demo") == SLOW
+    assert [file.name for file in speed_file().parent.iterdir()] == ["speed.json"]
+
+
+def test_the_file_stays_small() -> None:
+    """Models that were not used for a long time are forgotten."""
+    for number in range(MOST_MODELS + 5):
+        remember_speed(f"owner/{number}", SLOW)
+        remember_speed("demo", FAST)
+    assert len(json.loads(speed_file().read_text()).keys() - {"crc32"}) == MOST_MODELS
+
+
+def test_a_speed_that_was_changed_is_not_known() -> None:
+    """A file of an older version, which has no checksum, is."""
+    remember_speed("demo", FAST)
+    text = speed_file().read_text()
+    speed_file().write_text(text.replace("2000", "2001"))
+    assert known_speed("demo") is None
+    speed_file().write_text("{" + text.partition(", ")[2])
+    assert known_speed("demo") == FAST
+    assert known_speed("demo") == FAST
+    assert known_speed("owner/0") is None
+
+
+def test_the_time_for_tokens() -> None:
+    """Prompts and answers, each at its own rate."""
+    assert SLOW.seconds(40, 10) == 2 + 5

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +21,7 @@ from support.batches import entry, filled, indices
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import run_order
 from mlxrunner.batch.records import LineCounts, StoredLine, sort_key
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import APPLICATION_ID, VERSION, Store, checksum
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 
@@ -199,3 +208,305 @@ def test_the_lines_that_are_left_are_those_that_are_pending(order: Order) -> Non
                 line.options,
                 line.error,
             )
+
+
+def test_a_checksum_is_that_of_stores_that_are_there() -> None:
+    """A store of an earlier version has it in each row, so it must never change."""
+    row: Any = (7, "\u00e9\ud800", None, b"\0\xff", -1, 2.5, "")
+    assert checksum(*row) == 3560878094
+
+
+def test_the_whole_input_is_there_or_none_of_it(tmp_path: Path) -> None:
+    """Closed before the input was complete, the store is empty, says so, and takes it again."""
+    path = tmp_path / "store"
+    with Store.create(path) as store:
+        for index in range(1000):
+            store.add(entry(index, range(index)))
+        assert not store.is_complete
+    with Store.open(path) as store:
+        assert not store.is_complete
+        assert store.counts == LineCounts(0, 0, 0, 0)
+        assert list(store.pending("input")) == []
+        store.add(entry(0, [1]))
+        store.finish({"input": "abc", "model": "demo"})
+    with Store.open(path) as store:
+        assert store.is_complete
+        assert store.counts == LineCounts(1, 0, 0, 0)
+        assert store.meta == {"input": "abc", "model": "demo"}
+
+
+def test_what_was_not_committed_is_not_there(tmp_path: Path) -> None:
+    """Closing without a commit drops the results since the last one."""
+    path = tmp_path / "store"
+    with filled([[1], [2]], path) as store:
+        store.record(0, b"0")
+        store.commit()
+        store.record(1, b"1")
+    with Store.open(path) as store:
+        assert [one.index for one in store.answers("done")] == [0]
+        assert indices(store.pending()) == [1]
+
+
+def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    """The file and SQLite's journal have mode 0600, and only the file is left when it is closed."""
+    before = os.umask(0)
+    try:
+        with filled([[1]] * 100, tmp_path / "store") as store:
+            store.record(0, b"0")
+            files = list(tmp_path.iterdir())
+            assert len(files) == 2
+            assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    finally:
+        os.umask(before)
+    assert [file.name for file in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_temporary_store_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no name that anybody could see, also while it is open and larger than its memory."""
+    monkeypatch.setenv("SQLITE_TMPDIR", str(tmp_path))
+    with Store.create() as store:
+        store._db.execute("PRAGMA cache_size=10")
+        for index in range(500):
+            store.add(entry(index, range(1000)))
+        store.finish()
+        assert len(indices(store.pending())) == 500
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    """A second one is refused at once, and can have it when the first one is gone."""
+    path = tmp_path / "store"
+    program = (
+        "import sys; from mlxrunner.batch.store import Store; from pathlib import Path; "
+        "Store.open(Path(sys.argv[1]))"
+    )
+    with filled([[1]], path):
+        second = subprocess.run(
+            [sys.executable, "-c", program, path], capture_output=True, text=True, check=False
+        )
+        assert "another process is using it" in second.stderr.splitlines()[-1]
+        with pytest.raises(StoreError, match="another process is using it"):
+            Store.open(path)
+    assert subprocess.run([sys.executable, "-c", program, path], check=False).returncode == 0
+
+
+def other_database(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE lines (a)")
+    database.close()
+
+
+def other_version(path: Path) -> None:
+    Store.create(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute(f"PRAGMA user_version={VERSION + 1}")
+    database.close()
+
+
+def damaged(path: Path) -> None:
+    filled([range(1000)] * 50, path).close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096] + bytes(len(whole) - 4096))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: None, "No such file"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_text("{}\n" * 1000), "not a batch store"),
+        (other_database, "is not a batch store"),
+        (
+            other_version,
+            f"of version {VERSION + 1}, and this program knows version {VERSION}: no run can "
+            "resume",
+        ),
+        (damaged, "not a batch store, or damaged"),
+    ],
+    ids=["missing", "a directory", "a text", "another database", "another version", "damaged"],
+)
+def test_what_is_not_a_store_is_refused(make: object, problem: str, tmp_path: Path) -> None:
+    """In one line that names the file and what is wrong with it; the file is left as it is."""
+    path = tmp_path / "store"
+    make(path)  # type: ignore[operator]
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(StoreError, match=problem) as caught:
+        Store.open(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    """`create` makes new files only, in folders that exist."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StoreError, match="File exists"):
+        Store.create(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(StoreError, match="No such file or directory"):
+        Store.create(tmp_path / "folder" / "file")
+
+
+def test_killed_directly_after_it_was_made(tmp_path: Path) -> None:
+    """A file without content is an empty store."""
+    path = tmp_path / "store"
+    path.touch(mode=0o600)
+    with Store.open(path) as store:
+        assert not store.is_complete
+        assert store._one("PRAGMA application_id") == (APPLICATION_ID,)
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
+from mlxrunner.cache.tokens import as_tokens
+
+with Store.open(Path(sys.argv[1])) as store:
+    if not store.is_complete:
+        for index in range(3000):
+            store.add(StoredLine(index, index + 1, as_tokens(range(index % 7, 200))))
+        store.finish()
+    print("ready", flush=True)
+    for count, entry in enumerate(store.pending(), 1):
+        store.record(entry.index, b"%d" % entry.index * 50)
+        if count % 3 == 0:
+            store.commit()
+            print(store.counts.done, flush=True)
+"""
+
+
+@pytest.mark.exhaustive(0)
+def test_killed_at_random_points(tmp_path: Path) -> None:
+    """All that was committed is unchanged after kill -9 at twenty random moments."""
+    path = tmp_path / "store"
+    Store.create(path).close()
+    random.seed(0)
+    completed = committed = 0
+    for attempt in range(20):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        # From the ninth on it is filled, and committed up to twice.
+        begin = (
+            [child.stdout.readline().strip() for _ in range(1 + attempt % 3)]
+            if attempt >= 8
+            else []
+        )
+        time.sleep(random.uniform(0, 0.02) if attempt >= 8 else random.uniform(0.1, 0.5))
+        os.kill(child.pid, signal.SIGKILL)
+        said = [*filter(None, begin), *child.stdout.read().split()]
+        child.stdout.close()
+        child.wait()
+        with Store.open(path) as store:
+            assert store.is_complete or not said
+            completed = store.is_complete
+            done = list(store.answers("done"))
+            assert len(done) >= max(
+                [committed, *(int(number) for number in said if number != "ready")]
+            )
+            assert all(one.body == b"%d" % one.index * 50 for one in done)
+            assert [one.index for one in done] == sorted(
+                range(3000 * completed), key=lambda index: (index % 7, index)
+            )[: len(done)]
+            assert len(done) + len(indices(store.pending())) == 3000 * completed
+            committed = len(done)
+    assert committed
+
+
+def test_a_full_disk_while_it_is_filled(tmp_path: Path) -> None:
+    """An error that says so; the store is empty and can be filled when there is room."""
+    path = tmp_path / "store"
+    with Store.create(path) as store:
+        store._db.execute("PRAGMA max_page_count=100")
+        with pytest.raises(StoreError, match=r"the disk is full .*: make room"):
+            for index in range(1000):
+                store.add(entry(index, range(1000)))
+    with Store.open(path) as store:
+        assert not store.is_complete
+        store.add(entry(0, [1]))
+        store.finish()
+
+
+def test_a_full_disk_while_results_are_recorded(tmp_path: Path) -> None:
+    """Committed results stay, the others are to be done again."""
+    path = tmp_path / "store"
+    with filled([[index] for index in range(50)], path) as store:
+        (pages,) = store._one("PRAGMA page_count")
+        store._db.execute(f"PRAGMA max_page_count={pages + 20}")
+        committed = 0
+        with pytest.raises(StoreError, match=r"the disk is full .*: make room"):
+            for index in range(50):
+                store.record(index, bytes(10_000))
+                if index % 2:
+                    store.commit()
+                    committed = index + 1
+        assert store.counts.done == committed
+    with Store.open(path) as store:
+        assert [one.index for one in store.answers("done")] == list(range(committed))
+        assert indices(store.pending()) == list(range(committed, 50))
+        assert 0 < committed < 50
+
+
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """A limit on the size of files is refused in one line and loses nothing."""
+    path = tmp_path / "store"
+    filled([[index] for index in range(50)], path).close()
+    program = f"""
+import resource
+from pathlib import Path
+from mlxrunner.batch.store import Store, StoreError
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with Store.open(Path({str(path)!r})) as store:
+    try:
+        for index in range(50):
+            store.record(index, bytes(10_000))
+            store.commit()
+    except StoreError as error:
+        print(index, error)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    committed = int(said.split()[0])
+    assert "what was committed is kept" in said
+    with Store.open(path) as store:
+        assert store.counts.done == committed
+        assert 0 < committed < 50
+
+
+@pytest.mark.exhaustive(0)
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """Less than 120 MB hold 240 MB of tokens that are stored, sorted, read and answered."""
+    program = f"""
+import resource, sys
+from pathlib import Path
+from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import Store
+import numpy as np
+
+def megabytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // \
+(1024 if sys.platform == "linux" else 1024**2)
+
+before = megabytes()
+tokens = np.arange(3000, dtype=np.int32)
+with Store.create(Path({str(tmp_path / "store")!r})) as store:
+    for index in range(20_000):
+        store.add(StoredLine(index, index + 1, (tokens + index % 97 + 1).astype(np.int32)))
+    store.finish()
+    assert sum(1 for entry in store.pending("input")) == 20_000
+    for entry in store.pending():
+        store.record(entry.index, bytes(1000))
+    store.commit()
+    assert sum(len(body.body) for body in store.answers()) == 20_000_000
+print(megabytes() - before)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert int(said) < 120

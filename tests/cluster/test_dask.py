@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,14 @@ from mlxrunner.batch.records import StoredLine
 from mlxrunner.batch.store import Store
 from mlxrunner.cli import main
 from mlxrunner.cluster import dask_workers, driver, work_queue
-from mlxrunner.cluster.dask_workers import MOST_STARTS, DaskWorkers, opened_dask
+from mlxrunner.cluster.dask_workers import (
+    GONE_S,
+    MOST_STARTS,
+    SIGN,
+    DaskWorkers,
+    RestartLimit,
+    opened_dask,
+)
 from mlxrunner.cluster.driver import Driver
 from mlxrunner.cluster.options import ClusterOptions
 from mlxrunner.errors import CutOffError
@@ -326,3 +334,43 @@ def test_calls_of_a_stopped_worker_hold_back_no_others(cluster: Any) -> None:
             assert call.result() == 1
         finally:
             os.kill(own[stopped], signal.SIGKILL)
+
+
+def test_processes_that_end_in_turn_are_counted_for_each_worker() -> None:
+    keeper, most = RestartLimit(2), 2 * MOST_STARTS
+    for process in range(most):
+        assert keeper.look([process], 0, 0) is None
+    assert f"{most} processes ended in turn" in str(keeper.look([], 0, 0))
+
+
+def test_a_worker_that_takes_part_starts_the_count_again() -> None:
+    keeper = RestartLimit(1)
+    for process in range(10 * MOST_STARTS):
+        is_back = process % MOST_STARTS == 0
+        assert keeper.look([process], int(is_back), GONE_S / 4 if is_back else 0) is None
+
+
+def test_a_process_that_is_slow_to_start_is_waited_for_up_to_an_end() -> None:
+    keeper = RestartLimit(1)
+    assert keeper.look([1], 0, GONE_S - 1) is None
+    assert "none has come for 300 s" in str(keeper.look([1], 0, 1))
+
+
+def test_a_client_that_connects_again_is_waited_for() -> None:
+    """Dask has no scheduler meanwhile."""
+
+    class Scheduler:
+        async def identity(self, n_workers: int) -> dict[str, Any]:
+            return {"workers": {"tcp://one": {"last_seen": 7.0, "metrics": {SIGN: "well"}}}}
+
+    async def look() -> Mapping[str, Any]:
+        client = SimpleNamespace(scheduler=None)
+        workers = DaskWorkers(client, None)
+        looking = asyncio.create_task(workers.look())
+        await asyncio.sleep(0.1)
+        assert not looking.done()
+        client.scheduler = Scheduler()
+        await looking
+        return workers.signs
+
+    assert asyncio.run(look()) == {"tcp://one": (7.0, "well")}
