@@ -139,11 +139,7 @@ def run_batch(
         check_kind("runner", runner, (Runner, ParallelRunner), "load one with Runner.load(model)")
     listed("requests", requests, '[BatchRequest("Hello")]')
     options = BatchOptions(
-        defaults=defaults,
-        order=order,
-        output_order=output_order,
-        retries=retries,
-        timeout=timeout,
+        defaults=defaults, order=order, output_order=output_order, retries=retries, timeout=timeout
     )
     return _run_batch(runner, requests, options)
 

@@ -89,10 +89,7 @@ HELD = "SELECT line FROM lines ORDER BY line"
 _COLUMNS = "line, number, id, options, error, tokens, prompt, format, sum"
 LINE = f"SELECT {_COLUMNS} FROM lines WHERE line = ?"
 _LEFT = "WHERE line NOT IN (SELECT line FROM results)"
-_ORDERS = {
-    "prefix": ("place", "places CROSS JOIN lines USING (line)"),
-    "input": ("line", "lines"),
-}
+_ORDERS = {"prefix": ("place", "places CROSS JOIN lines USING (line)"), "input": ("line", "lines")}
 ALL = {
     order: f"SELECT {_COLUMNS} FROM {table} {_LEFT} ORDER BY {place}"
     for order, (place, table) in _ORDERS.items()

@@ -63,12 +63,7 @@ class _Worker:
 
 @contextmanager
 def over_workers(
-    opened: Opened,
-    profile: Profile,
-    job: Job,
-    store: Store,
-    context: int,
-    progress: Progress,
+    opened: Opened, profile: Profile, job: Job, store: Store, context: int, progress: Progress
 ) -> Iterator[Answering]:
     """Open the workers, and yield what answers the lines of `store` on them.
 
@@ -110,11 +105,7 @@ class Driver:
         """Workers that ended while they loaded the model, since the last that did not."""
 
     def run(
-        self,
-        store: Store,
-        order: Any,
-        is_stopping: Callable[[], bool],
-        tick: Callable[[], None],
+        self, store: Store, order: Any, is_stopping: Callable[[], bool], tick: Callable[[], None]
     ) -> Outcomes:
         """Yield the outcomes of the lines as they end, until all have or the run is stopped."""
         self._look()

@@ -258,9 +258,7 @@ main()
 def started(*arguments: str) -> subprocess.Popen[str]:
     """The command on its way: its first answers are there."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TELLS, *COMMAND, *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", TELLS, *COMMAND, *arguments], stderr=subprocess.PIPE, text=True
     )
     until(
         lambda: (

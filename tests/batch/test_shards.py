@@ -165,11 +165,7 @@ def rewritten(name: str, **changed: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
-    "missing": (
-        lambda: None,
-        PARTS[:2],
-        "shard 3/3 is missing: name its output, too",
-    ),
+    "missing": (lambda: None, PARTS[:2], "shard 3/3 is missing: name its output, too"),
     "several missing": (lambda: None, PARTS[:1], "shards 2/3, 3/3 are missing"),
     "there twice": (
         lambda: [shutil.copy(f"{PARTS[0]}{end}", f"copy.jsonl{end}") for end in ("", ".done")],

@@ -140,9 +140,7 @@ def test_a_killed_worker_costs_its_unfinished_lines(
 
 
 def test_a_stopped_worker_costs_its_unfinished_lines(
-    cluster: Any,
-    victim: Callable[[signal.Signals], list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Any, victim: Callable[[signal.Signals], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its late answers are written once, and so are those of a worker that only seems to hang."""
     monkeypatch.setattr(driver, "SILENT_S", 2.0)

@@ -220,10 +220,7 @@ def test_a_line_that_ends_three_workers_gets_an_error_and_no_fourth(store: Store
     run = Run(workers, store)
     found = run.outcomes()
     assert [one for one in found if one[0] != 7] == [one for one in ALL if one[0] != 7]
-    assert found[7] == (
-        7,
-        "3 workers ended while they ran this line; it is not tried again",
-    )
+    assert found[7] == (7, "3 workers ended while they ran this line; it is not tried again")
     assert len([index for _, index in workers.sent if index == 7]) == MOST_ENDS
 
 
