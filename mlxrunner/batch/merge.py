@@ -32,7 +32,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class _Output:
+class _ShardOutput:
     """The output of a shard that has ended."""
 
     path: Path
@@ -40,7 +40,7 @@ class _Output:
     record: Completion
 
     @classmethod
-    def at(cls, path: Path) -> _Output:
+    def at(cls, path: Path) -> _ShardOutput:
         """Read what the output was made from. Raise OutputError if it is no whole shard."""
         store = Path(f"{path}.run")
         if store.exists():
@@ -94,7 +94,7 @@ def merge(outputs: Sequence[str], output: str) -> Completion:
         raise OptionError(f"-o {output}: is the output of a shard; choose another file")
     record = completion_path(Path(f"{output}.run"))
     _check_new(target, record)
-    shards = [_Output.at(Path(name)) for name in outputs]
+    shards = [_ShardOutput.at(Path(name)) for name in outputs]
     _check_same(shards)
     _check_complete(shards)
     for shard in shards:
@@ -114,7 +114,7 @@ def _check_new(target: Path, record: Path) -> None:
         raise OutputError(f"{target}: is there already: choose another -o, or remove it")
 
 
-def _check_same(shards: Sequence[_Output]) -> None:
+def _check_same(shards: Sequence[_ShardOutput]) -> None:
     """Raise DifferentRunError if a shard is not of the same batch, or was cut in another way."""
     first = shards[0]
     for other in shards[1:]:
@@ -149,9 +149,9 @@ def _shown(made_from: Mapping[str, str], name: str) -> str:
     return f"{made_from.get(name, 'not set'):.80}"
 
 
-def _check_complete(shards: Sequence[_Output]) -> None:
+def _check_complete(shards: Sequence[_ShardOutput]) -> None:
     """Raise OutputError if a shard is there twice, or is missing."""
-    found: dict[Shard, _Output] = {}
+    found: dict[Shard, _ShardOutput] = {}
     for one in shards:
         if one.shard in found:
             raise OutputError(
@@ -170,7 +170,7 @@ def _check_complete(shards: Sequence[_Output]) -> None:
         )
 
 
-def _written(shards: Sequence[_Output], target: Path) -> Completion:
+def _written(shards: Sequence[_ShardOutput], target: Path) -> Completion:
     """Write all lines to `target` in the order of their indexes, and return the record of it."""
     digest, size, lines = hashlib.sha256(), 0, 0
     answers = heapq.merge(*(shard.answers() for shard in shards), key=itemgetter(0))

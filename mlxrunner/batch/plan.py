@@ -333,13 +333,13 @@ def costs_of(
     Two lines are in memory at a time. `defaults` are the options of the batch, and `answer` is the
     number of tokens that an answer is expected to have. A line that can't be run costs nothing.
     """
-    costing = Costing(defaults, answer=answer)
+    costing = CostRecorder(defaults, answer=answer)
     for _ in costing.of(lines):
         pass
     return costing.indexes, costing.costs
 
 
-class Costing:
+class CostRecorder:
     """Notes what lines cost while something else reads them: to read them takes longest.
 
     The notes take 16 bytes for each line, and a cut 8 more.

@@ -40,7 +40,7 @@ from mlxrunner.batch.options import Order
 from mlxrunner.batch.output import AnswerWriter
 from mlxrunner.batch.plan import (
     BatchPlan,
-    Costing,
+    CostRecorder,
     CutPlan,
     Shard,
     Speed,
@@ -182,7 +182,7 @@ def plan_job(job: Job, progress: Progress) -> BatchPlan:
         counts = (
             store.counts if done is None else LineCounts(done.lines, 0, done.lines, done.failed)
         )
-        costing = None if job.workers is None else Costing(job.defaults)
+        costing = None if job.workers is None else CostRecorder(job.defaults)
         found: dict[Order, Survey] = {
             "input": _survey(job, store, "input", context, progress, speed),
             "prefix": _survey(job, store, "prefix", context, progress, speed, costing),
@@ -235,7 +235,7 @@ def _survey(
     context: int,
     progress: Progress,
     speed: Speed | None = None,
-    costing: Costing | None = None,
+    costing: CostRecorder | None = None,
 ) -> Survey:
     """Survey the lines that have no answer yet, and show the progress.
 

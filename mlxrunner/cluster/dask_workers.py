@@ -1,6 +1,7 @@
 """Reach workers over Dask's `distributed`. No other module knows Dask.
 
-A thread of its own runs Dask's event loop. Each call is a task that is bound to its worker.
+A thread of its own runs Dask's event loop. Dask supervises the processes of workers (`Nanny`,
+`LocalCluster`), connects to them, with TLS where that is asked for, and tells who is there.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import pickle
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, resource_tracker
@@ -29,203 +30,19 @@ MOST_STARTS = 4
 """The processes for each worker that may end in turn while no worker takes part."""
 GONE_S = 300.0
 """Seconds without any worker after which they are given up, whatever keeps them."""
-
-
-class RestartLimit:
-    """Counts the processes that were started since a worker last took part.
-
-    Dask starts a process again without end.
-    """
-
-    def __init__(self, workers: int) -> None:
-        """Keep this number of workers."""
-        self._workers = workers
-        self._started: set[int] = set()
-        self._gone_s = 0.0
-
-    def look(self, processes: Iterable[int], taking_part: int, seconds: float) -> str | None:
-        """Note the processes that live, and how many of them take part, `seconds` after last time.
-
-        Return why the workers are given up; None while they are not.
-        """
-        if taking_part:
-            self._started.clear()
-            self._gone_s = 0.0
-            return None
-        living = set(processes)
-        self._started |= living
-        self._gone_s += seconds
-        ended = len(self._started - living)
-        if ended >= MOST_STARTS * self._workers:
-            return (
-                f"no worker is left: {ended} processes ended in turn while they started: is there "
-                "enough memory for all of them?"
-            )
-        if self._gone_s >= GONE_S:
-            return f"no worker is left, and none has come for {GONE_S:g} s"
-        return None
-
-
 SIGN = "mlxrunner"
 """The name of a worker's sign of life among Dask's metrics."""
 CONNECT_S = 10
 """Seconds in which a scheduler has to answer."""
-
-
-@asynccontextmanager
-async def connected(options: ClusterOptions) -> AsyncIterator[Any]:
-    """Yield a client of the cluster that the options name, or of a new one on this machine."""
-    from distributed import Client
-
-    be_quiet()
-    async with AsyncExitStack() as stack:
-        if options.dask is not None:
-            where: Any = options.check_address(options.dask)
-        else:
-            where = await stack.enter_async_context(_local_cluster(options.workers or 1))
-        try:
-            client = Client(
-                where,
-                security=_security(options),
-                timeout=CONNECT_S,
-                asynchronous=True,
-                set_as_default=False,
-            )
-            yield await stack.enter_async_context(client)
-        except (OSError, TimeoutError) as error:
-            raise _nobody_at(options.dask, error) from error
-
-
-@asynccontextmanager
-async def _local_cluster(workers: int) -> AsyncIterator[Any]:
-    """Yield a new cluster on this machine, which is started again if a worker ends meanwhile."""
-    from distributed import LocalCluster
-
-    with tempfile.TemporaryDirectory(prefix="mlxrunner-") as folder:
-        for left in reversed(range(MOST_STARTS)):
-            local = LocalCluster(
-                n_workers=workers,
-                threads_per_worker=1,
-                host="127.0.0.1",
-                protocol="tcp",
-                dashboard_address="127.0.0.1:0",
-                silence_logs=logging.CRITICAL,
-                local_directory=folder,
-                asynchronous=True,
-                **worker_settings(),
-            )
-            try:
-                await local
-                break
-            except Exception as error:
-                with suppress(Exception):
-                    await local.close()
-                if not left:
-                    why = one_line(str(error))
-                    raise CutOffError(f"the workers did not start: {why}") from error
-        async with local:
-            yield local
-
-
-def _nobody_at(address: str | None, error: Exception) -> OptionError:
-    why = one_line(str(error))
-    return OptionError(
-        f"{address}: no scheduler answers there: is `dask scheduler` running, and are its "
-        f"certificates from the same authority? ({why})"
-    )
-
-
-def worker_settings() -> dict[str, Any]:
-    """Return the settings of a worker: no limits of memory, which the model's plan has."""
-    return {"memory_limit": 0, "metrics": {SIGN: sign}}
-
-
-def _security(options: Connection) -> Any:
-    """Return Dask's description of the certificates; None without any."""
-    if not options.has_tls:
-        return None
-    from distributed.security import Security
-
-    own = (options.tls_cert, options.tls_key)
-    return Security(
-        tls_ca_file=options.tls_ca,
-        tls_client_cert=own[0],
-        tls_client_key=own[1],
-        tls_worker_cert=own[0],
-        tls_worker_key=own[1],
-        require_encryption=True,
-    )
-
-
-def be_quiet() -> None:
-    """Keep Dask's remarks off the terminal, and its pages off the network.
-
-    Let a supervisor start its worker again, however long that takes: Dask ends it after 15 s.
-    """
-    import dask
-    import distributed  # noqa: F401  # it makes its loggers
-
-    dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"})
-    dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
-    for name in list(logging.root.manager.loggerDict):  # some of them have a level of their own
-        if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def check_installed() -> None:
-    """Raise OptionError if Dask is not installed."""
-    try:
-        import distributed  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            "batches over several workers need Dask: pip install 'mlxrunner[dask]'"
-        ) from error
-
-
-async def work(address: str, options: Connection, say: Callable[[str], None]) -> None:
-    """Be a worker of the cluster at `address` until it is cancelled, and again after a crash.
-
-    Raise OptionError if no scheduler answers there.
-    """
-    from distributed import Nanny
-    from distributed.utils import get_ip
-
-    be_quiet()
-    await _check_scheduler(address, options)
-    host = address.split("://")[1].rpartition(":")[0].strip("[]")
-    with tempfile.TemporaryDirectory(prefix="mlxrunner-") as folder:
-        nanny = Nanny(
-            address,
-            nthreads=1,
-            host=get_ip(host),
-            security=_security(options),
-            local_directory=folder,
-            silence_logs=logging.CRITICAL,
-            **worker_settings(),
-        )
-        async with nanny:
-            say(f"a worker of {address}: Ctrl-C ends it")
-            await nanny.finished()
-
-
-async def _check_scheduler(address: str, options: Connection) -> None:
-    """Raise OptionError if none answers: the process of a worker would only fail to start."""
-    from distributed.comm import connect as opened_connection
-
-    security = _security(options)
-    arguments = {} if security is None else security.get_connection_args("worker")
-    try:
-        found = await opened_connection(address, timeout=CONNECT_S, **arguments)
-    except (OSError, TimeoutError) as error:
-        raise _nobody_at(address, error) from error
-    await found.close()
-
-
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at the workers."""
 LOST_S = 30
 """Seconds without an answer of the scheduler after which the cluster is given up."""
 CONNECTION_LOST = "the connection to the scheduler of the cluster is lost"
+
+
+class LostCallError(Exception):
+    """The connection to a worker broke during a call."""
 
 
 class DaskWorkers:
@@ -269,7 +86,7 @@ class DaskWorkers:
         match found[worker]:
             case OSError() as error:
                 raise LostCallError(worker) from error
-            case _Caught(error) | (BaseException() as error):
+            case _RemoteError(error) | (BaseException() as error):
                 raise error
             case value:
                 return value
@@ -335,12 +152,8 @@ class DaskWorkers:
         return self._limit.look(processes, len(self.signs), LOOK_EVERY_S)
 
 
-class LostCallError(Exception):
-    """The connection to a worker broke during a call."""
-
-
 @dataclass(frozen=True)
-class _Caught:
+class _RemoteError:
     """The error that a call raised."""
 
     error: Exception
@@ -360,8 +173,43 @@ async def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> A
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:
-            return _Caught(RuntimeError(f"{type(error).__name__}: {error}"))
-        return _Caught(error.with_traceback(None))
+            return _RemoteError(RuntimeError(f"{type(error).__name__}: {error}"))
+        return _RemoteError(error.with_traceback(None))
+
+
+class RestartLimit:
+    """Counts the processes that were started since a worker last took part.
+
+    Dask starts a process again without end.
+    """
+
+    def __init__(self, workers: int) -> None:
+        """Keep this number of workers."""
+        self._workers = workers
+        self._started: set[int] = set()
+        self._gone_s = 0.0
+
+    def look(self, processes: Iterable[int], taking_part: int, seconds: float) -> str | None:
+        """Note the processes that live, and how many of them take part, `seconds` after last time.
+
+        Return why the workers are given up; None while they are not.
+        """
+        if taking_part:
+            self._started.clear()
+            self._gone_s = 0.0
+            return None
+        living = set(processes)
+        self._started |= living
+        self._gone_s += seconds
+        ended = len(self._started - living)
+        if ended >= MOST_STARTS * self._workers:
+            return (
+                f"no worker is left: {ended} processes ended in turn while they started: is there "
+                "enough memory for all of them?"
+            )
+        if self._gone_s >= GONE_S:
+            return f"no worker is left, and none has come for {GONE_S:g} s"
+        return None
 
 
 @contextmanager
@@ -410,11 +258,26 @@ async def _serve(
     options: ClusterOptions, opened: Future[tuple[DaskWorkers, Callable[[], object]]]
 ) -> None:
     """Hold the connection until the function that `opened` gives is called."""
+    from distributed import Client
+
+    be_quiet()
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     try:
-        async with connected(options) as client:
-            workers = DaskWorkers(client, options.workers)
-            await workers.look()
+        async with AsyncExitStack() as stack:
+            where = options.check_address(options.dask) if options.dask is not None else None
+            local = await _local_cluster(stack, options.workers or 1) if where is None else None
+            try:
+                client = Client(
+                    where or local,
+                    security=_security(options),
+                    timeout=CONNECT_S,
+                    asynchronous=True,
+                    set_as_default=False,
+                )
+                workers = DaskWorkers(await stack.enter_async_context(client), options.workers)
+                await workers.look()
+            except (OSError, TimeoutError) as error:
+                raise _nobody_at(options.dask, error) from error
             looking = asyncio.create_task(workers.keep_looking())
             opened.set_result((workers, partial(loop.call_soon_threadsafe, ended.set)))
             await ended.wait()
@@ -422,3 +285,124 @@ async def _serve(
     except BaseException as error:
         if not opened.done():
             opened.set_exception(error)
+
+
+async def _local_cluster(stack: AsyncExitStack, workers: int) -> Any:
+    """Return a new cluster on this machine, which is started again if a worker ends meanwhile."""
+    from distributed import LocalCluster
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-"))
+    for left in reversed(range(MOST_STARTS)):
+        local = LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            protocol="tcp",
+            dashboard_address="127.0.0.1:0",
+            silence_logs=logging.CRITICAL,
+            local_directory=folder,
+            asynchronous=True,
+            **worker_settings(),
+        )
+        try:
+            return await stack.enter_async_context(local)
+        except Exception as error:
+            with suppress(Exception):
+                await local.close()
+            if not left:
+                raise CutOffError(f"the workers did not start: {one_line(str(error))}") from error
+    raise AssertionError  # the last start raises
+
+
+def worker_settings() -> dict[str, Any]:
+    """Return the settings of a worker: no limits of memory, which the model's plan has."""
+    return {"memory_limit": 0, "metrics": {SIGN: sign}}
+
+
+def _security(options: Connection) -> Any:
+    """Return Dask's description of the certificates; None without any."""
+    if not options.has_tls:
+        return None
+    from distributed.security import Security
+
+    own = (options.tls_cert, options.tls_key)
+    return Security(
+        tls_ca_file=options.tls_ca,
+        tls_client_cert=own[0],
+        tls_client_key=own[1],
+        tls_worker_cert=own[0],
+        tls_worker_key=own[1],
+        require_encryption=True,
+    )
+
+
+def be_quiet() -> None:
+    """Keep Dask's remarks off the terminal, and its pages off the network.
+
+    Let a supervisor start its worker again, however long that takes: Dask ends it after 15 s.
+    """
+    import dask
+    import distributed  # noqa: F401  # it makes its loggers
+
+    dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"})
+    dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
+    for name in list(logging.root.manager.loggerDict):  # some of them have a level of their own
+        if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def check_installed() -> None:
+    """Raise OptionError if Dask is not installed."""
+    try:
+        import distributed  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            "batches over several workers need Dask: pip install 'mlxrunner[dask]'"
+        ) from error
+
+
+def _nobody_at(address: str | None, error: Exception) -> OptionError:
+    why = one_line(str(error))
+    return OptionError(
+        f"{address}: no scheduler answers there: is `dask scheduler` running, and are its "
+        f"certificates from the same authority? ({why})"
+    )
+
+
+async def work(address: str, options: Connection, say: Callable[[str], None]) -> None:
+    """Be a worker of the cluster at `address` until it is cancelled, and again after a crash.
+
+    Raise OptionError if no scheduler answers there.
+    """
+    from distributed import Nanny
+    from distributed.utils import get_ip
+
+    be_quiet()
+    await _check_scheduler(address, options)
+    host = address.split("://")[1].rpartition(":")[0].strip("[]")
+    with tempfile.TemporaryDirectory(prefix="mlxrunner-") as folder:
+        nanny = Nanny(
+            address,
+            nthreads=1,
+            host=get_ip(host),
+            security=_security(options),
+            local_directory=folder,
+            silence_logs=logging.CRITICAL,
+            **worker_settings(),
+        )
+        async with nanny:
+            say(f"a worker of {address}: Ctrl-C ends it")
+            await nanny.finished()
+
+
+async def _check_scheduler(address: str, options: Connection) -> None:
+    """Raise OptionError if none answers: the process of a worker would only fail to start."""
+    from distributed.comm import connect as opened_connection
+
+    security = _security(options)
+    arguments = {} if security is None else security.get_connection_args("worker")
+    try:
+        found = await opened_connection(address, timeout=CONNECT_S, **arguments)
+    except (OSError, TimeoutError) as error:
+        raise _nobody_at(address, error) from error
+    await found.close()

@@ -25,7 +25,7 @@ from mlxrunner.batch.work import Answering
 from mlxrunner.cluster import worker as remote
 from mlxrunner.cluster.dask_workers import DaskWorkers, LostCallError
 from mlxrunner.cluster.work_queue import MOST_ENDS, WorkQueue
-from mlxrunner.cluster.worker import SentBatch
+from mlxrunner.cluster.worker import WorkerBatch
 from mlxrunner.errors import CutOffError, MlxrunnerError
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.terminal.progress import Progress
@@ -76,7 +76,7 @@ def over_workers(
         )
         return
     key, own = secrets.token_hex(8), (profile.is_wanted, profile.log_text)
-    batch = SentBatch(key, job, found, store.counts, context, *own)
+    batch = WorkerBatch(key, job, found, store.counts, context, *own)
     with opened() as workers:
         driver = Driver(workers, batch, job.parts(), profile, progress.say)
         yield partial(driver.run, store, job.order)
@@ -88,7 +88,7 @@ class Driver:
     def __init__(
         self,
         workers: DaskWorkers,
-        batch: SentBatch,
+        batch: WorkerBatch,
         parts: dict[str, str],
         profile: Profile,
         say: Callable[[str], None],
@@ -297,7 +297,7 @@ class Driver:
         self._call(worker, then, remote.answer, self._batch.key, sent, line=line)
 
     def _answered(
-        self, line: StoredLine, worker: _Worker, found: remote.Answered
+        self, line: StoredLine, worker: _Worker, found: remote.LineReply
     ) -> Iterator[Outcome]:
         """Take the end of a line, once."""
         if self._queue.answered(worker.name, line.index) is not None:

@@ -41,7 +41,7 @@ class _Range:
 
 
 @dataclass
-class _Worker:
+class _WorkerLines:
     """The work of one worker."""
 
     since: int = 0
@@ -84,7 +84,7 @@ class WorkQueue:
         """The cost of the lines that were answered."""
         self._untaken = costs.total
         """The cost of the lines that no worker has had."""
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerLines] = {}
         self._open: dict[int, StoredLine] = {}
         self._suspects: dict[int, tuple[StoredLine, int]] = {}
         """The lines that run alone, with their costs."""
@@ -143,7 +143,7 @@ class WorkQueue:
         Return the lines that have ended too many workers and are not tried again. `is_to_blame`:
         True if one of its lines may have ended this worker.
         """
-        own = self._workers.pop(worker, _Worker())
+        own = self._workers.pop(worker, _WorkerLines())
         if self._alone == worker:
             self._alone = None
         if own.range is not None:
@@ -163,20 +163,20 @@ class WorkQueue:
     def _is_elsewhere(self, index: int) -> bool:
         return any(index in one.lines for one in self._workers.values())
 
-    def _worker(self, worker: str) -> _Worker:
-        return self._workers.setdefault(worker, _Worker(self._answered))
+    def _worker(self, worker: str) -> _WorkerLines:
+        return self._workers.setdefault(worker, _WorkerLines(self._answered))
 
-    def _given(self, own: _Worker, line: StoredLine, cost: int) -> StoredLine:
+    def _given(self, own: _WorkerLines, line: StoredLine, cost: int) -> StoredLine:
         own.lines[line.index] = self._open[line.index] = line
         own.costs[line.index] = cost
         return line
 
-    def _speed(self, own: _Worker) -> float:
+    def _speed(self, own: _WorkerLines) -> float:
         """Return what a worker answers while all answer as much as they do."""
         expected = (self._answered - own.since) / len(self._workers)
         return (own.answered + self._steady) / (expected + self._steady)
 
-    def _has_its_share(self, own: _Worker) -> bool:
+    def _has_its_share(self, own: _WorkerLines) -> bool:
         """Return True if the worker's lines take as long as all that is left takes all workers."""
         if not own.lines or self._untaken > PLENTY * own.held * len(self._workers):
             return False
@@ -184,7 +184,7 @@ class WorkQueue:
         left = self._untaken + sum(one.held for one in busy)
         return own.held * sum(map(self._speed, busy)) >= left * self._speed(own)
 
-    def _next(self, own: _Worker) -> StoredLine | None:
+    def _next(self, own: _WorkerLines) -> StoredLine | None:
         """Return the next line of a range for this worker; None if none is left for it."""
         if own.range is None:
             own.range = self._free.popleft() if self._free else self._part(own)
@@ -202,11 +202,11 @@ class WorkQueue:
         self._untaken -= alone
         return self._given(own, line, alone if is_next else cost)
 
-    def _part(self, own: _Worker) -> _Range | None:
+    def _part(self, own: _WorkerLines) -> _Range | None:
         """Cut off a part of the range that takes longest for which that pays, if there is one."""
         ranges = [(one, one.range) for one in self._workers.values() if one.range is not None]
 
-        def seconds(pair: tuple[_Worker, _Range]) -> float:
+        def seconds(pair: tuple[_WorkerLines, _Range]) -> float:
             one, left = pair
             return (one.held + self._costs.of(left.first, left.end)) / self._speed(one)
 

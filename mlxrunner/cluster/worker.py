@@ -44,7 +44,7 @@ class NotOpenError(Exception):
 
 
 @dataclass(frozen=True)
-class SentBatch:
+class WorkerBatch:
     """A batch as a worker gets it."""
 
     key: str
@@ -63,7 +63,7 @@ class SentBatch:
 
 
 @dataclass(frozen=True)
-class Answered:
+class LineReply:
     """The end of a line."""
 
     outcome: Outcome
@@ -74,11 +74,11 @@ class Answered:
 class WorkerSession:
     """The lines of one batch on this worker, as many at a time as fit, and their model."""
 
-    def __init__(self, batch: SentBatch) -> None:
+    def __init__(self, batch: WorkerBatch) -> None:
         """Load the model on a thread of its own. Raise what that raises."""
         self.key, self._batch = batch.key, batch
         self._lines: SimpleQueue[StoredLine | None] = SimpleQueue()
-        self._waiting: dict[int, Future[Answered]] = {}
+        self._waiting: dict[int, Future[LineReply]] = {}
         """The future outcomes of the lines that are here, by index."""
         self._lock = threading.Lock()
         self._has_ended = False
@@ -97,7 +97,7 @@ class WorkerSession:
         """A sign of life: a value that changes with each step; without lines, at each call."""
         return self._steps if self._waiting else time.time()
 
-    def answer(self, line: StoredLine) -> Future[Answered]:
+    def answer(self, line: StoredLine) -> Future[LineReply]:
         """Return the future outcome of a line, with the events since the last outcome.
 
         The driver may send a line that is here already, because it had given up this worker for a
@@ -161,7 +161,7 @@ class WorkerSession:
         with self._lock:
             waiting = self._waiting.pop(outcome.line.index)
         line = replace(outcome.line, tokens=as_tokens([]), prompt=None)  # the driver has it
-        waiting.set_result(Answered(replace(outcome, line=line), events))
+        waiting.set_result(LineReply(replace(outcome, line=line), events))
 
     def _fail_all(self, error: BaseException) -> None:
         """Let all who wait know that the session has ended."""
@@ -213,7 +213,7 @@ def describe(model: str) -> dict[str, Any]:
     return {"versions": versions(), "parts": parts, "pid": os.getpid()}
 
 
-def begin(batch: SentBatch, sharers: int) -> tuple[int, list[str]]:
+def begin(batch: WorkerBatch, sharers: int) -> tuple[int, list[str]]:
     """Load the model for a batch. Return how many lines run at a time, and remarks for people.
 
     Lines of another batch are answered before. `sharers` processes use the memory of this machine.
@@ -227,7 +227,7 @@ def begin(batch: SentBatch, sharers: int) -> tuple[int, list[str]]:
     return session.lanes, session.said
 
 
-async def answer(key: str, line: StoredLine) -> Answered:
+async def answer(key: str, line: StoredLine) -> LineReply:
     """Return the outcome of a line. Raise NotOpenError if this worker has not begun the batch."""
     session = _session
     if session is None or session.key != key:

@@ -19,7 +19,7 @@ from mlxrunner.cluster import worker as remote
 from mlxrunner.cluster.dask_workers import LostCallError
 from mlxrunner.cluster.driver import Driver
 from mlxrunner.cluster.work_queue import MOST_ENDS
-from mlxrunner.cluster.worker import Answered, SentBatch
+from mlxrunner.cluster.worker import LineReply, WorkerBatch
 from mlxrunner.errors import CutOffError, MemoryPlanError
 from mlxrunner.profiling.profile import Profile
 
@@ -83,11 +83,11 @@ class PlayedWorkers:
     def _describe(self, model: str) -> dict[str, Any]:
         return {"versions": remote.versions(), "parts": PARTS | {"model": "/other/path"}}
 
-    def _begin(self, batch: SentBatch, sharers: int) -> tuple[int, list[str]]:
+    def _begin(self, batch: WorkerBatch, sharers: int) -> tuple[int, list[str]]:
         return 2, ["two at a time"]
 
-    def _answer(self, key: str, line: StoredLine) -> Answered:
-        return Answered(Outcome(line, error=f"answer {line.index}", kind="other"), [])
+    def _answer(self, key: str, line: StoredLine) -> LineReply:
+        return LineReply(Outcome(line, error=f"answer {line.index}", kind="other"), [])
 
     def _end(self, key: str) -> None:
         pass
@@ -108,7 +108,7 @@ class Run:
         self.is_stopping = False
         job = Job(inputs=["-"])
         found = survey(store.pending(), {}, 64)
-        batch = SentBatch("key", job, found, store.counts, 64)
+        batch = WorkerBatch("key", job, found, store.counts, 64)
         self.driver = Driver(cast(Any, workers), batch, PARTS, Profile(), self.said.append)
 
     def outcomes(self) -> list[tuple[int, str | None]]:
@@ -230,7 +230,7 @@ def test_a_worker_that_does_not_know_the_batch_begins_it_again(store: Store) -> 
     left = [remote.NotOpenError("key") for _ in range(2 * MOST_ENDS)]
     own = workers._answer
 
-    def forgets(key: str, line: StoredLine) -> Answered:
+    def forgets(key: str, line: StoredLine) -> LineReply:
         if left:
             raise left.pop()
         return own(key, line)
@@ -243,7 +243,7 @@ def test_a_worker_whose_engine_breaks_begins_again_and_says_why(store: Store) ->
     workers, broken = PlayedWorkers("a"), [ZeroDivisionError("by zero")]
     own = workers._answer
 
-    def breaks(key: str, line: StoredLine) -> Answered:
+    def breaks(key: str, line: StoredLine) -> LineReply:
         if broken:
             raise broken.pop()
         return own(key, line)
@@ -321,7 +321,7 @@ def test_lines_whose_call_is_lost_are_sent_again(store: Store) -> None:
     workers, left = PlayedWorkers("a"), [LostCallError("a")] * 3
     own = workers._answer
 
-    def breaks(key: str, line: StoredLine) -> Answered:
+    def breaks(key: str, line: StoredLine) -> LineReply:
         if left:
             raise left.pop()
         return own(key, line)

@@ -13,7 +13,7 @@ from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.store import Store
 from mlxrunner.cluster import worker
-from mlxrunner.cluster.worker import Answered, NotOpenError, SentBatch, WorkerSession
+from mlxrunner.cluster.worker import LineReply, NotOpenError, WorkerBatch, WorkerSession
 
 CONTEXT = 64
 
@@ -41,7 +41,7 @@ def opened(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         job = Job(inputs=["-"], defaults=defaults, parallel=2, loading={"memory_limit": None})
         found = survey(store.pending(), defaults, CONTEXT)
         counts = store.counts
-        batch = SentBatch("key", job, found, counts, CONTEXT, has_events=True)
+        batch = WorkerBatch("key", job, found, counts, CONTEXT, has_events=True)
         sessions.append(WorkerSession(batch))
         return sessions[-1]
 
@@ -55,7 +55,7 @@ def opened(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 begin = threading.Event()
 
 
-def text_of(found: Answered) -> str:
+def text_of(found: LineReply) -> str:
     assert found.outcome.result is not None
     return found.outcome.result.text
 
