@@ -92,6 +92,14 @@ ENDING = (
     "finishing the lines that are running; Ctrl-C or kill again stops at once, and nothing that "
     "is finished is lost"
 )
+MAX_BATCH = 256
+"""The tokens of a step for several lines, unless the user says otherwise.
+
+Where rows are long, pieces of several prompts in one row cost more than they save.
+"""
+State = Literal["starting", "running", "done", "interrupted", "failed"]
+EVERY_S = 1.0
+"""The least seconds between two writes of the progress file."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +318,12 @@ def _run(
 def _here(
     watch: Watch, job: Job, store: Store, context: int, progress: Progress
 ) -> Iterator[Answering]:
-    """Load the model, and yield what answers the lines in this process."""
-    with _runner(job, store, context, progress) as runner:
+    """Load the model if a line can be run, and yield what answers the lines in this process."""
+    found, runner = _survey(job, store, job.order, context, progress), None
+    if found.lines:
+        with loading(job.model, is_quiet=not progress.has_bar) as show:
+            runner = open_runner(job, found, context, progress.say, show)
+    try:
         if runner is not None:
             watch(runner)
 
@@ -321,31 +333,9 @@ def _here(
             return execution.run(store.pending(job.order))
 
         yield answering
-
-
-@contextmanager
-def _runner(
-    job: Job, store: Store, context: int, progress: Progress
-) -> Iterator[Runner | Stepper | None]:
-    """Yield the runner for the lines without an answer; None if none of them can be run."""
-    found = _survey(job, store, job.order, context, progress)
-    if not found.lines:
-        yield None
-        return
-    with loading(job.model, is_quiet=not progress.has_bar) as show:
-        runner = open_runner(job, found, context, progress.say, show)
-    try:
-        yield runner
     finally:
         if isinstance(runner, Stepper):
             runner.close()
-
-
-MAX_BATCH = 256
-"""The tokens of a step for several lines, unless the user says otherwise.
-
-Where rows are long, pieces of several prompts in one row cost more than they save.
-"""
 
 
 def context_of(job: Job) -> int:
@@ -546,11 +536,6 @@ class Tally:
             f"{self.reused:.1%} of them reused; {self.answer_tokens:,} answer tokens, "
             f"{self.rate:.0f}/s"
         )
-
-
-State = Literal["starting", "running", "done", "interrupted", "failed"]
-EVERY_S = 1.0
-"""The least seconds between two writes of the progress file."""
 
 
 class Status:
