@@ -2,7 +2,7 @@
 
 An input is a file, standard input, a folder of texts, or a data set: a folder of Parquet or Arrow
 files, or one on the hub. The first bytes of a file tell its kind, and its name tells JSON lines
-from tables. One line is in memory at a time, and none longer than LONGEST. No models.
+from tables. One line is in memory at a time, and none longer than LONGEST. No tensors.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing is written unless all of them are there, each once, whole and from the same batch. The
 result is the output of a run without shards, with its OUTPUT.done. Two groups of lines of each
-shard are in memory at most, and one file is open at a time. No models.
+shard are in memory at most, and one file is open at a time. No tensors.
 """
 
 from __future__ import annotations

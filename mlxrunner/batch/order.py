@@ -7,7 +7,8 @@ order of the input while others still run.
 
 A part is a range of that order, so it holds whole subtrees, and what shares a prefix stays
 together. A part that begins within a subtree evaluates again what its first line shares with the
-line before it. The same costs give the same cut on every machine. No files, no models.
+line before it. The same costs give the same cut on every machine. Plain arithmetic: no files and no
+models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Estimate what a batch costs before it runs, and cut it for several machines.
 
 A plan has the tokens evaluated in each order, the number of lines at a time, the parts for several
-workers, and the seconds, by the speed of the model's last batch. It needs no weights.
+workers, and the seconds, by the speed of the model's last batch. It needs no weights. No tensors.
 """
 
 from __future__ import annotations
