@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,8 +120,8 @@ class Columns:
         """True if an option names a column."""
         return self != Columns()
 
-    def within(self, header: Sequence[str], kind: str) -> TableColumns:
-        """Return the columns as they are in a table with this header.
+    def within(self, header: Sequence[str], kind: str) -> Columns:
+        """Return the columns as they are in a table with this header, with those used by default.
 
         `kind` names the table in an error. Raise OptionError if a column is missing or there twice.
         """
@@ -136,34 +136,22 @@ class Columns:
                     f"what to ask; it has {', '.join(map(repr, header))}"[:1000]
                 )
             prompt, messages = (PROMPT, None) if found == [PROMPT] else (None, MESSAGES)
-        names = list(self.template.columns) if self.template else []
-        names += [name for name in (prompt, messages, self.id) if name is not None]
-        missing = [repr(name) for name in names if name not in header]
+        chosen = replace(self, prompt=prompt, messages=messages)
+        missing = [repr(name) for name in chosen.names if name not in header]
         if missing:
             problem = f"the {kind} has no column {', '.join(missing)}"
             raise OptionError(f"{problem}: it has {', '.join(map(repr, header))}"[:1000])
-        for name in (*names, self.id or ID):
+        for name in (*chosen.names, self.id or ID):
             places = [str(place) for place, column in enumerate(header, 1) if column == name]
             if len(places) > 1:
                 raise OptionError(
                     f"the {kind} has more than one column {name!r}: number {' and '.join(places)}"
                 )
-        own = self.id or (ID if ID in header else None)
-        return TableColumns(self.template, prompt, messages, own)
-
-
-@dataclass(frozen=True)
-class TableColumns:
-    """The columns of one table, all of them there. Made by `Columns.within`."""
-
-    template: Template | None
-    prompt: str | None
-    messages: str | None
-    id: str | None
+        return replace(chosen, id=self.id or (ID if ID in header else None))
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns that are read."""
+        """The names of the columns that are read, once `within` has found them."""
         names = list(self.template.columns) if self.template else []
         names += [name for name in (self.prompt, self.messages, self.id) if name is not None]
         return list(dict.fromkeys(names))
@@ -291,7 +279,7 @@ def _next_row(reader: Any, longest: int) -> list[str] | None:
 
 
 def _row_fields(
-    number: int, row: list[str], header: list[str], rows: TableColumns, longest: int, delimiter: str
+    number: int, row: list[str], header: list[str], rows: Columns, longest: int, delimiter: str
 ) -> dict[str, Any] | PromptError:
     """Return the fields of row `number` (from 1), or its error.
 
@@ -432,7 +420,7 @@ def _few(batches: Iterator[Any], names: list[str]) -> Iterator[Any]:
             yield chosen.slice(first, ROWS)
 
 
-def _numbered(batches: Iterator[Any], rows: TableColumns, longest: int) -> Iterator[Row]:
+def _numbered(batches: Iterator[Any], rows: Columns, longest: int) -> Iterator[Row]:
     """Yield the rows of the batches, numbered from 1."""
     number = 0
     for batch in batches:
@@ -446,9 +434,7 @@ def _numbered(batches: Iterator[Any], rows: TableColumns, longest: int) -> Itera
                 yield number, rows.fields(f"row {number}", values, longest)
 
 
-def _decoded(
-    batch: Any, rows: TableColumns, longest: int
-) -> Iterator[dict[str, Any] | PromptError]:
+def _decoded(batch: Any, rows: Columns, longest: int) -> Iterator[dict[str, Any] | PromptError]:
     """Yield the values of each row of a batch, or its error.
 
     A batch with too much in it, or with a value that Python can't hold (the year 60000), is decoded
@@ -471,7 +457,7 @@ def _decoded(
         yield BrokenLineError(problem, _known(row, rows))
 
 
-def _known(row: Any, rows: TableColumns) -> dict[str, Any]:
+def _known(row: Any, rows: Columns) -> dict[str, Any]:
     """Return the id of a row that can't be read, if at least that can be."""
     with suppress(*UNUSABLE):
         if rows.id is not None and _weight([row.column(rows.id)]) <= LONGEST_ID:
