@@ -1,4 +1,4 @@
-"""A scheduler and workers that are started by hand, as docs/workers.md says."""
+"""A scheduler and workers that are started by hand, as docs/machines.md says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlxrunner.batch.records import StoredLine
 from mlxrunner.cluster import dask_workers
 from mlxrunner.cluster.driver import Driver
 
-PAGE = Path(__file__).parents[2] / "docs/workers.md"
+PAGE = Path(__file__).parents[2] / "docs/machines.md"
 DASK_TLS = ("--tls-ca-file", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem")
 OUR_TLS = ("--tls-ca", "ca.pem", "--tls-cert", "cert.pem", "--tls-key", "key.pem")
 
