@@ -173,8 +173,7 @@ class Driver:
             f"worker {worker.name}: no sign of life for {SILENT_S:g} s: its {had} unfinished lines "
             "run elsewhere"
         )
-        worker.state = "silent"
-        yield from self._given_up(self._queue.lost(worker.name))
+        yield from self._take_back(worker, "silent")
 
     def _check_left(self) -> None:
         """Say that nobody is there. Raise CutOffError if that can't change by itself."""
@@ -201,11 +200,18 @@ class Driver:
         if worker.state != "refused":
             elsewhere = f": its {had} unfinished lines run elsewhere" if had else ""
             self._say(f"worker {worker.name} has ended{elsewhere}")
-        yield from self._given_up(self._queue.lost(worker.name))
+        yield from self._take_back(worker, "ended")
 
-    def _given_up(self, lines: list[StoredLine]) -> Iterator[Outcome]:
-        """Yield the errors of lines that ended too many workers."""
-        for line in lines:
+    def _take_back(
+        self, worker: _Worker, state: str, *, is_to_blame: bool = True
+    ) -> Iterator[Outcome]:
+        """Take back the lines of a worker, which has this state now.
+
+        Yield the errors of those that ended too many workers.
+        """
+        worker.state = state
+        worker.unsent.clear()
+        for line in self._queue.lost(worker.name, is_to_blame=is_to_blame):
             why = f"{MOST_ENDS} workers ended while they ran this line; it is not tried again"
             yield Outcome(line, error=why, kind="other")
 
@@ -313,8 +319,7 @@ class Driver:
         is_to_blame = not isinstance(error, remote.NotOpenError)
         if is_to_blame:
             self._say(f"worker {worker.name}: {_reason(error)}; it begins again")
-        worker.state = "new"
-        yield from self._given_up(self._queue.lost(worker.name, is_to_blame=is_to_blame))
+        yield from self._take_back(worker, "new", is_to_blame=is_to_blame)
 
     def _close(self) -> None:
         """Let the workers give their memory back, as far as they answer."""
