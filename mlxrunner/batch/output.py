@@ -276,7 +276,7 @@ def check_writable(file: Path, *, replaced: bool = False) -> None:
 
 
 @contextmanager
-def opened_answers(output: Path) -> Iterator[BinaryIO]:
+def opened_answers(output: Path) -> Iterator[io.BufferedReader]:
     """Open the output for reading. Raise OutputError if it can't be read."""
     try:
         descriptor, _ = open_file(output)

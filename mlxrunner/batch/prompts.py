@@ -332,7 +332,8 @@ def tokenized(
     `folder`: the folder of files that lines may name. `continues` is that of `tokenize_prompt`.
     Raise PromptError.
     """
-    if not isinstance(tokenizer, Seeing):
+    sees = isinstance(tokenizer, Seeing)
+    if not sees:
         raise PromptError("its messages have pictures, and the model was loaded without its eyes")
     numbers = count(1)
     shown: Any = [
