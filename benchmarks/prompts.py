@@ -21,12 +21,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from mlxrunner.serve.prompts.causes import Causes
+
 from mlxrunner.results import Usage
 from mlxrunner.serve import openai
 from mlxrunner.serve.events import AnswerEnd, AnswerEvent, CacheReport, ServerRequest, TextDelta
 from mlxrunner.serve.middleware import AccessRules
 from mlxrunner.serve.prompts.builder import PromptBuilder
-from mlxrunner.serve.prompts.causes import Causes
 from mlxrunner.serve.server import make_app
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 

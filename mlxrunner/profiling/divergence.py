@@ -1,25 +1,30 @@
-"""Find where a prompt leaves the entry, in the words of the conversation.
+"""Find where a prompt leaves what the cache holds, and name the cause.
 
-The lookup knows the token. Its message and part are found afterwards, from the text, and only if
-something was lost. The fewest possible tokens are decoded to get from the index of the token to a
-character of the rendered conversation. The segments of the template then give the place of that
-character. A place that the template can't tell stays unknown and is never guessed. No tensors.
+`Divergences` finds the place of a token that differs: its message, and the part of it, from the
+text. `RecentPrompts` compares a prompt with the earlier one that has most messages in common with
+it, and names the cause of the first difference: a date, the tools, a dropped message ... A place
+or a cause that can't be told stays unknown and is never guessed. No tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
-from mlxrunner.profiling.schema import Common, Divergence, Side
-from mlxrunner.templates.messages import PICTURE
-from mlxrunner.templates.segments import Place, Rendered, common, is_thinking
+from mlxrunner.profiling.schema import REASONS, Common, Divergence, Side
+from mlxrunner.results import Usage
+from mlxrunner.templates.messages import PICTURE, SYSTEM_ROLES, system_count
+from mlxrunner.templates.segments import Place, Rendered, common, common_end, is_thinking
 from mlxrunner.templates.thinking import THINKING_TAGS
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
@@ -213,3 +218,337 @@ def _after(text: str, letters: int) -> int:
             return at
         letters -= not character.isspace()
     return len(text)
+
+
+MOST_REQUESTS = 64
+"""Most earlier requests that a new one is compared with."""
+MOST_BYTES = 64_000_000
+"""Most bytes of their messages."""
+
+REMEDIES = {
+    "first-request": "Nothing is to be done: the conversation is new to this model.",
+    "another-model": "Ask one model for the whole conversation: another one reuses nothing.",
+    "template-variables": "Choose thinking and effort once for a conversation: they change its "
+    "template.",
+    "title-request": "Nothing is to be done: a title is asked for in a prompt of its own, and the "
+    "conversation stays stored.",
+    "compaction": "Nothing is to be done: a summary has replaced the conversation.",
+    "tool-order": "Send the tools in the same order each time.",
+    "tools-changed": "Send the same tools from the first request on: they stand before all "
+    "messages.",
+    "billing-header": "Turn on the rule billing-header, which leaves this line out.",
+    "changing-date": "Take the date or time out of {message}, or put it at the end of the "
+    "last one.",
+    "changing-id": "Take the id or path out of {message}, or keep it the same for all sessions.",
+    "changing-number": "Take the changing number out of {message}, or put it at the end of the "
+    "last one.",
+    "system-grown": "Send reminders as messages at the end, not as more text in {message}.",
+    "system-changed": "Keep {message} the same through a conversation.",
+    "thinking-stripped": "Send the thinking of {message} back, or keep the template from leaving "
+    "it out.",
+    "message-edited": "Send {message} back as it was: all behind it has to be evaluated again.",
+    "picture-changed": "Send {picture} of {message} back as it was: it and all behind it are "
+    "evaluated again.",
+    "asked-anew": "Nothing is to be done: only the last message is another one.",
+    "message-dropped": "Keep {message} until the conversation is compacted as a whole.",
+    "message-inserted": "Put new messages at the end: all behind {message} is evaluated again.",
+}
+"""The known causes, each with its remedy."""
+_TITLE = re.compile(r"\b(?:title|topic|tags?|headline)\b", re.IGNORECASE)
+_SUMMARY = re.compile(
+    r"continued from a previous conversation|\bsummar(?:y|ize|ise)\b|\bcompact(?:ed|ion)?\b",
+    re.IGNORECASE,
+)
+_LOOKED_AT = 4000
+"""Characters at both ends of a text in which a title or a summary is asked for."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of a miss."""
+
+    name: str
+    remedy: str
+    """The change that helps, in one sentence."""
+    message: int | None = None
+    """The number of the message of the request that it is about, from 0."""
+
+
+@dataclass(eq=False)
+class PromptRecord:
+    """The parts of a prompt that are compared with those of later ones."""
+
+    model: str
+    client: str
+    """The program that asks."""
+    session: str | None
+    """The program's name of the conversation."""
+    tools: tuple[bytes, ...]
+    """A digest of each tool."""
+    variables: bytes
+    """A digest of the template's other variables."""
+    messages: Sequence[Mapping[str, Any]]
+    digests: tuple[bytes, ...]
+    """A digest of each message."""
+    nbytes: int
+    """Bytes of the messages and of the tools' digests."""
+    has_thought: bool = False
+    """True if its answer has thinking."""
+    previous: PromptRecord | None = field(default=None, repr=False)
+    """The prompt that it continues, or comes closest to."""
+
+    def __post_init__(self) -> None:
+        self.known = frozenset(self.digests)
+        is_short = not self.tools and len(self.messages) <= 4
+        self.is_title = is_short and _asks(self.messages, _TITLE)
+
+
+class RecentPrompts:
+    """The last prompts, with which a new one is compared. Any thread may use it."""
+
+    def __init__(self, most: int = MOST_REQUESTS) -> None:
+        """Begin without prompts. At most `most` are remembered."""
+        self._recent: deque[PromptRecord] = deque(maxlen=most)
+        self._lock = Lock()
+
+    def add(self, prompt: PromptRecord) -> PromptRecord:
+        """Remember a prompt, and set its `previous` to the one that it comes closest to."""
+        with self._lock:
+            newest_first = reversed(self._recent)
+            best = max(newest_first, key=lambda one: _likeness(prompt, one), default=None)
+            if best is not None and _likeness(prompt, best) > (0,):
+                prompt.previous = replace(best, previous=None)
+            self._recent.append(prompt)
+            total = sum(one.nbytes for one in self._recent)
+            while total > MOST_BYTES and len(self._recent) > 1:
+                total -= self._recent.popleft().nbytes
+        return prompt
+
+
+def _asks(messages: Iterable[Mapping[str, Any]], what: re.Pattern[str]) -> bool:
+    texts = (message["content"] for message in messages if message["role"] != "assistant")
+    return any(what.search(text[:_LOOKED_AT] + text[-_LOOKED_AT:]) for text in texts)
+
+
+def _likeness(prompt: PromptRecord, other: PromptRecord) -> tuple[int, ...]:
+    """Return how much two requests have in common, as a value that is larger for more."""
+    if prompt.is_title != other.is_title:
+        return (0,)
+    same_client = prompt.client == other.client
+    is_session = same_client and prompt.session == other.session is not None
+    is_session = is_session and not prompt.is_title
+    both = len(prompt.known & other.known)
+    if not (both or is_session or _begins_alike(prompt, other)):
+        return (0,)
+    return (1, both, is_session, prompt.model == other.model)
+
+
+def _begins_alike(prompt: PromptRecord, other: PromptRecord) -> bool:
+    """Return True if the first messages of two requests are versions of one text."""
+    if not prompt.messages or not other.messages:
+        return False
+    first, second = prompt.messages[0], other.messages[0]
+    beginnings = second["content"][:_LOOKED_AT], first["content"][:_LOOKED_AT]
+    return first["role"] == second["role"] and is_like(*beginnings)
+
+
+def first_difference(prompt: PromptRecord, other: PromptRecord) -> int:
+    """Return the number of messages that two requests begin with in common."""
+    pairs = enumerate(zip(prompt.digests, other.digests, strict=False))
+    shorter = min(len(prompt.digests), len(other.digests))
+    return next((number for number, (one, two) in pairs if one != two), shorter)
+
+
+def cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
+    """Return the cause for which a prompt reused less than it could; None if there is none."""
+    if usage.outcome == "hit":
+        return None
+    old = prompt.previous
+    if prompt.is_title:
+        return _cause("title-request")
+    if old is None:
+        return _cause("first-request")
+    if old.model != prompt.model:
+        return _cause("another-model")
+    at = first_difference(prompt, old)
+    if (summary := _summary(prompt, old, at)) is not None:
+        return _cause("compaction", summary)
+    if at <= system_count(prompt.messages) and not _continues(prompt, old, at):
+        return _cause("first-request")
+    if old.variables != prompt.variables:
+        return _cause("template-variables")
+    if old.tools != prompt.tools:
+        return _cause(
+            "tool-order" if sorted(old.tools) == sorted(prompt.tools) else "tools-changed"
+        )
+    if at < len(old.digests):
+        return _changed(prompt, old, at)
+    return _grown(prompt, old, usage)
+
+
+def _continues(prompt: PromptRecord, old: PromptRecord, at: int) -> bool:
+    """Return True if a request is a version of the old one, not a new conversation."""
+    if at >= min(len(prompt.digests), len(old.digests)):
+        return True
+    rest = set(prompt.digests[at:]) & set(old.digests[at:])
+    return bool(rest) or is_like(old.messages[at]["content"], prompt.messages[at]["content"])
+
+
+def _summary(prompt: PromptRecord, old: PromptRecord, at: int) -> int | None:
+    """Return the number of a message that asks for a summary, or is one; None if there is none."""
+    first = max(at, system_count(prompt.messages))
+    new = [n for n, one in enumerate(prompt.digests) if n >= first and one not in old.known]
+    found = [n for n in new if _asks([prompt.messages[n]], _SUMMARY)]
+    is_shorter = len(prompt.digests) < len(old.digests)
+    is_question = bool(found) and found[0] == len(prompt.digests) - 1
+    return found[0] if found and (is_shorter or (is_question and at < len(old.digests))) else None
+
+
+def _changed(prompt: PromptRecord, old: PromptRecord, at: int) -> Cause:
+    """Return the cause for which message `at` of the old request is not there any more."""
+    if at == len(prompt.digests):
+        return _cause("message-dropped", at)
+    before, after = old.messages[at], prompt.messages[at]
+    if prompt.digests[at] in old.digests[at + 1 :] and old.digests[at] not in prompt.digests[at:]:
+        return _cause("message-dropped", at)
+    if old.digests[at] in prompt.digests[at + 1 :]:
+        return _cause("message-inserted", at)
+    if before["role"] != after["role"]:
+        return _cause("message-edited", at)
+    picture = _changed_picture(before, after)
+    if picture is not None and at < len(prompt.digests) - 1:
+        return _cause("picture-changed", at, picture)
+    kind = difference(before["content"], after["content"])
+    is_asked_anew = at == len(prompt.digests) - 1 and after["role"] not in SYSTEM_ROLES
+    if is_asked_anew and not _has_rest(before["content"], after["content"]):
+        is_first = at <= system_count(prompt.messages)
+        return _cause("first-request") if is_first else _cause("asked-anew", at)
+    if kind in REMEDIES:
+        return _cause(kind, at)
+    if after["role"] not in SYSTEM_ROLES:
+        return _cause("message-edited", at)
+    return _cause("system-grown" if kind == "grown" else "system-changed", at)
+
+
+def _changed_picture(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | None:
+    """Return the number, from 1, of the first picture that is another one before the texts differ.
+
+    None if there is none.
+    """
+    same = before["content"][: common(before["content"], after["content"])].count(PICTURE)
+    pairs = zip(before.get("pictures", ()), after.get("pictures", ()), strict=False)
+    changed = (number for number, (old, new) in enumerate(pairs) if old != new)
+    return next((number + 1 for number in changed if number < same), None)
+
+
+def _has_rest(old: str, new: str) -> bool:
+    """Return True if most of a text stands behind what differs from its old version."""
+    begin = common(old, new)
+    return 2 * common_end(old[begin:], new[begin:]) > len(new)
+
+
+def _grown(prompt: PromptRecord, old: PromptRecord, usage: Usage) -> Cause | None:
+    """Return the cause of a loss in a conversation that only went on."""
+    end = len(old.digests)
+    pairs = enumerate(zip(old.messages, prompt.messages, strict=False))
+    lost = [n for n, (was, now) in pairs if _thought(was) and not _thought(now)]
+    is_lost = old.has_thought and end < len(prompt.messages) and not _thought(prompt.messages[end])
+    if is_lost and prompt.messages[end]["role"] == "assistant":
+        lost.append(end)
+    if not lost and usage.reason in ("diverged", "rewind_limited"):
+        lost = [n for n, message in enumerate(prompt.messages[:-1]) if _thought(message)][-1:]
+    if lost:
+        return _cause("thinking-stripped", lost[0])
+    if usage.reason is None or usage.reason not in REASONS or usage.reason == "diverged":
+        return None
+    reason = REASONS[usage.reason]
+    return Cause(reason.name.replace("_", "-"), _sentence(reason.remedy or reason.sentence))
+
+
+def _thought(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("reasoning_content"))
+
+
+def _cause(name: str, message: int | None = None, picture: int | None = None) -> Cause:
+    named = "the prompt" if message is None else f"message {message}"
+    shown = f"picture {picture}"
+    return Cause(name, REMEDIES[name].format(message=named, picture=shown), message)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+NEAR = 60
+"""Characters beside a difference that are looked at: a date may begin before its first change."""
+MOST = 8000
+"""Most characters of a difference that may be dates, ids or numbers."""
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*")
+_MONTH = "(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
+_DAY = "(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?"
+_DATE = re.compile(
+    r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)?"
+    r"|\d{1,2}[./]\d{1,2}[./]\d{2,4}"
+    r"|\d{1,2}:\d\d(?::\d\d)?(?:\s?[ap]\.?m\.?)?"
+    rf"|\b{_DAY}\b,?|\b{_MONTH}\b\.?(?:\s+\d{{1,2}}\b)?(?:,?\s+\d{{4}})?|\b\d{{1,2}}\s+{_MONTH}\b"
+    r"|\b1[5-9]\d{8}(?:\d{3})?\b",
+    re.IGNORECASE,
+)
+_ID = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+    r"|(?:[A-Za-z]:)?(?:[/\\][\w.@~+-]+)+[/\\]?"
+    r"|\b(?=[0-9a-f]*\d)[0-9a-f]{7,}\b|\b(?=\w*\d)(?=\w*[A-Za-z])\w{12,}\b",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"\d[\d,._]*")
+
+
+def difference(old: str, new: str) -> str:
+    """Return the kind of the difference between two versions of a text.
+
+    That is "billing-header", "changing-date", "changing-id", "changing-number", "grown" if the new
+    text only goes on, or "other".
+    """
+    if "x-anthropic-billing-header" in old and _BILLING.sub("", old) == _BILLING.sub("", new):
+        return "billing-header"
+    first, second = _windows(old, new)
+    is_short = max(len(first), len(second)) <= MOST and first.split() != second.split()
+    for kind, masks in (
+        ("changing-date", (_DATE,)),
+        ("changing-id", (_ID,)),
+        ("changing-id", (_DATE, _ID)),
+        ("changing-number", (_DATE, _ID, _NUMBER)),
+    ):
+        if is_short and _masked(first, masks) == _masked(second, masks):
+            return kind
+    return "grown" if old.strip() and new.startswith(old.rstrip()) else "other"
+
+
+def is_like(old: str, new: str) -> bool:
+    """Return True if two texts begin and end alike, over at least a third of the longer one."""
+    half = -(-max(len(old), len(new)) // 6)  # what one end has at least: most texts have neither
+    if old[:half] != new[:half] and old[-half:] != new[-half:]:
+        return False
+    begin = common(old, new)
+    shared = begin + common_end(old[begin:], new[begin:])
+    return 3 * shared >= max(len(old), len(new))
+
+
+def _masked(text: str, masks: tuple[re.Pattern[str], ...]) -> str:
+    for mask in masks:
+        text = mask.sub("\0", text)
+    text = re.sub("\0(?:[\\s,]*\0)+", "\0", text)
+    return " ".join(text.split())
+
+
+def _windows(old: str, new: str) -> tuple[str, str]:
+    """Return the parts of two texts that differ, with what is near, from word to word."""
+    begin = common(old, new)
+    after = common_end(old[begin:], new[begin:])
+    begin = max(begin - NEAR, 0)
+    begin = old.rfind(" ", 0, begin) + 1 if begin else 0
+    after = max(after - NEAR, 0)
+    if after:
+        space = old.find(" ", len(old) - after)
+        after = 0 if space < 0 else len(old) - space
+    return old[begin : len(old) - after], new[begin : len(new) - after]

@@ -6,15 +6,24 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.parallel.handle import Handle, news_of
+from mlxrunner.profiling.divergence import Cause, PromptRecord, RecentPrompts, cause_of
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.serve.errors import SOON, api_error_of, check_counts, too_long
 from mlxrunner.serve.events import (
@@ -31,8 +40,10 @@ from mlxrunner.serve.events import (
 )
 from mlxrunner.serve.loader import ModelLoader, ServedModel
 from mlxrunner.serve.models import ModelCard, ModelNames, ModelSlot, ModelSlots, card_of, look_at
+from mlxrunner.serve.prompts.answer_tokens import digest, message_digest
 from mlxrunner.serve.prompts.builder import BuiltPrompt
-from mlxrunner.serve.prompts.causes import Cause, Causes, Seen
+from mlxrunner.serve.prompts.lru import MemoizedFunction, footprint
+from mlxrunner.serve.prompts.rules import without_billing
 from mlxrunner.serve.tools.reader import AnswerSplitter
 from mlxrunner.tokenizer.prompt import Caller
 
@@ -40,6 +51,8 @@ LONGEST_WAIT = 120
 """Most seconds after which a refused client is told to ask again."""
 OnEnd = Callable[[str, AnswerNote | None], None]
 """A function that is told how the answer to a request ended."""
+TOOL_DIGEST_BYTES = 64_000_000
+"""Most bytes of remembered digests of tools."""
 REMEMBERED = 32
 """Requests whose durations say how soon a slot will be free."""
 
@@ -73,7 +86,7 @@ class ModelManager:
         self._is_over = False
         self._handles = set[Handle]()
         """The requests that the engines are answering."""
-        self._causes = Causes()
+        self._recent = RecentPrompts()
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
 
     def load_first(self, progress: LoadProgress = tell_nobody) -> ServedModel:
@@ -195,7 +208,7 @@ class ModelManager:
             async for _ in beats.until(place.loading):
                 yield QueueWait(f"{self.names.show(place.name)} is being loaded")
         opened = await _loaded(place)
-        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._causes))
+        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._recent))
         try:
             async for _ in beats.until(making):
                 yield QueueWait("the prompt is being prepared")
@@ -227,7 +240,7 @@ class ModelManager:
                 yield event
             is_kept = True
             await asyncio.to_thread(opened.maker.keep, made, chunks)
-            begun.seen.has_thought = splitter.thinking_tokens > 0
+            begun.record.has_thought = splitter.thinking_tokens > 0
             self._on_end(asked.id, splitter.note)
             yield _end(opened, asked, begun, chunks, splitter)
         finally:
@@ -249,13 +262,13 @@ class SubmittedRequest:
 
     made: BuiltPrompt
     handle: Handle
-    seen: Seen
+    record: PromptRecord
     """The request as the detection of causes remembers it."""
     cause: Callable[[Usage], Cause | None]
     """The function that finds the cause of what was not reused."""
 
 
-def _begin(opened: ServedModel, asked: ServerRequest, causes: Causes) -> SubmittedRequest:
+def _begin(opened: ServedModel, asked: ServerRequest, recent: RecentPrompts) -> SubmittedRequest:
     """Make the prompt and submit it, in a worker thread. Raise ApiError, or the runner's."""
     try:
         made = opened.maker.make(asked, opened.room)
@@ -267,20 +280,48 @@ def _begin(opened: ServedModel, asked: ServerRequest, causes: Causes) -> Submitt
         raise too_long(tokens, opened.room)
     if tokens + (options.get("max_tokens") or 0) > opened.room:
         options["max_tokens"] = None  # clients ask for more than there can be
-    seen = causes.begin(asked, made, opened.name)
-    cause = _once(partial(causes.end, seen))
+    record = recent.add(prompt_record(asked, made, opened.name))
+    cause = _once(partial(cause_of, record))
     client = asked.client
     caller = Caller(
         asked.id, client.name, client.session, tuple(made.rules), cause, replaced=made.replaced
     )
     handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
-    return SubmittedRequest(made, handle, seen, cause)
+    return SubmittedRequest(made, handle, record, cause)
 
 
 def _end_unread(making: asyncio.Future[SubmittedRequest]) -> None:
     """End a request that was submitted after its client had left."""
     if not making.cancelled() and making.exception() is None:
         making.result().handle.cancel()
+
+
+def prompt_record(asked: ServerRequest, made: BuiltPrompt, model: str = "") -> PromptRecord:
+    """Return what is remembered of a request to `model`, to find the cause of later misses."""
+    messages: Sequence[Mapping[str, Any]] = made.source
+    digests = made.digests
+    if "billing-header" in made.rules:
+        messages = without_billing(messages)
+        digests = tuple(map(message_digest, messages))
+    tools = tuple(map(_tool_digest, asked.tools))
+    variables = made.prompt.variables.items()
+    return PromptRecord(
+        model,
+        asked.client.name,
+        asked.client.session,
+        tools,
+        digest({name: value for name, value in variables if name != "tools"}),
+        messages,
+        digests,
+        made.nbytes + footprint(tools),
+    )
+
+
+def _without_marks(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tool.items() if name != "cache_control"}
+
+
+_tool_digest = MemoizedFunction(lambda tool: digest(_without_marks(tool)), TOOL_DIGEST_BYTES)
 
 
 def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:

@@ -349,3 +349,15 @@ def common(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def common_end(a: str, b: str) -> int:
+    """Return the length of the longest common end of two texts."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.endswith(b[len(b) - middle :]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 from support.strict_templates import TEMPLATES, load_strict
 
+from mlxrunner.profiling.divergence import (
+    REMEDIES,
+    Cause,
+    PromptRecord,
+    RecentPrompts,
+    cause_of,
+    difference,
+)
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 from mlxrunner.serve.events import Client, ServerRequest
+from mlxrunner.serve.manager import prompt_record
 from mlxrunner.serve.prompts.builder import PromptBuilder
-from mlxrunner.serve.prompts.causes import REMEDIES, Cause, Causes
-from mlxrunner.serve.prompts.differences import difference
 
 CASES = 40
 """Random conversations for each cause."""
@@ -266,12 +273,17 @@ INJECTED: dict[str, tuple[str, Inject]] = {
 }
 
 
+def remembered(recent: RecentPrompts, maker: PromptBuilder, one: Talk) -> PromptRecord:
+    """Send a request, and return what is remembered of it."""
+    made = maker.make(one.asked())
+    return recent.add(prompt_record(one.asked(), made, one.model))
+
+
 def found(maker: PromptBuilder, talks: list[Talk], reason: str | None = "diverged") -> Cause | None:
     """Send requests, one after the other, and return the cause for the last one."""
-    causes, cause = Causes(), None
+    causes, cause = RecentPrompts(), None
     for one in talks:
-        made = maker.make(one.asked())
-        cause = causes.end(causes.begin(one.asked(), made, one.model), usage_of(reason))
+        cause = cause_of(remembered(causes, maker, one), usage_of(reason))
     return cause
 
 
@@ -346,22 +358,22 @@ def test_a_date_before_a_long_last_message_is_named(maker: PromptBuilder) -> Non
 
 def test_a_hit_has_no_cause(maker: PromptBuilder) -> None:
     """Neither a first one nor a second one has."""
-    order, causes = random.Random(0), Causes()
+    order, causes = random.Random(0), RecentPrompts()
     for one in (talk(order), talk(order)):
-        seen = causes.begin(one.asked(), maker.make(one.asked()))
-        assert causes.end(seen, usage_of(None, "hit")) is None
+        seen = remembered(causes, maker, one)
+        assert cause_of(seen, usage_of(None, "hit")) is None
 
 
 def test_thinking_that_a_client_does_not_send_back(maker: PromptBuilder) -> None:
     """The answer to the last request had some."""
-    order, causes = random.Random(0), Causes()
+    order, causes = random.Random(0), RecentPrompts()
     one = talk(order)
-    seen = causes.begin(one.asked(), maker.make(one.asked()))
+    seen = remembered(causes, maker, one)
     seen.has_thought = True
     after = one.grown(order)
     del after.messages[len(one.messages)]["reasoning_content"]
-    seen = causes.begin(after.asked(), maker.make(after.asked()))
-    cause = causes.end(seen, usage_of())
+    seen = remembered(causes, maker, after)
+    cause = cause_of(seen, usage_of())
     assert cause is not None
     assert (cause.name, cause.message) == ("thinking-stripped", len(one.messages))
 
@@ -404,15 +416,15 @@ def test_the_kind_of_a_difference(old: str, new: str, kind: str) -> None:
 
 def test_requests_that_are_remembered_are_bounded(maker: PromptBuilder) -> None:
     """The oldest go first."""
-    order, causes = random.Random(0), Causes(most=2)
+    order, causes = random.Random(0), RecentPrompts(most=2)
     talks = [talk(order) for _ in range(3)]
     for one in talks:
-        causes.begin(one.asked(), maker.make(one.asked()))
-    assert causes.begin(talks[0].asked(), maker.make(talks[0].asked())).previous is not None
-    seen = Causes(most=2)
+        remembered(causes, maker, one)
+    assert remembered(causes, maker, talks[0]).previous is not None
+    seen = RecentPrompts(most=2)
     for one in talks:
-        seen.begin(one.asked(), maker.make(one.asked()))
-    known = seen.begin(talks[0].asked(), maker.make(talks[0].asked())).previous
+        remembered(seen, maker, one)
+    known = remembered(seen, maker, talks[0]).previous
     assert known is None or known.messages != talks[0].messages
 
 
@@ -420,25 +432,30 @@ def test_texts_are_compared_only_at_the_first_difference(
     maker: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message that has come before costs no digest, however many requests are remembered."""
+    from mlxrunner.profiling import divergence
+    from mlxrunner.serve import manager
     from mlxrunner.serve.prompts import builder
-    from mlxrunner.serve.prompts import causes as module
 
-    order, causes = random.Random(0), Causes()
+    order, causes = random.Random(0), RecentPrompts()
     one = talk(order)
     for _ in range(20):
         one = one.grown(order)
-        causes.begin(one.asked(), maker.make(one.asked()))
+        remembered(causes, maker, one)
     counted: list[str] = []
-    for name in ("message_digest", "difference", "is_like"):
+    for module, name in (
+        (manager, "message_digest"),
+        (divergence, "difference"),
+        (divergence, "is_like"),
+    ):
         whole = getattr(module, name)
         monkeypatch.setattr(
             module,
             name,
             lambda *args, whole=whole, name=name: (counted.append(name), whole(*args))[1],
         )
-    monkeypatch.setattr(builder, "message_digest", module.message_digest)
+    monkeypatch.setattr(builder, "message_digest", manager.message_digest)
     new = one.changed(len(one.messages) // 2, words(order, 10))
-    seen = causes.begin(new.asked(), maker.make(new.asked()))
-    assert causes.end(seen, usage_of()) is not None
+    seen = remembered(causes, maker, new)
+    assert cause_of(seen, usage_of()) is not None
     assert counted.count("message_digest") <= 2  # as it came, and as a rule wrote it
     assert len(counted) <= 4

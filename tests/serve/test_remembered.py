@@ -12,10 +12,10 @@ import pytest
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.serve.events import ApiError, ServerRequest
+from mlxrunner.serve.manager import prompt_record
 from mlxrunner.serve.prompts import builder, rules
 from mlxrunner.serve.prompts.answer_tokens import PromptEncoder
 from mlxrunner.serve.prompts.builder import PromptBuilder
-from mlxrunner.serve.prompts.causes import Causes
 from mlxrunner.serve.prompts.lru import MemoizedFunction
 from mlxrunner.templates.messages import check_messages
 from mlxrunner.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ def made_of(maker: PromptBuilder, asked: ServerRequest) -> Any:
         made = maker.make(copy.deepcopy(asked))
     except ApiError as refused:
         return refused.message
-    seen = Causes().begin(asked, made)
+    seen = prompt_record(asked, made)
     return made.prompt.tokens.tolist(), made.rules, made.link, made.source, seen.digests, seen.tools
 
 

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.strict_templates import TEMPLATES, load_strict
 
+from mlxrunner.profiling.divergence import REMEDIES
 from mlxrunner.serve.events import ApiError, ServerRequest
 from mlxrunner.serve.prompts.builder import PromptBuilder
-from mlxrunner.serve.prompts.causes import REMEDIES
 from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.templates.segments import common
 

@@ -32,7 +32,7 @@ from mlxrunner.serve.prompts.lru import ENTRY, LRUCache, footprint
 from mlxrunner.serve.tools.reader import Calls, ParsedAnswer
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.system.writing import open_own, write_all, written
-from mlxrunner.templates.segments import common
+from mlxrunner.templates.segments import common, common_end
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.base import left_over
 from mlxrunner.tokenizer.limits import check_text
@@ -308,18 +308,6 @@ def _end(text: str, begin: int, unknown: str | None) -> int | None:
         return None
     tail = unknown.partition(UNKNOWN)[2]
     return len(text) - common_end(text[begin:], tail)
-
-
-def common_end(a: str, b: str) -> int:
-    """Return the length of the longest common end of two texts."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a.endswith(b[len(b) - middle :]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @dataclass(eq=False)
