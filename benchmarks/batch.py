@@ -32,9 +32,8 @@ from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.batch.plan import MOST
 from mlxrunner.batch.prompts import cost
 from mlxrunner.batch.records import sort_key
-from mlxrunner.bench.harness import SameDecoder
+from mlxrunner.bench.harness import SameDecoder, random_runner
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
-from mlxrunner.bench.models import random_runner
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner

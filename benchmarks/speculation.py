@@ -28,7 +28,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, speculative_generate_step
 
 from mlxrunner import Runner
-from mlxrunner.bench.models import random_llama
+from mlxrunner.bench.harness import random_llama
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.models.load import load_model
 from mlxrunner.results import Chunk

@@ -31,7 +31,7 @@ def serve(type_ahead: bool, progress: Path) -> None:
 
     `progress` gets a line for each evaluation in advance that was finished.
     """
-    from mlxrunner.bench.models import random_runner
+    from mlxrunner.bench.harness import random_runner
     from mlxrunner.chat import editor
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.start import open_chat

@@ -7,11 +7,13 @@ slows all of them, and they are compared round by round.
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,11 +21,18 @@ import numpy as np
 from mlx_lm import stream_generate
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.errors import ModelError
+from mlxrunner.models.facts import facts_of
+from mlxrunner.models.load import LoadedModel
+from mlxrunner.models.seeing import load_either
 from mlxrunner.runner import Runner
+from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.base import ByteTokenizer
 
 Tokens = Generator[int, None, None]
 Backend = Callable[[list[int], int], Tokens]
@@ -123,7 +132,7 @@ Begin = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One measured request."""
 
     tokens: list[int]
@@ -147,13 +156,13 @@ def alternate(
     count: int,
     rounds: int,
     begin: Begin = lambda name: None,
-) -> dict[str, list[Run]]:
+) -> dict[str, list[TimedRun]]:
     """Run each backend cold `rounds` times, after one run that does not count.
 
     `count` is the number of tokens to answer. Print a line on standard error if the backends give
     different tokens.
     """
-    runs: dict[str, list[Run]] = {backend: [] for backend in backends}
+    runs: dict[str, list[TimedRun]] = {backend: [] for backend in backends}
     for turn in range(rounds + 1):
         begin(
             f"cold prompt of {len(prompt)}, "
@@ -172,7 +181,7 @@ def in_turn(backends: Mapping[str, Any], turn: int) -> list[str]:
     return list(backends) if turn % 2 else list(backends)[::-1]
 
 
-def measure(backend: Backend, prompt: list[int], count: int, runner: Runner) -> Run:
+def measure(backend: Backend, prompt: list[int], count: int, runner: Runner) -> TimedRun:
     """Measure an answer of `count` tokens.
 
     A single token is measured as the first of two, so that the second is already being computed, as
@@ -189,7 +198,7 @@ def measure(backend: Backend, prompt: list[int], count: int, runner: Runner) -> 
     last, last_python = time.perf_counter(), time.thread_time()
     answer.close()
     stored = runner.entry.used_bytes
-    return Run(
+    return TimedRun(
         tokens,
         first - began,
         last - first,
@@ -213,3 +222,74 @@ def some_tokens(runner: Runner, count: int, seed: int = 0) -> list[int]:
         np.random.default_rng(seed).integers(runner.facts.vocab, size=count).tolist()
     )
     return tokens
+
+
+RANDOM = re.compile(r"random:(\d+(?:\.\d+)?)([MG])", re.IGNORECASE)
+VOCAB = 8192
+HEAD_DIM = 64
+
+
+def load_or_make(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
+    """Load a model as `load_either` does, or make an untrained Llama.
+
+    A name such as `random:100M` or `random:1.5G` makes a Llama with about that number of
+    parameters. Random weights are as fast as others, so anybody can compare machines without a
+    download. Raise ModelError if the name is not a size or the weights do not fit.
+    """
+    if not name.startswith("random:"):
+        return load_either(name, trust_remote_code=trust_remote_code)
+    match = RANDOM.fullmatch(name)
+    if match is None:
+        raise ModelError(
+            f"{name} is not a size: name a random model like random:100M or random:1.5G"
+        )
+    return random_llama(name, float(match[1]) * {"M": 1e6, "G": 1e9}[match[2].upper()])
+
+
+def random_llama(name: str, parameters: float) -> LoadedModel:
+    """Make the Llama that comes nearest to `parameters`, with 64 times as much width as depth.
+
+    Small models have such shapes. Raise ModelError if its weights do not fit into the memory of the
+    device.
+    """
+    depth = min(range(1, 200), key=lambda layers: abs(_parameters(layers) - parameters))
+    dtype, hidden = device.preferred_dtype() or mx.bfloat16, HEAD_DIM * depth
+    need, offered = int(_parameters(depth) * dtype.size), device.offered_bytes()
+    if need > offered:
+        raise ModelError(
+            f"{name}: its weights would take {need / 1e9:.1f} GB, and the device offers "
+            f"{offered / 1e9:.1f} GB: name a smaller one"
+        )
+    args = ModelArgs(
+        model_type="llama",
+        hidden_size=hidden,
+        num_hidden_layers=depth,
+        intermediate_size=hidden * 8 // 3 // 32 * 32,
+        num_attention_heads=depth,
+        num_key_value_heads=depth,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    )
+    mx.random.seed(0)
+    model = Model(args)
+    model.set_dtype(dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    # Most ids have no text in this tokenizer, so decoding them costs next to nothing.
+    return LoadedModel(
+        name, Path(), model, ByteTokenizer(), facts_of(model, vars(args)), vars(args)
+    )
+
+
+def random_runner(name: str = "random:98M") -> Runner:
+    """Return a runner on a model of `load_or_make` that reserves no memory."""
+    loaded = load_or_make(name)
+    return Runner(loaded.model, loaded.tokenizer, loaded.facts, name=name)
+
+
+def _parameters(layers: int) -> float:
+    """Return the number of parameters of a Llama with this number of layers."""
+    hidden = HEAD_DIM * layers
+    return float(12 * layers * hidden**2 + 2 * VOCAB * hidden)

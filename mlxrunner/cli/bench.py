@@ -59,7 +59,7 @@ def bench(
     first: bytes and operations per second. MODEL is demo, a directory, a hub id, or random:100M
     for random weights of that size. Ctrl-C prints what was measured so far.
     """
-    from mlxrunner.bench.work import CONTEXTS, QUICK_CONTEXT, Bench
+    from mlxrunner.bench.bench import CONTEXTS, QUICK_CONTEXT, Bench
     from mlxrunner.terminal.progress import Steps
 
     rounds = rounds or (1 if quick else 3)

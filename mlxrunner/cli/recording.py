@@ -94,9 +94,9 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
 
     sinks = []
     if taken["metrics"]:
-        from mlxrunner.profiling.metrics import Metrics
+        from mlxrunner.profiling.metrics import MetricsFile
 
-        sinks.append(Metrics(taken["metrics"]))
+        sinks.append(MetricsFile(taken["metrics"]))
     profile = Profile(
         command,
         events=taken["events"],

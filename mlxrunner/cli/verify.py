@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mlxrunner.verify.findings import Findings
-    from mlxrunner.verify.run import Verification
+    from mlxrunner.verify.verification import Verification
 
 DIFFERENT, UNTESTED = 4, 5
 """Exit codes if an answer differs, and if nothing could be proved."""
@@ -55,7 +55,7 @@ def verify(model: str, as_json: bool, **options: Any) -> None:
     proved: where cold runs differ from each other as much as one wrong token makes.
     """
     from mlxrunner.terminal.progress import Steps
-    from mlxrunner.verify.run import NUM_PARTS
+    from mlxrunner.verify.verification import NUM_PARTS
 
     steps = Steps("verify", NUM_PARTS)
     made = None
@@ -71,7 +71,7 @@ def verify(model: str, as_json: bool, **options: Any) -> None:
 
 def _prepare(model: str, begin: Callable[[str], None], options: dict[str, Any]) -> Verification:
     """Load `model`, on all ranks if several share it, and prepare its verification."""
-    from mlxrunner.verify.run import prepared, verification
+    from mlxrunner.verify.verification import prepared, verification
 
     ranks = click.get_current_context().meta.get("ranks")
     if ranks is None:

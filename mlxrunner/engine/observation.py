@@ -22,7 +22,7 @@ Ending = Literal["own", "cancelled", "forgotten", "failed", "no room", "no token
 class Beside:
     """The facts about one of several parallel requests that a replay needs.
 
-    See `mlxrunner.profiling.replay.sidebyside`. Moments are pairs: the steps of the runner so far,
+    See `mlxrunner.profiling.replay.simulate`. Moments are pairs: the steps of the runner so far,
     and the calls since the last step. A call submits a request, successfully or not, or cancels
     one.
     """

@@ -21,7 +21,7 @@ import numpy as np
 
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
-from mlxrunner.profiling.schema import REASONS, Common, Divergence, Side
+from mlxrunner.profiling.schema import REASONS, Divergence, SharedTokens, Side
 from mlxrunner.results import Usage
 from mlxrunner.templates.messages import PICTURE, SYSTEM_ROLES, system_count
 from mlxrunner.templates.segments import Place, Rendered, common, common_end, is_thinking
@@ -74,7 +74,7 @@ class Divergences:
         return Divergence(
             index,
             *place[:3],
-            Common(self._hashes(shared), self._text(shared)),
+            SharedTokens(self._hashes(shared), self._text(shared)),
             Side(*before[:3], self._hashes(dropped), self._text(dropped), before.picture),
             Side(*here[:3], self._hashes(coming), self._text(coming), here.picture),
             place.picture,

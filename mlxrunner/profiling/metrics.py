@@ -56,7 +56,7 @@ HISTOGRAMS = {
 """The histograms with their descriptions and the upper bounds of their buckets."""
 
 
-class Counts:
+class MetricsCollector:
     """A sink of events that counts them, and a collector of prometheus_client."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Counts:
         self._add(f"{name}_sum", value, **labels)
 
 
-class Metrics(Counts):
+class MetricsFile(MetricsCollector):
     """A sink of events that replaces the whole file after each event.
 
     Whoever could read the file before can read the new one.

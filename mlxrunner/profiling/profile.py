@@ -33,7 +33,7 @@ from mlxrunner.profiling.schema import (
     VERSION,
     BatchLine,
     ClientRequest,
-    Draft,
+    DraftCounts,
     Event,
     Eviction,
     Span,
@@ -448,7 +448,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         line=BatchLine(**vars(line)) if line is not None else None,
         restored_tokens=lookup.restored,
         draft_passes=usage.draft_passes,
-        drafts=tuple(Draft(**vars(use)) for use in usage.drafts),
+        drafts=tuple(DraftCounts(**vars(use)) for use in usage.drafts),
         caller=_client(caller, usage) if caller is not None else None,
         **_beside(observed),
     )

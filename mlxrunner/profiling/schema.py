@@ -237,7 +237,7 @@ class Side:
 
 
 @dataclass
-class Common:
+class SharedTokens:
     """The last tokens before a divergence, which both sides have."""
 
     tokens: Annotated[
@@ -257,7 +257,7 @@ class Divergence:
     ]
     role: Annotated[str | None, about("The role of that message.")]
     part: Annotated[PartName | None, about("The part of that message.")]
-    common: Annotated[Common, about("The last up to 8 tokens before the index.")]
+    common: Annotated[SharedTokens, about("The last up to 8 tokens before the index.")]
     previous: Annotated[Side, about("The entry's side, from the index on.")]
     current: Annotated[
         Side, about("The prompt's side, from the index on; the fields are those of `previous`.")
@@ -394,7 +394,7 @@ class ClientRequest:
 
 
 @dataclass
-class Draft:
+class DraftCounts:
     """Tokens that one source guessed of the answer."""
 
     source: Annotated[
@@ -719,7 +719,7 @@ class Event:
         ),
     ] = 0
     drafts: Annotated[
-        tuple[Draft, ...],
+        tuple[DraftCounts, ...],
         about("Guessed tokens of the answer, by their source. Missing in older events."),
     ] = ()
     evicted: Annotated[

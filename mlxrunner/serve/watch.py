@@ -16,7 +16,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from mlxrunner.engine.observation import Observation
 from mlxrunner.parallel.threads.thread import Held, Stats
 from mlxrunner.profiling.logs import LineWriter
-from mlxrunner.profiling.metrics import Counts
+from mlxrunner.profiling.metrics import MetricsCollector
 from mlxrunner.profiling.profile import Profile, as_line
 from mlxrunner.profiling.report import page as plots
 from mlxrunner.profiling.report.page import document, safe
@@ -253,8 +253,8 @@ def _misses(events: Sequence[Event]) -> str:
     return plots.panel("The latest misses", text, table, is_wide=True)
 
 
-def _explained(request: str) -> plots.Link:
-    return plots.Link(request, f"/explain/{request}")
+def _explained(request: str) -> plots.TableLink:
+    return plots.TableLink(request, f"/explain/{request}")
 
 
 def _helps(event: Event) -> str:
@@ -289,7 +289,7 @@ class RequestLog:
         """Events of requests of which it is not known yet how the answer ended."""
         self._ended: OrderedDict[str, AnswerNote | None] = OrderedDict()
         """The remarks on answers, by request."""
-        self.counts = Counts()
+        self.counts = MetricsCollector()
 
     def watch(self, opened: ServedModel) -> None:
         """Record the requests of a model. Raise OptionError if a file can't be written.

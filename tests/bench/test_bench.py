@@ -12,11 +12,9 @@ from support.models import write_model
 
 from mlxrunner import ModelError, cli
 from mlxrunner.bench import harness as sides
-from mlxrunner.bench.ceilings import num_parameters
-from mlxrunner.bench.harness import PromptCacheBackend, mlx_lm_backend
+from mlxrunner.bench.bench import Bench, num_parameters
+from mlxrunner.bench.harness import PromptCacheBackend, load_or_make, mlx_lm_backend
 from mlxrunner.bench.measurements import Measurements
-from mlxrunner.bench.models import load_or_make
-from mlxrunner.bench.work import Bench
 from mlxrunner.runner import Runner
 
 
@@ -27,8 +25,8 @@ def run(*arguments: str) -> Result:
 @pytest.fixture(autouse=True)
 def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have tests of their own."""
-    monkeypatch.setattr("mlxrunner.bench.ceilings.bandwidth", lambda dtype, nbytes: 1e10)
-    monkeypatch.setattr("mlxrunner.bench.ceilings.arithmetic", lambda dtype: 1e11)
+    monkeypatch.setattr("mlxrunner.bench.bench.bandwidth", lambda dtype, nbytes: 1e10)
+    monkeypatch.setattr("mlxrunner.bench.bench.arithmetic", lambda dtype: 1e11)
 
 
 @pytest.mark.exhaustive(0)

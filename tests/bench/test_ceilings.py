@@ -8,9 +8,9 @@ import pytest
 from mlx.utils import tree_flatten
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.bench.ceilings import (
+from mlxrunner.bench.bench import (
     Ceilings,
-    Cost,
+    PassCost,
     compute_dtype,
     cost_of,
     measure_ceilings,
@@ -27,7 +27,7 @@ def test_an_untied_table_of_embeddings_is_not_read() -> None:
     total = sum(array.size for _, array in tree_flatten(model.parameters()))
     cost = cost_of(model, config)
     assert num_parameters(model) == total
-    assert cost == Cost(total - 2 * TABLE, TABLE, 4 * (total - TABLE))
+    assert cost == PassCost(total - 2 * TABLE, TABLE, 4 * (total - TABLE))
 
 
 def test_a_tied_table_is_the_head() -> None:
@@ -35,7 +35,7 @@ def test_a_tied_table_is_the_head() -> None:
     config = tiny_config("llama", tie_word_embeddings=True)
     model = tiny_model(config)
     total = sum(array.size for _, array in tree_flatten(model.parameters()))
-    assert cost_of(model, config) == Cost(total - TABLE, TABLE, 4 * total)
+    assert cost_of(model, config) == PassCost(total - TABLE, TABLE, 4 * total)
 
 
 def test_quantized_weights_count_by_their_stored_bytes_and_whole_numbers() -> None:
@@ -67,7 +67,7 @@ def test_a_pass_is_bound_by_reading_or_by_computing(
 ) -> None:
     """One token reads all weights and caches; many compute twice per weight and token."""
     ceilings = Ceilings("float32", bandwidth=100, arithmetic=10)
-    assert Cost(body=1, head=1, nbytes=100).least_s(tokens, stored, ceilings) == pytest.approx(
+    assert PassCost(body=1, head=1, nbytes=100).least_s(tokens, stored, ceilings) == pytest.approx(
         (expected[0], expected[1])
     )
 

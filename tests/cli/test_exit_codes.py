@@ -70,7 +70,7 @@ def of_verify(verdict: str) -> Callable[[pytest.MonkeyPatch, Path], int]:
             def run(self) -> object:
                 return type("Report", (), {"passed": False, "is_different": verdict == "other"})()
 
-        monkeypatch.setattr("mlxrunner.verify.run.verification", lambda *a, **k: Made())
+        monkeypatch.setattr("mlxrunner.verify.verification.verification", lambda *a, **k: Made())
         return code("verify", "demo")
 
     return run

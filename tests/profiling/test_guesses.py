@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from mlxrunner import Runner, cli
 from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.replay.guesses import Guesses
+from mlxrunner.profiling.replay.trials import Guesses
 from mlxrunner.profiling.tokenlog import read_token_log
 
 PROMPTS = [

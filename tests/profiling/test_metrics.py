@@ -14,7 +14,7 @@ from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
 from mlxrunner.errors import OptionError
-from mlxrunner.profiling.metrics import Metrics
+from mlxrunner.profiling.metrics import MetricsFile
 
 
 def values(file: Path) -> dict[str, float]:
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_events_are_counted_by_model(file: Path) -> None:
     """Requests by outcome and end, tokens, seconds, and the entry as it is now."""
-    metrics = Metrics(file)
+    metrics = MetricsFile(file)
     metrics(as_event(example_event()))
     metrics(as_event(example_event(model="other", outcome="hit", reason=None, lost_tokens=0)))
     metrics(
@@ -65,7 +65,7 @@ def test_events_are_counted_by_model(file: Path) -> None:
 
 def test_histograms_are_cumulative(file: Path) -> None:
     """Each bucket counts what is below its bound, the last all requests with a first token."""
-    metrics = Metrics(file)
+    metrics = MetricsFile(file)
     for seconds in (0.005, 0.05, 0.05, 500.0):
         metrics(as_event(example_event(ttft_s=seconds)))
     metrics(as_event(example_event(ttft_s=None)))
@@ -85,10 +85,10 @@ def test_histograms_are_cumulative(file: Path) -> None:
 def test_a_second_run_goes_on_counting(file: Path) -> None:
     """Many short runs count like one long one."""
     for event in afternoon(20):
-        Metrics(file)(as_event(event))
+        MetricsFile(file)(as_event(event))
     one_by_one = values(file)
     file.unlink()
-    together = Metrics(file)
+    together = MetricsFile(file)
     for event in afternoon(20):
         together(as_event(event))
     assert values(file) == pytest.approx(one_by_one)
@@ -104,7 +104,7 @@ def test_a_second_run_goes_on_counting(file: Path) -> None:
 
 def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
     """A reader sees the old file or the new one, and nothing is left beside it."""
-    metrics = Metrics(file)
+    metrics = MetricsFile(file)
     before = file.stat().st_ino
     metrics(as_event(example_event()))
     assert file.stat().st_ino != before
@@ -114,8 +114,8 @@ def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
 def test_labels_are_escaped(file: Path) -> None:
     """A model's name with quotes, line ends and backslashes comes back as it was."""
     name = 'a"b\\c\nd'
-    Metrics(file)(as_event(example_event(model=name)))
-    again = Metrics(file)
+    MetricsFile(file)(as_event(example_event(model=name)))
+    again = MetricsFile(file)
     again(as_event(example_event(model=name)))
     assert values(file)[f"mlxrunner_prompt_tokens_total{{model={name}}}"] == 128
 
@@ -132,7 +132,7 @@ def test_a_file_of_somebody_else_is_refused(file: Path, content: str, message: s
     """It is left as it is."""
     file.write_text(content)
     with pytest.raises(OptionError, match=message):
-        Metrics(file)
+        MetricsFile(file)
     assert file.read_text() == content
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
     """Before a model is loaded, with the file's name."""
     for target in (tmp_path / "no" / "file.prom", tmp_path):
         with pytest.raises(OptionError, match="can't be"):
-            Metrics(target)
+            MetricsFile(target)
 
 
 def test_what_is_no_file_is_neither_read_nor_replaced(
@@ -158,13 +158,13 @@ def test_what_is_no_file_is_neither_read_nor_replaced(
     before = {path: os.lstat(path) for path in reasons}
     for path, why in reasons.items():
         with pytest.raises(OptionError, match=f"{path}: can't be written: {why}"):
-            Metrics(path)
+            MetricsFile(path)
     assert all(os.path.samestat(os.lstat(path), status) for path, status in before.items())
 
 
 def test_only_its_owner_and_who_could_before_can_read_it(file: Path) -> None:
     """A new file is private; one that the collector was let into stays so."""
-    metrics = Metrics(file)
+    metrics = MetricsFile(file)
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o664)
     metrics(as_event(example_event()))
@@ -177,7 +177,7 @@ def test_a_disk_that_fills_up_ends_no_request(
     """It is said in the log."""
     folder = tmp_path / "metrics"
     folder.mkdir()
-    metrics = Metrics(folder / "m.prom")
+    metrics = MetricsFile(folder / "m.prom")
     (folder / "m.prom").unlink()
     folder.rmdir()
     metrics(as_event(example_event()))

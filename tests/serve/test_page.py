@@ -17,7 +17,7 @@ from support.events import as_event, example_event
 from support.scripted import serving
 
 from mlxrunner.config.serving import ServeSettings
-from mlxrunner.profiling.report.page import Link, table
+from mlxrunner.profiling.report.page import TableLink, table
 from mlxrunner.profiling.schema import Event
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames
@@ -71,7 +71,7 @@ def test_each_miss_leads_to_its_explanation() -> None:
 
 
 def test_a_link_names_nothing_but_its_path() -> None:
-    cell = table(["request"], [[Link(HOSTILE, f"/explain/{HOSTILE}")]])
+    cell = table(["request"], [[TableLink(HOSTILE, f"/explain/{HOSTILE}")]])
     assert f'href="/explain/{quote(HOSTILE)}"' in cell
     assert "<script" not in cell
 

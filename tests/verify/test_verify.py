@@ -22,8 +22,14 @@ from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.testing import oracle_runner
-from mlxrunner.verify.run import NUM_PARTS, Verification, _affordable
-from mlxrunner.verify.scenarios import SCENARIOS, SMALLEST, Talk
+from mlxrunner.verify.verification import (
+    NUM_PARTS,
+    SCENARIOS,
+    SMALLEST,
+    Talk,
+    Verification,
+    _affordable,
+)
 
 CONTEXT = 200
 TESTED = [*SCENARIOS, "overflow: moved keys", "guessed tokens", "two in parallel"]

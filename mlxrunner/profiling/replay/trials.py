@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,9 +13,9 @@ import numpy as np
 from mlxrunner.batch.order import order_of
 from mlxrunner.batch.records import sort_key
 from mlxrunner.cache.lookup import Lookup
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.prefix import leaving
+from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import ReadError
-from mlxrunner.profiling.replay.guesses import Guesses
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed, has_room
 from mlxrunner.profiling.replay.simulate import (
     AS_RUN,
@@ -26,6 +26,7 @@ from mlxrunner.profiling.replay.simulate import (
 )
 from mlxrunner.profiling.report.report import skipped_words
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
+from mlxrunner.speculation.drafting import Counts, Drafting, Experience
 
 ENTRIES = (2, 4, 8)
 """The usual numbers of entries to try."""
@@ -225,7 +226,7 @@ PROOF = 4
 
 
 @dataclass(frozen=True)
-class _Turn:
+class EarlierRequest:
     """An earlier request."""
 
     logged: TokenArray
@@ -254,7 +255,7 @@ class Rewriter:
         ]
         self._message_ends = np.array(process["message_ends"], np.int32)
         self._way = way
-        self._turns: deque[_Turn] = deque(maxlen=REMEMBERED)
+        self._turns: deque[EarlierRequest] = deque(maxlen=REMEMBERED)
         self.changed = 0
 
     def rewrite(self, request: ReplayedRequest) -> ReplayedRequest:
@@ -298,7 +299,9 @@ class Rewriter:
             moved = len(turn.kept) - turn.prompt_tokens
             prompt = np.concatenate([before[: resumed + moved], prompt[common:]])
         self._turns.append(
-            _Turn(np.concatenate([request.prompt, request.answer]), len(request.prompt), prompt)
+            EarlierRequest(
+                np.concatenate([request.prompt, request.answer]), len(request.prompt), prompt
+            )
         )
         return prompt
 
@@ -527,7 +530,7 @@ class _Try:
         """Begin with `before`, the result of the requests for which the variant changes nothing."""
         self.row = replace(before, what=what) if before is not None else VariantResult(what)
         self._changed = what.thinking == "logged"
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, ProcessReplay] = {}
 
     def replay(self, logged: LoggedRequest) -> Lookup | None:
         """Return the lookup of the request; None if it waits for its turn."""
@@ -535,7 +538,7 @@ class _Try:
         run = self._runs.get(name)
         if run is None or run.process != logged.process:
             self._end(run)
-            run = self._runs[name] = _Run(logged.process, self.row.what)
+            run = self._runs[name] = ProcessReplay(logged.process, self.row.what)
         if run.rewriter is not None:
             request = run.rewriter.rewrite(request)
         if self.row.what.order == "prefix" or run.is_side_by_side:
@@ -553,7 +556,7 @@ class _Try:
             self._end(run)
         return self.row if self._changed else None
 
-    def _end(self, run: _Run | None) -> None:
+    def _end(self, run: ProcessReplay | None) -> None:
         """Replay the requests of a run that wait for its end."""
         if run is None:
             return
@@ -563,7 +566,7 @@ class _Try:
         self._changed = self._changed or (run.rewriter is not None and run.rewriter.changed > 0)
 
 
-class _Run:
+class ProcessReplay:
     """The requests of a process to one model with one set of options.
 
     Each such run has its own entry.
@@ -583,3 +586,64 @@ def by_prefix(requests: Sequence[ReplayedRequest]) -> list[ReplayedRequest]:
     Like beginnings come together, and a prompt comes after those that it continues.
     """
     return [requests[i] for i in order_of([sort_key(request.prompt) for request in requests])]
+
+
+class Guesses:
+    """The guesses in all answers of a log, and the forward passes that they leave."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """The tokens of answers that were run: so many passes there are without guesses."""
+        self.passes = 0
+        """The forward passes with guesses."""
+        self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
+        self._before: dict[str, TokenArray] = {}
+
+    def add(self, logged: LoggedRequest, *, is_beside: bool) -> None:
+        """Guess the answer of the next request.
+
+        `is_beside`: it ran beside others, and what its slot held before is not looked up.
+        """
+        before = as_tokens([]) if is_beside else self._before.get(logged.process["process"])
+        earlier = logged.prompt[:0] if before is None else leaving(before, logged.prompt)
+        self._guess(logged.prompt, earlier, logged.answer.tolist())
+        if not is_beside:
+            self._before[logged.process["process"]] = np.concatenate([logged.prompt, logged.answer])
+
+    def _guess(self, prompt: TokenArray, earlier: TokenArray, answer: list[int]) -> None:
+        drafting = Drafting(Experience(), prompt, earlier, always=True)
+        place = 0
+        while place < len(answer):
+            # The next pass begins before the token is read, unless a guess is likely.
+            may_draft = not place or drafting.is_worth_waiting
+            drafting.add(answer[place])
+            draft = drafting.draft(len(answer) - 1 - place) if may_draft else []
+            right = common_prefix(as_tokens(draft), as_tokens(answer[place + 1 :][: len(draft)]))
+            if draft:
+                drafting.judge(len(draft), right, 0.0)
+            for token in draft[:right]:
+                drafting.add(token)
+            place += 1 + right
+            self.passes += 1
+        self.tokens += len(answer)
+        for source, counts in drafting.by_source.items():
+            self.by_source[source].drafted += counts.drafted
+            self.by_source[source].accepted += counts.accepted
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts, with those of each source."""
+        sources = [
+            {"source": source, "drafted": counts.drafted, "accepted": counts.accepted}
+            for source, counts in sorted(self.by_source.items())
+        ]
+        return {"tokens": self.tokens, "passes": self.passes, "drafts": sources}
+
+    @property
+    def drafted(self) -> int:
+        """The tokens that were guessed."""
+        return sum(counts.drafted for counts in self.by_source.values())
+
+    @property
+    def accepted(self) -> int:
+        """The tokens that were guessed and right."""
+        return sum(counts.accepted for counts in self.by_source.values())

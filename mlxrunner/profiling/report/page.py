@@ -280,14 +280,16 @@ def legend(names: Mapping[str, str]) -> str:
     return f'<ul class="legend">{keys}</ul>'
 
 
-class Link(NamedTuple):
+class TableLink(NamedTuple):
     """A cell of a table that leads to another page."""
 
     text: str
     path: str
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str | Link]], *, kind: str = "") -> str:
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str | TableLink]], *, kind: str = ""
+) -> str:
     """Return a table; cells of the columns in FIGURES are aligned at the right.
 
     A table of the kind "stack" becomes a list of its rows where there is little room.
@@ -312,8 +314,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Link]], *, kind:
     return f"<table{of_kind}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cell(value: str | Link) -> str:
-    if isinstance(value, Link):
+def _cell(value: str | TableLink) -> str:
+    if isinstance(value, TableLink):
         return f'<a href="{safe(quote(value.path))}">{safe(value.text)}</a>'
     return safe(value)
 

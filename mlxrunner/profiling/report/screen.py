@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from mlxrunner.profiling.replay.guesses import Guesses
-    from mlxrunner.profiling.replay.trials import Simulation
+    from mlxrunner.profiling.replay.trials import Guesses, Simulation
 
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
