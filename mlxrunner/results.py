@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from mlxrunner.config.arguments import check_kind, listed
 from mlxrunner.errors import CancelledError, OptionError
+from mlxrunner.system.speed import Rate
 
 logger = logging.getLogger("mlxrunner")
 
@@ -142,11 +143,11 @@ class Usage:
 
     @classmethod
     def _from(cls, flat: Mapping[str, Any]) -> Usage:
-        answered, decode_s = flat["completion_tokens"] - 1, flat["decode_s"]
-        prefill_s = flat["prefill_s"]
+        prefill = Rate(flat["evaluated_tokens"], flat["prefill_s"])
+        decode = Rate(max(flat["completion_tokens"] - 1, 0), flat["decode_s"])
         rates = {
-            "prefill_rate": flat["evaluated_tokens"] / prefill_s if prefill_s else 0.0,
-            "decode_rate": answered / decode_s if decode_s and answered > 0 else 0.0,
+            "prefill_rate": prefill.per_second or 0.0,
+            "decode_rate": decode.per_second or 0.0,
         }
         groups: dict[str, Any] = {
             "timing": _part(Timing, {**flat, **rates}),

@@ -25,7 +25,6 @@ from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.fingerprint import loaded_fingerprint
 from mlxrunner.options import RunnerSettings
-from mlxrunner.profiling.curve import PrefillCurve
 from mlxrunner.profiling.divergence import Divergences
 from mlxrunner.profiling.logs import LineWriter
 from mlxrunner.profiling.schema import (
@@ -42,6 +41,7 @@ from mlxrunner.profiling.schema import (
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.results import logger
 from mlxrunner.runner import CHECKPOINT_BUDGET, Runner
+from mlxrunner.system.speed import PrefillCurve, Rate
 from mlxrunner.templates.thinking import thinking_tokens
 from mlxrunner.tokenizer.prompt import Seeing
 
@@ -523,8 +523,10 @@ def _prefill_rate(observed: Observation) -> float | None:
     """Return tokens per second over the chunks up to the first token; None without chunks."""
     answered, first = observed.usage.completion_tokens, observed.clock.first
     chunks = [chunk for chunk in observed.chunks if not answered or chunk[1] <= first]
-    seconds = sum(end - begin for begin, end, _ in chunks)
-    return round(sum(count for _, _, count in chunks) / seconds, 1) if seconds else None
+    measured = Rate()
+    for begin, end, count in chunks:
+        measured.add(count, end - begin)
+    return None if measured.per_second is None else round(measured.per_second, 1)
 
 
 def _spans(observed: Observation) -> list[Span]:

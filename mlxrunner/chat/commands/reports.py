@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mlxrunner.chat.commands.table import ChatContext, Command
-from mlxrunner.profiling.curve import PrefillCurve
 from mlxrunner.profiling.schema import explain_reuse, remedy
 from mlxrunner.results import Usage
+from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.terminal.text import count_of, seconds, size
 
 if TYPE_CHECKING:

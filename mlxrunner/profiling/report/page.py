@@ -104,7 +104,11 @@ def _cards(summary: Summary) -> str:
             else []
         ),
         ("Time saved", seconds(summary.saved_s), f"by what was reused, an estimate{known}"),
-        ("Prefill", rate(summary.prefill_rate), f"over the tokens that were evaluated{overlap}"),
+        (
+            "Prefill",
+            rate(summary.prefill_rate),
+            f"over the tokens that were evaluated{overlap}",
+        ),
         ("Decode", rate(summary.decode_rate), f"without each answer's first token{overlap}"),
     ]
     if drafted := summary.drafted.total():

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxrunner.profiling.schema import BATCH, Event, remedy
+from mlxrunner.system.speed import Rate
 
 COUNTED = ("prompt", "matched", "cached", "ahead", "saved", "evaluated", "lost", "completion")
 """The counts of tokens that are added up."""
@@ -193,6 +194,7 @@ class Summary:
         self.first_time = self.last_time = ""
         self.tokens: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._prefill, self._decode = Rate(), Rate()
         self.outcomes: Counter[str] = Counter()
         self.finishes: Counter[str] = Counter()
         self.models: Counter[str] = Counter()
@@ -252,14 +254,12 @@ class Summary:
     @property
     def prefill_rate(self) -> float | None:
         """The evaluated prompt tokens per second, over the requests that had a first token."""
-        return (
-            self.tokens["prefilled"] / self.seconds["prefill"] if self.seconds["prefill"] else None
-        )
+        return self._prefill.per_second
 
     @property
     def decode_rate(self) -> float | None:
         """The tokens per second after the first token of each answer."""
-        return self.tokens["decoded"] / self.seconds["decode"] if self.seconds["decode"] else None
+        return self._decode.per_second
 
     @property
     def costliest(self) -> list[Miss]:
@@ -318,10 +318,8 @@ class Summary:
         if event.ttft_s is None:
             return
         self.ttft[event.outcome].values.append(event.ttft_s)
-        self.tokens["prefilled"] += event.evaluated_tokens
-        self.seconds["prefill"] += event.prefill_s or 0.0
-        self.tokens["decoded"] += max(event.completion_tokens - 1, 0)
-        self.seconds["decode"] += event.decode_s or 0.0
+        self._prefill.add(event.evaluated_tokens, event.prefill_s or 0.0)
+        self._decode.add(max(event.completion_tokens - 1, 0), event.decode_s or 0.0)
         self._sampled += 1
         sample = Sample(event.evaluated_tokens, event.ttft_s, event.outcome, _avoidable(event) > 0)
         if len(self.samples) < SAMPLES:

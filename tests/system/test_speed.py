@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.profiling.curve import PrefillCurve
+from mlxrunner.system.speed import PrefillCurve
 
 STEP = 512
 
