@@ -21,11 +21,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlxrunner.serve.prompts.causes import Causes
-
+from mlxrunner.profiling.divergence import RecentPrompts
 from mlxrunner.results import Usage
 from mlxrunner.serve import openai
 from mlxrunner.serve.events import AnswerEnd, AnswerEvent, CacheReport, ServerRequest, TextDelta
+from mlxrunner.serve.manager import prompt_record
 from mlxrunner.serve.middleware import AccessRules
 from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.server import make_app
@@ -55,8 +55,8 @@ TEMPLATE = """\
 """A template in the manner of Qwen's."""
 EMPTY = """
 prompt_tokens completion_tokens cached_tokens evaluated_tokens tokenize_s lookup_s prefill_s ttft_s
-decode_s cache_bytes peak_bytes used_bytes matched_tokens trimmed_tokens rewind_limited_by
-checkpoint freed_by shifted_tokens reevaluated_tokens lost_tokens ahead_tokens
+decode_s cache_bytes peak_bytes used_bytes matched_tokens trimmed_tokens trim_limited_by
+checkpoint evicted_by shifted_tokens reevaluated_tokens lost_tokens prefetched_tokens
 """.split()
 
 
@@ -153,7 +153,7 @@ class OneWord:
         yield AnswerEnd("stop", usage, CacheReport("hit", None, 0, 0))
 
 
-CAUSES = Causes()
+RECENT = RecentPrompts()
 
 
 def times(body: dict[str, Any], maker: PromptBuilder) -> tuple[float, float]:
@@ -162,7 +162,7 @@ def times(body: dict[str, Any], maker: PromptBuilder) -> tuple[float, float]:
     read = asyncio.run(asking(answers, content))
     began = time.process_time()
     made = maker.make(answers.asked)
-    CAUSES.begin(answers.asked, made)
+    RECENT.add(prompt_record(answers.asked, made))
     return read, time.process_time() - began
 
 

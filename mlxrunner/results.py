@@ -6,9 +6,10 @@ This knows nothing about models.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxrunner.config.arguments import check_kind, listed
 from mlxrunner.errors import CancelledError, OptionError
@@ -18,6 +19,18 @@ logger = logging.getLogger("mlxrunner")
 
 FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
+RENAMED = {
+    "prefetched_tokens": "prefetched_tokens",
+    "evicted_by": "evicted_by",
+    "trim_limited_by": "trim_limited_by",
+    "beside": "scheduling",
+}
+"""The new names of fields of 0.2, which usages, events and token logs may have until 0.4."""
+
+
+def with_new_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields that 0.2 may have written under the names of today."""
+    return {RENAMED.get(name, name): value for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -60,11 +73,11 @@ class CacheUse:
     """Longest common prefix of the prompt and the entry as the last request left it."""
     trimmed_tokens: int
     """Tokens dropped from the entry to rewind it to the cached ones."""
-    rewind_limited_by: str | None
+    trim_limited_by: str | None
     """Kind of the layer that could not be rewound to the match, or None."""
     checkpoint: int | None
     """Offset of the checkpoint that was used to rewind, or None."""
-    freed_by: str | None
+    evicted_by: str | None
     """Reason for which the entry was freed before this request, or None."""
     shifted_tokens: int
     """Tokens dropped from the middle because the context was full."""
@@ -72,8 +85,17 @@ class CacheUse:
     """Tokens evaluated again after a shift, because a layer could not move what it stores."""
     lost_tokens: int = 0
     """Most tokens that could have been reused in addition, if not for `reason`."""
-    ahead_tokens: int = 0
+    prefetched_tokens: int = 0
     """Tokens of `cached_tokens` that were evaluated in advance since the last request."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a field by its name of 0.2, with a warning that names the new one."""
+            if name not in RENAMED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            warnings.warn(f"{name} is called {RENAMED[name]}", DeprecationWarning, stacklevel=2)
+            return getattr(self, RENAMED[name])
 
 
 @dataclass(frozen=True)
@@ -135,7 +157,7 @@ class Usage:
         Raise OptionError if a count or a time is missing.
         """
         try:
-            return cls._from(flat)
+            return cls._from(with_new_names(flat))
         except (KeyError, TypeError) as error:
             raise OptionError(
                 f"usage: {error} is wrong in {flat!r:.80}; give what Usage.as_dict returned"

@@ -28,13 +28,13 @@ class Lookup:
 
     "empty", "no_common_token", "diverged", "prompt_shorter"; "rewind_limited": by a layer of kind
     `limited_by`; "interrupted": the request before ended in its prefill; "restored": the entry came
-    from the file `freed_by`; "evicted": it was given up to make room for `freed_by`; or
+    from the file `evicted_by`; "evicted": it was given up to make room for `evicted_by`; or
     the reason that freed the entry: "entry_freed", "model_changed", "options_changed",
     "verify_failed".
     """
     limited_by: str | None = None
     """Kind of the layer that could not be rewound further; None if no layer limited the rewind."""
-    freed_by: str | None = None
+    evicted_by: str | None = None
     checkpoint: int | None = None
     """Offset of the checkpoint that was used; None if none was."""
     lost: int = 0
@@ -107,7 +107,7 @@ class LostTokens:
     reason: str
     """See `Lookup.reason`."""
     by: str | None
-    """See `Lookup.freed_by`."""
+    """See `Lookup.evicted_by`."""
     tokens: TokenArray
 
 
@@ -157,12 +157,12 @@ class Early:
             return replace(found, limited_by=by.limited_by, checkpoint=by.checkpoint)
         if matched < min(found.prompt_tokens, found.entry_tokens):
             return found  # the prompt leaves the entry in any case
-        freed_by = (
-            by.freed_by
+        evicted_by = (
+            by.evicted_by
             if by.reason == "entry_freed"
             else "what was evaluated in advance and not asked for"
         )
-        return replace(found, reason="entry_freed", freed_by=freed_by)
+        return replace(found, reason="entry_freed", evicted_by=evicted_by)
 
 
 def explained(
@@ -177,7 +177,7 @@ def explained(
     entry came from.
     """
     before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
-    reason, by, lost = found.reason, found.freed_by, 0
+    reason, by, lost = found.reason, found.evicted_by, 0
     missing = (
         0
         if loss is None or prompt is None
@@ -215,4 +215,4 @@ def explained(
         reason, by = "restored", restored_from
     elif found.prompt_tokens < before:
         reason = "prompt_shorter"
-    return replace(found, reason=reason, freed_by=by, lost=lost)
+    return replace(found, reason=reason, evicted_by=by, lost=lost)

@@ -336,7 +336,7 @@ class PrefixCache:
         self.is_settled = True
 
     @property
-    def freed_by(self) -> str | None:
+    def evicted_by(self) -> str | None:
         """The cause that freed the entry since the last request; None if nothing did."""
         return None if self._loss is None else self._loss.by
 
@@ -576,7 +576,7 @@ class PrefixCache:
             is_restored=source is not None,
         )
         if freed is not None:
-            found = replace(found, reason=freed.reason, freed_by=freed.by)
+            found = replace(found, reason=freed.reason, evicted_by=freed.by)
         if is_ahead and early is not None:  # the explanation is left to the request
             self._loss, self._restored_from, self._early = loss, source, early.after(found)
         elif early is not None:

@@ -19,7 +19,7 @@ Ending = Literal["own", "cancelled", "forgotten", "failed", "no room", "no token
 
 
 @dataclass(frozen=True)
-class Beside:
+class SchedulingRecord:
     """The facts about one of several parallel requests that a replay needs.
 
     See `mlxrunner.profiling.replay.simulate`. Moments are pairs: the steps of the runner so far,
@@ -87,7 +87,7 @@ class Observation:
     """The logits behind the entry's last token, `[1, vocab]`; None if they are not known."""
     is_greedy: bool = False
     """True if each token was the most likely one by the model's own logits."""
-    beside: Beside | None = None
+    scheduling: SchedulingRecord | None = None
     """The facts that a replay needs of a parallel request; None for a single request."""
     ended: float = field(default_factory=time.perf_counter)
 
@@ -145,15 +145,15 @@ def usage_of(
         "prompt_tokens": found.prompt_tokens,
         "matched_tokens": found.matched,
         "cached_tokens": found.cached,
-        "ahead_tokens": found.ahead,
+        "prefetched_tokens": found.ahead,
         "evaluated_tokens": evaluated,
         "completion_tokens": completion,
         "lost_tokens": min(found.lost, evaluated + found.ahead),
         "outcome": found.outcome,
         "reason": found.reason,
-        "rewind_limited_by": found.limited_by,
+        "trim_limited_by": found.limited_by,
         "checkpoint": found.checkpoint,
-        "freed_by": found.freed_by,
+        "evicted_by": found.evicted_by,
         "tokenize_s": clock.tokenized - clock.began,
         "lookup_s": clock.lookup_s,
         "ttft_s": clock.first - clock.began if completion else 0.0,

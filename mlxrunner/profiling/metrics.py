@@ -29,7 +29,7 @@ COUNTERS = {
     "mlxrunner_requests": "Requests, by what they found and how they ended.",
     "mlxrunner_prompt_tokens": "Prompt tokens asked for.",
     "mlxrunner_cached_tokens": "Prompt tokens that requests did not evaluate.",
-    "mlxrunner_ahead_tokens": "Of these, the ones that were evaluated in advance.",
+    "mlxrunner_prefetched_tokens": "Of these, the ones that were evaluated in advance.",
     "mlxrunner_evaluated_tokens": "Prompt tokens that requests evaluated.",
     "mlxrunner_lost_tokens": "Prompt tokens evaluated that need not have been, by reason.",
     "mlxrunner_completion_tokens": "Tokens of answers.",
@@ -77,7 +77,7 @@ class MetricsCollector:
         self._add(
             "mlxrunner_requests_total", 1, **model, outcome=event.outcome, finish=event.finish
         )
-        for name in ("prompt", "cached", "ahead", "evaluated", "completion"):
+        for name in ("prompt", "cached", "prefetched", "evaluated", "completion"):
             self._add(f"mlxrunner_{name}_tokens_total", getattr(event, f"{name}_tokens"), **model)
         if event.lost_tokens:
             self._add(
@@ -169,7 +169,11 @@ class MetricsFile(MetricsCollector):
 
         try:
             check_own(self._path, replaced=True)
-            families = list(text_string_to_metric_families(read_text(self._path, LARGEST)))
+            text = read_text(self._path, LARGEST)
+            text = text.replace(
+                "mlxrunner_prefetched_tokens", "mlxrunner_prefetched_tokens"
+            )  # of 0.2
+            families = list(text_string_to_metric_families(text))
         except FileNotFoundError:
             return
         except OSError as error:

@@ -384,8 +384,8 @@ def profiled(profile: Profile, *, strict: bool = False) -> Iterator[Profile]:
 
 
 _LOGGED = """
-command number outcome reason freed_by rewind_limited_by prompt_tokens matched_tokens cached_tokens
-ahead_tokens evaluated_tokens trimmed_tokens lost_tokens completion_tokens shifted_tokens
+command number outcome reason evicted_by trim_limited_by prompt_tokens matched_tokens cached_tokens
+prefetched_tokens evaluated_tokens trimmed_tokens lost_tokens completion_tokens shifted_tokens
 entry_tokens_after finish error ttft_s total_s prefill_rate decode_rate saved_s cache_bytes
 request_bytes id
 """.split()
@@ -422,7 +422,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         prompt_tokens=usage.prompt_tokens,
         matched_tokens=cache.matched_tokens,
         cached_tokens=usage.cached_tokens,
-        ahead_tokens=cache.ahead_tokens,
+        prefetched_tokens=cache.prefetched_tokens,
         evaluated_tokens=usage.evaluated_tokens,
         trimmed_tokens=cache.trimmed_tokens,
         completion_tokens=usage.completion_tokens,
@@ -431,8 +431,8 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         lost_tokens=cache.lost_tokens,
         outcome=usage.outcome,
         reason=usage.reason,
-        freed_by=cache.freed_by,
-        rewind_limited_by=cache.rewind_limited_by,
+        evicted_by=cache.evicted_by,
+        trim_limited_by=cache.trim_limited_by,
         checkpoint=cache.checkpoint,
         used_bytes=memory.used_bytes,
         cache_bytes=memory.cache_bytes,
@@ -450,7 +450,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         draft_passes=usage.draft_passes,
         drafts=tuple(DraftCounts(**vars(use)) for use in usage.drafts),
         caller=_client(caller, usage) if caller is not None else None,
-        **_beside(observed),
+        **_scheduling(observed),
     )
 
 
@@ -469,13 +469,13 @@ def _client(caller: Caller, usage: Usage) -> ClientRequest:
     )
 
 
-def _beside(observed: Observation) -> dict[str, Any]:
+def _scheduling(observed: Observation) -> dict[str, Any]:
     """Return what only a request beside others has, by the names of the event's fields."""
-    beside = observed.beside
-    if beside is None:
+    scheduling = observed.scheduling
+    if scheduling is None:
         return {}
-    evicted = tuple(Eviction(**vars(one)) for one in beside.evicted)
-    return {"submitted": beside.submitted or None, "evicted": evicted}
+    evicted = tuple(Eviction(**vars(one)) for one in scheduling.evicted)
+    return {"submitted": scheduling.submitted or None, "evicted": evicted}
 
 
 def _times(observed: Observation) -> dict[str, Any]:

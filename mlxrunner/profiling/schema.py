@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from mlxrunner.results import with_new_names
+
 PARTS = {
     "template_header": "the template's header",
     "text": "the text",
@@ -59,7 +61,7 @@ _ALL = (
     Reason(
         "entry_freed",
         "the entry had been given up",
-        "see what gave it up (freed_by); a reset is the caller's own",
+        "see what gave it up (evicted_by); a reset is the caller's own",
     ),
     Reason(
         "model_changed",
@@ -162,7 +164,7 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     `found` holds the counts and causes of a request, by the names of the fields of `Event`. `where`
     is the place where prompt and entry part, such as "token 9, in the text of message 0 (user)".
     """
-    ahead, detail = found["ahead_tokens"], found["freed_by"]
+    ahead, detail = found["prefetched_tokens"], found["evicted_by"]
     counts = (
         f"{found['cached_tokens'] - ahead} of {found['prompt_tokens']} prompt tokens were reused"
     )
@@ -173,7 +175,7 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     if found["reason"] in PARTING and not found["lost_tokens"]:
         counts += "; nothing was lost by that"
     if found["reason"] == "rewind_limited":
-        detail = found["rewind_limited_by"]
+        detail = found["trim_limited_by"]
     sentence = REASONS[found["reason"]].sentence + (f" ({detail})" if detail else "")
     parted = f"; they part at {where}" if where else ""
     return f"{sentence}{parted}; {counts}"
@@ -524,11 +526,11 @@ class Event:
     cached_tokens: Annotated[
         Count,
         about(
-            "Prompt tokens that this request did not evaluate: saved_tokens + ahead_tokens.",
+            "Prompt tokens that this request did not evaluate: saved_tokens + prefetched_tokens.",
             "tokens",
         ),
     ]
-    ahead_tokens: Annotated[
+    prefetched_tokens: Annotated[
         Count,
         about(
             "Cached tokens that were evaluated in advance, after the request before, as a chat "
@@ -584,7 +586,7 @@ class Event:
             "each."
         ),
     ]
-    freed_by: Annotated[
+    evicted_by: Annotated[
         str | None,
         about(
             "The cause of a lost entry (entry_freed, verify_failed), the change (model_changed: "
@@ -594,7 +596,7 @@ class Event:
             "entry came from (restored)."
         ),
     ]
-    rewind_limited_by: Annotated[
+    trim_limited_by: Annotated[
         str | None, about("Kind of the layer that could not go back to the match.")
     ]
     checkpoint: Annotated[
@@ -611,7 +613,7 @@ class Event:
         Count,
         about(
             "Prompt tokens that the entry saved from being evaluated again: cached_tokens - "
-            "ahead_tokens.",
+            "prefetched_tokens.",
             "tokens",
         ),
     ]
@@ -741,10 +743,12 @@ class Event:
     def of(cls, line: Mapping[str, Any]) -> Event:
         """Check a parsed line of an events file and return its event. Drop unknown fields.
 
+        A field may have its name of 0.2.
+
         Raise ValueError, with the name of the field, if a field is missing or has an impossible
         value.
         """
-        return msgspec.convert(line, cls).checked()
+        return msgspec.convert(with_new_names(line), cls).checked()
 
     def checked(self) -> Event:
         """Return the event itself.
@@ -752,7 +756,7 @@ class Event:
         Raise ValueError if its counts can't belong to one prompt, or its rate can't have been
         measured.
         """
-        saved, ahead, cached = self.saved_tokens, self.ahead_tokens, self.cached_tokens
+        saved, ahead, cached = self.saved_tokens, self.prefetched_tokens, self.cached_tokens
         evaluated, prompt, lost = self.evaluated_tokens, self.prompt_tokens, self.lost_tokens
         if saved + ahead != cached:
             raise ValueError(f"saved {saved} + ahead {ahead} tokens are not the {cached} cached")

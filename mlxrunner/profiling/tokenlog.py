@@ -19,9 +19,10 @@ import numpy as np
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.logs import LogLines
+from mlxrunner.results import with_new_names
 
 if TYPE_CHECKING:
-    from mlxrunner.engine.observation import Beside, Observation
+    from mlxrunner.engine.observation import Observation, SchedulingRecord
     from mlxrunner.profiling.schema import Event
 
 
@@ -80,10 +81,10 @@ class TokenLines:
         if not shared:
             self._since = 0
         goes_on = common_prefix(entry, prompt) == min(len(entry), len(prompt))
-        beside = observed.beside
+        scheduling = observed.scheduling
         answer = entry[len(prompt) :] if goes_on else as_tokens([])
-        if beside is not None:
-            answer = beside.answer
+        if scheduling is not None:
+            answer = scheduling.answer
         self._before = np.concatenate([prompt, answer])
         line = {
             "schema": SCHEMA,
@@ -102,11 +103,11 @@ class TokenLines:
             "evaluated": min(len(entry), len(prompt)) if goes_on else len(prompt),
             "shifted": event.shifted_tokens,
             "entry": None if goes_on else entry.tolist(),
-            "freed_by": event.freed_by,
+            "evicted_by": event.evicted_by,
             "checkpoints": list(observed.checkpoints),
             "began_s": round(observed.clock.began - self._began, 6),
         }
-        return line if beside is None else {**line, "beside": _as_dict(beside)}
+        return line if scheduling is None else {**line, "scheduling": _as_dict(scheduling)}
 
 
 class TokenLog:
@@ -145,8 +146,12 @@ class TokenLog:
             yield LoggedRequest(processes[name], prompt, answer, line)
 
 
-def _as_dict(beside: Beside) -> dict[str, Any]:
-    return {one.name: getattr(beside, one.name) for one in fields(beside) if one.name != "answer"}
+def _as_dict(scheduling: SchedulingRecord) -> dict[str, Any]:
+    return {
+        one.name: getattr(scheduling, one.name)
+        for one in fields(scheduling)
+        if one.name != "answer"
+    }
 
 
 def read_token_log(files: Iterable[str | Path]) -> TokenLog:
@@ -158,7 +163,11 @@ def read_token_log(files: Iterable[str | Path]) -> TokenLog:
 
 
 def _checked(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the line itself. Raise ValueError if a field is missing or has an impossible value."""
+    """Return a line with the names of today.
+
+    Raise ValueError if a field is missing or has an impossible value.
+    """
+    line = with_new_names(line)
     if not _is_valid(line):
         raise ValueError("not a line of a token log")
     return line

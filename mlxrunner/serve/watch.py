@@ -378,6 +378,6 @@ class RequestLog:
             self._events.write(as_line(event))
 
     def _see(self, runner: object, observed: Observation) -> None:
-        if observed.beside is not None:
+        if observed.scheduling is not None:
             name = getattr(runner, "name", "")
-            self._callers[name][observed.beside.slot] = observed.prepared.caller
+            self._callers[name][observed.scheduling.slot] = observed.prepared.caller

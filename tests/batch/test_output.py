@@ -169,7 +169,7 @@ def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
 USAGE = Usage.from_dict({
     'prompt_tokens': 30, 'matched_tokens': 20, 'cached_tokens': 20, 'evaluated_tokens': 10,
     'trimmed_tokens': 0, 'completion_tokens': 2, 'outcome': "hit", 'reason': None,
-    'rewind_limited_by': None, 'checkpoint': None, 'freed_by': None, 'shifted_tokens': 0,
+    'trim_limited_by': None, 'checkpoint': None, 'evicted_by': None, 'shifted_tokens': 0,
     'reevaluated_tokens': 0, 'tokenize_s': 0.0, 'lookup_s': 0.0, 'prefill_s': 0.1, 'ttft_s': 0.1,
     'decode_s': 0.1, 'cache_bytes': 1, 'peak_bytes': 1,
 })  # fmt: skip  # fields by subject

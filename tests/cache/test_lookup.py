@@ -37,4 +37,4 @@ def test_an_eviction_is_the_reason_where_it_cost_a_longer_match(
     found = Lookup(len(PROMPT), entry, matched, matched)
     told = explained(found, LostTokens("evicted", "request 7", given_up), PROMPT)
     assert (told.reason, told.lost) == (reason, lost)
-    assert told.freed_by == ("request 7" if reason == "evicted" else None)
+    assert told.evicted_by == ("request 7" if reason == "evicted" else None)

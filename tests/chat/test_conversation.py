@@ -253,9 +253,9 @@ def test_drafts_that_are_given_up_are_not_counted_as_evaluated_ahead() -> None:
     shared = len(conversation.renderer.render_draft(conversation.history, "").tokens)
     say(conversation, "short")
     assert conversation.usages[-1].cached_tokens == shared
-    assert conversation.usages[-1].cache.ahead_tokens == shared - before
+    assert conversation.usages[-1].cache.prefetched_tokens == shared - before
     say(conversation, "more")
-    assert conversation.usages[-1].cache.ahead_tokens == 0
+    assert conversation.usages[-1].cache.prefetched_tokens == 0
 
 
 def test_an_answer_of_repeated_tokens_is_kept_whole_over_a_shift() -> None:

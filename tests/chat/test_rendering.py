@@ -271,7 +271,7 @@ def test_typing_ahead_leaves_only_the_last_tokens() -> None:
         ]
         assert answers[0] == answers[1]
         assert ahead.usages[-1].evaluated_tokens <= 16
-        assert ahead.usages[-1].cache.ahead_tokens > 0
+        assert ahead.usages[-1].cache.prefetched_tokens > 0
         assert ahead.history.rendering == plain.history.rendering
 
 

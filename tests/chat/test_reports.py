@@ -25,9 +25,9 @@ def usage(**changes: Any) -> Usage:
     counts = dict.fromkeys(FLAT, 0) | {
         "outcome": "hit",
         "reason": None,
-        "rewind_limited_by": None,
+        "trim_limited_by": None,
     }
-    return Usage.from_dict(counts | {"checkpoint": None, "freed_by": None} | changes)
+    return Usage.from_dict(counts | {"checkpoint": None, "evicted_by": None} | changes)
 
 
 @pytest.mark.parametrize("reason", [None, *REASONS])
@@ -38,13 +38,13 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
             prompt_tokens=50,
             matched_tokens=40,
             cached_tokens=30,
-            ahead_tokens=10,
+            prefetched_tokens=10,
             evaluated_tokens=20,
             lost_tokens=9,
             trimmed_tokens=5,
             reason=reason,
-            rewind_limited_by="sliding",
-            freed_by="a reset",
+            trim_limited_by="sliding",
+            evicted_by="a reset",
             checkpoint=30,
             shifted_tokens=9,
             reevaluated_tokens=4,
@@ -81,7 +81,8 @@ def test_saved_seconds_are_those_of_the_events() -> None:
     """Saved seconds come from the events' curve, and exclude typing ahead and plain guesses."""
     first = usage(cached_tokens=0, evaluated_tokens=100, prefill_s=1.0)
     assert saved_seconds(
-        [first, usage(cached_tokens=60, ahead_tokens=10, evaluated_tokens=1, prefill_s=0.01)], 100
+        [first, usage(cached_tokens=60, prefetched_tokens=10, evaluated_tokens=1, prefill_s=0.01)],
+        100,
     ) == pytest.approx(0.5)
     assert saved_seconds([first, usage(cached_tokens=1000, evaluated_tokens=0)], 100) == 0.0
     assert saved_seconds([], 100) == 0.0

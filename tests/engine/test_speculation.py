@@ -71,7 +71,7 @@ def reuse(usage: Any) -> tuple[Any, ...]:
     cache = usage.cache
     return (
         *(usage.prompt_tokens, usage.cached_tokens, usage.evaluated_tokens, usage.outcome),
-        *(usage.reason, cache.lost_tokens, cache.rewind_limited_by, cache.checkpoint),
+        *(usage.reason, cache.lost_tokens, cache.trim_limited_by, cache.checkpoint),
         *(cache.matched_tokens, cache.trimmed_tokens, cache.shifted_tokens),
     )
 

@@ -193,7 +193,7 @@ def test_it_is_named_at_load_and_never_reused(
         assert runner.usage is not None
         assert runner.usage.cached_tokens == 0
         if number:
-            assert (runner.usage.reason, runner.usage.cache.freed_by) == ("entry_freed", DEPENDS)
+            assert (runner.usage.reason, runner.usage.cache.evicted_by) == ("entry_freed", DEPENDS)
         said = [*said, *(token or 0 for token, _ in found), 9]
     assert runner.evaluate(said) == 0
     too_long = [*said, *range(200), *range(200)]

@@ -69,8 +69,8 @@ def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
     found: list[list[Evicted]] = []
 
     def see(_: Any, observed: Observation) -> None:
-        assert observed.beside is not None
-        found.append(list(observed.beside.evicted))
+        assert observed.scheduling is not None
+        found.append(list(observed.scheduling.evicted))
 
     with Stepper(*given, max_sequences=3, **SETTINGS) as runner:
         runner.observers.append(see)
@@ -85,7 +85,7 @@ def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
         [(63, "memory", False)],
         [],
     ]
-    assert (usage.reason, usage.cache.freed_by) == ("evicted", "request 2")
+    assert (usage.reason, usage.cache.evicted_by) == ("evicted", "request 2")
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
@@ -100,7 +100,7 @@ def test_a_tail_that_a_shorter_prompt_gave_up_is_named(name: str) -> None:
         usage = runner.complete([*whole, 1], max_tokens=1, stop_tokens=[]).usage
         again = runner.complete([*whole, 1, 2], max_tokens=1, stop_tokens=[]).usage
         assert not busy.finished
-    assert (usage.outcome, usage.reason, usage.cache.freed_by) == (
+    assert (usage.outcome, usage.reason, usage.cache.evicted_by) == (
         "partial" if usage.cached_tokens else "miss",
         "evicted",
         "request 3",

@@ -53,7 +53,7 @@ def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
         usage = stepper.complete([*one, 1], max_tokens=1, stop_tokens=[]).usage
     assert found.outcome == "hit"
     cache = usage.cache
-    assert (usage.cached_tokens, usage.reason, cache.freed_by) == (
+    assert (usage.cached_tokens, usage.reason, cache.evicted_by) == (
         20,
         "evicted",
         "disk_cache_bytes",

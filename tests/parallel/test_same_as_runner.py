@@ -50,8 +50,8 @@ def facts(usage: Usage) -> dict[str, Any]:
     cache = usage.cache
     return {
         "reused": (usage.cached_tokens, usage.evaluated_tokens, cache.matched_tokens),
-        "lost": (cache.lost_tokens, usage.outcome, usage.reason, cache.freed_by),
-        "rewound": (cache.rewind_limited_by, cache.checkpoint),
+        "lost": (cache.lost_tokens, usage.outcome, usage.reason, cache.evicted_by),
+        "rewound": (cache.trim_limited_by, cache.checkpoint),
     }
 
 
@@ -84,10 +84,10 @@ EQUAL = (
     "entry_tokens_after",
     "outcome",
     "reason",
-    "freed_by",
+    "evicted_by",
     "finish",
     "checkpoint",
-    "rewind_limited_by",
+    "trim_limited_by",
     "messages",
     "prompt_kind",
 )

@@ -26,7 +26,7 @@ def test_what_was_evaluated_in_advance_is_no_interrupted_request(
     (event,) = lines(events)
     assert (event["outcome"], event["reason"], event["lost_tokens"]) == ("miss", "empty", 0)
     assert (event["saved_tokens"], event["saved_s"]) == (0, 0.0)
-    assert event["ahead_tokens"] == event["cached_tokens"] > 0
+    assert event["prefetched_tokens"] == event["cached_tokens"] > 0
 
 
 # The program, which adds each prompt that was evaluated in advance to a file once that is done.
@@ -75,8 +75,8 @@ def test_typing_ahead_hides_no_loss_in_a_terminal(
     assert (second["run"], second["reason"]) == ("warm-partial", "diverged")
     assert second["divergence"].items() >= {"message": 0, "role": "user", "part": "text"}.items()
     assert second["lost_tokens"] > 20
-    assert first["ahead_tokens"] > 0
-    assert second["ahead_tokens"] > 0
+    assert first["prefetched_tokens"] > 0
+    assert second["prefetched_tokens"] > 0
 
 
 def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(
@@ -125,7 +125,7 @@ def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path, lin
         0,
     )
     assert event["saved_tokens"] == event["entry_tokens"] == event["matched_tokens"]
-    assert 0 < event["ahead_tokens"] < event["prompt_tokens"] - event["saved_tokens"]
+    assert 0 < event["prefetched_tokens"] < event["prompt_tokens"] - event["saved_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_is_evaluated_in_advance_hides_no_loss(
         event["lost_tokens"]
         == min(event["prompt_tokens"] - 1, event["entry_tokens"]) - event["saved_tokens"]
     )
-    assert (event["ahead_tokens"] > 0) == ("you" in drafts)
+    assert (event["prefetched_tokens"] > 0) == ("you" in drafts)
 
 
 def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() -> None:
@@ -178,7 +178,7 @@ def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() 
             kept,
             40 - kept,
         )
-        assert event.rewind_limited_by == (None if kind == "full" else kind)
+        assert event.trim_limited_by == (None if kind == "full" else kind)
 
 
 def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() -> None:
@@ -189,7 +189,7 @@ def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() ->
     runner.evaluate([1, 2, 9, 9])
     runner.reset()
     list(runner.generate([1, 2, 3, 5], max_tokens=1))
-    assert (seen[-1].reason, seen[-1].lost_tokens, seen[-1].ahead_tokens) == (
+    assert (seen[-1].reason, seen[-1].lost_tokens, seen[-1].prefetched_tokens) == (
         "entry_freed",
         3,
         0,
@@ -206,5 +206,5 @@ def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:
     list(runner.generate([*prompt, *range(101, 131)], max_tokens=1, overflow="shift", keep=4))
     event = seen[-1]
     assert event.shifted_tokens > 0
-    assert event.ahead_tokens == 20
+    assert event.prefetched_tokens == 20
     assert event.saved_tokens == event.cached_tokens - 20 == 40 - event.shifted_tokens

@@ -22,7 +22,7 @@ def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_p
     first, second = (json.loads(line) for line in file.read_text().splitlines())
     assert (first["reason"], first["command"], first["messages"]) == ("empty", "chat", 1)
     assert (second["reason"], second["messages"]) == ("options_changed", 3)
-    assert second["freed_by"] == "context: 2048 -> 1024"
+    assert second["evicted_by"] == "context: 2048 -> 1024"
 
 
 def chat(file: Path, said: str, *arguments: str, data: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def test_another_model_says_so(tmp_path: Path) -> None:
         "model_changed",
         0,
     )
-    assert second["freed_by"] == f"demo -> {tmp_path / 'other'}"
+    assert second["evicted_by"] == f"demo -> {tmp_path / 'other'}"
 
 
 def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
     data = tmp_path / "data"
     chat(tmp_path / "1", "My name is Ana.\n", "--session", "a", data=data)
     (restored,) = chat(tmp_path / "2", "What is my name?\n", "--session", "a", data=data)
-    assert (restored["reason"], restored["freed_by"], restored["run"]) == (
+    assert (restored["reason"], restored["evicted_by"], restored["run"]) == (
         "restored",
         "session a",
         "cold-restored",
@@ -68,4 +68,4 @@ def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
     cache.write_bytes(content)
     (damaged,) = chat(tmp_path / "3", "What is my name?\n", "--session", "a", data=data)
     assert (damaged["outcome"], damaged["reason"]) == ("miss", "entry_freed")
-    assert damaged["freed_by"].startswith("a saved entry that could not be read")
+    assert damaged["evicted_by"].startswith("a saved entry that could not be read")

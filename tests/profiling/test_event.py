@@ -49,7 +49,7 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         jsonschema.validate(event, event_schema(), format_checker=jsonschema.FormatChecker())
         left = event["prompt_tokens"] - event["cached_tokens"] - event["evaluated_tokens"]
         assert left == 0 or (left > 0 and event["finish"] in ("interrupted", "error"))
-        assert event["lost_tokens"] <= event["evaluated_tokens"] + event["ahead_tokens"]
+        assert event["lost_tokens"] <= event["evaluated_tokens"] + event["prefetched_tokens"]
         assert event["trimmed_tokens"] >= 0
         assert event["used_bytes"] <= event["cache_bytes"]
         starts = [span["start_s"] for span in event["spans"]]
@@ -301,9 +301,9 @@ def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> N
 def test_logfmt_quotes_what_has_to_be() -> None:
     """Spaces, quotes, control characters: a line stays a line."""
     example = json.loads(Path(__file__).with_name("example.jsonl").read_text().splitlines()[0])
-    hostile = {"freed_by": 'a "reset"\n\x1b[31m', "error": "", "command": "a=b"}
+    hostile = {"evicted_by": 'a "reset"\n\x1b[31m', "error": "", "command": "a=b"}
     line = logfmt(Event.of(example | hostile))
-    assert r'freed_by="a \"reset\"\n\u001b[31m"' in line
+    assert r'evicted_by="a \"reset\"\n\u001b[31m"' in line
     assert 'error=""' in line
     assert 'command="a=b"' in line
     assert "\n" not in line

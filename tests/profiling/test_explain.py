@@ -134,7 +134,7 @@ def test_what_was_given_up_and_what_came_back_is_said() -> None:
     assert "25 of the reused tokens came back from disk." in text
     assert "To get memory, it gave up 812 tokens, which are lost." in text
     assert "To get a slot, it gave up 90 tokens, which are parked on disk." in text
-    lost = shown(example_event(reason="evicted", freed_by="request 12", divergence=None))
+    lost = shown(example_event(reason="evicted", evicted_by="request 12", divergence=None))
     told = " ".join(lost.split())
     assert "given up to make room for another request (request 12)" in told
     assert "What to change: more memory or more slots" in told

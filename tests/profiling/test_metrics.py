@@ -102,6 +102,16 @@ def test_a_second_run_goes_on_counting(file: Path) -> None:
     )
 
 
+def test_a_file_of_an_earlier_program_goes_on_counting(file: Path) -> None:
+    """Tokens evaluated in advance had another name."""
+    count = "mlxrunner_prefetched_tokens_total"
+    MetricsFile(file)(as_event(example_event(prefetched_tokens=7, saved_tokens=23)))
+    file.write_text(file.read_text().replace("_prefetched_", "_ahead_"))
+    MetricsFile(file)(as_event(example_event(prefetched_tokens=5, saved_tokens=25)))
+    assert f'{count}{{model="demo"}} 12.0' in file.read_text()
+    assert "_ahead_" not in file.read_text()
+
+
 def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
     """A reader sees the old file or the new one, and nothing is left beside it."""
     metrics = MetricsFile(file)

@@ -141,7 +141,7 @@ def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
     )
     run(*command, "--repeat", 2, "--checkpoint-budget", 0, "--events", events)
     event = lines(events)[-1]
-    assert (event["outcome"], event["reason"], event["rewind_limited_by"]) == (
+    assert (event["outcome"], event["reason"], event["trim_limited_by"]) == (
         "miss",
         "rewind_limited",
         "recurrent",
@@ -177,7 +177,7 @@ def test_rewind_limited_names_the_place_in_each_family(
     )
     run(*command, stdin="Dear old friend\n/clear\nDear you\n")
     event = lines(events)[-1]
-    assert (event["reason"], event["rewind_limited_by"], event["cached_tokens"]) == (
+    assert (event["reason"], event["trim_limited_by"], event["cached_tokens"]) == (
         "rewind_limited",
         "recurrent",
         0,
@@ -197,7 +197,7 @@ def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
     first = talking.ask("Hello you", "fine")
     talking.runner.reset()
     event = talking.ask("Hello there", "fine")
-    assert (event["outcome"], event["reason"], event["freed_by"]) == (
+    assert (event["outcome"], event["reason"], event["evicted_by"]) == (
         "miss",
         "entry_freed",
         "a reset",
@@ -217,14 +217,14 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
         list(runner.generate("My name is Ana.", max_tokens=2))
     profile.finish()
     _, options, model, again = lines(events)
-    assert (options["reason"], options["freed_by"], options["run"]) == (
+    assert (options["reason"], options["evicted_by"], options["run"]) == (
         "options_changed",
         "kv_bits: None -> 8",
         "warm-miss",
     )
     assert options["lost_tokens"] == options["prompt_tokens"] - 1
-    assert (model["reason"], model["freed_by"]) == ("model_changed", "demo -> other")
-    assert (again["reason"], again["freed_by"]) == ("options_changed", "loaded again")
+    assert (model["reason"], model["evicted_by"]) == ("model_changed", "demo -> other")
+    assert (again["reason"], again["evicted_by"]) == ("options_changed", "loaded again")
     assert len({event["fingerprint"] for event in (options, model, again)}) == 1
     assert (
         Event.of(options)
@@ -250,7 +250,7 @@ def test_restored(events: Path, lines: Lines) -> None:
         list(runner.generate(prompt, max_tokens=1))
     list(runner.generate([1, 7, 6], max_tokens=1))
     _, first, second, parted, last = lines(events)
-    assert (first["reason"], first["freed_by"], first["run"]) == (
+    assert (first["reason"], first["evicted_by"], first["run"]) == (
         "restored",
         "chat.session",
         "warm-restored",
@@ -291,7 +291,7 @@ def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPat
     assert wrong["verify"]["logits_difference"] > wrong["verify"]["tolerance"]
     assert (after["outcome"], after["reason"]) == ("miss", "verify_failed")
     assert after["lost_tokens"] == after["prompt_tokens"] - 1
-    assert after["freed_by"].startswith("request 2 run again cold: ")
+    assert after["evicted_by"].startswith("request 2 run again cold: ")
     assert "had found the entry wrong" in said(events)
     assert run(*command, "--verify-cache", 1).exit_code == 0  # without --strict it is only reported
     assert json.loads(events.read_text().splitlines()[-1])["reason"] == "verify_failed"

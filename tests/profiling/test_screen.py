@@ -65,7 +65,7 @@ def test_what_is_not_known_is_not_called_nothing() -> None:
     made.add(as_event(example_event(saved_s=None, max_sequences=4)))
     assert re.search(r"time saved +- *\n", printed(made, 200))
     assert "decode 438 tokens/s for each of several at a time" in printed(made, 200)
-    made.add(as_event(example_event(saved_s=1.0, ahead_tokens=7, saved_tokens=23)))
+    made.add(as_event(example_event(saved_s=1.0, prefetched_tokens=7, saved_tokens=23)))
     text = printed(made, 200)
     assert "1 s, as estimated from this machine's own prefills, in 1 of the requests" in text
     assert "(7 of these evaluated in advance)" in text

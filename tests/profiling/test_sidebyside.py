@@ -110,7 +110,7 @@ def assert_agrees(logged: list[LoggedRequest]) -> None:
             request.shifted,
         )
         real = (
-            facts["beside"]["slot"],
+            facts["scheduling"]["slot"],
             *(facts[name] for name in ("matched", "cached", "entry_before", "shifted")),
         )
         assert replayed == real, f"request {facts['number']}"
@@ -237,7 +237,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
         assert first.result().usage.cache.reevaluated_tokens
     profile.finish()
     logged = list(read_token_log([file]))
-    assert any(one.facts["beside"]["stuck"] for one in logged)
+    assert any(one.facts["scheduling"]["stuck"] for one in logged)
     assert any(one.facts["cached"] > 10 for one in logged)
     assert_agrees(logged)
 
@@ -249,7 +249,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     begun = min(
         (line for line in lines if line["kind"] == "request"),
-        key=lambda line: line["beside"]["began"],
+        key=lambda line: line["scheduling"]["began"],
     )
     del lines[lines.index(begun)]
     for line in lines[1:]:
@@ -273,7 +273,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
         "sampled",
         "stuck",
         "failures",
-        "beside",
+        "scheduling",
         "cells",
         "prefill_step",
     ],
@@ -288,7 +288,7 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
         changed = [
             line | {name: value}
             if name in line
-            else line | {"beside": line["beside"] | {name: value}}
+            else line | {"scheduling": line["scheduling"] | {name: value}}
             for line in lines[1:]
         ]
         first = lines[0] | ({name: value} if name in lines[0] else {})

@@ -581,7 +581,7 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text(
         "".join(
-            json.dumps({name: line[name] for name in line if name != "beside"}) + "\n"
+            json.dumps({name: line[name] for name in line if name != "scheduling"}) + "\n"
             for line in lines
         )
     )

@@ -69,7 +69,7 @@ def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
         example_event(
             prompt_tokens=64,
             cached_tokens=60,
-            ahead_tokens=50,
+            prefetched_tokens=50,
             saved_tokens=10,
             evaluated_tokens=4,
             lost_tokens=33,

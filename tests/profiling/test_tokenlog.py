@@ -152,6 +152,18 @@ def test_a_line_that_makes_no_sense_is_skipped(log: Path, change: dict[str, Any]
     assert read.skipped.total() == 1
 
 
+def test_a_log_of_an_earlier_program_is_read(log: Path, lines: Lines) -> None:
+    """Its fields have other names."""
+    runner, profile = watched(log)
+    list(runner.generate([1, 2, 3], max_tokens=3))
+    profile.finish()
+    process, request = lines(log)
+    request |= {"evicted_by": request.pop("evicted_by"), "beside": {"slot": 0}}
+    log.write_text(f"{json.dumps(process)}\n{json.dumps(request)}\n")
+    (one,) = read_token_log([log])
+    assert (one.facts["evicted_by"], one.facts["scheduling"]) == (None, {"slot": 0})
+
+
 def test_two_processes_in_one_file(log: Path) -> None:
     """Each with its own facts."""
     for context in (100, 200):

@@ -135,7 +135,7 @@ def test_an_unusable_array_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     runner.model.on_layer = lambda index: None
     assert len(runner.entry.tokens) == 0
-    assert usage_of(runner, PROMPT).cache.freed_by == "ValueError while evaluating"
+    assert usage_of(runner, PROMPT).cache.evicted_by == "ValueError while evaluating"
 
 
 @pytest.mark.parametrize("kinds", [("full", "sliding"), ("recurrent", "composite")], ids="+".join)

@@ -8,6 +8,7 @@ import pytest
 from support.prompts import PROMPT
 from support.reused import NO_HELP, cold, fail, is_consistent, tokens, usage_of
 
+from mlxrunner.results import Usage
 from mlxrunner.testing import EOS, WINDOW, oracle_runner
 
 
@@ -65,8 +66,8 @@ def test_the_first_request_is_a_miss_because_the_entry_was_empty() -> None:
     assert usage_of(runner, PROMPT).reason == "empty"
     runner.reset()
     usage = usage_of(runner, PROMPT)
-    assert (usage.reason, usage.cache.freed_by) == ("entry_freed", "a reset")
-    assert usage_of(runner, [*PROMPT, 1]).cache.freed_by is None
+    assert (usage.reason, usage.cache.evicted_by) == ("entry_freed", "a reset")
+    assert usage_of(runner, [*PROMPT, 1]).cache.evicted_by is None
 
 
 @pytest.mark.parametrize("kind", ["sliding", "recurrent", "unknown"])
@@ -76,7 +77,7 @@ def test_a_layer_that_cannot_rewind_is_named(kind: str) -> None:
     assert len(PROMPT) > WINDOW
     usage_of(runner, PROMPT)
     usage = usage_of(runner, [*PROMPT[:18], 1, 2])
-    assert (usage.outcome, usage.reason, usage.cache.rewind_limited_by) == (
+    assert (usage.outcome, usage.reason, usage.cache.trim_limited_by) == (
         "miss",
         "rewind_limited",
         kind,
@@ -95,7 +96,7 @@ def test_a_checkpoint_is_the_way_back(kind: str) -> None:
     assert runner.entry.checkpoints.offsets[0] == 10
     usage = usage_of(runner, [*prompt[:14], 1, 2])
     assert (usage.outcome, usage.cache.matched_tokens, usage.cached_tokens) == ("partial", 14, 10)
-    assert (usage.cache.rewind_limited_by, usage.cache.checkpoint, usage.reason) == (
+    assert (usage.cache.trim_limited_by, usage.cache.checkpoint, usage.reason) == (
         kind,
         10,
         "rewind_limited",
@@ -116,7 +117,7 @@ def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(
     chunks = list(runner.generate(second, max_tokens=6))
     usage = chunks[-1].usage
     assert usage is not None
-    assert (usage.outcome, usage.reason, usage.cache.freed_by) == (
+    assert (usage.outcome, usage.reason, usage.cache.evicted_by) == (
         "miss",
         "entry_freed",
         "layers that disagreed after a rewind",
@@ -142,3 +143,21 @@ def test_checkpoints_go_on_after_a_full_context_was_evaluated_again() -> None:
     )
     tokens(runner, list(range(50)), 30, overflow="shift", keep=4)
     assert runner.entry.checkpoints.budget == 10**6
+
+
+def test_the_names_of_an_earlier_program_are_read() -> None:
+    """In a stored usage, and as attributes, with a warning that names the new one."""
+    runner = oracle_runner()
+    usage = list(runner.generate([1, 2, 3], max_tokens=2))[-1].usage
+    assert usage is not None
+    flat = usage.as_dict()
+    for old, new in [
+        ("prefetched_tokens", "prefetched_tokens"),
+        ("evicted_by", "evicted_by"),
+        ("trim_limited_by", "trim_limited_by"),
+    ]:
+        flat[old] = flat.pop(new)
+        with pytest.warns(DeprecationWarning, match=f"{old} is called {new}"):
+            assert getattr(usage.cache, old) == getattr(usage.cache, new)
+    assert Usage.from_dict(flat) == usage
+    assert not hasattr(usage.cache, "other")

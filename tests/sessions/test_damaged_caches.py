@@ -228,8 +228,8 @@ def test_what_is_found_when_it_is_read_costs_a_cold_turn(
     runner, _ = damaged()
     usage = last(runner, PROMPT)
     assert (usage.outcome, usage.reason) == ("miss", "entry_freed")
-    assert why in usage.cache.freed_by
-    assert "\n" not in usage.cache.freed_by
+    assert why in usage.cache.evicted_by
+    assert "\n" not in usage.cache.evicted_by
     assert answer(runner, PROMPT) == answer(oracle_runner(["full", "full"]), PROMPT)
 
 
@@ -245,7 +245,7 @@ def test_a_flipped_bit_is_found(
     runner, _ = damaged()
     usage = last(runner, PROMPT)
     assert usage.reason == "entry_freed"
-    assert "the checksum of 'layers.1.values' is another one" in usage.cache.freed_by
+    assert "the checksum of 'layers.1.values' is another one" in usage.cache.evicted_by
 
 
 def test_a_link_in_place_of_the_caches_is_not_followed(

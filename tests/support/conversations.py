@@ -321,7 +321,7 @@ def _begin(
     def seen(_: Any, observed: Observation) -> None:
         played.reused += observed.lookup.cached
         played.restored += observed.lookup.restored
-        evicted = () if observed.beside is None else observed.beside.evicted
+        evicted = () if observed.scheduling is None else observed.scheduling.evicted
         played.evicted += len(evicted)
         played.lost += sum(not one.parked for one in evicted)
         played.most_bytes = max(played.most_bytes, observed.usage.memory.cache_bytes)

@@ -125,7 +125,7 @@ class History(ABC):
         return runner
 
     def _count(self, runner: Any, observed: Observation) -> None:
-        beside = observed.beside
+        beside = observed.scheduling
         self.seen["parked"] += sum(one.parked for one in beside.evicted) if beside else 0
         self.seen["restored"] += observed.lookup.restored > 0
 

@@ -59,8 +59,8 @@ def usage(prompt: int = 50, completion: int = 5, cached: int = 30) -> Usage:
 
 _NAMES = """
 tokenize_s lookup_s prefill_s ttft_s decode_s cache_bytes peak_bytes used_bytes matched_tokens
-trimmed_tokens rewind_limited_by checkpoint freed_by shifted_tokens reevaluated_tokens lost_tokens
-ahead_tokens
+trimmed_tokens trim_limited_by checkpoint evicted_by shifted_tokens reevaluated_tokens lost_tokens
+prefetched_tokens
 """.split()
 
 

@@ -27,11 +27,11 @@ def stats(chat: ChatContext, argument: str) -> None:
 def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple[str, str]]:
     """Yield the lines of /stats, each with its title."""
     last = usages[-1]
-    why = last.cache.freed_by or last.cache.rewind_limited_by
+    why = last.cache.evicted_by or last.cache.trim_limited_by
     reason = f" ({last.reason}{f': {why}' if why else ''})" if last.reason else ""
     ahead = (
-        f" ({last.cache.ahead_tokens} of them while you read and typed)"
-        if last.cache.ahead_tokens
+        f" ({last.cache.prefetched_tokens} of them while you read and typed)"
+        if last.cache.prefetched_tokens
         else ""
     )
     cache, timing = last.cache, last.timing
@@ -57,7 +57,7 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
     )
     prompt, cached = (
         sum(u.prompt_tokens for u in usages),
-        sum(u.cached_tokens - u.cache.ahead_tokens for u in usages),
+        sum(u.cached_tokens - u.cache.prefetched_tokens for u in usages),
     )
     yield (
         "session",
@@ -90,7 +90,7 @@ def saved_seconds(usages: Sequence[Usage], step: int) -> float:
                 usage.cached_tokens + usage.evaluated_tokens,
                 usage.timing.prefill_s,
             )
-        saved += curve.seconds(usage.cached_tokens - usage.cache.ahead_tokens, step) or 0.0
+        saved += curve.seconds(usage.cached_tokens - usage.cache.prefetched_tokens, step) or 0.0
     return saved
 
 

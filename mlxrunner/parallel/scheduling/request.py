@@ -16,7 +16,7 @@ from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.cache.tokens import TokenArray, as_tokens, words
 from mlxrunner.engine.answer import AnswerStream
-from mlxrunner.engine.observation import Beside, Ending, Observation, finish_of
+from mlxrunner.engine.observation import Ending, Observation, SchedulingRecord, finish_of
 from mlxrunner.engine.requests import Request
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import MlxrunnerError
@@ -292,15 +292,15 @@ class ActiveRequest(Request):
             chunks=[prefill] if self.answer.count else [],
             entry=self.slot.tokens,
             active_bytes=self.active_bytes,
-            beside=self.beside,
+            scheduling=self.scheduling,
         )
 
     @property
-    def beside(self) -> Beside:
+    def scheduling(self) -> SchedulingRecord:
         """The facts that a replay needs. A sampled token is run when the next one is sampled."""
         answer = as_tokens(self.said[: max(0, self.sampled - 1)])
         keep = None if self.shift is None else self.shift.keep
-        return Beside(
+        return SchedulingRecord(
             slot=self.slot.number,
             began=self.began,
             ended=self.ended,

@@ -436,12 +436,12 @@ class ReplayedRunner:
         With `ends_itself` it ends with its last token, even if the logged one was ended from
         outside.
         """
-        beside, prompt = logged.facts["beside"], logged.prompt
-        said, sampled = beside["said"], beside["sampled"]
-        ending = "own" if ends_itself else beside["ending"]
-        if ending == "failed" and beside["ended"][0] in beside.get("failures", ()):
+        scheduling, prompt = logged.facts["scheduling"], logged.prompt
+        said, sampled = scheduling["said"], scheduling["sampled"]
+        ending = "own" if ends_itself else scheduling["ending"]
+        if ending == "failed" and scheduling["ended"][0] in scheduling.get("failures", ()):
             ending = "failed step"
-        shift = None if beside["keep"] is None else Shift(self._capacity, beside["keep"])
+        shift = None if scheduling["keep"] is None else Shift(self._capacity, scheduling["keep"])
         request = Request(
             prompt=TokenizedPrompt(prompt),
             tokens=prompt,
@@ -449,7 +449,7 @@ class ReplayedRunner:
             next_token=_LoggedTokens(logged.answer, sampled, ending),
             clock=Clock(0.0, 0.0),
             context=self._capacity,
-            limit=beside["limit"],
+            limit=scheduling["limit"],
             shift=shift,
         )
         return ActiveRequest.of(request, _LoggedAnswer(said, ending))
@@ -540,7 +540,7 @@ class ReplayedRunner:
 def _is_behind(request: ActiveRequest, logged: LoggedRequest) -> bool:
     """Return True if more of a request was dispatched, as the log says, than is now."""
     facts = logged.facts
-    is_decoding = request.sampled < facts["beside"]["sampled"]
+    is_decoding = request.sampled < facts["scheduling"]["sampled"]
     there = request.lookup.cached + request.evaluated
     return is_decoding or (request.is_placed and there < facts["evaluated"])
 
@@ -645,7 +645,7 @@ class SideBySide:
         runner = self._runner(self.process["max_sequences"])
         made = [runner.request(logged) for logged in self.requests]
         for logged in self.requests:
-            runner.failing.update(logged.facts["beside"].get("failures", ()))
+            runner.failing.update(logged.facts["scheduling"].get("failures", ()))
         for moment, request, ending in sorted(
             self._events(made), key=lambda event: (event[0], event[2] == "begins")
         ):
@@ -676,7 +676,7 @@ class SideBySide:
         logged = self.requests
         waits = [None] * len(logged) if by_prefix else continued(logged)
         made = [runner.request(one, ends_itself=True) for one in logged]
-        order = sorted(range(len(logged)), key=lambda i: logged[i].facts["beside"]["began"])
+        order = sorted(range(len(logged)), key=lambda i: logged[i].facts["scheduling"]["began"])
         if by_prefix:
             keys = [sort_key(logged[i].prompt) for i in order]
             order = [order[place] for place in order_of(keys)]
@@ -690,15 +690,18 @@ class SideBySide:
     ) -> Iterator[tuple[list[int], ActiveRequest, str]]:
         """Yield the begin of each request, and its end if it was ended from outside."""
         for logged, request in zip(self.requests, made, strict=True):
-            beside = logged.facts["beside"]
-            yield beside["began"], request, "begins"
-            if beside["ending"] in ("cancelled", "forgotten"):
-                yield beside["ended"], request, beside["ending"]
+            scheduling = logged.facts["scheduling"]
+            yield scheduling["began"], request, "begins"
+            if scheduling["ending"] in ("cancelled", "forgotten"):
+                yield scheduling["ended"], request, scheduling["ending"]
 
     def _runner(self, slots: int) -> ReplayedRunner:
-        is_movable = not any(logged.facts["beside"]["stuck"] for logged in self.requests)
+        is_movable = not any(logged.facts["scheduling"]["stuck"] for logged in self.requests)
         longest = max(
-            (len(logged.prompt) + logged.facts["beside"]["sampled"] for logged in self.requests),
+            (
+                len(logged.prompt) + logged.facts["scheduling"]["sampled"]
+                for logged in self.requests
+            ),
             default=1,
         )
         return ReplayedRunner(self.process, slots, longest, is_movable=is_movable)
@@ -707,11 +710,13 @@ class SideBySide:
 def can_be_replayed(logged: LoggedRequest) -> bool:
     """Return True if a log says what the replay of a request beside others needs."""
     process = logged.process
-    if "beside" not in logged.facts:
+    if "scheduling" not in logged.facts:
         return False
     try:
         return (
-            _is_process(process) and len(logged.prompt) < process["context"] and _is_beside(logged)
+            _is_process(process)
+            and len(logged.prompt) < process["context"]
+            and _is_scheduling(logged)
         )
     except (KeyError, TypeError, ValueError):
         return False
@@ -737,22 +742,22 @@ def _is_process(process: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_beside(logged: LoggedRequest) -> bool:
+def _is_scheduling(logged: LoggedRequest) -> bool:
     """Return True if what the log says of a request beside others is possible."""
-    beside, answer = logged.facts["beside"], len(logged.answer)
-    said, sampled, keep = beside["said"], beside["sampled"], beside["keep"]
-    (began, call), (ended, last_call) = beside["began"], beside["ended"]
-    counts = [said, sampled, began, call, ended, last_call, keep or 0, beside["slot"]]
+    scheduling, answer = logged.facts["scheduling"], len(logged.answer)
+    said, sampled, keep = scheduling["said"], scheduling["sampled"], scheduling["keep"]
+    (began, call), (ended, last_call) = scheduling["began"], scheduling["ended"]
+    counts = [said, sampled, began, call, ended, last_call, keep or 0, scheduling["slot"]]
     return (
         all(map(_is_count, counts))
-        and _is_count(beside["limit"], 1)
+        and _is_count(scheduling["limit"], 1)
         and answer == min(said, max(sampled - 1, 0))
         and said <= sampled <= answer + 2
         and (began, call) <= (ended, last_call)
         and (keep is None or keep <= logged.process["context"] - 2)
-        and beside["ending"] in ENDINGS
-        and isinstance(beside["stuck"], bool)
-        and all(map(_is_count, beside.get("failures", ())))
+        and scheduling["ending"] in ENDINGS
+        and isinstance(scheduling["stuck"], bool)
+        and all(map(_is_count, scheduling.get("failures", ())))
     )
 
 
@@ -768,9 +773,9 @@ def continued(requests: Sequence[LoggedRequest]) -> list[int | None]:
     it began, is its beginning. Of all that had ended it waited for the one with the longest common
     beginning, in blocks of tokens, and of several for the last.
     """
-    besides = [logged.facts["beside"] for logged in requests]
-    moments = [(tuple(beside["began"]), 1, index) for index, beside in enumerate(besides)]
-    moments += [(tuple(beside["ended"]), 0, index) for index, beside in enumerate(besides)]
+    records = [logged.facts["scheduling"] for logged in requests]
+    moments = [(tuple(scheduling["began"]), 1, index) for index, scheduling in enumerate(records)]
+    moments += [(tuple(scheduling["ended"]), 0, index) for index, scheduling in enumerate(records)]
     found: list[int | None] = [None] * len(requests)
     whole: set[int] = set()
     last: dict[int, int] = {}

@@ -87,7 +87,7 @@ class ReplayedRequest:
             shortened=entry is None and facts["shifted"] > 0,
             matched=facts["matched"],
             entry_before=facts["entry_before"],
-            freed=facts.get("freed_by") is not None,
+            freed=facts.get("evicted_by") is not None,
         )
 
 

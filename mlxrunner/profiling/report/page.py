@@ -99,8 +99,8 @@ def _cards(summary: Summary) -> str:
         ("Hit rate by request", percent(summary.request_hit_rate), counts),
         ("Tokens lost", number(tokens["lost"]), "evaluated, though they need not have been"),
         *(
-            [("Evaluated in advance", number(tokens["ahead"]), "before their requests came")]
-            if tokens["ahead"]
+            [("Evaluated in advance", number(tokens["prefetched"]), "before their requests came")]
+            if tokens["prefetched"]
             else []
         ),
         ("Time saved", seconds(summary.saved_s), f"by what was reused, an estimate{known}"),

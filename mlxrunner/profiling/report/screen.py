@@ -167,8 +167,12 @@ def sparkline(shares: list[float], *, is_ascii: bool) -> str:
 
 def _totals(summary: Summary, to: Console) -> None:
     tokens = summary.tokens
-    new = tokens["evaluated"] + tokens["ahead"] - tokens["lost"]
-    ahead = f" ({number(tokens['ahead'])} of these evaluated in advance)" if tokens["ahead"] else ""
+    new = tokens["evaluated"] + tokens["prefetched"] - tokens["lost"]
+    ahead = (
+        f" ({number(tokens['prefetched'])} of these evaluated in advance)"
+        if tokens["prefetched"]
+        else ""
+    )
     names = [visible(name) for name, _ in summary.models.most_common(3)]
     models = ", ".join(names) + (" ..." if len(summary.models) > 3 else "")
     period = f"{moment(summary.first_time)} to {moment(summary.last_time)} UTC"
@@ -497,7 +501,7 @@ def _remedy(event: Event) -> str:
 
 def _cost(event: Event) -> str:
     """Return a sentence about the tokens evaluated and lost, and the time."""
-    evaluated, ahead = event.evaluated_tokens, event.ahead_tokens
+    evaluated, ahead = event.evaluated_tokens, event.prefetched_tokens
     said = f"{number(evaluated)} {'was' if evaluated == 1 else 'were'} evaluated"
     if ahead:
         said += f" and {number(ahead)} had been in advance"

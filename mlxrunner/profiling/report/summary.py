@@ -20,7 +20,7 @@ from typing import Any
 from mlxrunner.profiling.schema import BATCH, Event, remedy
 from mlxrunner.system.speed import Rate
 
-COUNTED = ("prompt", "matched", "cached", "ahead", "saved", "evaluated", "lost", "completion")
+COUNTED = ("prompt", "matched", "cached", "prefetched", "saved", "evaluated", "lost", "completion")
 """The counts of tokens that are added up."""
 OUTCOMES = ("hit", "partial", "miss")
 BINS = 240
@@ -372,7 +372,7 @@ def _bin_of(event: Event) -> Bin:
         cached=event.saved_tokens,
         lost=event.lost_tokens,
         avoidable=_avoidable(event),
-        new=event.evaluated_tokens + event.ahead_tokens - event.lost_tokens,
+        new=event.evaluated_tokens + event.prefetched_tokens - event.lost_tokens,
         used_bytes=event.used_bytes,
         cache_bytes=event.cache_bytes,
         peak_bytes=event.peak_bytes,

@@ -117,7 +117,7 @@ def test_a_few_tokens_are_taken_back_without_a_checkpoint() -> None:
         tokens(runner, PROMPT[:23], 1)
         usage = usage_of(runner, [*PROMPT[: 23 - back], 111, 112])
         assert usage.cached_tokens == cached
-        assert usage.cache.rewind_limited_by == (None if cached else "trail")
+        assert usage.cache.trim_limited_by == (None if cached else "trail")
 
 
 def test_a_saved_session_comes_back(tmp_path: Path) -> None:
