@@ -140,10 +140,11 @@ class TokenLog:
             if not is_there or line["shared"] > len(tokens):
                 self._lost += 1
                 continue
-            prompt = np.concatenate([tokens[: line["shared"]], _ids(line["prompt"])])
-            answer = _ids(line["answer"])
+            facts = dict(line)
+            prompt = np.concatenate([tokens[: line["shared"]], _ids(facts.pop("prompt"))])
+            answer = _ids(facts.pop("answer"))
             before[name] = line["number"], np.concatenate([prompt, answer])
-            yield LoggedRequest(processes[name], prompt, answer, line)
+            yield LoggedRequest(processes[name], prompt, answer, facts)
 
 
 def _as_dict(scheduling: SchedulingRecord) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Replay a token log with every variant side by side, in one pass over the log."""
+"""Replay token logs with every variant: other slots, entries, orders, thinking and checkpoints."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -357,28 +358,43 @@ def simulate(
     *,
     with_guesses: bool = False,
 ) -> Simulation:
-    """Replay token logs with every variant, in one pass over the files.
+    """Replay token logs with every variant.
 
     `entries`, `intervals` (tokens), `slacks` (tokens) and `slots` are values to try in place of the
-    usual ones. `progress` is called now and then with the number of requests so far. Requests that
-    ran side by side, and sorting by prefix, keep every prompt in memory, four bytes a token. If a
-    variant changes nothing for a process, its requests count as they were run. `with_guesses`:
-    also guess the answers. Raise ReadError if a file can't be read or holds no request.
+    usual ones. `progress` is called now and then with the number of requests so far. Every prompt
+    is kept in memory, four bytes a token. If a variant changes nothing for a process, its requests
+    count as they were run. `with_guesses`: also guess the answers. Raise ReadError if a file can't
+    be read or holds no request.
     """
-    log, trials = read_token_log(files), _Trials(entries, intervals, slacks, slots)
-    guesses = Guesses() if with_guesses else None
+    log, result, runs = read_token_log(files), Simulation(), list[LoggedRun]()
+    result.guesses = Guesses() if with_guesses else None
     for number, logged in enumerate(log, 1):
-        trials.replay(logged)
-        if guesses is not None and is_usable(logged):
-            guesses.add(logged, is_beside=is_side_by_side(logged.process))
+        is_possible = is_usable(logged)
+        if not logged.process["layers"] or not is_possible:
+            result.skipped["invalid" if logged.process["layers"] else "parallel"] += 1
+        else:
+            _add(runs, logged)
+        if result.guesses is not None and is_possible:
+            result.guesses.add(logged, is_beside=is_side_by_side(logged.process))
         if number % REPORT_EVERY == 0:
             progress(number)
-    result = trials.finish(log.skipped)
-    if trials.process is None:
+    result.skipped += log.skipped
+    if not runs:
         names = ", ".join(map(str, files))
         skipped = f": {skipped_words(result.skipped)}" if result.skipped.total() else ""
         raise ReadError(f"no requests in {names}{skipped}; it takes a file that --log-tokens wrote")
-    result.idle, result.guesses = _idle(result, intervals, slacks, slots), guesses
+    given = entries, intervals, slacks, slots
+    for what in dict.fromkeys(what for run in runs for what in run.variants(*given)):
+        row = VariantResult(what)
+        have_changed = [run.add_to(row) for run in runs]
+        if what.thinking == "logged" or any(have_changed):
+            result.rows.append(row)
+    for run in runs:
+        result.agreed += run.agreed
+        if run.is_side_by_side:
+            result.side_by_side += len(run.requests)
+            result.only_logged += len(run.only_logged)
+    result.idle = _idle(result, intervals, slacks, slots)
     return result
 
 
@@ -399,185 +415,117 @@ def _idle(
     return idle
 
 
-class _Trials:
-    """All variants, side by side over the requests of a log."""
+def _add(runs: list[LoggedRun], logged: LoggedRequest) -> None:
+    """Add a request to the run of its process, or to a new run after a change of options."""
+    name = logged.process["process"]
+    last = next((run for run in reversed(runs) if run.process["process"] == name), None)
+    if last is None or last.process != logged.process:
+        runs.append(last := LoggedRun(logged.process))
+    last.requests.append(logged)
 
-    def __init__(
+
+class LoggedRun:
+    """The requests of a process to one model with one set of options, one at a time or in slots."""
+
+    def __init__(self, process: Mapping[str, Any]) -> None:
+        """Begin without requests. `process` is its line of the token log."""
+        self.process = process
+        self.is_side_by_side = is_side_by_side(process)
+        self.requests: list[LoggedRequest] = []
+
+    @cached_property
+    def in_slots(self) -> SideBySide:
+        """The requests whose log says how they ran beside others."""
+        found = SideBySide(self.process)
+        found.requests = [one for one in self.requests if can_be_replayed(one)]
+        return found
+
+    @cached_property
+    def only_logged(self) -> list[LoggedRequest]:
+        """The requests that ran in slots, and whose log does not say how."""
+        if not self.is_side_by_side:
+            return []
+        return [one for one in self.requests if not can_be_replayed(one)]
+
+    @cached_property
+    def as_run(self) -> list[Lookup]:
+        """The lookups of the requests, replayed as they ran; without those of `only_logged`."""
+        if not self.is_side_by_side:
+            return self._one_at_a_time(AS_IT_WAS, self.requests)[0]
+        if not self.in_slots.requests:
+            return []
+        return [request.lookup for request in self.in_slots.as_run()]
+
+    @property
+    def agreed(self) -> int:
+        """The number of requests that, run as they were, find exactly what the log says."""
+        logged = self.in_slots.requests if self.is_side_by_side else self.requests
+        return sum(
+            (found.matched, found.cached) == (one.facts["matched"], one.facts["cached"])
+            for found, one in zip(self.as_run, logged, strict=True)
+        )
+
+    def variants(
         self,
         entries: Sequence[int],
         intervals: Sequence[int],
         slacks: Sequence[int],
         slots: Sequence[int],
-    ) -> None:
-        self._entries, self._intervals, self._slacks = entries, intervals, slacks
-        self._slots = slots
-        self.process: Mapping[str, Any] | None = None
-        """The line of the process whose request came last; None before the first one."""
-        self._as_run = _Try(AS_IT_WAS)
-        self._tries = {AS_IT_WAS: self._as_run}
-        self._beside: list[SideBySide] = []
-        self._left_out: Counter[str] = Counter()
-        self._result = Simulation()
+    ) -> list[Variant]:
+        """Return the variants that are worth trying for these requests."""
+        if not self.in_slots.requests:
+            slots = []
+        elif not slots:
+            own = self.process["max_sequences"]
+            slots = [count for count in SLOTS if count != own and has_room(self.process, count)]
+        return variants(self.process, entries, intervals, slacks, slots)
 
-    def replay(self, logged: LoggedRequest) -> None:
-        """Replay the next request of the log with every variant."""
-        if not logged.process["layers"] or not is_usable(logged):
-            self._left_out["invalid" if logged.process["layers"] else "parallel"] += 1
-            return
-        if logged.process is not self.process:
-            self.process = logged.process
-            self._add_variants(logged)
-        self._result.side_by_side += is_side_by_side(logged.process)
-        if can_be_replayed(logged):
-            _add(self._beside, logged)
-        else:
-            self._replay_alone(logged)
+    def add_to(self, row: VariantResult) -> bool:
+        """Add the lookups of all requests, replayed as the variant of the row says.
 
-    def _add_variants(self, logged: LoggedRequest) -> None:
-        """Add the variants that can first change anything for the process of this request."""
-        slots = _slots_for(logged, self._slots)
-        made = variants(logged.process, self._entries, self._intervals, self._slacks, slots)
-        for what in made:
-            if what not in self._tries:
-                self._tries[what] = _Try(what, self._as_run.row)
-
-    def _replay_alone(self, logged: LoggedRequest) -> None:
-        """Replay a request that ran alone, or whose log does not say how it ran beside others."""
-        found = None if is_side_by_side(logged.process) else self._as_run.replay(logged)
-        if found is None:
-            self._as_run.row.add_logged(logged)
-            self._result.only_logged += 1
-        else:
-            self._result.agreed += _agrees(found, logged)
-        for one in self._tries.values():
-            what = one.row.what
-            if one is self._as_run:
-                continue
-            if found is None and what.slots is not None:
-                one.row.add_logged(logged)
-            elif found is None or (what.acts_on(logged.process) and what is not ONE_AT_A_TIME):
-                one.replay(logged)
-            else:
-                one.row.add(found)
-
-    def finish(self, skipped: Counter[str]) -> Simulation:
-        """Replay the requests that wait for the end, and return the results.
-
-        `skipped` counts the lines that could not be read.
+        Return True if the variant has changed a prompt.
         """
-        tries, result = list(self._tries.values()), self._result
-        for group in self._beside:
-            result.agreed += _replay_beside(group, tries)
-        result.skipped = skipped + self._left_out
-        if self.process is not None:
-            result.rows = [row for row in (one.finish() for one in tries) if row is not None]
-        return result
-
-
-def _agrees(found: Lookup, logged: LoggedRequest) -> bool:
-    """Return True if a replay found exactly what the runner had found."""
-    return (found.matched, found.cached) == (logged.facts["matched"], logged.facts["cached"])
-
-
-def _slots_for(logged: LoggedRequest, slots: Sequence[int]) -> list[int]:
-    """Return the numbers of slots to try: none if the requests did not run in slots."""
-    if not can_be_replayed(logged):
-        return []
-    own = logged.process["max_sequences"]
-    return list(slots) or [
-        count for count in SLOTS if count != own and has_room(logged.process, count)
-    ]
-
-
-def _add(beside: list[SideBySide], logged: LoggedRequest) -> None:
-    """Add a request to the group of its process, or to a new group after a change of options."""
-    name = logged.process["process"]
-    last = next((group for group in reversed(beside) if group.process["process"] == name), None)
-    if last is None or last.process != logged.process:
-        beside.append(last := SideBySide(logged.process))
-    last.requests.append(logged)
-
-
-def _replay_beside(group: SideBySide, tries: Sequence[_Try]) -> int:
-    """Add the lookups of requests that ran side by side to each result.
-
-    Return the number of requests that, run as they were, find what the log says.
-    """
-    as_run = [request.lookup for request in group.as_run()]
-    for one in tries:
-        what = one.row.what
-        can_act = what.acts_on(group.process) and has_room(group.process, what.slots or 1)
-        if can_act and what.is_in_slots:
-            found = [
-                request.lookup
-                for request in group.packed(what.slots, by_prefix=what.order == "prefix")
-            ]
-        elif can_act and what != AS_IT_WAS:
-            for logged in group.requests:
-                one.replay(logged)
-            continue
+        what, found, alone = row.what, self.as_run, list[LoggedRequest]()
+        can_act = what != AS_IT_WAS and what.acts_on(self.process)
+        if not self.is_side_by_side:
+            if can_act and what != ONE_AT_A_TIME:
+                found, alone = [], self.requests
+        elif what == AS_IT_WAS or what.slots is not None:
+            for logged in self.only_logged:
+                row.add_logged(logged)
         else:
-            found = as_run
-        for lookup in found:
-            one.row.add(lookup)
-    return sum(map(_agrees, as_run, group.requests))
+            alone = self.only_logged
+        if can_act and found and self.in_slots.requests and has_room(self.process, what.slots or 1):
+            if what.is_in_slots:
+                made = self.in_slots.packed(what.slots, by_prefix=what.order == "prefix")
+                found = [request.lookup for request in made]
+            else:
+                found, alone = [], [*alone, *self.in_slots.requests]
+        replayed, has_changed = self._one_at_a_time(what, alone)
+        for lookup in (*found, *replayed):
+            row.add(lookup)
+        return has_changed
 
+    def _one_at_a_time(
+        self, what: Variant, requests: Sequence[LoggedRequest]
+    ) -> tuple[list[Lookup], bool]:
+        """Return the lookups of requests that find entries, and True if a prompt was changed.
 
-class _Try:
-    """One variant over all processes of the log."""
-
-    def __init__(self, what: Variant, before: VariantResult | None = None) -> None:
-        """Begin with `before`, the result of the requests for which the variant changes nothing."""
-        self.row = replace(before, what=what) if before is not None else VariantResult(what)
-        self._changed = what.thinking == "logged"
-        self._runs: dict[str, ProcessReplay] = {}
-
-    def replay(self, logged: LoggedRequest) -> Lookup | None:
-        """Return the lookup of the request; None if it waits for its turn."""
-        name, request = logged.process["process"], ReplayedRequest.of(logged)
-        run = self._runs.get(name)
-        if run is None or run.process != logged.process:
-            self._end(run)
-            run = self._runs[name] = ProcessReplay(logged.process, self.row.what)
-        if run.rewriter is not None:
-            request = run.rewriter.rewrite(request)
-        if self.row.what.order == "prefix" or run.is_side_by_side:
-            run.waiting.append(
-                (logged.facts.get("began_s", 0), replace(request, freed=False, shortened=False))
-            )
-            return None
-        found = run.replay.run(request)
-        self.row.add(found)
-        return found
-
-    def finish(self) -> VariantResult | None:
-        """Return the result; None if the variant changes nothing, since no prompt has thinking."""
-        for run in self._runs.values():
-            self._end(run)
-        return self.row if self._changed else None
-
-    def _end(self, run: ProcessReplay | None) -> None:
-        """Replay the requests of a run that wait for its end."""
-        if run is None:
-            return
-        waiting = [request for _, request in sorted(run.waiting, key=lambda one: one[0])]
-        for request in by_prefix(waiting) if self.row.what.order == "prefix" else waiting:
-            self.row.add(run.replay.run(request))
-        self._changed = self._changed or (run.rewriter is not None and run.rewriter.changed > 0)
-
-
-class ProcessReplay:
-    """The requests of a process to one model with one set of options.
-
-    Each such run has its own entry.
-    """
-
-    def __init__(self, process: Mapping[str, Any], what: Variant) -> None:
-        self.process, self.replay = process, Replay(process, what.settings)
-        self.rewriter = Rewriter(process, what.thinking) if what.thinking != "logged" else None
-        self.is_side_by_side = is_side_by_side(process)
-        self.waiting: list[tuple[float, ReplayedRequest]] = []
-        """Requests that are replayed at the end, in another order, and when they began."""
+        Those that ran in slots come in the order in which they began.
+        """
+        replay, has_changed = Replay(self.process, what.settings), False
+        made = [ReplayedRequest.of(logged) for logged in requests]
+        if what.thinking != "logged":
+            rewriter = Rewriter(self.process, what.thinking)
+            made = [rewriter.rewrite(request) for request in made]
+            has_changed = rewriter.changed > 0
+        if self.is_side_by_side or what.order == "prefix":
+            began = [logged.facts.get("began_s", 0) for logged in requests]
+            order = sorted(range(len(made)), key=began.__getitem__)
+            made = [replace(made[i], freed=False, shortened=False) for i in order]
+        if what.order == "prefix":
+            made = by_prefix(made)
+        return [replay.run(request) for request in made], has_changed
 
 
 def by_prefix(requests: Sequence[ReplayedRequest]) -> list[ReplayedRequest]:
