@@ -20,9 +20,9 @@ logger = logging.getLogger("mlxrunner")
 FinishReason = Literal["stop", "length"]
 T = TypeVar("T")
 RENAMED = {
-    "prefetched_tokens": "prefetched_tokens",
-    "evicted_by": "evicted_by",
-    "trim_limited_by": "trim_limited_by",
+    "ahead_tokens": "prefetched_tokens",
+    "freed_by": "evicted_by",
+    "rewind_limited_by": "trim_limited_by",
     "beside": "scheduling",
 }
 """The new names of fields of 0.2, which usages, events and token logs may have until 0.4."""

@@ -170,9 +170,7 @@ class MetricsFile(MetricsCollector):
         try:
             check_own(self._path, replaced=True)
             text = read_text(self._path, LARGEST)
-            text = text.replace(
-                "mlxrunner_prefetched_tokens", "mlxrunner_prefetched_tokens"
-            )  # of 0.2
+            text = text.replace("mlxrunner_ahead_", "mlxrunner_prefetched_")  # as of 0.2
             families = list(text_string_to_metric_families(text))
         except FileNotFoundError:
             return

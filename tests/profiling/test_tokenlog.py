@@ -158,7 +158,7 @@ def test_a_log_of_an_earlier_program_is_read(log: Path, lines: Lines) -> None:
     list(runner.generate([1, 2, 3], max_tokens=3))
     profile.finish()
     process, request = lines(log)
-    request |= {"evicted_by": request.pop("evicted_by"), "beside": {"slot": 0}}
+    request |= {"freed_by": request.pop("evicted_by"), "beside": {"slot": 0}}
     log.write_text(f"{json.dumps(process)}\n{json.dumps(request)}\n")
     (one,) = read_token_log([log])
     assert (one.facts["evicted_by"], one.facts["scheduling"]) == (None, {"slot": 0})

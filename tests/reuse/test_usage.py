@@ -152,9 +152,9 @@ def test_the_names_of_an_earlier_program_are_read() -> None:
     assert usage is not None
     flat = usage.as_dict()
     for old, new in [
-        ("prefetched_tokens", "prefetched_tokens"),
-        ("evicted_by", "evicted_by"),
-        ("trim_limited_by", "trim_limited_by"),
+        ("ahead_tokens", "prefetched_tokens"),
+        ("freed_by", "evicted_by"),
+        ("rewind_limited_by", "trim_limited_by"),
     ]:
         flat[old] = flat.pop(new)
         with pytest.warns(DeprecationWarning, match=f"{old} is called {new}"):
