@@ -70,12 +70,12 @@ class OffloadedLayer(LayerCache):
         self._extent = snapshot.content
 
 
-class ReplayedParking:
-    """A place for conversations, with the methods of `mlxrunner.cache.disk.disk_cache.Parking`."""
+class ReplayedDiskCache:
+    """A disk cache without files, with the methods of the real one."""
 
     def __init__(self, limit: int) -> None:
-        """Park at most `limit` bytes."""
-        self._shelf = DiskCacheIndex(lambda name: None, limit)
+        """Hold at most `limit` bytes."""
+        self._index = DiskCacheIndex(lambda name: None, limit)
         self._entries: weakref.WeakKeyDictionary[StoredConversation, CacheEntry] = (
             weakref.WeakKeyDictionary()
         )
@@ -90,35 +90,35 @@ class ReplayedParking:
         held.checkpoints.budget = entry.checkpoints.budget
         for item in entry.checkpoints:
             held.checkpoints.add(item)
-        shelf, parked = self._shelf, self._shelf.plan(b"", _form(held, entry))
-        if (there := shelf.named(parked.name)) is not None:
-            shelf.use(there)
+        index, stored = self._index, self._index.plan(b"", _form(held, entry))
+        if (there := index.named(stored.name)) is not None:
+            index.use(there)
             return there
-        shelf.claim(parked)
+        index.claim(stored)
         new = {
             name: nbytes
-            for name, nbytes in _sizes(parked, entry).items()
-            if name not in shelf.sizes
+            for name, nbytes in _sizes(stored, entry).items()
+            if name not in index.sizes
         }
         try:
-            shelf.make_room(sum(new.values()), parked)
+            index.make_room(sum(new.values()), stored)
         except SessionError:
-            shelf.remove(parked)
+            index.remove(stored)
             return None
         for name, nbytes in new.items():
-            shelf.wrote(name, nbytes)
-        shelf.add(parked)
-        self._entries[parked] = held
-        shelf.drop_earlier(parked, None)
-        return parked
+            index.wrote(name, nbytes)
+        index.add(stored)
+        self._entries[stored] = held
+        index.drop_earlier(stored, None)
+        return stored
 
     def find(self, prompt: TokenArray) -> tuple[StoredConversation, int] | None:
         """Return the conversation that has most of a prompt, and how many of its tokens."""
-        return self._shelf.find(prompt)
+        return self._index.find(prompt)
 
-    def restore(self, parked: StoredConversation, upto: int | None = None) -> Exported:
+    def restore(self, stored: StoredConversation, upto: int | None = None) -> Exported:
         """Return the first `upto` tokens of a conversation."""
-        held = self._entries[parked]
+        held = self._entries[stored]
         to = len(held.tokens) if upto is None else upto
         copy = CacheEntry(
             caches=[OffloadedLayer(saved_extent(one.kind, one.extent)) for one in held.caches]
@@ -135,13 +135,13 @@ class ReplayedParking:
             [saved_extent(one.kind, one.extent.saved()) for one in copy.caches],
             [_saved_checkpoint(item, copy.caches) for item in copy.checkpoints],
         )
-        if parked in self._shelf:
-            self._shelf.use(parked, found)
+        if stored in self._index:
+            self._index.use(stored, found)
         return found
 
     def tell(self, on_given_up: Callable[[StoredConversation], None]) -> None:
         """Call `on_given_up` with each conversation that is given up to make room."""
-        self._shelf.on_given_up = on_given_up
+        self._index.on_given_up = on_given_up
 
 
 def _form(held: CacheEntry, entry: CacheEntry) -> EntryForm:
@@ -162,7 +162,7 @@ def _form(held: CacheEntry, entry: CacheEntry) -> EntryForm:
     )
 
 
-def _sizes(parked: StoredConversation, entry: CacheEntry) -> dict[str, int]:
+def _sizes(stored: StoredConversation, entry: CacheEntry) -> dict[str, int]:
     """Return the bytes of each file of a conversation."""
     rows = [row_bytes_of(cache) for cache in entry.caches]
     each = sum(nbytes or 0 for nbytes in rows)
@@ -173,9 +173,9 @@ def _sizes(parked: StoredConversation, entry: CacheEntry) -> dict[str, int]:
     )
     kept = {item.offset: item.nbytes for item in entry.checkpoints}
     return {
-        **{piece.name: (piece.end - piece.begin) * each for piece in parked.rows},
-        **{state.name: kept[state.offset] for state in parked.states},
-        parked.name: TOKEN_BYTES * len(parked.tokens) + states,
+        **{piece.name: (piece.end - piece.begin) * each for piece in stored.rows},
+        **{state.name: kept[state.offset] for state in stored.states},
+        stored.name: TOKEN_BYTES * len(stored.tokens) + states,
     }
 
 
@@ -235,7 +235,7 @@ class ReplayedEngine(Engine):
         return self._logits
 
     def caches(self, sequence: int) -> list[LayerCache]:
-        in_cells = [_PaperCells(group, sequence) for group in self.groups]
+        in_cells = [ReplayedCells(group, sequence) for group in self.groups]
         return [*in_cells, *self._layers_apart(sequence)]
 
     def rotate(
@@ -248,12 +248,12 @@ class ReplayedEngine(Engine):
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         row_bytes = self._rows[window or 0]
-        return _ReplayedGroup(_stay if self._is_movable else None, window, memory, row_bytes)
+        return ReplayedPool(_stay if self._is_movable else None, window, memory, row_bytes)
 
     def _layers_apart(self, sequence: int) -> list[ReplayedLayer]:
         if sequence not in self._apart:
             self._apart[sequence] = [
-                _PaperLayer(line, read_extent(line, self._context, None)) for line in self._lines
+                SequenceLayer(line, read_extent(line, self._context, None)) for line in self._lines
             ]
         return self._apart[sequence]
 
@@ -284,7 +284,7 @@ def is_plain(line: Mapping[str, Any]) -> bool:
     return line["kind"] == "full" or (line["kind"] == "sliding" and bool(line["window"]))
 
 
-class _ReplayedGroup(CausalCache):
+class ReplayedPool(CausalCache):
     """Cells without rows and without a mask, which no layer needs here."""
 
     def __init__(self, shift: Any, window: int | None, memory: int | None, row_bytes: int) -> None:
@@ -313,10 +313,10 @@ class _ReplayedGroup(CausalCache):
             self._become(placed.after)
 
 
-class _PaperCells(CellsLayer):
+class ReplayedCells(CellsLayer):
     """The tokens of one sequence in cells without rows."""
 
-    group: _ReplayedGroup
+    group: ReplayedPool
 
     def export(self, snapshot: Snapshot | None = None) -> Saved:
         return saved_extent(self.kind, self.extent if snapshot is None else snapshot.content)
@@ -339,7 +339,7 @@ class _PaperCells(CellsLayer):
         return Snapshot(extent, rows * self.group.row_bytes)
 
 
-class _PaperLayer(ReplayedLayer):
+class SequenceLayer(ReplayedLayer):
     """A layer of one sequence, which can be parked and copied."""
 
     counts_forwards = False  # the engine counts them, as for several sequences it does itself
@@ -368,7 +368,7 @@ class _PaperLayer(ReplayedLayer):
 
 def row_bytes_of(cache: LayerCache) -> int | None:
     """Return the bytes of a token where layers store a row for each; None for other layers."""
-    if isinstance(cache, _PaperCells):
+    if isinstance(cache, ReplayedCells):
         return cache.group.row_bytes if cache.group.window is None else None
     return None if cache.needs_checkpoints else getattr(cache, "row_bytes", None)
 
@@ -420,7 +420,7 @@ class ReplayedRunner:
             settings,
             ended=_usage,
             message_ends=as_tokens(process["message_ends"]),
-            parking=ReplayedParking(process.get("park_bytes", ANY))
+            parking=ReplayedDiskCache(process.get("park_bytes", ANY))
             if process.get("parks")
             else None,
             is_reusable=not process.get("never_reused"),
