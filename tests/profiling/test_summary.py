@@ -78,7 +78,7 @@ def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
     assert summary.hit_rate == pytest.approx(10 / 64)
     (one,) = summary.timeline.bins
     assert (one.cached, one.lost, one.new, one.prompt) == (10, 33, 21, 64)
-    assert summary.as_dict()["tokens"]["ahead"] == 50
+    assert summary.as_dict()["tokens"]["prefetched"] == 50
 
 
 def test_rates_per_second_leave_out_what_was_never_evaluated() -> None:
