@@ -60,7 +60,7 @@ def serve(pipe: Connection, folder: Path) -> None:
 
     A text and a number of tokens is asked of the engine; None asks only for the time.
     """
-    from mlxrunner.config.serving import ServeSettings
+    from mlxrunner.options import ServeSettings
     from mlxrunner.serve.events import ServerRequest
     from mlxrunner.serve.loader import ModelLoader
     from mlxrunner.serve.manager import ModelManager

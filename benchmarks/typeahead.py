@@ -34,8 +34,8 @@ def serve(type_ahead: bool, progress: Path) -> None:
     from mlxrunner.bench.harness import random_runner
     from mlxrunner.chat import editor
     from mlxrunner.chat.conversation import Conversation
-    from mlxrunner.chat.start import open_chat
-    from mlxrunner.chat.typeahead import Draft
+    from mlxrunner.chat.reader import Draft
+    from mlxrunner.chat.repl import open_chat
 
     class TimedDraft(Draft):
         ended = 0.0

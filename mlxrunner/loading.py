@@ -18,15 +18,15 @@ from mlxrunner.memory.reserve import (
     weights_of,
 )
 from mlxrunner.memory.reserve import reserve as reserve_memory
-from mlxrunner.models.eyes import runs_only_seeing
-from mlxrunner.models.facts import Shapes, without_weights
+from mlxrunner.models.facts import Shapes, is_run_by_mlx_vlm, without_weights
 from mlxrunner.models.load import (
     LoadedModel,
     LoadProgress,
     load_model,
+    load_vision_model,
     tell_nobody,
+    unread_vision_model,
 )
-from mlxrunner.models.seeing import load_seeing, unread_seeing
 from mlxrunner.options import RunnerKwargs, RunnerSettings
 from mlxrunner.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.system import device
@@ -51,8 +51,8 @@ def plan_model(
     range.
     """
     asked = RunnerSettings.of(context=context, **settings)
-    if pictures or runs_only_seeing(model):
-        return _planned_seeing(unread_seeing(model), asked)
+    if pictures or is_run_by_mlx_vlm(model):
+        return _planned_seeing(unread_vision_model(model), asked)
     return _planned(without_weights(model), asked)
 
 
@@ -60,8 +60,8 @@ def context_and_plan(model: str) -> tuple[int, Plan]:
     """Return the context that `model` was made for, in tokens, and the plan of a start without
     options. Raise ModelError if the model is missing or broken.
     """
-    if runs_only_seeing(model):
-        unread = unread_seeing(model)
+    if is_run_by_mlx_vlm(model):
+        unread = unread_vision_model(model)
         return unread.facts.context, _planned_seeing(unread, RunnerSettings())
     found = without_weights(model)
     return found.facts.context, _planned(found, RunnerSettings())
@@ -107,7 +107,7 @@ def load(
     progress: LoadProgress,
 ) -> Runner:
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
-    if pictures or runs_only_seeing(model):
+    if pictures or is_run_by_mlx_vlm(model):
         return _seeing(kind, model, settings, reserve, trust_remote_code, draft_model, progress)
     runner = _loaded(kind, model, settings, reserve, trust_remote_code, progress)
     if draft_model is not None:
@@ -153,7 +153,7 @@ def _seeing(
     def check(unread: LoadedModel) -> None:
         must_fit(_planned_seeing(unread, settings))
 
-    loaded = load_seeing(model, progress=progress, check=check)
+    loaded = load_vision_model(model, progress=progress, check=check)
     demand = _demand(loaded, settings, weights_of(loaded.model.inner))
     demand = replace(demand, pictures=loaded.model.sight.work_bytes(tries=reserve))
     if not reserve:

@@ -11,15 +11,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
-from mlxrunner.config.arguments import (
-    check_range,
-    check_whole,
-    listed,
-)
-from mlxrunner.config.json_options import check_schema, check_template, check_tools, json_text
-from mlxrunner.config.list_options import as_choices, as_texts, check_choices, check_stop
 from mlxrunner.config.names import did_you_mean, nearest
-from mlxrunner.config.option import Option, about, check_fields, names, option, with_current_names
+from mlxrunner.config.option import (
+    Option,
+    about,
+    as_choices,
+    as_texts,
+    check_choices,
+    check_fields,
+    check_range,
+    check_schema,
+    check_stop,
+    check_template,
+    check_tools,
+    check_whole,
+    json_text,
+    listed,
+    names,
+    option,
+    with_current_names,
+)
 from mlxrunner.errors import OptionError
 
 EMBEDDED = ("demo", "demo-pictures")
@@ -421,3 +432,123 @@ def check_raw(options: Mapping[str, Any], system: str | None) -> None:
             raise OptionError(
                 f"{flag} needs the chat template, which --raw leaves out: use one of them"
             )
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """The settings of `mlxrunner serve`. Creating it raises OptionError if one is wrong."""
+
+    host: str = option(
+        "127.0.0.1",
+        str,
+        "Address to listen on. Any but that of this machine itself needs --api-key or --no-key.",
+        metavar="ADDRESS",
+        shows_default=True,
+    )
+    port: int = option(
+        8080, int, "Port to listen on; 0 = any free one.", low=0, high=65535, shows_default=True
+    )
+    api_key: str | None = option(
+        None,
+        str,
+        "Refuse requests without this key, which clients send as a bearer token or as x-api-key.",
+        metavar="KEY",
+    )
+    no_key: bool = option(
+        False, bool, "Answer anyone who can reach the address, with another one than loopback."
+    )
+    allow_origin: tuple[str, ...] = option(
+        (),
+        str,
+        "Let pages from URL use the server, such as http://localhost:3000; several times.",
+        metavar="URL",
+        is_list=True,
+        was=("origin",),
+    )
+    memory: int | None = option(
+        None,
+        int,
+        "Most bytes of all models with what they store. [default: what the device offers]",
+        low=1,
+        metavar="BYTES",
+    )
+    slots: int = option(
+        8,
+        int,
+        "Requests that a model answers at a time, and conversations that it holds.",
+        low=1,
+        high=256,
+        shows_default=True,
+    )
+    max_queue: int = option(
+        64,
+        int,
+        "Requests that may wait for a slot; others are told to come later.",
+        low=0,
+        high=MOST_TOKENS,
+        shows_default=True,
+    )
+    disk_cache_bytes: int = option(
+        8 * GIB,
+        int,
+        "Disk cache size per model, for conversations evicted from memory.",
+        low=1,
+        metavar="BYTES",
+        shows_default=True,
+        was=("park_bytes",),
+    )
+    disk_cache: bool = option(
+        True,
+        bool,
+        "Discard evicted conversations instead of writing them to disk.",
+        was=("parks", "park"),
+    )
+    keep_alive: float | None = option(
+        None,
+        float,
+        "Unload a model when nobody has asked for it this long. [default: when another needs room]",
+        low=0,
+        metavar="SECONDS",
+    )
+    pictures: bool = option(
+        False,
+        bool,
+        "Load models that see pictures with their encoders. Such a model answers one request in a "
+        "step, and guesses nothing.",
+    )
+    picture_folder: str | None = option(
+        None,
+        str,
+        "Read pictures that requests name by file: URLs, from this folder only.",
+        metavar="FOLDER",
+    )
+    disable_rewrite: tuple[str, ...] = option(
+        (),
+        str,
+        "Leave a rule out that makes prompts reusable; several times. docs/serve-prefixes.md lists "
+        "them.",
+        metavar="NAME",
+        is_list=True,
+        was=("no_rule",),
+    )
+    claude_names: bool = option(
+        True,
+        bool,
+        "Refuse the names of Anthropic's models, such as claude-haiku-4-5, instead of answering "
+        "them with MODEL.",
+    )
+    drain: float = option(
+        10.0,
+        float,
+        "Time that running requests have to end when the server is stopped.",
+        low=0,
+        high=3600,
+        metavar="SECONDS",
+        shows_default=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from mlxrunner.config.arguments import check_kind, listed
+from mlxrunner.config.option import check_kind, listed
 from mlxrunner.errors import CancelledError, OptionError
 from mlxrunner.system.speed import Rate
 

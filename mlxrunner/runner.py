@@ -20,7 +20,7 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.config.arguments import check_callable, check_flag, check_kind
+from mlxrunner.config.option import check_callable, check_flag, check_kind
 from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.owner import Owned
@@ -34,8 +34,7 @@ from mlxrunner.errors import BusyError, LogitsError
 from mlxrunner.loading import cache_options, load
 from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import must_have_room
-from mlxrunner.models.chunks import DEPENDS
-from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.facts import DEPENDS, ModelFacts
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings

@@ -26,7 +26,7 @@ from mlxrunner import (
 from mlxrunner.batch.fields import read_fields
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.options import BatchOptions, FileOptions
-from mlxrunner.chat.commands.settings import parse_settings
+from mlxrunner.chat.commands import parse_settings
 from mlxrunner.config.option import about, names
 from mlxrunner.loading import plan_model
 from mlxrunner.testing import oracle_runner
@@ -177,12 +177,11 @@ ELSEWHERE = {
     "config/names.py": "it translates the names of other programs",
     "profiling": "token logs have fields of these names",
     "sessions": "so have saved sessions and their layers",
-    "chat/saved_settings.py": "a saved session has a field of that name",
-    "chat/commands/sessions.py": "a saved cache has bits of its own",
-    "cli/cache.py": "a saved cache has bits of its own",
+    "chat/session_commands.py": "a saved session has fields of these names",
+    "cli/sessions.py": "a saved cache has bits of its own",
     "batch/openai_format.py": "it answers in OpenAI's format",
-    "models/suggested.py": "a generation_config.json has fields of these names",
-    "chat/full_context.py": "it says which limit has cut an answer off",
+    "models/files.py": "a generation_config.json has fields of these names",
+    "chat/conversation.py": "it says which limit has cut an answer off",
     "cli/llm_plugin.py": "it says which settings llm knows",
     "cli/generate.py": "it refuses the option beside --n, and passes it on to nobody",
     "memory": "a plan counts the tokens of a step and the bytes of checkpoints",

@@ -29,8 +29,8 @@ def with_tables(text: str) -> str:
 
 def _chat_commands(before: str) -> str:
     """List the commands of the chat, and behind them the keys that `before` lists."""
-    from mlxrunner.chat.commands.sessions import Saving
-    from mlxrunner.chat.start import commands
+    from mlxrunner.chat.repl import commands
+    from mlxrunner.chat.session_commands import Saving
 
     found = commands(*Saving().commands)
     rows = [f"| {_code(command.usage)} | {_escaped(command.help)} |" for command in found]

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import mlxrunner
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve import server
 from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.serve.manager import ModelManager

@@ -21,7 +21,7 @@ from typing import Any
 import mlxrunner
 from mlxrunner import Runner
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.start import open_chat
+from mlxrunner.chat.repl import open_chat
 
 PACKAGE = str(Path(mlxrunner.__file__).parent) + os.sep
 TEXTS = ("Hello, who are you?", "What is the capital of France?")

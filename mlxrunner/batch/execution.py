@@ -23,7 +23,7 @@ from mlxrunner.batch.prompts import EarlierLines, again, messages_of, shows, tok
 from mlxrunner.batch.records import StoredLine, place_of
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.lookup import Earlier
-from mlxrunner.config.arguments import check_kind, listed
+from mlxrunner.config.option import check_kind, listed
 from mlxrunner.errors import (
     BusyError,
     CacheFullError,

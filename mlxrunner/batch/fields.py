@@ -22,9 +22,8 @@ from mlxrunner.batch.openai_format import (
 )
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.records import Format
-from mlxrunner.config.arguments import without_nulls
 from mlxrunner.config.names import MEANT, SAME, did_you_mean
-from mlxrunner.config.option import names
+from mlxrunner.config.option import names, without_nulls
 from mlxrunner.config.request_fields import held
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError

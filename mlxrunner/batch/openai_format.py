@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrunner.config.arguments import as_whole, without_nulls
 from mlxrunner.config.names import SAME, did_you_mean, nearest
-from mlxrunner.config.option import names, read_json
+from mlxrunner.config.option import as_whole, names, read_json, without_nulls
 from mlxrunner.config.request_fields import is_neutral
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import NO_STOP, GenerateOptions, RunnerSettings

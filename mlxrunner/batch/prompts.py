@@ -33,8 +33,13 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.pictures.table import Picture
-from mlxrunner.system.picture_files import MOST_BYTES, decode_picture, encoded, pixels_of
-from mlxrunner.system.picture_texts import picture_bytes
+from mlxrunner.system.picture_files import (
+    MOST_BYTES,
+    decode_picture,
+    encoded,
+    picture_bytes,
+    pixels_of,
+)
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.templates.messages import CheckedMessages, PlainMessage, check_messages
 from mlxrunner.terminal.text import one_line

@@ -64,13 +64,18 @@ from mlxrunner.errors import (
     StoreError,
 )
 from mlxrunner.loading import plan_model
-from mlxrunner.models.eyes import runs_only_seeing
-from mlxrunner.models.load import LoadProgress, load_model, tell_nobody, tokenizer_of
-from mlxrunner.models.seeing import unread_seeing
+from mlxrunner.models.facts import is_run_by_mlx_vlm
+from mlxrunner.models.load import (
+    LoadProgress,
+    load_model,
+    tell_nobody,
+    tokenizer_of,
+    unread_vision_model,
+)
 from mlxrunner.options import RunnerSettings
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.runner import Runner
-from mlxrunner.system.power import EnergyMeter, on_battery
+from mlxrunner.system.limits import EnergyMeter, on_battery
 from mlxrunner.system.writing import written
 from mlxrunner.terminal.progress import Progress, loading
 from mlxrunner.terminal.signals import Interrupts, say_now
@@ -350,12 +355,12 @@ def context_of(job: Job) -> int:
 def tokenizer_for(job: Job) -> Tokenizer:
     """Return the tokenizer of the job's model, which knows pictures if lines may have some."""
     if _sees(job):
-        return unread_seeing(job.model).tokenizer
+        return unread_vision_model(job.model).tokenizer
     return tokenizer_of(job.model, trust_remote_code=job.trust_remote_code)
 
 
 def _sees(job: Job) -> bool:
-    return job.pictures or runs_only_seeing(job.model)
+    return job.pictures or is_run_by_mlx_vlm(job.model)
 
 
 def lanes_of(job: Job, found: Survey) -> tuple[int, str]:

@@ -27,8 +27,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.errors import ModelError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.models.load import LoadedModel
-from mlxrunner.models.seeing import load_either
+from mlxrunner.models.load import LoadedModel, load_either
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer

@@ -6,22 +6,26 @@ either the old one or the new one. This knows nothing about terminals.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, cast
 
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, Shift, as_tokens, common_prefix, words
-from mlxrunner.chat.pictures import Album
+from mlxrunner.chat.attachments import Album
 from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
-from mlxrunner.config.layering import MODEL, Settings, values
+from mlxrunner.config.file import MODEL, Settings, values
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.pipeline import Progress
+from mlxrunner.errors import OptionError
 from mlxrunner.options import CHOOSING, sampling
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.session import Branch, History, Rendering, SessionTurn
+from mlxrunner.sessions.session import MAIN, Branch, History, Rendering, SessionTurn
 from mlxrunner.templates.messages import PlainMessage
+from mlxrunner.terminal.text import count_of
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, system_tokens
 
@@ -313,3 +317,181 @@ class Conversation:
                 rendered, count = rendered + piece, number
         turn = SessionTurn(user, text, asked.end, closing=closing)
         return turn, asked.and_then(rendered + closing, tokens[:count])
+
+
+MOST = 50
+"""Most states that a chat keeps in memory."""
+
+
+@dataclass(frozen=True)
+class UndoState:
+    """A branch as it was before a command."""
+
+    name: str
+    branch: Branch
+
+    def is_lost_in(self, present: Branch | None) -> bool:
+        """Return True if `present` lacks turns or the system prompt of this state."""
+        if present is None:
+            return bool(self.branch.history.turns)
+        is_without = not self.branch.history.is_within(present.history)
+        return is_without or present.system != self.branch.system
+
+
+@dataclass
+class UndoHistory:
+    """The states that commands have replaced, the newest last."""
+
+    _states: list[UndoState] = field(default_factory=list)
+    _unsaved: list[UndoState] = field(default_factory=list)
+
+    def push(self, state: UndoState) -> None:
+        """Keep a state before a command runs, so that no interrupt can lose it."""
+        self._states = [*self._states, state][-MOST:]
+        self._unsaved = [*self._unsaved, state][-MOST:]
+
+    def settle(self, state: UndoState, branches: Mapping[str, Branch]) -> None:
+        """Forget `state` after the command if nothing of it is lost in `branches`."""
+        if not state.is_lost_in(branches.get(state.name)):
+            self._forget(state)
+
+    def pop(self, name: str, present: Branch) -> Branch | None:
+        """Take the newest state of the branch `name` that differs from `present`, or None."""
+        while own := [one for one in self._states if one.name == name]:
+            self._forget(own[-1])
+            if own[-1].is_lost_in(present):
+                return own[-1].branch
+        return None
+
+    def _forget(self, state: UndoState) -> None:
+        self._states = [one for one in self._states if one is not state]
+        self._unsaved = [one for one in self._unsaved if one is not state]
+
+    def unsaved(self) -> list[UndoState]:
+        """Return the states that are not on the disk yet, the newest last."""
+        return self._unsaved
+
+    def saved(self, state: UndoState) -> None:
+        """Note that `state` is on the disk."""
+        self._unsaved = [one for one in self._unsaved if one is not state]
+
+    def restart(self, states: Iterable[UndoState] = ()) -> None:
+        """Begin anew with the saved states of another conversation, the newest last."""
+        self._states, self._unsaved = list(states), []
+
+
+@dataclass
+class Branches:
+    """The names of all branches, and every branch but the present one, which the chat holds."""
+
+    current: str = MAIN
+    """The name of the present branch."""
+    others: dict[str, Branch] = field(default_factory=dict)
+    """The other branches, by name."""
+    given_up: list[Branch] = field(default_factory=list)
+    """The branches that the user has dropped."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from sorted([self.current, *self.others])
+
+    def fork(self, name: str, present: Branch) -> None:
+        """Continue under another name, and leave the branch `present` as it is.
+
+        Raise OptionError if the name is taken or not one word.
+        """
+        if not name or name.split() != [name]:
+            raise OptionError(f"{name!r} is not a name for a branch: it has to be one word")
+        if name in self:
+            raise OptionError(f"there is a branch {name} already: /switch {name} goes to it")
+        self.others[self.current] = present
+        self.current = name
+
+    def switch(self, name: str, present: Branch) -> Branch:
+        """Leave the branch `present`, and return the branch to continue.
+
+        Raise OptionError if no branch has this name.
+        """
+        if name == self.current:
+            return present
+        self._check(name)
+        self.others[self.current] = present
+        self.current = name
+        return self.others.pop(name)
+
+    def keep(self, name: str, branch: Branch) -> str:
+        """Keep an earlier state of branch `name`. Return its new name, such as `main~1`."""
+        base = re.sub(r"~\d+$", "", name)
+        free = next(f"{base}~{number}" for number in count(1) if f"{base}~{number}" not in self)
+        self.others[free] = branch
+        return free
+
+    def drop_kept_within(self, branch: Branch) -> None:
+        """Drop the branches whose names `keep` has made and whose turns `branch` has again."""
+        for name, one in [*self.others.items()]:
+            if not re.search(r"~\d+$", name):
+                continue
+            if one.system == branch.system and one.history.is_within(branch.history):
+                del self.others[name]
+
+    def drop(self, name: str) -> Branch:
+        """Drop a branch and return it. Raise OptionError if it is the present one or unknown."""
+        if name == self.current:
+            raise OptionError(f"branch {name} is the present one: /switch to another one first")
+        self._check(name)
+        self.given_up.append(self.others.pop(name))
+        return self.given_up[-1]
+
+    def forget_tokens(self) -> None:
+        """Keep the other branches as texts only, for another model."""
+        self.others = {
+            name: replace(branch, history=branch.history.without_tokens())
+            for name, branch in self.others.items()
+        }
+
+    def _check(self, name: str) -> None:
+        if name not in self.others:
+            raise OptionError(f"there is no branch {name!r}: there are {', '.join(self)}")
+
+
+def full_context(
+    conversation: Conversation, first: int, last: Chunk, options: dict[str, Any]
+) -> Iterator[str]:
+    """Yield a line for each thing that a full context, or a limit, has cut off from a turn.
+
+    `first` is the first turn that was in the prompt before, and `last` the last chunk of the
+    answer. `options` are those of this answer alone.
+    """
+    usage = last.usage
+    if usage is None:
+        return
+    context = conversation.runner.context
+    dropped = usage.cache.shifted_tokens
+    left_out = conversation.history.first - first
+    if dropped or left_out > 0:
+        what = count_of(dropped, "token") if dropped else count_of(left_out, "turn")
+        were = "was" if (dropped or left_out) == 1 else "were"
+        yield (
+            f"(the context of {context} tokens was full: the oldest {what} {were} dropped, and the "
+            f"model does not see {'it' if were == 'was' else 'them'} any more; "
+            f"{more_room(conversation)})"
+        )
+    if last.finish_reason == "length":
+        most = (conversation.effective | options).get("max_tokens")
+        if most is not None and usage.completion_tokens >= most:
+            yield (
+                f"(cut off at max_tokens {most}: /set max_tokens {2 * most} allows more, "
+                f"/retry max_tokens={2 * most} answers again)"
+            )
+        else:
+            yield (
+                f"(cut off at the end of the context of {context} tokens: "
+                f"{more_room(conversation)})"
+            )
+
+
+def more_room(conversation: Conversation) -> str:
+    """Return the commands that make room in a full context."""
+    runner = conversation.runner
+    longer = f"/set context {min(2 * runner.context, runner.facts.context)} makes it longer, "
+    is_longest = runner.context >= runner.facts.context
+    return f"{'' if is_longest else longer}/undo takes turns back, /clear all of them"

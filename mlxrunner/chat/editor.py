@@ -29,13 +29,12 @@ from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
-from mlxrunner.chat.commands.table import CommandTable, is_continued, is_open
-from mlxrunner.chat.typeahead import Draft
+from mlxrunner.chat.command_table import CommandTable, is_continued, is_open
+from mlxrunner.chat.reader import TypedText
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import open_own
-from mlxrunner.terminal.external import edit_outside
-from mlxrunner.terminal.keyboard import Keyboard
+from mlxrunner.terminal.keyboard import Keyboard, edit_outside
 from mlxrunner.terminal.signals import uninterrupted
 from mlxrunner.terminal.text import SHOWN, visible
 
@@ -83,10 +82,10 @@ class Editor:
             history=PrivateHistory(history) if history else InMemoryHistory(),
             reserve_space_for_menu=4,
         )
-        self._draft, self._thread = Draft(), Thread()
+        self._draft, self._thread = TypedText(), Thread()
         self._session.default_buffer.on_text_changed += self._changed
 
-    def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
+    def read(self, idle: Callable[[TypedText], None], default: str = "") -> str:
         """Return the text that the user types, while `idle(draft)` works in the caller's thread.
 
         `default` is the text to begin with. `idle` has to return soon after the draft is over.
@@ -109,8 +108,8 @@ class Editor:
             print(visible(f"error: {error}"), file=sys.stderr)
             return text
 
-    def _edited(self, idle: Callable[[Draft], None], default: str) -> str:
-        draft = self._draft = Draft(default)
+    def _edited(self, idle: Callable[[TypedText], None], default: str) -> str:
+        draft = self._draft = TypedText(default)
         outcome: list[str | BaseException] = []
 
         def edit() -> None:

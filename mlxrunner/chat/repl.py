@@ -12,25 +12,30 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any, NoReturn
 
-from mlxrunner.chat.attachments import Attachments
-from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.commands.table import (
+from mlxrunner.chat.attachments import Attachments, picture_paths
+from mlxrunner.chat.command_table import (
     GOODBYES,
+    ChatContext,
     Command,
     CommandTable,
     is_open,
     quoted,
     unquoted,
 )
-from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.full_context import full_context, more_room
-from mlxrunner.chat.loaded_model import LoadedModel
-from mlxrunner.chat.pictures import picture_paths
-from mlxrunner.chat.reader import Reader, StdinReader
-from mlxrunner.chat.taken import State, Taken
-from mlxrunner.chat.typeahead import Draft, TypeAhead
+from mlxrunner.chat.commands import FILE_COMMANDS, REPORT_COMMANDS, SETTING_COMMANDS, TURN_COMMANDS
+from mlxrunner.chat.conversation import (
+    Branches,
+    Conversation,
+    UndoHistory,
+    UndoState,
+    full_context,
+    more_room,
+)
+from mlxrunner.chat.reader import Reader, StdinReader, TypeAhead, TypedText
 from mlxrunner.chat.view import (
     DIM,
     UNDIM,
@@ -41,18 +46,29 @@ from mlxrunner.chat.view import (
     held_log,
     wrapped,
 )
-from mlxrunner.errors import ContextLengthError, MlxrunnerError, PromptError
+from mlxrunner.errors import (
+    ContextLengthError,
+    MlxrunnerError,
+    ModelError,
+    OptionError,
+    PromptError,
+)
+from mlxrunner.loading import add_draft_model, plan_model
+from mlxrunner.memory.reserve import must_fit
+from mlxrunner.models.facts import is_run_by_mlx_vlm
+from mlxrunner.models.load import why_no_vision
+from mlxrunner.options import RunnerSettings
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.session import History
-from mlxrunner.system.power import on_battery
+from mlxrunner.system.folders import data_folder
+from mlxrunner.system.limits import on_battery
 from mlxrunner.terminal.early import INTERRUPTED
-from mlxrunner.terminal.external import edit_outside
-from mlxrunner.terminal.inline import inline, shows_pictures
-from mlxrunner.terminal.keyboard import Keyboard
-from mlxrunner.terminal.progress import PrefillProgress
-from mlxrunner.terminal.signals import Interrupts, orderly_end
-from mlxrunner.terminal.text import FilteredStream
+from mlxrunner.terminal.keyboard import Keyboard, edit_outside, is_terminal
+from mlxrunner.terminal.progress import PrefillBar
+from mlxrunner.terminal.progress import loading as loading_bar
+from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted
+from mlxrunner.terminal.text import FilteredStream, inline, shows_pictures
 
 logger = logging.getLogger("mlxrunner")
 
@@ -80,7 +96,7 @@ class Chat:
     """True to show thinking, False to hide it."""
     branches: Branches = field(default_factory=Branches)
     attachments: Attachments = field(default_factory=Attachments)
-    taken: Taken = field(default_factory=Taken)
+    undo_history: UndoHistory = field(default_factory=UndoHistory)
     """Turns that commands took away, for /redo."""
     begun: str = ""
     """The text that the next line begins with."""
@@ -98,7 +114,7 @@ class Chat:
     def __post_init__(self) -> None:
         if self.interactive:
             self.conversation.piece_s = PIECE_S
-        self._loaded = LoadedModel(self, self._try)
+        self._loaded = ChatModel(self, self._try)
         self._table = CommandTable()
         self._typeahead = self._type_ahead()
 
@@ -161,7 +177,7 @@ class Chat:
         fits_alone = error.tokens - evaluated < error.context
         return f"; {more_room(self.conversation)}" if fits_alone else ""
 
-    def _read(self, idle: Callable[[Draft], None], default: str = "") -> str:
+    def _read(self, idle: Callable[[TypedText], None], default: str = "") -> str:
         with held_log() if self.interactive else nullcontext():
             return self.reader.read(idle, default)
 
@@ -197,13 +213,13 @@ class Chat:
                 self.send(text)
 
     def _run_command(self, command: Command, argument: str) -> None:
-        state = State(self.branches.current, self.conversation.branch)
-        self.taken.push(state)
+        state = UndoState(self.branches.current, self.conversation.branch)
+        self.undo_history.push(state)
         try:
             command.run(self, argument)
         finally:
             present = {self.branches.current: self.conversation.branch}
-            self.taken.settle(state, self.branches.others | present)
+            self.undo_history.settle(state, self.branches.others | present)
         for act in self.after_command:
             act(self)
 
@@ -238,7 +254,7 @@ class Chat:
         """Return `text` as the user changes it: see `ChatContext.edit`."""
         if not self.interactive:
             raise PromptError("there is no line editor without a terminal")
-        idle = Draft.wait_until_over if after is None else self._type_ahead(after)
+        idle = TypedText.wait_until_over if after is None else self._type_ahead(after)
         try:
             typed = self._read(idle, quoted(text))
         except (EOFError, KeyboardInterrupt):
@@ -284,7 +300,7 @@ class Chat:
             held_log(),
             ExitStack() as ending,
         ):
-            bar = PrefillProgress()
+            bar = PrefillBar()
 
             def progress(done: int, total: int) -> None:
                 if self.keyboard.asks_to_stop:
@@ -331,3 +347,206 @@ class Chat:
     def _complete_model(self) -> None:
         """Complete a change of models that an interrupt or an error has cut off."""
         self._loaded.complete()
+
+
+class ChatModel:
+    """The model of a chat, and the ways to load it again or to load another one."""
+
+    def __init__(self, chat: Chat, attempt: Callable[[Callable[[], None]], int]) -> None:
+        """Begin with the runner of `chat`. `attempt` calls a function and prints its error."""
+        self._chat, self._attempt = chat, attempt
+        self._known_runner = chat.conversation.runner  # `after_load` is not called for it
+
+    def open_eyes(self) -> None:
+        """Load the model again if it was loaded without its eyes.
+
+        Raise ModelError if it has none, and PromptError if several hosts share it.
+        """
+        if not self._chat.conversation.sees:
+            if (why := why_no_vision(self._chat.model)) is not None:
+                raise ModelError(why)
+            self._chat.say(f"{self._chat.model} is loaded again, with its eyes")
+            self.change(self._chat.model, pictures=True)
+        if not self._chat.conversation.sees:
+            raise PromptError("a model that several hosts share sees no pictures")
+
+    def change(self, name: str, **changes: Any) -> None:
+        """Load another model, or the same one with other options, and continue with it.
+
+        If the request itself is wrong, raise while the present model is still loaded.
+        """
+        loading = self._chat.loading | changes
+        if name != self._chat.model:
+            loading.pop("pictures", None)  # until one is shown
+        plan = vars(RunnerSettings.among(loading))
+        found = plan_model(name, **plan)
+        if loading.get("reserve", True):
+            must_fit(found)
+        # Two models at once may be too much, so the present one is freed first. After an interrupt
+        # here, `complete` loads it again.
+        self._known_runner = self._chat.conversation.runner = NoRunner()  # type: ignore[assignment]
+        try:
+            runner = self._load(name, loading)
+        except Exception as error:
+            clear_frames(error.__traceback__)  # they hold what was loaded so far
+            self._attempt(self.complete)
+            raise
+        if name != self._chat.model:
+            self.forget_tokens()
+        self._chat.model, self._chat.loading, self._chat.conversation.runner = name, loading, runner
+        self.complete()
+
+    def complete(self) -> None:
+        """Complete a change of models that an interrupt or an error has cut off.
+
+        Afterwards a model is loaded, and `after_load` has been called for it.
+        """
+        runner = self._chat.conversation.runner
+        if isinstance(runner, NoRunner) and runner.why is None:
+            self._chat.say(
+                f"{self._chat.model} is loaded again: it had been given up for the other model"
+            )
+            with uninterrupted():
+                self._chat.conversation.runner = self._loaded_again()
+        if self._chat.conversation.runner is not self._known_runner and not isinstance(
+            self._chat.conversation.runner, NoRunner
+        ):
+            with uninterrupted():
+                branches = [self._chat.conversation.branch, *self._chat.branches.others.values()]
+                if any(branch.history.shows_pictures for branch in branches):
+                    self.forget_tokens()  # ids of pictures are those of the model that is gone
+                for act in self._chat.after_load:
+                    act(self._chat)
+                self._known_runner = self._chat.conversation.runner
+
+    def forget_tokens(self) -> None:
+        """Keep the conversation as texts, which the model that is loaded now tokenizes."""
+        self._chat.conversation.history = self._chat.conversation.history.without_tokens()
+        self._chat.branches.forget_tokens()
+
+    def _loaded_again(self) -> Runner:
+        try:
+            return self._load(self._chat.model, self._chat.loading)
+        except Exception as error:
+            failed = NoRunner(" ".join(str(error).split()))
+            self._chat.conversation.runner = failed  # type: ignore[assignment]
+            raise
+
+    def _load(self, model: str, loading: dict[str, Any]) -> Runner:
+        """Load a model in the middle of a chat, with a bar if that takes long.
+
+        If the draft model can't guess for it, say why, and go on without.
+        """
+        if self._chat.load_elsewhere is not None:
+            return self._chat.load_elsewhere(model, loading)
+        own, why = dict(loading), ""
+        draft = own.pop("draft_model", None)
+        draft = None if own.get("pictures") or is_run_by_mlx_vlm(model) else draft
+        with loading_bar(model) as show:
+            runner = Runner.load(model, progress=show, **own)
+            try:
+                if draft is not None:
+                    trusts = bool(own.get("trust_remote_code"))
+                    add_draft_model(runner, draft, trust_remote_code=trusts, progress=show)
+            except MlxrunnerError as error:
+                why = str(error).partition("\n")[0]
+        if why:
+            self._chat.say(f"{draft} guesses nothing for {model}: {why}")
+        return runner
+
+
+class NoRunner:
+    """Stands for a runner that was freed for another one. Using it raises ModelError."""
+
+    def __init__(self, why: str | None = None) -> None:
+        """Keep the error of loading the model again; None means that this was not tried yet."""
+        self.why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ModelError(
+            f"no model is loaded{f' ({self.why})' if self.why else ''}: /model NAME loads one"
+        )
+
+
+def open_chat(
+    conversation: Conversation,
+    *more: Command,
+    plain: bool = False,
+    history: bool = True,
+    keyboard: Keyboard | None = None,
+    **options: Any,
+) -> tuple[Chat, CommandTable]:
+    """Return a chat and the table of its commands.
+
+    `more` are commands beside those that every chat has. `plain` turns Markdown off. `history`
+    keeps what is typed for the next chat. `keyboard` is the one already in use, if any. `options`
+    are other fields of `Chat`.
+    """
+    table = commands(*more)
+    chat = Chat(conversation, interactive=is_terminal(), **options)
+    if chat.interactive:
+        from mlxrunner.chat.editor import Editor
+
+        words = {command.name: command.words for command in table}
+        chat.keyboard = keyboard or Keyboard(terminal=True)
+        file = _history_file() if history else None
+        chat.reader = Editor(
+            table, lambda name, before: words[name](chat, before), file, chat.keyboard
+        )
+    if chat.interactive and not plain and os.environ.get("TERM", "dumb") != "dumb":
+        from rich.console import Console
+
+        from mlxrunner.chat.markdown import StreamedMarkdown
+
+        chat.view = lambda: StreamedMarkdown(Console())
+    return chat, table
+
+
+HELP = (
+    "Alt-Enter, Ctrl-J or a backslash at the end: the text goes on in a new line.",
+    '""" around a text sends it as it is, whatever it begins with.',
+    "@PATH in a text: the file, or picture, goes with it.  Ctrl-X Ctrl-E: $EDITOR.",
+    "Ctrl-C stops an answer and keeps what was shown; it clears the line.",
+    "Ctrl-Z suspends the chat.  Ctrl-D, exit or quit leave it.",
+)
+"""Lines of /help after the commands; a terminal of 80 columns wraps none of them."""
+
+
+def commands(*more: Command) -> CommandTable:
+    """Return the table of all commands, with `more` before /help."""
+
+    def show_help(chat: ChatContext, argument: str) -> None:
+        if argument not in ("", "all"):
+            raise OptionError(f"/help {argument}: /help shows the daily commands, /help all all")
+        for line in (*table.help(is_whole=argument == "all"), *HELP):
+            chat.say(line)
+
+    def leave(chat: ChatContext, argument: str) -> None:
+        raise EOFError
+
+    table = CommandTable(
+        (
+            *TURN_COMMANDS,
+            *SETTING_COMMANDS,
+            *REPORT_COMMANDS,
+            *FILE_COMMANDS,
+            *more,
+            Command(
+                "/help",
+                "[all]",
+                "what is used daily; all: every command (also /?)",
+                show_help,
+                lambda chat, before: ("all",),
+                is_daily=True,
+            ),
+            Command("/bye", "", "leave (also /exit, /quit, Ctrl-D)", leave, is_daily=True),
+        )
+    )
+    return table
+
+
+def _history_file() -> Path | None:
+    try:
+        return data_folder() / "history"
+    except OSError:
+        return None

@@ -9,23 +9,17 @@ import sys
 
 import click
 
-from mlxrunner.cli.batch import batch
-from mlxrunner.cli.bench import bench
-from mlxrunner.cli.cache import cache
+from mlxrunner.cli.batch import batch, worker
 from mlxrunner.cli.chat import chat
-from mlxrunner.cli.completion import completion
-from mlxrunner.cli.config import config
-from mlxrunner.cli.describe import doctor, plan, show
+from mlxrunner.cli.describe import completion, config, doctor, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.launch import launch
 from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
-from mlxrunner.cli.profile import explain, report, simulate
+from mlxrunner.cli.profile import bench, explain, report, simulate, verify
 from mlxrunner.cli.program import Program
 from mlxrunner.cli.serve import serve
-from mlxrunner.cli.sessions import sessions
-from mlxrunner.cli.verify import verify
-from mlxrunner.cli.worker import worker
+from mlxrunner.cli.sessions import cache, sessions
 
 
 def _print_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

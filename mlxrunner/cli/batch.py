@@ -13,27 +13,31 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 import click
 
 from mlxrunner.batch.options import FileOptions
-from mlxrunner.cli.merge import SOME_FAILED, merge
 from mlxrunner.cli.options import (
     LOADING,
+    WATCHING,
+    Configured,
     check_options,
+    debug_option,
     draft_option,
     form_options,
     is_given,
     model_options,
+    named_system,
     option_of,
+    options_that_hold,
     overflow_options,
+    recording,
     sampling_options,
     take,
     template_options,
     together,
+    typed_options,
+    watching_options,
 )
-from mlxrunner.cli.pictures import check_pictures
 from mlxrunner.cli.program import F, line_text, visible_text
-from mlxrunner.cli.recording import WATCHING, recording, watching_options
-from mlxrunner.cli.settling import Configured, named_system, options_that_hold, typed_options
-from mlxrunner.cli.worker import CONNECTION
-from mlxrunner.cluster.options import ClusterOptions
+from mlxrunner.cli.prompt import check_pictures
+from mlxrunner.cluster.options import ClusterOptions, Connection
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.parallel.settings import EngineSettings
@@ -41,6 +45,7 @@ from mlxrunner.parallel.settings import EngineSettings
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
     from mlxrunner.batch.work import JobSummary
+
 
 CUT_OFF = 1
 """The exit code of a run with lines that are left."""
@@ -79,6 +84,73 @@ _LAST = (
         help="Fail: embeddings are not supported.",
     ),
 )
+CONNECTION = ("tls_ca", "tls_cert", "tls_key", "insecure")
+"""The options for a cluster on other hosts."""
+
+
+@click.command()
+@click.argument("address", metavar="ADDRESS")
+@together(tuple(option_of(Connection, name) for name in CONNECTION))
+@debug_option
+def worker(address: str, **options: Any) -> None:
+    """Answer lines of batches that `mlxrunner batch --dask ADDRESS` runs.
+
+    ADDRESS is that of the cluster's scheduler, such as tls://HOST:8786; `dask scheduler` starts
+    one. The model of a batch has to be on this machine: no files are copied. Ctrl-C ends the
+    worker, and its unfinished lines run on others.
+    """
+    import asyncio
+
+    from mlxrunner.cluster.dask_workers import check_installed, work
+    from mlxrunner.terminal.signals import orderly_end
+
+    connection = Connection(**options)
+    where = connection.check_address(address)
+    check_installed()
+    with orderly_end():
+        asyncio.run(work(where, connection, lambda text: click.echo(text, err=True)))
+
+
+SOME_FAILED = 3
+"""The exit code of a batch that is done, with failed lines."""
+
+
+@click.command()
+@click.argument("outputs", metavar="OUTPUT...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    help="Write all answers to FILE, which may not be there; FILE.parquet is made of them.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing on stderr but errors.")
+def merge(outputs: tuple[str, ...], output: str, quiet: bool) -> None:
+    """Put the outputs of all shards of a batch together, in the order of the input.
+
+    Each OUTPUT is that of `mlxrunner batch --shard I/N`, with its OUTPUT.done beside it. Nothing is
+    written if a shard is missing, there twice, not ended, changed, or of another batch. Without
+    counts and times (--no-usage) FILE equals that of one machine byte for byte, and
+    `mlxrunner batch` without --shard takes it with --resume and --retry-failed. Exit code 0 if
+    every line was answered, 3 if some failed, 2 if nothing was written.
+    """
+    from mlxrunner.batch.merge import merge as merged
+    from mlxrunner.batch.output import PARQUET, check_parquet, lines_path, write_parquet
+
+    table = output if output.lower().endswith(PARQUET) else None
+    if table is not None:
+        check_parquet(table, goes_on=False)
+    whole = merged(outputs, output if table is None else lines_path(table))
+    if table is not None:
+        write_parquet(table)
+    if not quiet:
+        failed = f", {whole.failed} of them failed" if whole.failed else ""
+        click.echo(
+            f"{line_text(output)}: {whole.lines:,} lines of {len(outputs)} shards{failed}", err=True
+        )
+    sys.exit(SOME_FAILED if whole.failed else 0)
+
+
 _OWN = (
     *("prompt_template", "prompt_column", "messages_column", "id_column", "delimiter"),
     *("system", "raw", "pictures", "picture_folder", "strict"),
@@ -99,7 +171,7 @@ def _option(name: str) -> Callable[[F], F]:
     return option_of(FileOptions, name)
 
 
-class _Batch(Configured):
+class _BatchCommand(Configured):
     """The command, with `merge` as a command of its own; a file of that name is ./merge."""
 
     commands: ClassVar = {"merge": merge}
@@ -116,7 +188,7 @@ class _Batch(Configured):
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command(cls=_Batch)
+@click.command(cls=_BatchCommand)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @together((_FIRST, *(_option(name) for name in _OWN), *_LAST))
 @together(tuple(option_of(ClusterOptions, name) for name in _CLUSTER))

@@ -11,6 +11,7 @@ import click
 
 from mlxrunner.cli.options import (
     LOADING,
+    Configured,
     chosen_model,
     draft_option,
     load,
@@ -18,26 +19,24 @@ from mlxrunner.cli.options import (
     model_options,
     named_argument,
     overflow_options,
+    recording,
+    recording_options,
     sampling_options,
+    session_words,
     system_option,
     take,
     template_var_option,
-)
-from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import (
-    Configured,
     typed_names,
     typed_options,
     usual_options,
 )
-from mlxrunner.cli.words import session_words
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.chat.commands.sessions import Saving
-    from mlxrunner.chat.commands.table import CommandTable
+    from mlxrunner.chat.command_table import CommandTable
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.repl import Chat
+    from mlxrunner.chat.session_commands import Saving
     from mlxrunner.sessions.session import Session
     from mlxrunner.terminal.keyboard import Keyboard
 
@@ -137,7 +136,7 @@ def chat(
     if own:  # nothing is planned or saved for one rank alone
         loading["reserve"], no_cache_file = False, True
     with keyboard:  # first of all, to keep what is typed while the model loads
-        from mlxrunner.chat.start import open_chat
+        from mlxrunner.chat.repl import open_chat
 
         keeps = not no_save and (is_terminal() or goes_on)
         saving = _saving(caches=not no_cache_file, kv_bits=session_kv_bits, keeps_unnamed=keeps)
@@ -172,7 +171,7 @@ def _check_begin(session: str | None, goes_on: bool) -> None:
 
 
 def _saving(**options: Any) -> Saving:
-    from mlxrunner.chat.commands.sessions import Saving
+    from mlxrunner.chat.session_commands import Saving
 
     return Saving(**options)
 
@@ -191,7 +190,7 @@ def _put_back(
     `given` are the names of the options that were typed; they hold. Another model than the one of
     the session `name` asks first; for None it does not.
     """
-    from mlxrunner.chat.saved_settings import must_be_wanted, put_back
+    from mlxrunner.chat.session_commands import must_be_wanted, put_back
 
     if "model" in given and name is not None:
         must_be_wanted(name, resumed.model, model, keyboard)

@@ -1,15 +1,14 @@
-"""`mlxrunner show`, `plan` and `doctor`: describe a model and the machine.
-
-None of them generates anything.
-"""
+"""`mlxrunner show`, `plan`, `doctor`, `config` and `completion`: say what there is."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from mlxrunner.cli.options import (
     MEMORY_OPTIONS,
@@ -19,6 +18,16 @@ from mlxrunner.cli.options import (
     together,
 )
 from mlxrunner.cli.program import visible_text
+from mlxrunner.config.file import (
+    COMMANDS,
+    MODEL,
+    Config,
+    Setting,
+    config_path,
+    layer,
+    read_config_file,
+    settled,
+)
 from mlxrunner.errors import ModelError
 
 
@@ -32,7 +41,7 @@ def show(model: str, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from mlxrunner.models.description import describe, ends_of
+    from mlxrunner.models.load import describe, ends_of
     from mlxrunner.terminal.text import one_line, size
 
     facts = describe(model)
@@ -107,7 +116,7 @@ def doctor(as_json: bool) -> None:
     """Say what this machine has (device, memory, libraries), and what to do about what it lacks."""
     from dataclasses import asdict
 
-    from mlxrunner.system.doctor import findings
+    from mlxrunner.system.device import findings
 
     found = findings()
     if as_json:
@@ -117,3 +126,122 @@ def doctor(as_json: bool) -> None:
         click.echo(f"{'ok ' if finding.ok else '!! '} {finding.name:14} {finding.value}")
         if finding.advice:
             click.echo(f"    {'':14} {finding.advice}")
+
+
+WIDTH = 20
+HIDDEN = "***"
+"""The value that is shown for a key."""
+
+
+@click.command()
+@model_argument
+@json_option
+@debug_option
+def config(model: str, as_json: bool) -> None:
+    """Show the config file, and which options hold for MODEL: those of the file and of the model.
+
+    MODEL is by default the one that a command without -m takes. A model that is not on this machine
+    is not downloaded, and suggests nothing yet.
+    """
+    found = read_config_file()
+    suggested, note = _suggested(model)
+    holding = {
+        command: _shown(settled(layer(suggested, MODEL), found.options(command, model)))
+        for command in COMMANDS
+    }
+    if as_json:
+        click.echo(json.dumps(_as_dict(found, model, holding)))
+        return
+    rows = {
+        "file": _file(found),
+        "model": f"{model}{note}",
+        "aliases": ", ".join(f"{name} = {model}" for name, model in found.aliases.items()),
+        "system prompts": ", ".join(f"@{name}" for name in found.prompts),
+        "prompt templates": ", ".join(found.templates),
+    }
+    for name, value in rows.items():
+        if value:
+            click.echo(visible_text(f"{name:{WIDTH}}{' '.join(value.split())}"))
+    for line in _lines(holding):
+        click.echo(visible_text(line))
+
+
+def _suggested(model: str) -> tuple[dict[str, Any], str]:
+    """Return what the model suggests, and a note about it."""
+    from mlxrunner.models.files import suggestion_of
+    from mlxrunner.models.resolve import HUB_ID, folder_if_here
+
+    folder = folder_if_here(model)
+    if folder is None:
+        is_on_hub = HUB_ID.fullmatch(model) is not None
+        return {}, " (not on this machine yet)" if is_on_hub else " (there is no such model)"
+    found = suggestion_of(folder)
+    return found.options, "" if found.problem is None else f" ({found.problem})"
+
+
+def _shown(settings: dict[str, Setting]) -> dict[str, Setting]:
+    """Return the settings without the key, which others may see over a shoulder or in a log."""
+    hidden = (
+        {"api_key": replace(settings["api_key"], value=HIDDEN)} if "api_key" in settings else {}
+    )
+    return settings | hidden
+
+
+def _file(found: Config) -> str:
+    path = config_path()
+    if path is None:
+        return "(none: MLXRUNNER_CONFIG is empty)"
+    return str(path) if found.path is not None else f"{path} (there is none yet)"
+
+
+def _lines(holding: dict[str, dict[str, Setting]]) -> list[str]:
+    """Return a line for each value and the commands for which it holds."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for command, settings in holding.items():
+        for name, setting in settings.items():
+            key = name, json.dumps(setting.value), setting.source
+            rows.setdefault(key, []).append(command)
+    return [
+        f"{name:{WIDTH}}{value[:60]:16} ({source}) for {', '.join(commands)}"
+        for (name, value, source), commands in rows.items()
+    ] or ["every option has its built-in default"]
+
+
+def _as_dict(found: Config, model: str, holding: dict[str, dict[str, Setting]]) -> dict[str, Any]:
+    path = config_path()
+    return {
+        "file": None if path is None else str(path),
+        "is_there": found.path is not None,
+        "model": model,
+        "aliases": dict(found.aliases),
+        "prompts": dict(found.prompts),
+        "templates": {name: vars(template) for name, template in found.templates.items()},
+        "options": {
+            command: {
+                name: {"value": one.value, "source": one.source} for name, one in settings.items()
+            }
+            for command, settings in holding.items()
+        },
+    }
+
+
+SHELLS = ("bash", "zsh", "fish")
+VARIABLE = "_MLXRUNNER_COMPLETE"
+"""The variable of the environment in which the scripts ask for words."""
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+@debug_option
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes commands, options, models and sessions in SHELL.
+
+    \b
+    bash: add to ~/.bashrc    eval "$(mlxrunner completion bash)"
+    zsh:  add to ~/.zshrc     eval "$(mlxrunner completion zsh)"
+    fish: mlxrunner completion fish > ~/.config/fish/completions/mlxrunner.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ctx.find_root().command, {}, "mlxrunner", VARIABLE).source())

@@ -11,6 +11,7 @@ import click
 
 from mlxrunner.cli.options import (
     LOADING,
+    Configured,
     check_options,
     draft_option,
     form_options,
@@ -18,18 +19,19 @@ from mlxrunner.cli.options import (
     load,
     model_options,
     option_of,
+    options_that_hold,
     overflow_options,
+    recording,
+    recording_options,
     sampling_options,
     system_option,
     take,
     template_options,
+    template_words,
+    typed_options,
 )
-from mlxrunner.cli.pictures import check_pictures, content_of
 from mlxrunner.cli.program import line_text
-from mlxrunner.cli.prompt import filled, prompt_of
-from mlxrunner.cli.recording import recording, recording_options
-from mlxrunner.cli.settling import Configured, options_that_hold, typed_options
-from mlxrunner.cli.words import template_words
+from mlxrunner.cli.prompt import check_pictures, content_of, filled, prompt_of
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions, check_raw
 
@@ -281,10 +283,10 @@ def _say_if_full(runner: Runner, last: Chunk, max_tokens: int | None) -> None:
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:
-    from mlxrunner.terminal.progress import PrefillProgress
+    from mlxrunner.terminal.progress import PrefillBar
     from mlxrunner.terminal.text import FilteredStream
 
-    output, bar = FilteredStream(), PrefillProgress()
+    output, bar = FilteredStream(), PrefillBar()
     chunks = []
     try:
         for chunk in runner.generate(request, progress=bar, **options):

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option
+from mlxrunner.cli.options import debug_option, json_option, repository_words
 from mlxrunner.cli.program import line_text, visible_text
-from mlxrunner.cli.words import repository_words
 from mlxrunner.errors import ModelError, OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.models.catalog import CachedModel
+    from mlxrunner.models.resolve import CachedModel
 
 
 @click.group(invoke_without_command=True)
@@ -29,7 +28,7 @@ def models(ctx: click.Context, as_json: bool) -> None:
         if as_json:
             raise OptionError("--json lists models: give it without a command")
         return
-    from mlxrunner.models.catalog import cached_models
+    from mlxrunner.models.resolve import cached_models
 
     found = cached_models()
     rows = _described(found)
@@ -78,7 +77,7 @@ def rm(names: tuple[str, ...], yes: bool) -> None:
     Removes every revision and what an interrupted download left. Nothing outside the hub cache is
     touched. A process that has loaded the model keeps it until it ends.
     """
-    from mlxrunner.models.catalog import must_be_removable, removable_bytes, remove
+    from mlxrunner.models.resolve import must_be_removable, removable_bytes, remove
     from mlxrunner.terminal.text import size
 
     chosen = list(dict.fromkeys(names))
@@ -118,7 +117,7 @@ def _description(model: CachedModel) -> dict[str, Any]:
     from datetime import UTC, datetime
 
     from mlxrunner.loading import context_and_plan
-    from mlxrunner.models.catalog import last_use
+    from mlxrunner.models.resolve import last_use
 
     used = last_use(model.name)
     row: dict[str, Any] = {

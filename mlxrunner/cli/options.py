@@ -1,28 +1,42 @@
-"""Command-line options that several commands share."""
+"""Options that several commands share, the values that hold for them, and the words for shells.
+
+The values come from what was typed, the config file, the model, and the defaults. A shell asks for
+words after each press of Tab, so nothing here imports mlx at its top.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
-from mlxrunner.cli.program import F, set_debug
-from mlxrunner.cli.settling import named_model, named_system, typed_names
-from mlxrunner.cli.words import model_words
-from mlxrunner.config.json_options import MAX_SCHEMA, check_schema, check_tools
-from mlxrunner.config.option import Option, about, names, renamed
+from mlxrunner.cli.program import F, set_debug, visible_text
+from mlxrunner.config.file import MODEL, NAMED, Setting, layer, read_config_file, settled, values
+from mlxrunner.config.option import (
+    MAX_SCHEMA,
+    Option,
+    about,
+    check_schema,
+    check_tools,
+    names,
+    renamed,
+)
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import STOP_IDS, GenerateOptions, RunnerSettings
+from mlxrunner.options import GREEDY, STOP_IDS, GenerateOptions, RunnerSettings
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:
+    from mlxrunner.profiling.profile import Profile
     from mlxrunner.runner import Runner
+
 
 MOST_TOOLS = 2**22
 """Most bytes of a file of tools."""
@@ -40,7 +54,7 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None
     if value:
         import logging
 
-        from mlxrunner.terminal.logs import log_to_stderr
+        from mlxrunner.terminal.progress import log_to_stderr
 
         log_to_stderr(logging.INFO if value == 1 else logging.DEBUG)
 
@@ -163,17 +177,170 @@ def _options_of(kind: type, chosen: Iterable[str]) -> tuple[Callable[[F], F], ..
     return tuple(option_of(kind, name) for name in chosen)
 
 
+Words = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def _words(found: Callable[[], Iterable[str]], otherwise: str | None = None) -> Words:
+    """Return a function for `shell_complete=` that offers the words of `found`.
+
+    The shell completes `otherwise` ("dir") by itself where none of them fits.
+    """
+
+    def offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[CompletionItem]:
+        with suppress(Exception):  # a shell cannot show an error
+            given = ctx.params.get(parameter.name or "") if parameter.nargs == -1 else None
+            words = [w for w in found() if w.startswith(begin) and w not in (given or ())]
+            if words or otherwise is None:
+                return [CompletionItem(word) for word in words]
+        return [CompletionItem(begin, type=otherwise)] if otherwise else []
+
+    return offer
+
+
+def _repositories() -> list[str]:
+    from mlxrunner.models.download import repositories
+
+    return repositories()
+
+
+def _models() -> list[str]:
+    from mlxrunner.config.file import read_config_file
+    from mlxrunner.options import EMBEDDED
+
+    return [*EMBEDDED, *read_config_file().aliases, *_repositories()]
+
+
+def _templates() -> Iterable[str]:
+    from mlxrunner.config.file import read_config_file
+
+    return read_config_file().templates
+
+
+def _sessions() -> list[str]:
+    from mlxrunner.sessions.store import SessionStore
+
+    return SessionStore().names()
+
+
+model_words = _words(_models, "dir")
+"""For a parameter that takes every kind of model."""
+repository_words = _words(_repositories)
+"""For a parameter that takes a repository of the hub cache."""
+template_words = _words(_templates)
+"""For a parameter that takes a prompt template of the config file."""
+session_words = _words(_sessions)
+"""For a parameter that takes a saved session."""
+
+
+OF_REQUESTS = frozenset(names(GenerateOptions))
+
+
+def typed_names(ctx: click.Context) -> set[str]:
+    """Return the names of the options on the command line."""
+    typed = ParameterSource.COMMANDLINE
+    return {name for name in ctx.params if ctx.get_parameter_source(name) is typed}
+
+
+def typed_options(ctx: click.Context, options: dict[str, Any], *, greedy: bool) -> dict[str, Any]:
+    """Return the options of a request that the user gave. Raise OptionError if they contradict.
+
+    `greedy` stands for the options of GREEDY.
+    """
+    given = typed_names(ctx) & OF_REQUESTS
+    typed = {name: value for name, value in options.items() if name in given}
+    if not greedy:
+        return typed
+    for name in GREEDY:
+        if typed.get(name):
+            raise OptionError(
+                f"--greedy takes the most likely token, and --{name.replace('_', '-')} "
+                f"{typed[name]} may not: use one of them"
+            )
+    return typed | GREEDY
+
+
+class Configured(click.Command):
+    """A command whose options the config file may set."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            configure(ctx)
+        return rest
+
+
+def configure(ctx: click.Context) -> None:
+    """Give the options that were not typed the values of the config file.
+
+    Options of a request are left to `usual_options`, because their model may be another one: that
+    of a session.
+    """
+    config, params = read_config_file(), ctx.params
+    model = params.get("named") or params["model"]
+    for name, setting in config.options(str(ctx.command.name), model).items():
+        if setting.note is not None:
+            click.echo(visible_text(setting.note), err=True)
+        if params.get("raw") and name in ("system", "template"):
+            continue
+        if name == "template":
+            params[name] = {**setting.value, **(params.get(name) or {})}
+        elif name in params.keys() - OF_REQUESTS and _is_default(ctx, name):
+            params[name] = config.system(setting.value) if name == "system" else setting.value
+
+
+def _is_default(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.DEFAULT
+
+
+def usual_options(command: str, model: str) -> dict[str, Setting]:
+    """Return what holds for requests of `command` to `model` unless the user says otherwise.
+
+    The variables of the chat template are not among it. The model is downloaded if it is not there.
+    Raise ModelError if there is no such model.
+    """
+    from mlxrunner.models.files import suggestion_of
+    from mlxrunner.models.resolve import resolve
+
+    of_file = read_config_file().options(command, model)
+    chosen = {name: one for name, one in of_file.items() if name in OF_REQUESTS - {"template"}}
+    return settled(layer(suggestion_of(resolve(model)).options, MODEL), chosen)
+
+
+def options_that_hold(
+    command: str, model: str, options: dict[str, Any], typed: dict[str, Any]
+) -> dict[str, Any]:
+    """Return `options` with the values that hold: typed ones, then the usual ones of `model`."""
+    variables = {"template": options["template"]}
+    return options | values(usual_options(command, model)) | typed | variables
+
+
+def named_model(ctx: click.Context, parameter: click.Parameter, model: str | None) -> str | None:
+    """Return the model that is meant: behind an alias, or that of the config file for none."""
+    if model is None or ctx.resilient_parsing:
+        return model
+    config = read_config_file()
+    if config.model is not None and _is_default(ctx, str(parameter.name)):
+        model = str(config.model.value)
+    return config.name_of(model)
+
+
+def named_system(ctx: click.Context, parameter: click.Parameter, system: str | None) -> str | None:
+    """Return the system prompt that `@NAME` stands for, or the text as it is."""
+    return read_config_file().system(system) if system and system.startswith(NAMED) else system
+
+
 draft_option = option_of(OpenSettings, "draft_model")
 LOADING = (*names(RunnerSettings), "reserve", "trust_remote_code")
 """Names of the options of `Runner.load`."""
 FULL_CONTEXT = ("overflow", "keep")
 FORM = ("schema", "choices")
 TEMPLATE = ("template", "tools")
-PYTHON_ONLY = ("logprobs", *STOP_IDS, "continue_final_message")
+WITHOUT_SHARED_FLAG = ("logprobs", *STOP_IDS, "continue_final_message")
+"""The options of a request without a flag for all commands; `batch` has --logprobs."""
 SAMPLING = tuple(
     name
     for name in names(GenerateOptions)
-    if name not in (*FULL_CONTEXT, *FORM, *TEMPLATE, *PYTHON_ONLY)
+    if name not in (*FULL_CONTEXT, *FORM, *TEMPLATE, *WITHOUT_SHARED_FLAG)
 )
 MEMORY_OPTIONS = _options_of(RunnerSettings, [n for n in names(RunnerSettings) if n != INTERVAL])
 
@@ -418,3 +585,103 @@ def _for_the_terminal(text: str) -> str:
     from mlxrunner.chat.view import wrapped
 
     return "\n".join(wrapped(line) for line in text.splitlines())
+
+
+WATCHING = ("events", "log_text", "log_tokens", "metrics", "verify_cache")
+RECORDING = (*WATCHING, "strict")
+
+
+def recording_options(command: F) -> F:
+    """Add the options that `recording` reads."""
+    strict = click.option(
+        "--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed."
+    )
+    return watching_options(strict(command))
+
+
+def watching_options(command: F) -> F:
+    """Add the same options without --strict, for a command with a --strict of its own."""
+    return together(
+        (
+            events_option,
+            click.option(
+                "--log-text",
+                is_flag=True,
+                help=(
+                    "With --events: a few tokens' text where a prompt leaves the entry, not "
+                    "only hashes."
+                ),
+            ),
+            click.option(
+                "--log-tokens",
+                metavar="FILE",
+                envvar="MLXRUNNER_LOG_TOKENS",
+                show_envvar=True,
+                help="Append each request's token ids, which are its text, for mlxrunner simulate.",
+            ),
+            click.option(
+                "--metrics",
+                metavar="FILE",
+                help=(
+                    "Keep counters of the requests in FILE, in Prometheus text format "
+                    "(textfile collector)."
+                ),
+            ),
+            click.option(
+                "--verify-cache",
+                type=float,
+                default=0.0,
+                metavar="RATE",
+                help=(
+                    "Run this share of the requests that reused something again cold, and "
+                    "compare: 0 to 1.  [default: 0]"
+                ),
+            ),
+        )
+    )(command)
+
+
+@contextmanager
+def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
+    """Yield a Profile made of the recording options, which are taken out of `options`.
+
+    Attach it to each runner that is loaded. It is closed at the end. Raise OptionError if the
+    options contradict each other.
+    """
+    taken = take(options, RECORDING)
+    if taken["log_text"] and not taken["events"]:
+        raise OptionError("--log-text says what --events writes: give it a file, too")
+    if command != "batch" and taken["strict"] and not taken["verify_cache"]:
+        raise OptionError("--strict needs --verify-cache RATE to find a difference")
+    from mlxrunner.profiling.report.report import must_differ
+
+    must_differ(
+        {
+            "--events": taken["events"],
+            "--log-tokens": taken["log_tokens"],
+            "--metrics": taken["metrics"],
+        }
+    )
+    from mlxrunner.profiling.profile import Profile, profiled
+
+    sinks = []
+    if taken["metrics"]:
+        from mlxrunner.profiling.metrics import MetricsFile
+
+        sinks.append(MetricsFile(taken["metrics"]))
+    profile = Profile(
+        command,
+        events=taken["events"],
+        tokens=taken["log_tokens"],
+        log_text=taken["log_text"],
+        verify=taken["verify_cache"],
+        sinks=sinks,
+    )
+    with profiled(profile, strict=taken["strict"]):
+        yield profile
+    if taken["strict"] and taken["verify_cache"]:
+        click.echo(
+            f"mlxrunner: {profile.verified} of {profile.eligible} requests that reused something "
+            "were verified",
+            err=True,
+        )

@@ -1,4 +1,4 @@
-"""`mlxrunner report`, `explain` and `simulate`: read the logs of requests."""
+"""`mlxrunner report`, `explain`, `simulate`, `verify` and `bench`: look at what requests reused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option
-from mlxrunner.cli.program import F
+from mlxrunner.cli.options import debug_option, json_option, model_argument, trust_option
+from mlxrunner.cli.program import F, visible_text
 from mlxrunner.errors import OptionError
+
+if TYPE_CHECKING:
+    from mlxrunner.verify.findings import Findings
+    from mlxrunner.verify.verification import Verification
+
 
 BELOW_RATE = 3
 FILE = click.Path(path_type=str)
@@ -184,3 +191,147 @@ def simulate(
         click.echo(f"mlxrunner: {line}", err=True)
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
+
+
+DIFFERENT, UNTESTED = 4, 5
+"""Exit codes if an answer differs, and if nothing could be proved."""
+
+
+@click.command()
+@model_argument
+@click.option(
+    "--context",
+    type=int,
+    help=(
+        "Tokens of the longest prompt and answer. [default: by the model's speed, for about "
+        "two minutes]"
+    ),
+)
+@click.option(
+    "--tokens",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Tokens of each answer that is compared.",
+)
+@click.option(
+    "--kv-bits", type=int, metavar="B", help="Verify caches of 8 or 4 bits. [default: as computed]"
+)
+@trust_option
+@json_option
+@debug_option
+def verify(model: str, as_json: bool, **options: Any) -> None:
+    """Prove on this device that reuse changes nothing in what MODEL answers.
+
+    Conversations are appended to, edited, regenerated, cancelled and run over the edge of the
+    context; each warm answer is held against a cold one, tokens and logits, and the difference
+    against what the device's own order of sums makes. MODEL is demo, a directory, a hub id, or
+    random:100M for random weights. Exit code 4 if anything differs, 5 if nothing could be
+    proved: where cold runs differ from each other as much as one wrong token makes.
+    """
+    from mlxrunner.terminal.progress import Steps
+    from mlxrunner.verify.verification import NUM_PARTS
+
+    steps = Steps("verify", NUM_PARTS)
+    made = None
+    try:
+        made = _prepare(model, steps, options)
+        report = made.run()
+    finally:
+        steps.close()
+        if made is not None and made.findings.checks:
+            _print(made.findings, as_json)
+    sys.exit(0 if report.passed else DIFFERENT if report.is_different else UNTESTED)
+
+
+def _prepare(model: str, begin: Callable[[str], None], options: dict[str, Any]) -> Verification:
+    """Load `model`, on all ranks if several share it, and prepare its verification."""
+    from mlxrunner.verify.verification import prepared, verification
+
+    ranks = click.get_current_context().meta.get("ranks")
+    if ranks is None:
+        return verification(model, begin=begin, **options)
+    begin(f"loading {model}")
+    first, own = ranks.load(model, {}), {name: options[name] for name in ("context", "tokens")}
+    return prepared(partial(ranks.beside, first), begin=begin, **own)
+
+
+def _print(report: Findings, as_json: bool) -> None:
+    click.echo(json.dumps(report.as_dict()) if as_json else visible_text(report.table()))
+
+
+@click.command()
+@model_argument
+@click.option(
+    "--context",
+    "contexts",
+    type=int,
+    multiple=True,
+    help="Tokens of a prompt; may be given several times. [default: 512 and 2048]",
+)
+@click.option(
+    "--vs",
+    type=click.Choice(["mlx-lm"]),
+    help="Run the same through mlx-lm on the same weights, alternately, and compare.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Number of times to measure each. [default: 3, with --quick 1]",
+)
+@click.option(
+    "--quick", is_flag=True, help="Run one round of one short prompt, to see that it works."
+)
+@click.option(
+    "--speculate",
+    "guess",
+    type=click.Choice(["auto", "lookup"]),
+    help="Also measure an answer that is asked for again, of which the first one is a guess.",
+)
+@trust_option
+@json_option
+@debug_option
+def bench(
+    model: str,
+    contexts: tuple[int, ...],
+    vs: str | None,
+    rounds: int | None,
+    quick: bool,
+    guess: str | None,
+    as_json: bool,
+    trust_remote_code: bool,
+) -> None:
+    """Measure MODEL on this machine: load, cold prefill, first token with 0 to 100 % of the prompt
+    cached, decode, memory.
+
+    Each figure is also given as a share of what the machine can do at most, which is measured
+    first: bytes and operations per second. MODEL is demo, a directory, a hub id, or random:100M
+    for random weights of that size. Ctrl-C prints what was measured so far.
+    """
+    from mlxrunner.bench.bench import CONTEXTS, QUICK_CONTEXT, Bench
+    from mlxrunner.terminal.progress import Steps
+
+    rounds = rounds or (1 if quick else 3)
+    if quick:
+        contexts = contexts or (QUICK_CONTEXT,)
+    how = guess or "off"
+    steps = Steps("bench", Bench.num_parts(len(contexts or CONTEXTS), rounds, how))
+    options: dict[str, Any] = {
+        "contexts": contexts,
+        "rounds": rounds,
+        "quick": quick,
+        "guess": how,
+        "trust_remote_code": trust_remote_code,
+    }
+    ranks = click.get_current_context().meta.get("ranks")
+    made = Bench(model, versus=vs is not None, begin=steps, ranks=ranks, **options)
+    try:
+        made.run()
+    finally:
+        steps.close()
+        if made.measurements.about:
+            click.echo(
+                json.dumps(made.measurements.as_dict())
+                if as_json
+                else visible_text(made.measurements.table())
+            )

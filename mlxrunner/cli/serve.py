@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxrunner.cli.options import (
+    Configured,
     debug_option,
     draft_option,
     events_option,
@@ -24,12 +25,10 @@ from mlxrunner.cli.options import (
     verbose_option,
 )
 from mlxrunner.cli.program import F, visible_text
-from mlxrunner.cli.settling import Configured
 from mlxrunner.config.file import read_config_file
 from mlxrunner.config.option import about, names
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
-from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
 
 if TYPE_CHECKING:
     from mlxrunner.serve.loader import ModelLoader, ServedModel

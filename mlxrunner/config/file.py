@@ -14,12 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mlxrunner.config.layering import Setting, settled
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import former_names, names, read_json, renamed
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MissingFileError, OptionError
-from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, chat_options
+from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, ServeSettings, chat_options
 from mlxrunner.system.reading import is_there, read_trusted
 
 _HEADER = re.compile(r"\s*(\[\[?.*?\]\]?)\s*(?:#.*)?")
@@ -388,3 +386,38 @@ class _Reader:
 def _plain(name: str) -> str:
     """Return a key as options are called in Python: `top-p` is `top_p`."""
     return name.replace("-", "_")
+
+
+DEFAULT = "default"
+MODEL = "model"
+HERE = "here"
+"""The source of what the user typed: on the command line, with `/set`, or in a session."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and its source."""
+
+    value: Any
+    source: str = HERE
+    """DEFAULT, MODEL, HERE, or the place in the config file."""
+    note: str | None = None
+    """A note for the user about the name that it has at its source."""
+
+
+Settings = Mapping[str, Setting]
+
+
+def layer(options: Mapping[str, Any], source: str) -> dict[str, Setting]:
+    """Return a layer whose values all come from one source."""
+    return {name: Setting(value, source) for name, value in options.items()}
+
+
+def settled(*layers: Settings) -> dict[str, Setting]:
+    """Return the settings that hold. The weakest layer comes first."""
+    return {name: setting for one in layers for name, setting in one.items()}
+
+
+def values(settings: Settings) -> dict[str, Any]:
+    """Return the values without their sources."""
+    return {name: setting.value for name, setting in settings.items()}

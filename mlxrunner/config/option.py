@@ -8,19 +8,14 @@ made from it. This knows no option (`mlxrunner.options` has those of a request a
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
+from os import PathLike
 from typing import Any
 
-from mlxrunner.config.arguments import (
-    as_whole,
-    check_above,
-    check_flag,
-    check_range,
-    check_text,
-    check_whole,
-)
 from mlxrunner.errors import OptionError
 
 NO_FORMER_NAMES = "0.4"
@@ -181,3 +176,258 @@ def _list_of(name: str, text: str) -> tuple[Any, ...]:
             f'{name}: {text} is not readable as JSON; it can be a bare text, "a\\n" or ["a", "b"]'
         ) from error
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of how Python writes `value`, whatever it is."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # a number of too many digits, lists that are nested too deeply
+        return f"<{type(value).__name__}>"
+
+
+def as_whole(value: Any) -> Any:
+    """Return a float without a fraction as an integer, as JSON means it, and others as they are."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an object of JSON that are given: null means that one is not."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Refuse anything but a whole number."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise OptionError(f"{name}: {shown(value)} is not a whole number")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse anything but a number that a float can hold, or infinity."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise OptionError(f"{name}: {shown(value)} is not a number")
+    try:
+        float(value)
+    except OverflowError as error:
+        raise OptionError(
+            f"{name}: {shown(value)} is out of range, it has to be less than 1.8e308"
+        ) from error
+
+
+def check_above(name: str, value: Any, above: float) -> None:
+    """Refuse anything but a number greater than `above`."""
+    check_number(name, value)
+    if not value > above:
+        raise OptionError(f"{name}: {shown(value)} is out of range, it has to be more than {above}")
+
+
+def check_range(name: str, value: Any, low: float, high: float | None) -> None:
+    """Refuse anything but a number from `low` to `high`, or of at least `low` if that is None."""
+    check_number(name, value)
+    if not value >= low or (high is not None and not value <= high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise OptionError(f"{name}: {shown(value)} is out of range, it has to be {bounds}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse anything but True and False, such as the text "no", which Python takes for true."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}: {shown(value)} has to be True or False")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Refuse anything but a text."""
+    if not isinstance(value, str):
+        raise OptionError(f"{name}: {shown(value)} is not a text")
+
+
+def check_path(name: str, value: Any) -> None:
+    """Refuse anything but the name of a file: a text or a path."""
+    if not isinstance(value, str | PathLike):
+        raise OptionError(f"{name}: {shown(value)} names no file; give a text or a Path")
+
+
+def check_callable(name: str, value: Any, takes: str) -> None:
+    """Refuse anything that can't be called. `takes` describes the arguments of a call."""
+    if not callable(value):
+        raise OptionError(f"{name}: {shown(value)} can't be called; give a function of {takes}")
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], remedy: str) -> None:
+    """Refuse a value that is not of a class in `kind`."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        known = " or ".join(one.__name__ for one in kinds)
+        raise OptionError(f"{name}: {shown(value)} is not a {known}; {remedy}")
+
+
+def listed(name: str, values: Any, example: str) -> Iterable[Any]:
+    """Return `values` if it is iterable, but neither a text nor a mapping."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise OptionError(f"{name}: {shown(values)} is not a list; give one, such as {example}")
+    return values
+
+
+RESERVED = tuple(
+    "messages tools add_generation_prompt chat_template tokenize return_dict self".split()
+)
+"""Names that a variable of the chat template cannot have."""
+MAX_SCHEMA = 2**17
+"""Most characters of a JSON schema. Compiling a longer one takes too long."""
+VARIABLES = 'a JSON object of variables, such as {"enable_thinking": false}'
+TOOLS = 'a list of JSON objects, such as [{"type": "function", "function": {"name": "f"}}]'
+SCHEMA = 'a JSON object, such as {"type": "object"}'
+
+
+def json_text(name: str, value: Any, *kinds: type) -> Any:
+    """Return a value of the types `kinds` as JSON text, and any other value as it is.
+
+    The check of the option refuses other types. Raise OptionError if JSON cannot hold the value.
+    """
+    if not isinstance(value, kinds):
+        return value
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"{name}: it can't be written as JSON: {error}, in {shown(value)}"
+        ) from error
+
+
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text. Raise ValueError, also for NaN and numbers beyond floats."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+_SURROGATE = re.compile(
+    r"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?P<rest>\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F]..)"
+)
+"""Half of a character as an escape, or a whole one of two escapes."""
+
+
+def with_whole_characters(text: str) -> str:
+    """Return a JSON text with U+FFFD in place of each half of a character.
+
+    Programs and models cut texts within an emoji, and no template can write what is left.
+    """
+    parts, at = list[str](), 0
+    while found := _SURROGATE.search(text, at):
+        before = text[at : found.start()]
+        is_text = (len(before) - len(before.rstrip("\\"))) % 2  # the backslash itself is escaped
+        at = found.start() + 2 if is_text else found.end()
+        whole = text[found.start() : at] if is_text or found["rest"] else "\\ufffd"
+        parts += [before, whole]
+    return "".join([*parts, text[at:]])
+
+
+def check_template(template: str | None) -> None:
+    """Refuse anything but an object of variables that a chat template can have."""
+    if template is None:
+        return
+    variables = _parsed("template", template, VARIABLES)
+    if not isinstance(variables, dict):
+        raise OptionError(f"template: it has to be {VARIABLES}, not {template.strip()[:40]}")
+    for name in variables:
+        if name in RESERVED:
+            raise OptionError(
+                f"template: {name!r} is not free for a variable; reserved are "
+                f"{', '.join(sorted(RESERVED))}"
+            )
+        if not name.isidentifier():
+            raise OptionError(
+                f"template: {name!r:.60} is not a name; it has to be letters, digits and _"
+            )
+
+
+def check_tools(tools: str | None) -> None:
+    """Refuse anything but a list of objects."""
+    if tools is None:
+        return
+    tools_given = _parsed("tools", tools, TOOLS)
+    if not isinstance(tools_given, list):
+        raise OptionError(f"tools: it has to be {TOOLS}, not {tools.strip()[:40]}")
+    for number, tool in enumerate(tools_given):
+        if not isinstance(tool, dict) or not tool:
+            raise OptionError(
+                f"tools: number {number} has to be a JSON object, not {shown(tool)}; give {TOOLS}"
+            )
+
+
+def check_schema(schema: str | None) -> None:
+    """Refuse anything but an object that is short enough to be compiled."""
+    if schema is None:
+        return
+    if isinstance(schema, str) and len(schema) > MAX_SCHEMA:
+        raise OptionError(
+            f"schema: {len(schema)} characters are too many, it may have at most {MAX_SCHEMA}"
+        )
+    if not isinstance(_parsed("schema", schema, SCHEMA), dict):
+        raise OptionError(f"schema: it has to be {SCHEMA}, not {schema.strip()[:40]}")
+
+
+def _parsed(name: str, text: Any, kind: str) -> Any:
+    if not isinstance(text, str):
+        raise OptionError(f"{name}: it has to be {kind}, or its text, not {text!r:.80}")
+    try:
+        return parsed_json(text)
+    except ValueError as error:
+        raise OptionError(
+            f"{name}: not valid JSON: {error}, in {text[:60]!r}; it has to be {kind}"
+        ) from error
+
+
+def as_texts(name: str, given: Any) -> tuple[str, ...]:
+    """Return one text, or several, as a tuple."""
+    if isinstance(given, str):
+        return (given,)
+    return () if given is None else tuple(listed(name, given, '["a", "b"]'))
+
+
+def as_choices(given: Any) -> tuple[str, ...]:
+    """Return one choice, or several, as a tuple. Refuse an empty list."""
+    choices = as_texts("choices", given)
+    if given is not None and not choices:
+        raise OptionError(
+            "choices: the list is empty, it has to have at least one text "
+            "(leave the option out for a free answer)"
+        )
+    return choices
+
+
+def check_stop(stop: tuple[str, ...]) -> None:
+    """Refuse anything but texts of at least one character."""
+    for text in stop:
+        _check_text("stop: each stop string", text)
+
+
+def check_choices(choices: tuple[str, ...]) -> None:
+    """Refuse anything but texts of at least one character that UTF-8 can hold.
+
+    Together they may have as many characters as a schema: they are compiled as one is.
+    """
+    for text in choices:
+        _check_text("choices: each one", text)
+    size = sum(map(len, choices))
+    if size > MAX_SCHEMA:
+        raise OptionError(
+            f"choices: {size} characters are too many, they may have at most {MAX_SCHEMA} together"
+        )
+    for text in choices:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(
+                f"choices: {text!r:.60} is not valid Unicode; replace character {error.start}"
+            ) from error
+
+
+def _check_text(what: str, text: Any) -> None:
+    if not isinstance(text, str) or not text:
+        raise OptionError(
+            f"{what} has to be a text of at least one character, not {text!r:.60}; leave it out"
+        )

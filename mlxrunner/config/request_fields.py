@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxrunner.config.arguments import shown
+from mlxrunner.config.option import shown
 from mlxrunner.errors import OptionError
 
 

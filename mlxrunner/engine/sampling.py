@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
-from mlxrunner.config.arguments import check_callable, listed
+from mlxrunner.config.option import check_callable, listed
 from mlxrunner.engine.constrain import Constraint
 from mlxrunner.errors import LogitsError, OptionError
 from mlxrunner.options import GenerateOptions

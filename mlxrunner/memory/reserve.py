@@ -24,7 +24,7 @@ from mlxrunner.memory.plan import (
     default_checkpoints,
     make_plan,
 )
-from mlxrunner.models.settings import size_of
+from mlxrunner.models.files import size_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.results import logger
 from mlxrunner.system import device

@@ -1,25 +1,41 @@
-"""Read the facts of a model from its configuration and its shapes, without its weights."""
+"""Read the facts of a model from its configuration and its shapes, without its weights.
+
+Here are also the probe of a loaded model, which finds out if its answer depends on how its prompt
+was cut into chunks, the width of its windows, and the models that mlx-vlm runs.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
+from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches, run_lazily
 from mlxrunner.errors import ModelError
-from mlxrunner.models.files import check_files, read_config, read_headers
+from mlxrunner.models.files import (
+    check_files,
+    check_layers,
+    read_config,
+    read_headers,
+    size_of,
+    text_settings,
+    wrong_setting,
+)
 from mlxrunner.models.resolve import resolve
 from mlxrunner.models.rope import ropes_of
-from mlxrunner.models.settings import check_layers, size_of, text_settings
 from mlxrunner.system import device
+from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.foreign import foreign_code
-from mlxrunner.system.mlx_lm_internals import model_classes
+from mlxrunner.system.mlx_lm_internals import has_architecture, model_classes
 
 DEFAULT_CONTEXT = 4096
 _CONTEXT_NAMES = (
@@ -49,7 +65,7 @@ class ModelFacts:
     depends_on_chunks: bool | None = None
     """True if the answer changes when the prompt comes in other chunks. Nothing is then reused.
 
-    None: not tried, because no weights are loaded. See `mlxrunner.models.chunks`.
+    None: not tried, because no weights are loaded. See `depends_on_chunks`.
     """
 
 
@@ -68,9 +84,6 @@ def facts_of(model: Any, config: dict[str, Any]) -> ModelFacts:
 
     Windows are first made as wide as the model's masks.
     """
-    from mlxrunner.cache.layers.factory import make_layer_caches
-    from mlxrunner.models.windows import widen_windows
-
     widen_windows(model)
     sources = (config, text_settings(config))
     context = next(
@@ -104,9 +117,9 @@ def build(folder: Path) -> tuple[Any, dict[str, Any]]:
             model_class, arguments_class = model_classes(config)
             model = model_class(arguments_class.from_dict(config))
     except Exception as error:
+        why = wrong_setting(config) or " ".join(str(error).split())[:300]
         raise ModelError(
-            f"{folder / 'config.json'}: no model can be built from it: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"{folder / 'config.json'}: no model can be built from it: {why}"
         ) from error
     ropes.check(model_class)
     return model, config
@@ -114,8 +127,6 @@ def build(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 def cache_cost(model: Any) -> CacheCost:
     """Return the cost of the caches, from their shapes after one unevaluated token."""
-    from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
-
     layouts = layouts_of(model, CacheOptions())
     growing = sum(layout.row_bytes for layout in layouts if layout.most_rows is None)
     return CacheCost(
@@ -156,8 +167,6 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
 
     Evaluate nothing. Raise ModelError if no token can run.
     """
-    from mlxrunner.cache.layers.factory import make_layer_caches, run_lazily
-
     try:
         with foreign_code():
             caches = make_layer_caches(model)
@@ -168,9 +177,10 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
             cache.layouts()
         return facts_of(model, config)
     except Exception as error:
+        why = wrong_setting(config) or " ".join(str(error).split())[:300]
         raise ModelError(
             f"{folder / 'config.json'}: no token can be run through the model that it describes: "
-            f"{' '.join(str(error).split())[:300] or type(error).__name__}"
+            f"{why or type(error).__name__}"
         ) from error
 
 
@@ -231,3 +241,175 @@ def _vocabulary(model: Any, config: dict[str, Any]) -> int:
     most = max((rows for name, rows in tables.items() if "embed_tokens.weight" in name), default=0)
     named = size_of(config, "vocab_size")
     return min(named, most) if named and most else named or max(tables.values(), default=0)
+
+
+def widen_windows(model: Any) -> None:
+    """Make the windows of mlx-lm's `model` as wide as its masks. Evaluate nothing.
+
+    A second call changes nothing.
+    """
+    narrow = {size: width for size, width in masks_asked(model).items() if width > size}
+    if narrow:
+        model.make_cache = partial(_made_wider, model.make_cache, narrow)
+
+
+def _made_wider(make: Callable[[], list[Any]], widths: dict[int, int]) -> list[Any]:
+    inners = make()
+    for window in _windows(inners):
+        window.max_size = widths.get(window.max_size, window.max_size)
+    return inners
+
+
+def masks_asked(model: Any) -> dict[int, int]:
+    """Return the widest mask that `model` asks for, in tokens, by the size of the window.
+
+    Models usually ask all windows of a size for the same mask.
+    """
+    inners = make_prompt_cache(model)
+    asked: dict[int, int] = {}
+    for window in _windows(inners):
+        window.make_mask = partial(_note, asked, window.max_size, window.make_mask)
+        asked[window.max_size] = 0
+    if asked:
+        try:
+            model(mx.zeros((1, 1), mx.int32), cache=inners)
+        except Exception:  # running the model raises the same error
+            return {}
+    return asked
+
+
+def _note(
+    asked: dict[int, int],
+    size: int,
+    make: Callable[..., Any],
+    *args: Any,
+    window_size: int | None = None,
+    **more: Any,
+) -> Any:
+    asked[size] = max(asked[size], window_size or 0)
+    return make(*args, window_size=window_size, **more)
+
+
+def _windows(inners: Sequence[Any]) -> Iterator[RotatingKVCache]:
+    for inner in inners:
+        if isinstance(inner, CacheList):
+            yield from _windows(inner.caches)
+        elif type(inner) is RotatingKVCache and not inner.keep:
+            yield inner
+
+
+DEPENDS = "this model's answers depend on how a prompt is cut into chunks"
+TOKENS = 8
+CHUNKS = (4, 3, 1)
+"""Tokens of each chunk of the second run; the last one is a decode step."""
+NARROW = 2
+"""Tokens of a window during the probe."""
+TOLERANCE = 0.05
+"""Largest accepted difference, as a share of the largest logit.
+
+Half-precision sums in another order differ by less. A missing token makes a larger difference.
+"""
+PROMPTS = 3
+"""Number of prompts that all have to differ.
+
+In a single prompt, a close choice of an expert may differ without a fault.
+"""
+
+
+def depends_on_chunks(model: Any, vocab: int) -> bool:
+    """Return True if the answers of `model` depend on how a prompt is cut into chunks.
+
+    Evaluate TOKENS tokens twice, PROMPTS times. Return False for a model that can't be run.
+    """
+    try:
+        return all(_gap(model, _prompt(number, vocab)) > TOLERANCE for number in range(PROMPTS))
+    except Exception:  # running the model raises the same error
+        return False
+
+
+def computes_only_nan(model: Any, vocab: int) -> bool:
+    """Return True if the logits of `model` are NaN, or all infinite, after each of some prompts.
+
+    Return False for a model that can't be run.
+    """
+    try:
+        prompts = (_prompt(number, vocab) for number in range(PROMPTS))
+        if any(mx.isfinite(_logits(model, one, (TOKENS,)).max()).item() for one in prompts):
+            return False
+        caches = make_layer_caches(model)  # as wide as they are: narrow ones may see nothing
+        prompt = mx.array([_prompt(PROMPTS, vocab)])
+        logits = model(prompt, cache=[cache.model_cache for cache in caches])
+        return not mx.isfinite(logits[0, -1].max()).item()
+    except Exception:  # running the model raises the same error
+        return False
+
+
+def _prompt(number: int, vocab: int) -> list[int]:
+    return [
+        (11 + 7 * number + (13 + number) * place) % max(min(vocab, 251), 2)
+        for place in range(TOKENS)
+    ]
+
+
+def _gap(model: Any, prompt: list[int]) -> float:
+    """Return the largest difference of the logits after `prompt`.
+
+    The result is a share of the largest logit.
+    """
+    whole, parts = (_logits(model, prompt, chunks) for chunks in ((TOKENS,), CHUNKS))
+    gap = mx.abs(parts - whole).max() / mx.maximum(mx.abs(whole).max(), 1e-6)
+    return float(gap.item())  # type: ignore[arg-type]  # real
+
+
+def _logits(model: Any, prompt: list[int], chunks: Sequence[int]) -> mx.array:
+    caches = [cache.narrowed(NARROW) for cache in make_layer_caches(model)]
+    for count in chunks:
+        tokens, prompt = prompt[:count], prompt[count:]
+        for cache in caches:
+            cache.begin_forward()
+        logits = model(mx.array([tokens]), cache=[cache.model_cache for cache in caches])
+        for cache in caches:
+            cache.end_forward(count)
+        mx.eval(logits)  # in this order on all ranks that share the layers
+    last: mx.array = logits[0, -1].astype(mx.float32)
+    return last
+
+
+VISION_ARCHITECTURES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "gemma3",
+    "idefics3",
+    "smolvlm",
+    "mistral3",
+    "pixtral",
+    "internvl_chat",
+    "llava",
+    "mllama",
+)
+"""The architectures whose answers were compared with mlx-vlm's own."""
+HOW_TO_SEE = "pictures need mlx-vlm: pip install 'mlxrunner[vision]'"
+
+
+def has_vision_encoder(config: Mapping[str, Any]) -> bool:
+    """Return True if a model with this configuration has an encoder that can be used."""
+    return config["model_type"] in VISION_ARCHITECTURES and isinstance(
+        config.get("vision_config"), dict
+    )
+
+
+def is_run_by_mlx_vlm(name: str) -> bool:
+    """Return True if `name` can be run with its encoder of pictures alone.
+
+    mlx-lm runs the text's half of other models, and lacks that of some.
+    """
+    with suppress(ModelError):  # loading it explains better what is wrong with it
+        return needs_mlx_vlm(read_config(resolve(name)))
+    return False
+
+
+def needs_mlx_vlm(config: Mapping[str, Any]) -> bool:
+    """Return True if mlx-lm lacks a model with this configuration, and mlx-vlm runs it here."""
+    is_lacking = not has_architecture(config["model_type"])
+    return internals.is_installed() and has_vision_encoder(config) and is_lacking

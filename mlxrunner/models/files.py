@@ -1,22 +1,37 @@
-"""Read the files of a model's folder, checked before a library opens them."""
+"""Read the files of a model's folder, checked before a library opens them.
+
+They are config.json, generation_config.json, the weight index and the headers of the weight files.
+A rank that has a part of a model (ModelShard) needs some of the weight files only.
+"""
 
 from __future__ import annotations
 
+import codecs
 import os
 import posixpath
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mlxrunner.errors import MissingFileError, ModelError, ReadError
-from mlxrunner.models.part import needed_tensors, own_part
-from mlxrunner.models.settings import check_settings
-from mlxrunner.system.reading import is_of_kernel, is_there, open_file, read_json, untagged
+from mlxrunner.config.option import about
+from mlxrunner.errors import MissingFileError, ModelError, OptionError, ReadError
+from mlxrunner.options import GenerateOptions
+from mlxrunner.system.reading import (
+    FETCH_LFS,
+    LFS_POINTER,
+    is_of_kernel,
+    is_there,
+    open_file,
+    read_bytes,
+    read_json,
+    untagged,
+)
 from mlxrunner.system.tensorfile import METADATA, Header, HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
 from mlxrunner.tokenizer.limits import LAST_TOKEN
@@ -80,6 +95,11 @@ def config_as_written(folder: Path) -> dict[str, Any]:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{file}: has no model_type")
+    if read_bytes(file, MOST_SETTINGS).startswith(codecs.BOM_UTF8):
+        raise ModelError(
+            f"{file}: begins with a byte order mark (BOM), which mlx-lm can't read: save it as "
+            "UTF-8 without one"
+        )
     check_settings(file, config)
     return config
 
@@ -120,7 +140,17 @@ def check_files(folder: Path) -> None:
         for name in names:
             limit = MOST_BYTES.get(os.path.splitext(name)[1])
             if limit is not None:
-                os.close(_opened(place / name, limit)[0])
+                descriptor, _ = _opened(place / name, limit)
+                try:
+                    _check_fetched(place / name, descriptor)
+                finally:
+                    os.close(descriptor)
+
+
+def _check_fetched(file: Path, descriptor: int) -> None:
+    """Raise ModelError if Git has a pointer to a file in its place."""
+    if os.pread(descriptor, len(LFS_POINTER), 0) == LFS_POINTER:
+        raise ModelError(f"{file}: {FETCH_LFS}")
 
 
 def _opened(file: Path, limit: int | None = None) -> tuple[int, int]:
@@ -292,7 +322,7 @@ def weights_among(names: Set[str], placed: Mapping[str, str]) -> list[str]:
 def needed_files(folder: Path) -> set[str]:
     """Return the weight files that the weight index names, and that this process needs."""
     placed = placed_tensors(folder)
-    if not placed or own_part() is None:
+    if not placed or own_shard() is None:
         return set(placed.values())
     return {placed[name] for name in needed_tensors(placed, read_config(folder))}
 
@@ -353,6 +383,7 @@ def tensors_of(file: Path) -> Header:
     """
     descriptor, size = _opened(file)
     try:
+        _check_fetched(file, descriptor)
         header = read_tensors(descriptor, size, MOST_HEADER)
         for name, place in header.tensors.items():
             if max(place.shape, default=0) > MOST_SIDE:
@@ -369,3 +400,305 @@ def tensors_of(file: Path) -> Header:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+COUNTS = re.compile(
+    r"(?!.*(?:size|dim|tokens)_)(?:.*_)?"
+    r"(?:layers?|experts?|loops|blocks|codebooks|depth|embedders|ngram)"
+)
+"""Names of settings that count parts of a model. Building each part costs time in Python."""
+MOST_PARTS = 1024
+"""Largest number of parts. The deepest models have 200 layers, the widest 512 experts."""
+ALWAYS_BUILT = 64
+"""Number of layers up to which building the model costs nothing."""
+SIZES = re.compile(
+    r"(?:.*_)?(?:(?:hidden|intermediate|vocab)_size|d_model|n_embd|n_inner|dim|heads?|rank)"
+)
+MOST_SIZE = 2**27
+"""Largest side of a matrix."""
+FORMS: dict[str, tuple[type, str]] = {
+    "tie_word_embeddings": (bool, "true or false"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+}
+"""The forms of settings with which a model would be built wrongly in silence, or fail elsewhere."""
+NUMBERS = re.compile(
+    r"(?:.*_)?(?:factor|theta|eps|epsilon|scale|window|embeddings|bits|size|beta_fast|beta_slow)"
+)
+"""Names of settings that are numbers."""
+NUMERAL = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,3})?")
+"""A text that is a number."""
+MOST_LIST = 2**16
+"""Longest list of settings, such as the kinds of all layers."""
+
+
+def check_settings(file: Path, config: dict[str, Any]) -> None:
+    """Raise ModelError for the first setting of `config` that no model can have.
+
+    Nested settings are checked, too. The message names `file`.
+    """
+    for name, value in _settings(config):
+        last = name.rpartition(".")[2]
+        if isinstance(value, list) and len(value) > MOST_LIST:
+            raise ModelError(
+                f"{file}: {name[:200]} is a list of {len(value):,} values, and {MOST_LIST:,} are "
+                "the most"
+            )
+        form, shown = FORMS.get(last, (object, ""))
+        if value is not None and not isinstance(value, form):
+            raise ModelError(f"{file}: {name[:200]} is {reprlib.repr(value)}: write {shown}")
+        is_size = COUNTS.fullmatch(last) or SIZES.fullmatch(last)
+        if isinstance(value, str) and value.strip().isdecimal() and is_size:
+            raise ModelError(f"{file}: {name[:200]} is the text {value[:40]!r}: write a number")
+        for pattern, most in ((COUNTS, MOST_PARTS), (SIZES, MOST_SIZE)):
+            if (
+                isinstance(value, int | float)
+                and pattern.fullmatch(last)
+                and not -1 <= value <= most
+            ):
+                shown = (
+                    repr(value)
+                    if abs(value) < 10**20
+                    else f"{value:.0e}"
+                    if abs(value) < 10**300
+                    else "a huge number"
+                )
+                raise ModelError(
+                    f"{file}: {name[:200]} is {shown}; no model has more than {most:,}: download "
+                    "the file again"
+                )
+
+
+def wrong_setting(config: dict[str, Any]) -> str | None:
+    """Return what is wrong with the first setting of a kind that no model can be built from.
+
+    Call it when building has failed: a setting that a model ignores may be of any kind.
+    """
+    for name, value in _settings(config):
+        last = name.rpartition(".")[2]
+        is_size = COUNTS.fullmatch(last) or SIZES.fullmatch(last)
+        if is_size and isinstance(value, float):
+            number = str(int(value)) if value.is_integer() else "a whole number"
+            return f"{name[:200]} is {value!r}: write {number}"
+        if isinstance(value, str) and NUMERAL.fullmatch(value) and NUMBERS.fullmatch(last):
+            return f"{name[:200]} is the text {value!r}: write {value}"
+        if last in ("quantization", "quantization_config") and value in ({}, []):
+            return (
+                f"{name[:200]} is {value!r}: write group_size and bits into it, or remove it if "
+                "the weights are not quantized"
+            )
+    return None
+
+
+def check_layers(file: Path, config: dict[str, Any], tensors: int) -> None:
+    """Raise ModelError if the model has more layers than its weight files have `tensors`.
+
+    Each layer has at least one tensor of its own.
+    """
+    layers = size_of(config, "num_hidden_layers", "n_layers", "n_layer", "num_layers")
+    if layers > max(tensors, ALWAYS_BUILT):
+        raise ModelError(
+            f"{file}: {layers:,} layers, but the weight files have {tensors:,} tensors in all: "
+            "they are not of one model"
+        )
+
+
+def size_of(config: dict[str, Any], *names: str) -> int:
+    """Return the value of the first of `names` that is a positive whole number.
+
+    It may be in `config` or its `text_config`. Return 0 if there is none.
+    """
+    sources = (config, text_settings(config))
+    return next(
+        (s[name] for name in names for s in sources if type(s.get(name)) is int and s[name] > 0), 0
+    )
+
+
+def text_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the text settings of a model with several kinds of input; empty if it has none."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else {}
+
+
+def _settings(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every setting with its name, `a.b` for a nested one."""
+    for name, value in config.items():
+        yield prefix + name, value
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{name}.")
+
+
+ShardingWay = Literal["tensor-parallel", "pipeline"]
+"""Each rank has a part of every layer, or some of the layers."""
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The number of a layer in the name of a tensor."""
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """The part of rank `own` of `ranks`."""
+
+    own: int
+    ranks: int
+    way: ShardingWay
+
+    def rank(self) -> int:
+        """Return `own`, as a group of MLX does."""
+        return self.own
+
+    def size(self) -> int:
+        """Return `ranks`, as a group of MLX does."""
+        return self.ranks
+
+    def layers(self, count: int) -> range:
+        """Return the numbers of the layers that this rank has, of `count`.
+
+        The last rank begins, as in mlx-lm: the first ranks have one more where they are not equal.
+        """
+        if self.way != "pipeline":
+            return range(count)
+        each, more = divmod(count, self.ranks)
+        sizes = [each + (rank < more) for rank in range(self.ranks)]
+        first = sum(sizes[self.own + 1 :])
+        return range(first, first + sizes[self.own])
+
+
+Check = Callable[[Path, dict[str, Any], ModelShard], None]
+"""A function of a folder, its config.json and a part.
+
+It raises ModelError if ranks can't share the model.
+"""
+
+_parts: list[tuple[ModelShard, Check]] = []
+
+
+def take_shard(part: ModelShard, check: Check) -> None:
+    """Have this `part` of each model from now on, if it passes `check`."""
+    _parts[:] = [(part, check)]
+
+
+def take_all() -> None:
+    """Have all of each model from now on."""
+    _parts.clear()
+
+
+def own_shard() -> ModelShard | None:
+    """Return the part of each model that this process has, or None for all of it."""
+    return _parts[0][0] if _parts else None
+
+
+def check_shard(folder: Path, config: dict[str, Any]) -> None:
+    """Raise ModelError if ranks can't share the model in `folder`."""
+    for part, check in _parts:
+        check(folder, config, part)
+
+
+def needed_tensors(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Return those of the tensors `names` of the weight files that this process needs.
+
+    Every rank has the tensors outside of layers. Layers behind the last one of `config` are drafts
+    of further tokens, which mlx-lm leaves out.
+    """
+    part, count = own_shard(), config.get("num_hidden_layers")
+    if part is None or part.way != "pipeline" or type(count) is not int or count < part.ranks:
+        return list(names)
+    own = {str(number) for number in part.layers(count)}
+    return [name for name in names if (found := LAYER.search(name)) is None or found[1] in own]
+
+
+GENERATION_CONFIG = "generation_config.json"
+MOST_SUGGESTIONS = 2**20
+"""Most bytes of the file that are read. The files in use have a few hundred."""
+SUGGESTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The options that are taken from the file, under the same names."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+}
+"""Values that change nothing."""
+MOST_STOP_STRINGS = 64
+"""Most texts that end an answer: each new token is compared with all of them."""
+FILTERS = ("top_p", "top_k", "min_p")
+"""The options that only matter where tokens are sampled."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The options that a model suggests."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of a request. It is empty if the model suggests nothing."""
+    problem: str | None = None
+    """One line about what is ignored, or None."""
+
+
+def stop_strings(folder: Path) -> tuple[str, ...]:
+    """Return the texts before which an answer of the model in `folder` ends.
+
+    These are `stop_strings`. Texts that cannot be used are left out: `suggestion_of` names them.
+    """
+    with suppress(ReadError):
+        found = read_json(folder / GENERATION_CONFIG, MOST_SUGGESTIONS)
+        return _stop_strings(found) if isinstance(found, dict) else ()
+    return ()
+
+
+def _stop_strings(found: dict[str, Any]) -> tuple[str, ...]:
+    given = found.get("stop_strings")
+    listed = given if isinstance(given, list) else [given]
+    usable = dict.fromkeys(text for text in listed if isinstance(text, str) and text)
+    return tuple(usable)[:MOST_STOP_STRINGS]
+
+
+def suggestion_of(folder: Path) -> Suggestion:
+    """Return the sampling that the model in `folder` suggests.
+
+    `do_sample: false` means greedy. `do_sample: true` without a temperature means 1.0, as it does
+    in transformers.
+    """
+    file = folder / GENERATION_CONFIG
+    try:
+        found = read_json(file, MOST_SUGGESTIONS)
+    except MissingFileError as error:
+        return Suggestion(problem=f"{error}: it is ignored" if is_there(file) else None)
+    except ReadError as error:
+        return Suggestion(problem=f"{error}; its sampling is ignored")
+    if not isinstance(found, dict):
+        return Suggestion(problem=f"{file}: not a JSON object: its sampling is ignored")
+    options, problems = _read(found)
+    if found.get("do_sample") is False:
+        options = {"temperature": 0.0} | {
+            name: value for name, value in options.items() if name not in ("temperature", *FILTERS)
+        }
+    elif found.get("do_sample") is True:
+        options = {"temperature": 1.0} | options
+    problem = f"{file}: ignored: {'; '.join(problems)}" if problems else None
+    return Suggestion(options, problem)
+
+
+def _read(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the usable options, and a reason for each one that is not."""
+    options, problems = {}, []
+    for name in SUGGESTED:
+        value = found.get(name)
+        if value is None or (type(value) in (int, float) and value in NEUTRAL.get(name, ())):
+            continue
+        try:
+            about(GenerateOptions.__dataclass_fields__[name]).check(name, value)
+        except OptionError as error:
+            problems.append(f"{error!s:.120}")
+        else:
+            options[name] = float(value) if name != "top_k" else value
+    if found.get("do_sample") not in (None, True, False):
+        problems.append(f"do_sample: {found['do_sample']!r:.80} is neither true nor false")
+    given = found.get("stop_strings")
+    listed = given if isinstance(given, list) else [given]
+    if given is not None and not all(isinstance(text, str) and text for text in listed):
+        problems.append(f"stop_strings: {given!r:.80} is not a list of texts")
+    elif len(listed) > MOST_STOP_STRINGS:
+        problems.append(
+            f"stop_strings: all but the first {MOST_STOP_STRINGS} of {len(listed):,} texts"
+        )
+    return options, problems

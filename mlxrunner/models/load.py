@@ -1,13 +1,14 @@
-"""Load a model directory with mlx-lm. The text of every error is one line.
+"""Load a model directory with mlx-lm, or with mlx-vlm to see pictures; describe it unloaded.
 
-All of mlx-lm's architectures load, also with quantized weights.
+The text of every error is one line. All of mlx-lm's architectures load, also with quantized
+weights.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,45 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner.errors import ModelError
-from mlxrunner.models.catalog import remember_use
-from mlxrunner.models.chunks import DEPENDS, computes_only_nan, depends_on_chunks
-from mlxrunner.models.eyes import HOW, has_eyes
-from mlxrunner.models.facts import ModelFacts, usable_facts
+from mlxrunner.errors import ModelError, OptionError
+from mlxrunner.models.facts import (
+    DEPENDS,
+    HOW_TO_SEE,
+    VISION_ARCHITECTURES,
+    CacheCost,
+    ModelFacts,
+    cache_cost,
+    computes_only_nan,
+    depends_on_chunks,
+    has_vision_encoder,
+    is_run_by_mlx_vlm,
+    usable_facts,
+    weight_bytes,
+    widen_windows,
+    without_weights,
+)
 from mlxrunner.models.files import (
+    GENERATION_CONFIG,
     check_files,
+    check_layers,
     check_weights,
     eos_tokens,
     read_config,
+    stop_strings,
+    suggestion_of,
     tensor_count,
+    text_settings,
+    wrong_setting,
 )
-from mlxrunner.models.part_reading import WeightFiles
-from mlxrunner.models.resolve import HUB_ID, resolve
+from mlxrunner.models.resolve import HUB_ID, remember_use, resolve
 from mlxrunner.models.rope import ropes_of
-from mlxrunner.models.settings import check_layers, text_settings
-from mlxrunner.models.sharding import is_sharing, share
-from mlxrunner.models.suggested import stop_strings, suggestion_of
-from mlxrunner.models.windows import widen_windows
+from mlxrunner.models.sharding import WeightFiles, is_sharing, share
+from mlxrunner.pictures.model import CrossingModel, SeeingModel
+from mlxrunner.pictures.tokenizer import SeeingTokenizer
+from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.results import logger
-from mlxrunner.system import device, mlx_vlm_internals
+from mlxrunner.system import device
+from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import (
     Tensors,
@@ -44,6 +63,7 @@ from mlxrunner.system.mlx_lm_internals import (
     model_classes,
 )
 from mlxrunner.system.mlx_lm_internals import load_model as mlx_lm_load
+from mlxrunner.system.reading import is_there, read_bytes, read_json
 from mlxrunner.terminal.text import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
@@ -173,8 +193,8 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
         return
     if not has_architecture(kind):
         remedy = ""
-        if has_eyes(config):
-            remedy = f": {'load it with its encoder' if mlx_vlm_internals.is_installed() else HOW}"
+        if has_vision_encoder(config):
+            remedy = f": {'load it with its encoder' if internals.is_installed() else HOW_TO_SEE}"
         raise ModelError(
             f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports"
             f"{remedy}"
@@ -227,6 +247,8 @@ def _of_mlx_lm(
     except ModelError:
         raise
     except Exception as error:
+        if not isinstance(error, OSError) and (why := wrong_setting(config)) is not None:
+            raise ModelError(f"{folder / 'config.json'}: {why}") from error
         raise ModelError(f"{folder}: {explained(error)}") from error
     if config.get("model_file") is None:
         ropes.check(type(model))
@@ -329,3 +351,181 @@ def explained(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"a setting of config.json or a tensor is missing: {text}"
     return (text[:400] + " ..." if len(text) > 400 else text) or type(error).__name__
+
+
+SETTINGS = ("preprocessor_config.json", "processor_config.json")
+"""The files that decide what the processor makes of pixels."""
+MOST_SETTINGS = 2**20
+"""Most bytes of such a file."""
+MAY_HAVE_CODE = ("config.json", "tokenizer_config.json", *SETTINGS)
+"""The files that may name Python code of the model, which mlx-vlm would run unasked."""
+
+
+def why_no_vision(name: str) -> str | None:
+    """Return why the model `name` can't be loaded with an encoder of pictures; None if it can."""
+    if not internals.is_installed():
+        return HOW_TO_SEE
+    try:
+        folder = resolve(name)
+        _check_vision(folder, read_config(folder))
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def unread_vision_model(name: str) -> LoadedModel:
+    """Return `name` as `load_vision_model` does, with shapes and settings, without weights."""
+    if not internals.is_installed():
+        raise OptionError(HOW_TO_SEE)
+    if is_sharing():
+        raise ModelError(f"{name}: a model that sees pictures can't be shared among ranks")
+    folder = resolve(name)
+    config = read_config(folder)
+    check_files(folder)
+    _check_vision(folder, config)
+    tokenizer = tokenizer_in(folder, config, of_processor=True)
+    model, seeing_tokenizer = with_vision_encoder(folder, _unread_vision(folder, config), tokenizer)
+    facts = usable_facts(folder, model, config)
+    return LoadedModel(name, folder, model, seeing_tokenizer, facts, config, suggested(folder))
+
+
+def load_vision_model(
+    name: str, *, progress: LoadProgress, check: Callable[[LoadedModel], None]
+) -> LoadedModel:
+    """Load `name` (a directory or a hub id), which mlx-vlm runs, and evaluate its weights.
+
+    `check` is called before a weight is read. Raise ModelError, which names what is missing, broken
+    or not supported, and OptionError if mlx-vlm is not installed.
+    """
+    loaded = unread_vision_model(name)
+    check(loaded)
+    read_weights(loaded.folder, loaded.model.inner, progress)
+    if HUB_ID.fullmatch(name) and not Path(name).is_dir():
+        remember_use(name)
+    return replace(loaded, facts=tried(name, loaded.model, loaded.facts))
+
+
+def load_either(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
+    """Load `name` for text, or with its encoder if mlx-lm lacks it. Raise as both do."""
+    if is_run_by_mlx_vlm(name):
+        return load_vision_model(name, progress=tell_nobody, check=lambda _: None)
+    return load_model(name, trust_remote_code=trust_remote_code)
+
+
+def with_vision_encoder(
+    folder: Path, model: Any, tokenizer: Tokenizer
+) -> tuple[SeeingModel, SeeingTokenizer]:
+    """Return `model`, which mlx-vlm loaded from `folder`, and its tokenizer, ready for pictures.
+
+    Raise ModelError if the processor or the chat template can't be used.
+    """
+    model.eval()  # some encoders drop parts of a picture at random otherwise
+    processor = internals.load_processor(folder)
+    settings = b"\0".join(
+        read_bytes(folder / name, MOST_SETTINGS) for name in SETTINGS if is_there(folder / name)
+    )
+    version = internals.version().encode()
+    sight = VisionEncoder(
+        model, processor, internals.marker_of(processor), version + b"\0" + settings
+    )
+    crosses = internals.crossing_layers(model)
+    seeing = CrossingModel(model, sight) if crosses else SeeingModel(model, sight)
+    return seeing, SeeingTokenizer(tokenizer, sight)
+
+
+def _check_vision(folder: Path, config: dict[str, Any]) -> None:
+    """Raise ModelError for a model that can't be used, before mlx-vlm reads anything of it."""
+    file, kind = folder / "config.json", config["model_type"]
+    if kind not in VISION_ARCHITECTURES:
+        raise ModelError(
+            f"{file}: pictures are not supported for model_type {kind[:80]!r}, only for "
+            f"{', '.join(VISION_ARCHITECTURES)}"
+        )
+    if not isinstance(config.get("vision_config"), dict):
+        raise ModelError(f"{file}: no vision_config: this model has no encoder of pictures")
+    for name in MAY_HAVE_CODE:
+        found = read_json(folder / name, MOST_SETTINGS) if is_there(folder / name) else {}
+        for key in ("auto_map", "model_file"):
+            if isinstance(found, dict) and found.get(key):
+                raise ModelError(
+                    f"{folder / name}: {key} names Python code of the model, and a model that "
+                    "sees pictures may have none"
+                )
+    check_layers(file, config, tensor_count(folder))
+
+
+def _unread_vision(folder: Path, config: dict[str, Any]) -> Any:
+    """Return mlx-vlm's model in `folder`, whose weights are not read yet."""
+    try:
+        with foreign_code():
+            model = internals.load_model(folder, check_weights(folder))
+        dtype = device.preferred_dtype()
+        if dtype is not None and not config.get("quantization"):
+            model.set_dtype(dtype)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{folder}: {explained(error)}") from error
+    return model
+
+
+@dataclass(frozen=True)
+class Description:
+    """The figures of `mlxrunner show`: the facts that need no weights, and sizes in bytes."""
+
+    architecture: str
+    context: int
+    context_is_known: bool
+    layers: dict[str, int]
+    vocab: int
+    weight_bytes: int
+    cache: CacheCost
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class End:
+    """An end of the model's answers."""
+
+    text: str
+    """The text of a token that ends an answer, or the text before which it ends."""
+    token: int | None
+    """The id of the token; None for a text."""
+    places: tuple[str, ...]
+    """The files that name it; "chat template" for a token with which it ends a turn."""
+
+
+def ends_of(name: str) -> list[End]:
+    """Return where the answers of the model `name` end. No weights are read.
+
+    Raise ModelError if its tokenizer can't be loaded.
+    """
+    tokenizer = tokenizer_of(name)
+    tokens = [
+        End(tokenizer.decode([token]), token, places)
+        for token, places in sorted(tokenizer.ends.items())
+    ]
+    texts = [End(text, None, (GENERATION_CONFIG,)) for text in stop_strings(resolve(name))]
+    known = {end.text for end in texts}
+    return [
+        *tokens,
+        *texts,
+        *(
+            End(text, None, ("fallback template",))
+            for text in tokenizer.template_stops
+            if text not in known
+        ),
+    ]
+
+
+def describe(name: str) -> Description:
+    """Describe the model `name` without loading its weights. Raise ModelError if it is broken."""
+    found = unread_vision_model(name) if is_run_by_mlx_vlm(name) else without_weights(name)
+    known = {
+        name: value for name, value in vars(found.facts).items() if name != "depends_on_chunks"
+    }
+    return Description(
+        **known, weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(found.model)
+    )

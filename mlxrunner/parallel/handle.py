@@ -10,7 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from mlxrunner.config.arguments import check_number
+from mlxrunner.config.option import check_number
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.parallel.threads.feed import Feed
 from mlxrunner.parallel.threads.thread import EngineThread

@@ -161,14 +161,14 @@ def seeing(name: str, asked: OpenSettings, *, trust_remote_code: bool) -> Loaded
     Raise ModelError if it can't be used, OptionError for settings that it can't have, and
     MemoryPlanError, before a weight is read, if it does not fit.
     """
-    from mlxrunner.models.seeing import load_seeing
+    from mlxrunner.models.load import load_vision_model
 
     def check(loaded: LoadedModel) -> None:
         check_seeing(loaded.model, asked)
         Opening.of(loaded, asked, is_read=False).settings()
 
     _refuse({"trust_remote_code": trust_remote_code, **_unseen(asked)})
-    return load_seeing(name, progress=tell_nobody, check=check)
+    return load_vision_model(name, progress=tell_nobody, check=check)
 
 
 def check_seeing(model: Any, asked: OpenSettings) -> None:

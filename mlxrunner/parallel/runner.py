@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.config.arguments import check_flag
-from mlxrunner.config.option import warn_of_renamed, with_current_names
+from mlxrunner.config.option import check_flag, warn_of_renamed, with_current_names
 from mlxrunner.engine.observation import Observer
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts

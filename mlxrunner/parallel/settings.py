@@ -7,8 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-from mlxrunner.config.arguments import check_path
-from mlxrunner.config.option import Option, names, option
+from mlxrunner.config.option import Option, check_path, names, option
 from mlxrunner.errors import OptionError
 from mlxrunner.options import MOST_TOKENS, RunnerKwargs, RunnerSettings
 

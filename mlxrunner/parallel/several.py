@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol, Unpack
 
-from mlxrunner.config.arguments import listed, shown
+from mlxrunner.config.option import listed, shown
 from mlxrunner.engine.owner import Closing
 from mlxrunner.errors import OptionError
 from mlxrunner.options import SubmitKwargs

@@ -18,16 +18,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.layers.factory import check_quantized
-from mlxrunner.config.arguments import check_flag, check_kind, listed
-from mlxrunner.config.option import with_current_names
+from mlxrunner.config.option import check_flag, check_kind, listed, with_current_names
 from mlxrunner.engine.observation import Observer, tell, usage_of
 from mlxrunner.engine.owner import Owned, Owner
 from mlxrunner.engine.run import drafted
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan
-from mlxrunner.models.eyes import runs_only_seeing
-from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.facts import ModelFacts, is_run_by_mlx_vlm
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import SubmitKwargs
@@ -136,7 +134,7 @@ class Stepper(Several):
         check_flag("trust_remote_code", trust_remote_code)
         check_flag("pictures", pictures)
         asked = OpenSettings.of(max_sequences=max_sequences, **settings)
-        if pictures or runs_only_seeing(name_of(model)):
+        if pictures or is_run_by_mlx_vlm(name_of(model)):
             loaded = seeing(name_of(model), asked, trust_remote_code=trust_remote_code)
         else:
             loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)

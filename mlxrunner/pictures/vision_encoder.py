@@ -22,7 +22,7 @@ from mlxrunner.errors import PictureError, PicturesFullError, PromptError
 from mlxrunner.pictures.table import Picture, PictureTable
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
-from mlxrunner.system.mlx_vlm_internals import Seen
+from mlxrunner.system.mlx_vlm_internals import ProcessorOutput
 from mlxrunner.system.picture_files import DECODED_BYTES, Pixels
 from mlxrunner.templates.messages import PICTURE
 from mlxrunner.terminal.text import size
@@ -47,7 +47,7 @@ class PictureView:
     block: list[int]
     inputs: Mapping[str, mx.array] | None
     """The encoder's inputs; None once it ran."""
-    seen: Seen | None = None
+    seen: ProcessorOutput | None = None
     described: Prepared | None = None
     """The picture as it goes into prompts, without this view."""
     expected: int = 0
@@ -172,7 +172,7 @@ class VisionEncoder:
         rows = internals.rows_of(self._model, block, inputs)
         return PictureView(block, inputs, expected=rows * self._row_bytes)
 
-    def _note(self, seen: Seen) -> Seen:
+    def _note(self, seen: ProcessorOutput) -> ProcessorOutput:
         """Remember how many bytes a row of a picture takes once it was seen."""
         self._row_bytes = -(-seen.nbytes // len(seen.embeddings))
         return seen
@@ -192,7 +192,7 @@ class VisionEncoder:
             np.array(view.block[begin:end], np.int32),
         )
 
-    def seen(self, picture: Picture) -> Seen:
+    def seen(self, picture: Picture) -> ProcessorOutput:
         """Return what the model sees of a picture. Encode it if that is not kept.
 
         Raise PromptError if the picture itself is gone.

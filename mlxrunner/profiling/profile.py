@@ -19,8 +19,14 @@ from mlx.utils import tree_flatten
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches, run_lazily
 from mlxrunner.cache.layers.protocol import LayerCache, describe
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
-from mlxrunner.config.arguments import check_callable, check_flag, check_path, check_text, listed
-from mlxrunner.config.option import Option
+from mlxrunner.config.option import (
+    Option,
+    check_callable,
+    check_flag,
+    check_path,
+    check_text,
+    listed,
+)
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.fingerprint import loaded_fingerprint

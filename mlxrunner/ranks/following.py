@@ -18,7 +18,7 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.engine.decode import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError
-from mlxrunner.models.part import Part
+from mlxrunner.models.files import ModelShard
 from mlxrunner.ranks.bare import BARE, BareLoop
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts, versions
@@ -78,7 +78,7 @@ def _follow(hosts: Hosts, rank: int, wire: Wire, told: queue.SimpleQueue[Any]) -
         if order == DROP:
             order = told.get()
             continue
-        part = Part(rank, len(hosts.addresses), order["way"])
+        part = ModelShard(rank, len(hosts.addresses), order["way"])
         checked_folder(order["model"], part, order["fingerprint"])
         wire.send({"number": order["number"]})
         if (message := told.get()) != LOAD:

@@ -15,9 +15,8 @@ import mlx.core as mx
 
 from mlxrunner.errors import LaunchError, ModelError
 from mlxrunner.memory.reserve import weights_of
-from mlxrunner.models.files import read_config
+from mlxrunner.models.files import ModelShard, check_shard, read_config
 from mlxrunner.models.fingerprint import by_files, different_files
-from mlxrunner.models.part import Part, check_part
 from mlxrunner.models.resolve import resolve
 from mlxrunner.models.sharding import be_rank, share_among
 from mlxrunner.options import MOST_TOKENS
@@ -28,7 +27,7 @@ from mlxrunner.system import device
 from mlxrunner.system.writing import open_temporary
 
 
-def checked_folder(model: str, part: Part, expected: dict[str, str] | None = None) -> Path:
+def checked_folder(model: str, part: ModelShard, expected: dict[str, str] | None = None) -> Path:
     """Return the folder of `model`, of which this process has `part` from now on.
 
     What is missing of it is downloaded. Raise ModelError if it can't be, or can't be shared, and
@@ -38,7 +37,7 @@ def checked_folder(model: str, part: Part, expected: dict[str, str] | None = Non
         raise ModelError(f"{model}: ranks share no random weights: name a folder or a hub id")
     be_rank(part)
     folder = resolve(model)
-    check_part(folder, read_config(folder))
+    check_shard(folder, read_config(folder))
     other = [] if expected is None else different_files(expected, by_files(folder))
     if other:
         raise LaunchError(f"{model}: not the model of rank 0: {', '.join(other)}")

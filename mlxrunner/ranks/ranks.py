@@ -16,10 +16,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models.files import read_config
+from mlxrunner.models.files import ModelShard, ShardingWay, read_config, take_all
 from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import LoadedModel
-from mlxrunner.models.part import Part, Way, take_all
 from mlxrunner.models.resolve import resolve
 from mlxrunner.models.sharding import be_rank
 from mlxrunner.ranks.engine import SharedModel
@@ -39,7 +38,9 @@ WAITING_S: float | None = 10.0
 class Ranks:
     """All ranks but the first. Use it as a context manager: it lets the others end."""
 
-    def __init__(self, hosts: Hosts, connection: socket, way: Way = "tensor-parallel") -> None:
+    def __init__(
+        self, hosts: Hosts, connection: socket, way: ShardingWay = "tensor-parallel"
+    ) -> None:
         """Lead over `connection`, the one to the guard. `way`: how the ranks share each model."""
         self.hosts, self.wire, self.way = hosts, Wire(connection), way
         self._replies: dict[int, queue.SimpleQueue[Any]] = {
@@ -50,7 +51,7 @@ class Ranks:
         """The ring, once a model is loaded."""
         self.shares: dict[int, dict[str, int]] = {}
         """The part of the last model that each rank has: `group.share_of`."""
-        self._part = Part(0, len(hosts.addresses), way)
+        self._part = ModelShard(0, len(hosts.addresses), way)
         be_rank(self._part)
         threading.Thread(target=self._listen, daemon=True).start()
 

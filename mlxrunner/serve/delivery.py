@@ -26,7 +26,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxrunner.batch.openai_format import TokenLogprob
-from mlxrunner.config.json_options import with_whole_characters
+from mlxrunner.config.option import with_whole_characters
 from mlxrunner.serve.errors import api_error_of, error_response
 from mlxrunner.serve.events import (
     AnswerEnd,

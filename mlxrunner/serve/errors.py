@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from mlxrunner.batch.openai_format import error_object
-from mlxrunner.config.arguments import shown
+from mlxrunner.config.option import shown
 from mlxrunner.errors import (
     CacheFullError,
     ClosedError,

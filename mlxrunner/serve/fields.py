@@ -17,9 +17,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from mlxrunner.batch.openai_format import READ
-from mlxrunner.config.arguments import as_whole, without_nulls
 from mlxrunner.config.names import SAME
-from mlxrunner.config.option import names
+from mlxrunner.config.option import as_whole, names, without_nulls
 from mlxrunner.config.request_fields import is_known
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.errors import BAD_DOCUMENT, BAD_PICTURE

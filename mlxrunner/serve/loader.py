@@ -9,26 +9,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.config.file import read_config_file
-from mlxrunner.config.layering import MODEL, layer, settled, values
+from mlxrunner.config.file import MODEL, layer, read_config_file, settled, values
 from mlxrunner.config.option import names
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import MemoryPlanError, MlxrunnerError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand
 from mlxrunner.memory.reserve import demand_of_slots, weights_of
-from mlxrunner.models.eyes import runs_only_seeing
-from mlxrunner.models.facts import ModelFacts, Shapes, without_weights
+from mlxrunner.models.facts import ModelFacts, Shapes, is_run_by_mlx_vlm, without_weights
 from mlxrunner.models.fingerprint import fingerprint
 from mlxrunner.models.load import (
     LoadedModel,
     LoadProgress,
     load_model,
+    load_vision_model,
     tell_nobody,
     tokenizer_of,
+    unread_vision_model,
+    why_no_vision,
 )
-from mlxrunner.models.seeing import load_seeing, unread_seeing, why_blind
-from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
 from mlxrunner.parallel.draft_model import DraftPlan
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.settings import OpenSettings
@@ -77,7 +76,7 @@ class ModelLoader:
         """
         offered = self.budget()
         if self._sees(name):
-            unread = unread_seeing(name)
+            unread = unread_vision_model(name)
             weights = weights_of(unread.model)
             return self._needed(
                 self._demand(unread, weights, offered, is_read=False),
@@ -131,8 +130,8 @@ class ModelLoader:
     def _sees(self, name: str) -> bool:
         """Return True if the model `name` is to be loaded with its encoder of pictures."""
         if not self.settings.pictures:
-            return runs_only_seeing(name)
-        why = why_blind(name)
+            return is_run_by_mlx_vlm(name)
+        why = why_no_vision(name)
         if why is not None:
             logger.warning("%s sees no pictures: %s", name, why)
         return why is None
@@ -147,7 +146,7 @@ class ModelLoader:
         def check(unread: LoadedModel) -> None:
             self._smallest(unread, room, is_read=False)
 
-        return load_seeing(name, progress=progress, check=check)
+        return load_vision_model(name, progress=progress, check=check)
 
     def _smallest(self, loaded: LoadedModel, room: int, *, is_read: bool = True) -> int:
         """Return the bytes that a model takes with a short context.

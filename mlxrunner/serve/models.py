@@ -13,11 +13,9 @@ from typing import Any, Protocol
 
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import MlxrunnerError, ModelError
-from mlxrunner.models.catalog import cached_models
-from mlxrunner.models.eyes import has_eyes, has_only_eyes
-from mlxrunner.models.facts import weight_bytes
+from mlxrunner.models.facts import has_vision_encoder, needs_mlx_vlm, weight_bytes
 from mlxrunner.models.files import read_config
-from mlxrunner.models.resolve import HUB_ID, folder_if_here, lasting
+from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, lasting
 from mlxrunner.options import EMBEDDED
 from mlxrunner.parallel.threads.workers import run_in_worker
 from mlxrunner.results import logger
@@ -176,7 +174,7 @@ def card_of(shown: str, name: str, place: ModelSlot | None, *, pictures: bool) -
     with suppress(OSError):
         if folder:
             found = dict(_described(folder, (folder / "config.json").stat().st_mtime))
-    eyes, only_eyes = found.pop("has_eyes", False), found.pop("has_only_eyes", False)
+    eyes, only_eyes = found.pop("has_vision_encoder", False), found.pop("needs_mlx_vlm", False)
     return ModelCard(
         shown,
         opened is not None,
@@ -195,7 +193,10 @@ def _described(folder: Path, modified: float) -> dict[str, Any]:
     with suppress(MlxrunnerError, OSError, ValueError):
         config = read_config(folder)
         found["architecture"] = config["model_type"]
-        found |= {"has_eyes": has_eyes(config), "has_only_eyes": has_only_eyes(config)}
+        found |= {
+            "has_vision_encoder": has_vision_encoder(config),
+            "needs_mlx_vlm": needs_mlx_vlm(config),
+        }
         found["bytes"] = weight_bytes(folder)
         template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
         found["template"] = template

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BeforeValidator, Field
 
 from mlxrunner.batch.openai_format import ANY_OBJECT, TURN, TokenLogprob, finite
-from mlxrunner.config.arguments import without_nulls
+from mlxrunner.config.option import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.models.resolve import HUB_ID, folder_if_here, pull
 from mlxrunner.models.resolve import pull as pull_model

@@ -21,9 +21,8 @@ from mlxrunner.batch.openai_format import (
     form_of,
     translate,
 )
-from mlxrunner.config.arguments import as_whole, shown, without_nulls
 from mlxrunner.config.names import SAME
-from mlxrunner.config.option import names
+from mlxrunner.config.option import as_whole, names, shown, without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions

@@ -25,8 +25,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import HANDLED_SIGNALS
 
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
+from mlxrunner.options import ServeSettings
 from mlxrunner.parallel.threads.workers import has_work
 from mlxrunner.results import logger
 from mlxrunner.serve import anthropic, completions, ollama, openai, responses

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,40 @@ def _maps() -> list[str]:
     if not maps.exists():
         return []
     return maps.read_text().splitlines()  # opens: of the kernel
+
+
+PACKAGES = ("mlxrunner", "mlx", "mlx-lm", "transformers", "numpy", "sentencepiece")
+
+
+def findings() -> list[Finding]:
+    """Return the findings about device, memory, libraries and versions, in that order."""
+    facts = describe()
+    name = str(
+        facts.get("device_name")
+        or facts.get("architecture")
+        or platform.processor()
+        or platform.machine()
+    )
+    found = [
+        Finding("device", f"{name} ({platform.system()} {platform.machine()})"),
+        Finding("backend", backend()),
+        memory(),
+        blas(),
+        compiler(),
+        Finding("python", platform.python_version()),
+    ]
+    if platform.system() == "Darwin" and backend() != "metal":
+        found[1] = Finding(
+            "backend",
+            backend(),
+            ok=False,
+            advice="no Metal: a native arm64 Python on macOS 14 or newer is needed",
+        )
+    return found + [_package(name) for name in PACKAGES]
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, version(name))
+    except PackageNotFoundError:
+        return Finding(name, "not installed", ok=False, advice=f"pip install {name}")

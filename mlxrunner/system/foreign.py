@@ -148,7 +148,7 @@ class _Apart:
 
     def write(self, text: str) -> int:
         if threading.get_ident() != self._thread:
-            return int(self._stream.write(text))
+            return len(text) if self._stream is None else int(self._stream.write(text))
         if self._own.tell() < MOST_OUTPUT:
             self._own.write(text[:MOST_OUTPUT])
         return len(text)

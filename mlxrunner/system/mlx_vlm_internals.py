@@ -91,7 +91,7 @@ def load_processor(folder: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessorOutput:
     """The picture as a model sees it, for each of its positions."""
 
     embeddings: mx.array
@@ -241,7 +241,7 @@ def grid_of(model: Any, inputs: Mapping[str, mx.array]) -> tuple[int, int, int] 
     return frames, rows // merged, columns // merged
 
 
-def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> Seen:
+def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> ProcessorOutput:
     """Return what the model sees of one picture, from the first of its positions to the last.
 
     `block`: the tokens that the processor makes of it.
@@ -253,7 +253,7 @@ def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> Seen:
     if crossing_layers(model):
         given = {name: value for name, value in inputs.items() if name != "cross_attention_mask"}
         states = model.get_input_embeddings(mx.array([block]), **given).cross_attention_states
-        seen = Seen(states[0, : rows_of(model, block, inputs)])
+        seen = ProcessorOutput(states[0, : rows_of(model, block, inputs)])
         mx.eval(seen.embeddings)
         return seen
     begin, end = span(model, block)
@@ -261,7 +261,7 @@ def see(model: Any, block: list[int], inputs: Mapping[str, mx.array]) -> Seen:
         mx.array([block]), mask=mx.ones((1, len(block)), mx.int32), **inputs
     )
     deep = tuple(found.deepstack_visual_embeds or ())
-    seen = Seen(found.inputs_embeds[0, begin:end], deep)
+    seen = ProcessorOutput(found.inputs_embeds[0, begin:end], deep)
     mx.eval(seen.embeddings, *deep)
     return seen
 

@@ -172,6 +172,11 @@ def _decoded(path: str | os.PathLike[str], content: bytes) -> str:
         ) from error
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of the small file that Git leaves in the place of one that it has not fetched."""
+FETCH_LFS = "is a Git LFS pointer, not the file itself: run git lfs pull in its folder"
+
+
 def read_json(
     path: str | os.PathLike[str], limit: int, *, given: bool = False, sealed: bool = False
 ) -> Any:
@@ -190,6 +195,8 @@ def read_json(
         if _depth(found) > MOST_NESTED:
             raise ValueError(f"nested more than {MOST_NESTED} times")
     except (ValueError, RecursionError) as error:
+        if content.startswith(LFS_POINTER):
+            raise ReadError(f"{os.fspath(path)}: {FETCH_LFS}") from error
         raise ReadError(
             f"{os.fspath(path)}: not readable as JSON: {' '.join(str(error).split())[:300]}"
         ) from error

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from mlxrunner.config.arguments import shown
-from mlxrunner.config.json_options import parsed_json
+from mlxrunner.config.option import parsed_json, shown
 from mlxrunner.errors import PromptError
 
 Messages = list[dict[str, Any]]

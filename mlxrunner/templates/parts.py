@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mlxrunner.config.json_options import parsed_json, with_whole_characters
+from mlxrunner.config.option import parsed_json, with_whole_characters
 
 Content = str | list[dict[str, Any]]
 """A text, or a list of parts in the form of `mlxrunner.templates.messages.Message`."""

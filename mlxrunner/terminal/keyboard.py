@@ -1,17 +1,24 @@
-"""The terminal while no line is edited.
-
-Typed keys wait, unseen, for the next line, and Ctrl-Z stops the program until `fg`.
-"""
+"""Use the terminal: its keyboard, the user's own editor (`$VISUAL`, `$EDITOR`), the clipboard."""
 
 from __future__ import annotations
 
+import base64
 import os
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
+
+from mlxrunner.errors import FileError, MlxrunnerError
+from mlxrunner.system.reading import read_text
+from mlxrunner.system.writing import written
 
 MARK_PASTES, UNMARK_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
 SHOW_CURSOR = b"\x1b[?25h"
@@ -201,3 +208,91 @@ def _waiting() -> int:
         )
     except OSError:
         return 0
+
+
+LONGEST_TEXT = 2**26
+"""Most bytes of a text that comes back from an editor."""
+USUAL = "vi"
+"""The editor of a user who has set none."""
+
+
+def edit_outside(text: str, keyboard: Keyboard) -> str:
+    """Return `text` as the user leaves it in an editor of their own.
+
+    The editor has the terminal meanwhile; Ctrl-C is a key of the editor. The text is in a folder
+    that only the user can read, and that is removed afterwards. Use it in the main thread. Raise
+    MlxrunnerError if the editor cannot be started or fails, and FileError if what it leaves is not
+    a text.
+    """
+    command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or USUAL
+    with TemporaryDirectory(prefix="mlxrunner-") as folder:
+        path = Path(folder) / "text.md"
+        try:
+            with written(path, sync=False) as stream:
+                stream.write(f"{text}\n" if text else "")
+            with keyboard.lent():
+                code = _run([*shlex.split(command), str(path)])
+        except (OSError, ValueError) as error:
+            raise MlxrunnerError(
+                f"the editor {command!r} can't be used ({error}): set EDITOR to another one"
+            ) from error
+        if code:
+            raise MlxrunnerError(
+                f"the editor {command!r} ended with code {code}, so the text stays as it was"
+            )
+        edited = read_text(path, LONGEST_TEXT)
+    if "\0" in edited:
+        raise FileError("what the editor left is not a text: it has a byte 0")
+    return edited.removesuffix("\n")
+
+
+def _run(command: list[str]) -> int:
+    """Run `command` in the terminal, and return its exit code. Ctrl-C is for the command only."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        return subprocess.call(command)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def copy(text: str) -> str:
+    """Copy `text` to the clipboard, and return the means, such as "with pbcopy".
+
+    Raise MlxrunnerError if nothing can do it.
+    """
+    for command in _programs():
+        try:
+            subprocess.run(
+                command,
+                input=text.encode(errors="replace"),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=5,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return f"with {command[0]}"
+    if not sys.stdout.isatty():
+        raise MlxrunnerError(
+            "there is no clipboard: neither pbcopy, wl-copy nor xclip works, "
+            "and stdout is not a terminal"
+        )
+    sys.stdout.write(f"\x1b]52;c;{base64.b64encode(text.encode(errors='replace')).decode()}\a")
+    sys.stdout.flush()
+    return "through the terminal (OSC 52), if it allows that"
+
+
+def _programs() -> Iterator[list[str]]:
+    """Yield the command lines of the installed programs that have a screen of this machine.
+
+    Over SSH only the terminal reaches the right clipboard.
+    """
+    if os.environ.get("SSH_TTY"):
+        return
+    if shutil.which("pbcopy"):
+        yield ["pbcopy"]
+    if os.environ.get("WAYLAND_DISPLAY") and shutil.which("wl-copy"):
+        yield ["wl-copy"]
+    if os.environ.get("DISPLAY") and shutil.which("xclip"):
+        yield ["xclip", "-selection", "clipboard"]

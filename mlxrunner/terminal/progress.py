@@ -6,18 +6,20 @@ stdout.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from mlxrunner.terminal.text import duration, size, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
+
 
 PATIENCE_S = 1.0
 """Seconds that work has to last before a patient bar is shown."""
@@ -155,7 +157,7 @@ class Progress:
         return self._text if isinstance(self._text, str) else self._text()
 
 
-class PrefillProgress(Progress):
+class PrefillBar(Progress):
     """The evaluated tokens of a prompt; pass it as `progress` of a request."""
 
     def __init__(self) -> None:
@@ -236,3 +238,31 @@ def loading(
         yield show
     finally:
         progress.close()
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """A handler that writes each line, cleaned, to what `sys.stderr` is at that moment.
+
+    While a bar is shown, rich puts a stream of its own there, which prints above the bar.
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]  # the base class has an attribute
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None:
+            super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def log_to_stderr(level: int) -> None:
+    """Show what mlxrunner logs from `level` on."""
+    logger = logging.getLogger("mlxrunner")
+    logger.handlers = [StderrHandler()]
+    logger.setLevel(level)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import Shift, TokenArray, as_tokens, common_prefix, words
-from mlxrunner.config.arguments import shown
+from mlxrunner.config.option import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Usage

@@ -29,7 +29,7 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import NotSupportedError, OptionError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit
-from mlxrunner.models.chunks import DEPENDS
+from mlxrunner.models.facts import DEPENDS
 from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, Usage

@@ -12,11 +12,10 @@ from support.chats import FENCED, TABLE, Do, Typist
 from support.models import write_model
 from support.waiting import until
 
-from mlxrunner.chat.commands.table import is_open
-from mlxrunner.chat.repl import Chat
-from mlxrunner.chat.start import commands
-from mlxrunner.chat.typeahead import Draft
-from mlxrunner.config.layering import MODEL, layer
+from mlxrunner.chat.command_table import is_open
+from mlxrunner.chat.reader import TypedText
+from mlxrunner.chat.repl import Chat, commands
+from mlxrunner.config.file import MODEL, layer
 from mlxrunner.options import OVERFLOW
 
 
@@ -360,7 +359,7 @@ def test_nothing_is_typed_ahead_on_battery(
 
     waits = threading.Event()
 
-    class Watched(Draft):
+    class Watched(TypedText):
         def wait_until_over(self) -> None:
             waits.set()
             super().wait_until_over()
@@ -374,7 +373,7 @@ def test_nothing_is_typed_ahead_on_battery(
     monkeypatch.setattr(chat.conversation, "evaluate", told)
 
     class Slow:
-        def read(self, idle: Callable[[Draft], None], default: str = "") -> str:
+        def read(self, idle: Callable[[TypedText], None], default: str = "") -> str:
             draft = Watched(text)
             reading = threading.Thread(
                 target=lambda: (

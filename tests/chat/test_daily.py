@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.chat.commands.table import is_continued
+from mlxrunner.chat.command_table import is_continued
 from mlxrunner.chat.markdown import code_blocks
-from mlxrunner.chat.reader import StdinReader
-from mlxrunner.chat.typeahead import Draft
+from mlxrunner.chat.reader import StdinReader, TypedText
 from mlxrunner.errors import FileError, MlxrunnerError, ReadError
-from mlxrunner.terminal.external import edit_outside
-from mlxrunner.terminal.keyboard import Keyboard
+from mlxrunner.terminal.keyboard import Keyboard, edit_outside
 
 CHAT = ("-m", "mlxrunner", "chat")
 CTRL_C, CTRL_X_E, TAB, UP = "\x03", "\x18\x05", "\t", "\x1b[A"
@@ -187,7 +185,7 @@ def test_lines_of_a_pipe_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
         reader, texts = StdinReader(), []
         with pytest.raises(EOFError):
             while True:
-                texts.append(reader.read(Draft.wait_until_over))
+                texts.append(reader.read(TypedText.wait_until_over))
     assert texts == ["a\nb", "c", '"""x\\\ny"""', "/system d\ne", "last"]
 
 

@@ -16,10 +16,10 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from mlxrunner.chat.commands.table import is_open, quoted, unquoted
+from mlxrunner.chat.command_table import is_open, quoted, unquoted
 from mlxrunner.chat.editor import ChatCompleter, Editor, PrivateHistory
-from mlxrunner.chat.start import commands
-from mlxrunner.chat.typeahead import Draft
+from mlxrunner.chat.reader import TypedText
+from mlxrunner.chat.repl import commands
 
 
 def completions(text: str) -> list[str]:
@@ -82,7 +82,7 @@ def test_a_second_interrupt_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatc
         def interrupt(*arguments: object) -> None:
             raise KeyboardInterrupt
 
-        def interrupt_once_it_edits(draft: Draft) -> None:
+        def interrupt_once_it_edits(draft: TypedText) -> None:
             while not editor._session.app.is_running:
                 time.sleep(0.01)
             interrupt()
@@ -92,7 +92,7 @@ def test_a_second_interrupt_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatc
             with pytest.raises(KeyboardInterrupt):
                 editor.read(interrupt_once_it_edits)
         keys.send_text("hello\r")
-        assert editor.read(Draft.wait_until_over) == "hello"
+        assert editor.read(TypedText.wait_until_over) == "hello"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from support.chats import Typist
 
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.repl import PIECE_S, Chat
-from mlxrunner.chat.start import commands
+from mlxrunner.chat.repl import PIECE_S, Chat, commands
 from mlxrunner.chat.view import LOGGER
 from mlxrunner.engine.pace import Pace
 from mlxrunner.testing import oracle_runner

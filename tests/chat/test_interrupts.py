@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.repl import Chat
-from mlxrunner.chat.start import commands
+from mlxrunner.chat.repl import Chat, commands
 from mlxrunner.errors import ModelError
 from mlxrunner.sessions.session import History, SessionTurn
 from mlxrunner.terminal.signals import Interrupts
@@ -89,9 +88,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         runner.name = name
         return runner
 
-    monkeypatch.setattr("mlxrunner.chat.loaded_model.Runner.load", load)
-    monkeypatch.setattr("mlxrunner.chat.loaded_model.plan_model", lambda name, **plan: None)
-    monkeypatch.setattr("mlxrunner.chat.loaded_model.must_fit", lambda plan: None)
+    monkeypatch.setattr("mlxrunner.chat.repl.Runner.load", load)
+    monkeypatch.setattr("mlxrunner.chat.repl.plan_model", lambda name, **plan: None)
+    monkeypatch.setattr("mlxrunner.chat.repl.must_fit", lambda plan: None)
     before = signal.getsignal(signal.SIGINT)
     yield loaded
     sys.settrace(None)

@@ -14,7 +14,7 @@ import pytest
 from support.models import write_model
 from support.waiting import until
 
-from mlxrunner.chat.commands.sessions import Saving
+from mlxrunner.chat.session_commands import Saving
 from mlxrunner.errors import SessionError
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import (

@@ -12,8 +12,7 @@ from support.chats import branch
 from support.damage import kill_at_calls
 from support.sample import fewer
 
-from mlxrunner.chat.branches import Branches
-from mlxrunner.chat.taken import MOST, State, Taken
+from mlxrunner.chat.conversation import MOST, Branches, UndoHistory, UndoState
 from mlxrunner.errors import SessionError
 from mlxrunner.sessions.session import Branch
 from mlxrunner.sessions.store import MOST_STATES, SessionStore
@@ -23,16 +22,16 @@ TOKENS = r"\d+ of \d+ tokens reused, \d+ to evaluate"
 
 def test_states_are_taken_newest_first_and_for_one_branch() -> None:
     """Those that lack nothing are passed over, and each is taken once."""
-    taken, full, cut = Taken(), branch("a", "b"), branch("a")
-    taken.push(State("main", full))
-    taken.push(State("other", branch("x")))
-    taken.push(State("main", cut))
+    taken, full, cut = UndoHistory(), branch("a", "b"), branch("a")
+    taken.push(UndoState("main", full))
+    taken.push(UndoState("other", branch("x")))
+    taken.push(UndoState("main", cut))
     assert taken.pop("main", branch()) == cut
     assert taken.pop("main", cut) == full
     assert taken.pop("main", cut) is None
     assert taken.pop("other", full) == branch("x")
     for number in range(MOST + 1):
-        taken.push(State("main", branch(str(number))))
+        taken.push(UndoState("main", branch(str(number))))
     found = [taken.pop("main", branch()) for _ in range(MOST + 1)]
     assert found == [*(branch(str(number)) for number in range(MOST, 0, -1)), None]
 
@@ -54,7 +53,7 @@ def test_a_state_is_lost_if_turns_or_the_system_prompt_are_gone(
     before: Branch, after: Branch | None, is_lost: bool
 ) -> None:
     """More turns lose nothing."""
-    assert State("main", before).is_lost_in(after) is is_lost
+    assert UndoState("main", before).is_lost_in(after) is is_lost
 
 
 def test_redo_brings_back_what_each_command_took(

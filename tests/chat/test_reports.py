@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.chats import Do
 
-from mlxrunner.chat.commands.reports import explanation, saved_seconds
+from mlxrunner.chat.commands import explanation, saved_seconds
 from mlxrunner.profiling.schema import REASONS
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from support.waiting import PATIENCE_S, until
 
-from mlxrunner.chat import typeahead as ahead
-from mlxrunner.chat.typeahead import Draft, TypeAhead
+from mlxrunner.chat import reader as ahead
+from mlxrunner.chat.reader import TypeAhead, TypedText
 
 
 class Worker:
@@ -28,7 +28,7 @@ class Worker:
         self.seen.append((text, True))
 
 
-def run(worker: Worker, draft: Draft, *, reads_draft: bool = True) -> threading.Thread:
+def run(worker: Worker, draft: TypedText, *, reads_draft: bool = True) -> threading.Thread:
     thread = threading.Thread(
         target=TypeAhead(worker, reads_draft=lambda: reads_draft), args=(draft,)
     )
@@ -43,7 +43,7 @@ def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_first_what_comes_before_then_what_is_typed() -> None:
     """Each text once, in the thread that called; then it waits."""
-    worker, draft = Worker(), Draft()
+    worker, draft = Worker(), TypedText()
     worker.may_go_on.release(100)
     thread = run(worker, draft)
     until(lambda: worker.seen == [("", True)])
@@ -59,7 +59,7 @@ def test_first_what_comes_before_then_what_is_typed() -> None:
 def test_enter_stops_it_after_the_chunk_at_hand() -> None:
     """Anything may be in evaluation."""
     for typed in ("", "hello"):
-        worker, draft = Worker(chunks=10), Draft()
+        worker, draft = Worker(chunks=10), TypedText()
         if typed:
             worker.may_go_on.release(10)
         thread = run(worker, draft)
@@ -76,7 +76,7 @@ def test_enter_stops_it_after_the_chunk_at_hand() -> None:
 
 def test_typing_on_does_not_stop_what_stays_true() -> None:
     """Evaluation goes on when the text grows, and stops for another text, which comes next."""
-    worker, draft = Worker(chunks=2), Draft()
+    worker, draft = Worker(chunks=2), TypedText()
     worker.may_go_on.release(2)
     thread = run(worker, draft)
     until(lambda: worker.seen == [("", True)])
@@ -100,7 +100,7 @@ def test_typing_on_does_not_stop_what_stays_true() -> None:
 
 def test_without_typing_ahead_only_what_comes_before_is_evaluated() -> None:
     """Typing does not stop that."""
-    worker, draft = Worker(chunks=2), Draft()
+    worker, draft = Worker(chunks=2), TypedText()
     thread = run(worker, draft, reads_draft=False)
     worker.may_go_on.release(1)
     draft.update("hello")
@@ -120,7 +120,7 @@ def test_what_goes_wrong_is_nobodys_concern() -> None:
         tried.append(text)
         raise RuntimeError("no memory")
 
-    draft = Draft("hello")
+    draft = TypedText("hello")
     thread = threading.Thread(target=TypeAhead(fail, reads_draft=lambda: True), args=(draft,))
     thread.start()
     until(lambda: tried == ["", "hello"])

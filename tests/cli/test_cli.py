@@ -156,7 +156,7 @@ def test_an_interrupt_that_python_wraps_is_one_all_the_same(
     def interrupted(*_: object, **__: object) -> None:
         raise RuntimeError("Error calling __set_name__") from told
 
-    monkeypatch.setattr("mlxrunner.system.doctor.findings", interrupted)
+    monkeypatch.setattr("mlxrunner.system.device.findings", interrupted)
     result = run("doctor")
     assert (result.exit_code, result.stderr) == (code, "")
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
-from mlxrunner.cli.completion import SHELLS, VARIABLE
+from mlxrunner.cli.describe import SHELLS, VARIABLE
 from mlxrunner.sessions.store import SessionStore
 
 

@@ -35,7 +35,7 @@ def damaged_session(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
 
 
 def bug(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
-    monkeypatch.setattr("mlxrunner.system.doctor.findings", lambda: 1 / 0)
+    monkeypatch.setattr("mlxrunner.system.device.findings", lambda: 1 / 0)
     return code("doctor")
 
 

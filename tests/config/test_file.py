@@ -10,14 +10,20 @@ import pytest
 
 from mlxrunner import MissingFileError, MlxrunnerError, OptionError, ReadError
 from mlxrunner.config.file import (
+    DEFAULT,
     EVERYWHERE,
+    HERE,
     KEYS,
     LARGEST,
+    MODEL,
     SWITCHES,
+    Setting,
     config_path,
+    layer,
     read_config_file,
+    settled,
+    values,
 )
-from mlxrunner.config.layering import DEFAULT, HERE, MODEL, Setting, layer, settled, values
 from mlxrunner.config.names import plain
 
 GOOD = """

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from support.models import write_model
 
-from mlxrunner.models.catalog import CachedModel, cached_models
-from mlxrunner.models.resolve import resolve
+from mlxrunner.models.resolve import CachedModel, cached_models, resolve
 
 
 def model(folder: Path) -> None:

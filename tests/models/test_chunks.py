@@ -18,8 +18,7 @@ from mlxrunner import Runner, cli
 from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
-from mlxrunner.models.chunks import DEPENDS, depends_on_chunks
-from mlxrunner.models.facts import facts_of
+from mlxrunner.models.facts import DEPENDS, depends_on_chunks, facts_of
 from mlxrunner.models.load import load_model
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.sessions.store import SessionStore
@@ -36,7 +35,7 @@ PLAMO: dict[str, Any] = {
 @pytest.fixture
 def as_mlx_lm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows hold what mlx-lm's caches hold, not what its PLaMo 3 asks a mask for."""
-    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
+    monkeypatch.setattr("mlxrunner.models.facts.masks_asked", lambda model: {})
 
 
 def plamo(seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
@@ -151,7 +150,7 @@ def test_it_is_found_with_a_few_tokens(
         model.set_dtype(dtype)
         facts_of(model, config)
         assert not depends_on_chunks(model, 300)
-    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
+    monkeypatch.setattr("mlxrunner.models.facts.masks_asked", lambda model: {})
     for seed in range(5):
         model, config = plamo(seed, sliding_window=window)
         model.set_dtype(dtype)

@@ -20,8 +20,7 @@ from support.waiting import PATIENCE_S, until
 from mlxrunner import cli
 from mlxrunner.errors import ModelError
 from mlxrunner.models import download
-from mlxrunner.models.catalog import cached_models
-from mlxrunner.models.resolve import pull, resolve
+from mlxrunner.models.resolve import cached_models, pull, resolve
 
 SECRET = "code of the model"
 

@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from support.models import save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner import ModelError, PromptError, Runner
-from mlxrunner.models.description import describe
 from mlxrunner.models.facts import (
     DEFAULT_CONTEXT,
     CacheCost,
@@ -21,6 +20,7 @@ from mlxrunner.models.facts import (
     facts_of,
     weight_bytes,
 )
+from mlxrunner.models.load import describe
 from mlxrunner.testing import ByteTokenizer
 
 FLOAT = 4

@@ -16,8 +16,7 @@ from support.models import one_line, tiny_config, write_model, write_tokenizer
 
 from mlxrunner import ModelError, Runner, cli
 from mlxrunner.loading import plan_model
-from mlxrunner.models.description import describe
-from mlxrunner.models.load import load_model, tokenizer_of
+from mlxrunner.models.load import describe, load_model, tokenizer_of
 from mlxrunner.system.foreign import ForeignError, failures_as_errors, foreign_code
 from mlxrunner.terminal.signals import Interrupts, orderly_end
 
@@ -87,6 +86,24 @@ def test_signals_that_commands_handle_pass() -> None:
         signal.raise_signal(signal.SIGINT)
     with orderly_end(), pytest.raises(SystemExit), failures_as_errors():
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_other_threads_may_print_where_there_is_no_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what they print, as it does without foreign code."""
+    monkeypatch.setattr(sys, "stdout", None)
+    failed = list[BaseException]()
+
+    def say() -> None:
+        try:
+            print("nobody hears this")
+        except BaseException as error:
+            failed.append(error)
+
+    with foreign_code():
+        thread = threading.Thread(target=say)
+        thread.start()
+        thread.join()
+    assert failed == []
 
 
 def test_what_code_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,9 @@ from support.sample import fewer
 
 from mlxrunner import ModelError, PromptError
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.models.description import describe
+from mlxrunner.models.files import MOST_PARTS, check_settings, size_of, wrong_setting
 from mlxrunner.models.fingerprint import fingerprint
-from mlxrunner.models.load import load_model, tokenizer_of
-from mlxrunner.models.settings import MOST_PARTS, check_settings, size_of
+from mlxrunner.models.load import describe, load_model, tokenizer_of
 from mlxrunner.system.foreign import ForeignError, foreign_code
 
 
@@ -164,6 +163,8 @@ def test_a_fingerprint_reads_only_ordinary_files(folder: Path) -> None:
         ({"layer_types": ["full_attention"] * 10**5}, "layer_types is a list of 100,000 values"),
         ({"num_attention_heads": 0}, "config.json"),
         ({"num_attention_heads": "4"}, "config.json"),
+        ({"hidden_size": 64.0}, "config.json: no model can be built from it: hidden_size is 64.0"),
+        ({"quantization": {}, "hidden_size": "64"}, "write a number"),
         ({"rope_scaling": {"type": "linear"}}, "config.json"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": "x"}}, "config.json"),
         (
@@ -184,6 +185,44 @@ def test_a_setting_that_no_model_has_is_one_line(
     change(folder / "config.json", **settings)
     assert message in refused(describe, folder)
     assert len(refused(load_model, folder)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"hidden_size": 64.0}, "hidden_size is 64.0: write 64"),
+        (
+            {"text_config": {"num_layers": 2.5}},
+            "num_layers is 2.5: write a whole number",
+        ),
+        ({"rope_scaling": {"factor": "4"}}, "rope_scaling.factor is the text '4': write 4"),
+        ({"quantization": {}}, "quantization is {}: write group_size and bits into it, or remove"),
+        ({"transformers_version": "5.0", "hidden_size": 64, "rope_theta": 1e4}, None),
+    ],
+)
+def test_a_setting_of_a_wrong_kind_is_named_with_its_remedy(
+    config: dict[str, Any], words: str | None
+) -> None:
+    found = wrong_setting(config)
+    assert found is None if words is None else words in str(found)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 123456789\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named_with_its_remedy(name: str, folder: Path) -> None:
+    (folder / name).write_bytes(POINTER)
+    for call in (describe, load_model):
+        message = f"{name}: is a Git LFS pointer, not the file itself: run git lfs pull"
+        assert message in refused(call, folder)
+
+
+def test_a_byte_order_mark_is_named_with_its_remedy(folder: Path) -> None:
+    """mlx-lm reads the file without one only."""
+    file = folder / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert "begins with a byte order mark (BOM)" in refused(load_model, folder)
 
 
 def test_a_setting_with_two_values_is_named_with_both(folder: Path) -> None:

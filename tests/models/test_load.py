@@ -21,8 +21,7 @@ from support.models import BOS, EOS, save_model, tiny_config, write_model, write
 
 from mlxrunner import ModelError, Runner
 from mlxrunner.cache.layers.base import tree_bytes
-from mlxrunner.models.description import describe
-from mlxrunner.models.load import load_model, tokenizer_of, unread_model
+from mlxrunner.models.load import describe, load_model, tokenizer_of, unread_model
 
 
 @pytest.fixture(scope="module")

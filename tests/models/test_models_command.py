@@ -17,8 +17,8 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner import Runner, cli
 from mlxrunner.loading import context_and_plan
-from mlxrunner.models.catalog import last_use, remember_use
 from mlxrunner.models.download import repositories
+from mlxrunner.models.resolve import last_use, remember_use
 
 
 def run(*arguments: str, stdin: str = "") -> Result:

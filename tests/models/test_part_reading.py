@@ -20,10 +20,10 @@ from support.sample import examples
 from support.shares import sharing
 
 from mlxrunner.errors import ModelError
-from mlxrunner.models import part_reading
+from mlxrunner.models import sharding
+from mlxrunner.models.files import ModelShard
 from mlxrunner.models.load import unread_model
-from mlxrunner.models.part import Part
-from mlxrunner.models.part_reading import WeightFiles
+from mlxrunner.models.sharding import WeightFiles
 
 KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "minimax", "glm4_moe", "deepseek_v3", "mistral4"]
 TYPES = [mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8, mx.bool_]
@@ -31,7 +31,7 @@ TYPES = [mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8, mx.bool_]
 
 def loaded(folder: Path, rank: int, ranks: int) -> dict[str, mx.array]:
     """Return the parameters of a rank."""
-    with sharing(Part(rank, ranks, "tensor-parallel")):
+    with sharing(ModelShard(rank, ranks, "tensor-parallel")):
         parameters: Any = tree_flatten(unread_model(folder).parameters())
     mx.eval([array for _, array in parameters])
     return dict(parameters)
@@ -80,8 +80,8 @@ def test_any_indices_of_any_axis(data: some.DataObject) -> None:
     dtype = data.draw(some.sampled_from(TYPES))
     array = (mx.arange(int(np.prod(shape))) * 7 % 251).reshape(shape).astype(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part_reading, "DIRECT", data.draw(some.sampled_from([1, 8, 2**16])))
-        patch.setattr(part_reading, "BLOCK", data.draw(some.sampled_from([1, 24, 2**24])))
+        patch.setattr(sharding, "DIRECT", data.draw(some.sampled_from([1, 8, 2**16])))
+        patch.setattr(sharding, "BLOCK", data.draw(some.sampled_from([1, 24, 2**24])))
         folder = _folder({"before": mx.zeros(3), "it": array, "behind": mx.ones(2)})
         files = WeightFiles(folder)
         tensors: Any = mx.load(str(folder / "model.safetensors"))

@@ -24,9 +24,9 @@ from support.waiting import until
 from mlxrunner import cli
 from mlxrunner.errors import LaunchError, ModelError
 from mlxrunner.models.download import in_turn
+from mlxrunner.models.files import ModelShard
 from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import unread_model
-from mlxrunner.models.part import Part
 from mlxrunner.models.resolve import resolve
 from mlxrunner.ranks.group import checked_folder
 
@@ -78,7 +78,7 @@ def test_a_rank_downloads_its_layers(
     rank: int, layers: list[str], model_hub: Any, source: Path
 ) -> None:
     """Its parameters are those that it takes of the whole model."""
-    part = Part(rank, 3, "pipeline")
+    part = ModelShard(rank, 3, "pipeline")
     with sharing(part):
         folder = resolve("org/name")
         assert weights_in(model_hub.downloaded()) == {"rest", *layers}
@@ -94,9 +94,9 @@ def test_a_rank_downloads_its_layers(
 
 def test_what_is_missing_comes_for_who_needs_it(model_hub: Any) -> None:
     """Another rank of this machine, and then a process that has the model alone."""
-    with sharing(Part(2, 3, "pipeline")):
+    with sharing(ModelShard(2, 3, "pipeline")):
         resolve("org/name")
-    with sharing(Part(1, 3, "pipeline")):
+    with sharing(ModelShard(1, 3, "pipeline")):
         model_hub.seen.clear()
         resolve("org/name")
         assert weights_in(model_hub.downloaded()) == {"1", "2"}
@@ -111,7 +111,7 @@ def test_names_of_an_index_are_no_patterns(model_hub: Any, source: Path) -> None
     index["weight_map"] |= {"one": "*", "other": "model-*.safetensors", "third": "x.py"}
     model_hub.files["model.safetensors.index.json"] = json.dumps(index).encode()
     model_hub.files["modeling.py"] = b"code"
-    with sharing(Part(2, 3, "pipeline")):
+    with sharing(ModelShard(2, 3, "pipeline")):
         folder = resolve("org/name")
         with pytest.raises(ModelError, match="missing: 3 of 5 weight files"):
             unread_model(folder)
@@ -139,7 +139,7 @@ def test_a_rank_says_that_it_waits_for_another_download(
 
 
 def test_every_rank_of_tensors_needs_all_files(model_hub: Any) -> None:
-    with sharing(Part(1, 2, "tensor-parallel")):
+    with sharing(ModelShard(1, 2, "tensor-parallel")):
         resolve("org/name")
     assert weights_in(model_hub.downloaded()) == {"rest", "0", "1", "2", "3", "4"}
 
@@ -151,7 +151,10 @@ def test_a_model_that_cannot_be_shared_is_not_downloaded(
     """Its settings say so."""
     save(tmp_path / "source", "gemma3_text")
     hub.files = {file.name: file.read_bytes() for file in (tmp_path / "source").iterdir()}
-    with sharing(Part(0, 2, way)), pytest.raises(ModelError, match="can't share the architecture"):
+    with (
+        sharing(ModelShard(0, 2, way)),
+        pytest.raises(ModelError, match="can't share the architecture"),
+    ):
         resolve("org/name")
     assert "config.json" in hub.downloaded()
     assert weights_in(hub.downloaded()) == set()
@@ -169,7 +172,7 @@ def test_a_layer_that_is_partly_there(source: Path) -> None:
     index["weight_map"] |= dict.fromkeys(moved, "model-rest.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     (source / "model-2.safetensors").unlink()
-    with sharing(Part(0, 3, "pipeline")):
+    with sharing(ModelShard(0, 3, "pipeline")):
         model = unread_model(source)
     assert [layer is None for layer in model.model.layers] == [True, True, True, False, False]
     mx.eval(model.parameters())
@@ -178,9 +181,12 @@ def test_a_layer_that_is_partly_there(source: Path) -> None:
 def test_a_missing_file_is_named(source: Path) -> None:
     """One that this rank needs, and no other one."""
     (source / "model-1.safetensors").unlink()
-    with sharing(Part(0, 3, "pipeline")):
+    with sharing(ModelShard(0, 3, "pipeline")):
         unread_model(source)
-    with sharing(Part(1, 3, "pipeline")), pytest.raises(ModelError, match="missing: 1 of 3") as e:
+    with (
+        sharing(ModelShard(1, 3, "pipeline")),
+        pytest.raises(ModelError, match="missing: 1 of 3") as e,
+    ):
         unread_model(source)
     assert "model-1.safetensors" in one_line(e)
 
@@ -192,7 +198,7 @@ def test_a_number_of_a_layer_of_any_length(source: Path) -> None:
     placed[f"model.layers.{'9' * 5000}.weight"] = "model-9.safetensors"
     index.write_text(json.dumps({"weight_map": placed}))
     for rank in range(3):
-        with sharing(Part(rank, 3, "pipeline")):
+        with sharing(ModelShard(rank, 3, "pipeline")):
             mx.eval(unread_model(source).parameters())
 
 
@@ -209,7 +215,7 @@ def test_a_tensor_in_no_file_is_named(source: Path) -> None:
     index.write_text(json.dumps(found))
     (source / "model-0.safetensors").unlink()
     said = r"Missing 1 parameters: model\.layers\.4\.self_attn\.q_proj\.weight"
-    with sharing(Part(0, 3, "pipeline")), pytest.raises(ModelError, match=said):
+    with sharing(ModelShard(0, 3, "pipeline")), pytest.raises(ModelError, match=said):
         unread_model(source)
 
 
@@ -226,7 +232,7 @@ def test_a_tensor_of_another_shape_is_named(
     if not is_whole:
         (source / "model-0.safetensors").unlink()
     said = f"Expected shape .* for parameter {tensor}"
-    with sharing(Part(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
+    with sharing(ModelShard(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
         unread_model(source)
     one_line(error)
 
@@ -238,7 +244,7 @@ def test_a_rank_has_its_files_of_a_model_in_the_format_of_awq(source: Path) -> N
     (source / "config.json").write_text(json.dumps(settings))
     for file in source.glob("model-*.safetensors"):
         change(file, awq)
-    part = Part(0, 3, "pipeline")
+    part = ModelShard(0, 3, "pipeline")
     with sharing(part):
         whole: Any = dict(tree_flatten(unread_model(source).parameters()))
         (source / "model-0.safetensors").unlink()
@@ -283,7 +289,7 @@ def test_files_that_two_ranks_have_are_compared(source: Path, tmp_path: Path) ->
     file = "model-1.safetensors"
     shutil.copytree(source, tmp_path / "other")
     (tmp_path / "other" / "model-0.safetensors").unlink()
-    expected, part = by_files(source), Part(1, 3, "pipeline")
+    expected, part = by_files(source), ModelShard(1, 3, "pipeline")
     with sharing(part):
         assert checked_folder(str(tmp_path / "other"), part, expected) == tmp_path / "other"
         weights: Any = mx.load(str(tmp_path / "other" / file))
@@ -307,7 +313,7 @@ def test_a_cache_that_ranks_cannot_lock_is_one_line(
         lock.parent.mkdir(parents=True)
         lock.symlink_to("elsewhere") if kind == "a link" else os.mkfifo(lock)
     said = "org/name: can't be downloaded: .*mlxrunner.lock: "
-    with sharing(Part(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
+    with sharing(ModelShard(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
         resolve("org/name")
     one_line(error)
     assert model_hub.seen == []
@@ -334,7 +340,7 @@ def test_weights_in_other_files_are_another_model(
     else:
         (other / "model-0.safetensors").rename(other / "model-zero.safetensors")
         index.write_text(index.read_text().replace("model-0.", "model-zero."))
-    expected, part = by_files(source), Part(1, 2, way)
+    expected, part = by_files(source), ModelShard(1, 2, way)
     with sharing(part), pytest.raises(LaunchError, match="division of the weights into files"):
         checked_folder(str(other), part, expected)
 

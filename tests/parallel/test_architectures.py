@@ -21,8 +21,7 @@ from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.models.facts import facts_of
-from mlxrunner.models.windows import widen_windows
+from mlxrunner.models.facts import facts_of, widen_windows
 from mlxrunner.testing import ByteTokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "many-sequences.md"

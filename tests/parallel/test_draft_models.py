@@ -26,7 +26,7 @@ from support.sample import fewer
 from mlxrunner import MemoryPlanError, OptionError, ParallelRunner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import common_prefix
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result, Usage
 from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.speculation.model import DraftModel

@@ -23,7 +23,7 @@ from support.sample import fewer
 
 from mlxrunner import ParallelRunner
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result
 from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Costs

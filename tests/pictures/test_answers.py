@@ -24,8 +24,7 @@ from support.seeing import (
 )
 
 from mlxrunner import PromptError, Runner
-from mlxrunner.models.eyes import ARCHITECTURES
-from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.facts import VISION_ARCHITECTURES, ModelFacts
 from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
@@ -61,11 +60,11 @@ class Eyes:
 
 def test_each_architecture_is_tried() -> None:
     """No other one loads."""
-    assert set(ARCHITECTURES) == set(CONFIGS)
+    assert set(VISION_ARCHITECTURES) == set(CONFIGS)
 
 
 @pytest.mark.exhaustive(10)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", VISION_ARCHITECTURES)
 def test_warm_answers_are_those_of_mlx_vlm(kind: str) -> None:
     """Pictures come early and late, change, go, and change places."""
     eyes = Eyes(kind)

@@ -28,7 +28,7 @@ from mlxrunner import (
     Runner,
     cli,
 )
-from mlxrunner.models import seeing
+from mlxrunner.models import load
 from mlxrunner.models.sharding import share_among
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.system import device
@@ -286,7 +286,7 @@ def test_a_runner_of_many_requests_compares_its_plan_before_it_reads_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It knows then what pictures need beside the encoder's own work."""
-    monkeypatch.setattr(seeing, "read_weights", pytest.fail)
+    monkeypatch.setattr(load, "read_weights", pytest.fail)
     monkeypatch.setattr(device, "offered_bytes", lambda: 1000)
     with pytest.raises(MemoryPlanError, match="does not fit into memory") as error:
         ParallelRunner.load(folder, max_sequences=2, context=256, pictures=True)

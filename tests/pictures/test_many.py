@@ -29,8 +29,7 @@ from support.seeing import (
 )
 
 from mlxrunner import OptionError, ParallelRunner, PictureError, Runner, StepFailedError
-from mlxrunner.models.eyes import ARCHITECTURES
-from mlxrunner.models.facts import ModelFacts
+from mlxrunner.models.facts import VISION_ARCHITECTURES, ModelFacts
 from mlxrunner.pictures import vision_encoder
 from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.testing import ByteTokenizer
@@ -67,7 +66,7 @@ def many(kind: str, slots: int = 3, step: int = 16) -> Iterator[Many]:
 
 
 @pytest.mark.exhaustive(8)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", VISION_ARCHITECTURES)
 def test_histories_with_pictures_are_answered_as_by_mlx_vlm(kind: str) -> None:
     """Conversations take turns in the same steps; some of them have no picture, some end early."""
     drawn = random.Random(len(kind))
@@ -167,7 +166,7 @@ def test_pictures_of_requests_that_wait_have_a_bound(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.exhaustive(3)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", VISION_ARCHITECTURES)
 def test_room_is_counted_for_what_will_have_been_seen(kind: str) -> None:
     """It may be more than the encoder's input, which is all that is there before."""
     with many(kind, slots=1) as eyes:

@@ -14,7 +14,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 from support.seeing import MadeUpProcessor, block_of, built
 
 from mlxrunner.errors import ModelError, PictureError
-from mlxrunner.models.eyes import ARCHITECTURES
+from mlxrunner.models.facts import VISION_ARCHITECTURES
 from mlxrunner.system import mlx_vlm_internals as internals
 
 
@@ -24,7 +24,7 @@ def test_the_version_was_tried() -> None:
     assert internals.version() in internals.VERSIONS
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", VISION_ARCHITECTURES)
 def test_each_part_is_where_it_is_expected(kind: str) -> None:
     """Embeddings, caches, axes, the token of a picture, and what the encoder returns."""
     model = built(kind)

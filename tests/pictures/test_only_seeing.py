@@ -14,8 +14,8 @@ from support.seeing import write_seeing
 
 from mlxrunner import ModelError, ParallelRunner, Runner, cli
 from mlxrunner.loading import plan_model
-from mlxrunner.models.eyes import runs_only_seeing
-from mlxrunner.models.seeing import load_either
+from mlxrunner.models.facts import is_run_by_mlx_vlm
+from mlxrunner.models.load import load_either
 from mlxrunner.serve.models import card_of
 from mlxrunner.system import mlx_vlm_internals as internals
 
@@ -33,10 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_those_that_mlx_lm_runs_are_loaded_for_text(tmp_path: Path, folder: Path) -> None:
     """Their encoder is loaded where it is asked for."""
-    assert runs_only_seeing(str(folder))
-    assert not runs_only_seeing(str(write_seeing(tmp_path / "text", "gemma3")))
-    assert not runs_only_seeing("demo")
-    assert not runs_only_seeing(str(tmp_path / "missing"))
+    assert is_run_by_mlx_vlm(str(folder))
+    assert not is_run_by_mlx_vlm(str(write_seeing(tmp_path / "text", "gemma3")))
+    assert not is_run_by_mlx_vlm("demo")
+    assert not is_run_by_mlx_vlm(str(tmp_path / "missing"))
 
 
 def test_each_way_to_load_it_brings_its_encoder(folder: Path) -> None:

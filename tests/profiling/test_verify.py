@@ -134,7 +134,7 @@ def test_a_model_that_depends_on_its_chunks_is_not_certified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """mlx-lm's PLaMo 3, had nobody found it out at load: its own noise is as large as a mistake."""
-    monkeypatch.setattr("mlxrunner.models.windows.masks_asked", lambda model: {})
+    monkeypatch.setattr("mlxrunner.models.facts.masks_asked", lambda model: {})
     sizes = {
         "head_dim": 16,
         "sliding_window": 12,

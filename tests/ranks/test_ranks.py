@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 from mlxrunner import cli
 from mlxrunner.errors import LaunchError, ModelError, NotSupportedError, OptionError
+from mlxrunner.models.files import ModelShard
 from mlxrunner.models.fingerprint import by_files
-from mlxrunner.models.part import Part
 from mlxrunner.ranks import following
 from mlxrunner.ranks.following import follow
 from mlxrunner.ranks.group import checked_folder, join
@@ -316,7 +316,7 @@ def test_a_model_that_cannot_be_shared_is_refused(
     """Its config.json says so, before weights are read."""
     settings = tiny_config(kind, **config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    part = Part(0, 2, way)
+    part = ModelShard(0, 2, way)
     with sharing(part), pytest.raises(ModelError, match=re.escape(said)):
         checked_folder(str(tmp_path), part)
 
@@ -343,7 +343,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     """A rank compares the fingerprint of its files with that of the first rank."""
     write_model(tmp_path / "one")
     write_model(tmp_path / "other", seed=1)
-    first, part = by_files(tmp_path / "one"), Part(1, 2, "tensor-parallel")
+    first, part = by_files(tmp_path / "one"), ModelShard(1, 2, "tensor-parallel")
     with sharing(part):
         assert checked_folder(str(tmp_path / "one"), part, first) == tmp_path / "one"
         with pytest.raises(LaunchError, match="not the model of rank 0: weights"):
@@ -352,7 +352,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_random_weights_are_refused() -> None:
     with pytest.raises(ModelError, match="random:1M: ranks share no random weights: name a folder"):
-        checked_folder("random:1M", Part(0, 2, "pipeline"))
+        checked_folder("random:1M", ModelShard(0, 2, "pipeline"))
 
 
 def test_a_rank_says_for_whom_it_waits(

@@ -21,7 +21,7 @@ from support.models import write_model, write_tokenizer
 from support.program import program
 from support.waiting import until
 
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames

@@ -16,7 +16,7 @@ from support.browser import WIDTHS, browse, measure, needs_chromium
 from support.events import as_event, example_event
 from support.scripted import serving
 
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.profiling.report.page import TableLink, table
 from mlxrunner.profiling.schema import Event
 from mlxrunner.serve.manager import ModelManager

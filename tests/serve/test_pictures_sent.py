@@ -18,7 +18,7 @@ from support.strict_templates import TEMPLATES, load_strict
 from mlxrunner.errors import PictureError
 from mlxrunner.serve.prompts.answer_tokens import message_digest
 from mlxrunner.serve.prompts.rules import PromptDraft, apply
-from mlxrunner.system.picture_texts import picture_bytes
+from mlxrunner.system.picture_files import picture_bytes
 from mlxrunner.templates.probe import TemplateProbe
 
 DATA = base64.b64encode(b"a picture").decode()

@@ -26,8 +26,8 @@ from support.strict_templates import (
     tool,
 )
 
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.engine.constrain import Constraint
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,

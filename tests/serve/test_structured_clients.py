@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, SecretStr
 from support.actor import calling, playing
 from support.scripted import serving
 
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames

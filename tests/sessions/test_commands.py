@@ -15,10 +15,9 @@ from support.models import write_model
 from support.waiting import PATIENCE_S
 
 from mlxrunner import Runner
-from mlxrunner.chat.commands.sessions import Saving
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.repl import Chat
-from mlxrunner.chat.start import commands
+from mlxrunner.chat.repl import Chat, commands
+from mlxrunner.chat.session_commands import Saving
 from mlxrunner.errors import SessionError
 from mlxrunner.models.files import read_config
 from mlxrunner.models.resolve import DEMO_FOLDER

@@ -14,11 +14,10 @@ from PIL import Image
 
 import mlxrunner
 from mlxrunner import Runner
-from mlxrunner.chat.commands.sessions import Saving
+from mlxrunner.chat.attachments import NAME, Album
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.pictures import NAME, Album
-from mlxrunner.chat.repl import Chat
-from mlxrunner.chat.start import commands
+from mlxrunner.chat.repl import Chat, commands
+from mlxrunner.chat.session_commands import Saving
 from mlxrunner.sessions.session import Branch, History, SessionTurn
 from mlxrunner.sessions.store import TEXT, SessionStore
 
@@ -89,7 +88,7 @@ import os, random, sys, time
 from pathlib import Path
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.view import PlainView
-from mlxrunner.chat.start import open_chat
+from mlxrunner.chat.repl import open_chat
 from mlxrunner.terminal.signals import Interrupts
 from mlxrunner.testing import OracleModel, oracle_runner
 

@@ -28,8 +28,8 @@ from ptyprocess import PtyProcess
 
 IMPORTS = """
 mlx_lm.models.llama prompt_toolkit.shortcuts rich.live rich.markdown
-mlxrunner.chat.start mlxrunner.chat.editor mlxrunner.chat.markdown mlxrunner.cli.chat
-mlxrunner.cli.generate mlxrunner.cli.recording mlxrunner.loading mlxrunner.testing
+mlxrunner.chat.repl mlxrunner.chat.editor mlxrunner.chat.markdown mlxrunner.cli.chat
+mlxrunner.cli.generate mlxrunner.cli.options mlxrunner.loading mlxrunner.testing
 """.split()
 """Modules that most programs import. Importing them starts no thread."""
 INTEGER = struct.Struct("i")

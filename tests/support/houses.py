@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve.events import AnswerEvent, ServerRequest
 from mlxrunner.serve.loader import ModelLoader, ServedModel
 from mlxrunner.serve.manager import ModelManager

@@ -20,7 +20,7 @@ from typing import Any
 
 from mlxrunner import ParallelRunner
 from mlxrunner.errors import StepFailedError
-from mlxrunner.models.part import Way
+from mlxrunner.models.files import ShardingWay
 from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts
@@ -204,7 +204,7 @@ def bare(ranks: Ranks, runner: Runner) -> None:
     assert list(steps(80, prompt[80:], 6)) == ours
 
 
-def main(folder: str, hosts: str, port: str, turns: str, way: Way) -> None:
+def main(folder: str, hosts: str, port: str, turns: str, way: ShardingWay) -> None:
     """Run a history of `turns` turns with each model in `folder`, shared in this way."""
     found = read_hosts(hosts, int(port))
     connection = inherited()

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mlxrunner.models.part import Part, take_all
+from mlxrunner.models.files import ModelShard, take_all
 from mlxrunner.models.sharding import be_rank, share_among
 
 
 @contextmanager
-def sharing(part: Part) -> Iterator[None]:
+def sharing(part: ModelShard) -> Iterator[None]:
     """Resolve and load models in the block as a rank that has `part` of each.
 
     It stands for a group of MLX, of which loading asks only the rank and the size.

@@ -141,7 +141,7 @@ def test_doctor_names_the_limit() -> None:
     """It says which one it is, as nobody sees it otherwise."""
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (5 * 2**30,) * 2)\n"
-        "from mlxrunner.system.doctor import findings; print(findings()[2].value)"
+        "from mlxrunner.system.device import findings; print(findings()[2].value)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

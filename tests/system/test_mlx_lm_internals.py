@@ -15,7 +15,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.pipeline import PipelineMixin
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.models.part import Part
+from mlxrunner.models.files import ModelShard
 from mlxrunner.system import mlx_lm_internals as internals
 from mlxrunner.testing import UnknownCache
 
@@ -204,7 +204,7 @@ def test_layers_of_a_pipeline_are_those_of_mlx_lm(ranks: int) -> None:
     """A rank downloads the layers that mlx-lm lets it keep."""
     for count in range(ranks, 40):
         for rank in range(ranks):
-            part, share = Part(rank, ranks, "pipeline"), PipelineMixin()
+            part, share = ModelShard(rank, ranks, "pipeline"), PipelineMixin()
             share.layers = list(range(count))
             share.pipeline(part)
             assert part.layers(count) == range(share.start_idx, share.end_idx)

@@ -22,7 +22,7 @@ import logging, sys, time
 from pathlib import Path
 import mlx.core as mx
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.start import open_chat
+from mlxrunner.chat.repl import open_chat
 from mlxrunner.testing import EOS, oracle_runner
 
 if "-v" in sys.argv:

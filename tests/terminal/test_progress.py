@@ -12,8 +12,14 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from mlxrunner.terminal import progress
-from mlxrunner.terminal.logs import log_to_stderr
-from mlxrunner.terminal.progress import PrefillProgress, Progress, Steps, loading, reading
+from mlxrunner.terminal.progress import (
+    PrefillBar,
+    Progress,
+    Steps,
+    loading,
+    log_to_stderr,
+    reading,
+)
 
 
 class Screen(io.StringIO):
@@ -120,14 +126,14 @@ def test_a_patient_bar_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE_S", 3600.0)
     with loading("short"):
         pass
-    bar = PrefillProgress()
+    bar = PrefillBar()
     bar(0, 10)
     bar(10, 10)
     assert screen.getvalue() == ""
     monkeypatch.setattr(progress, "PATIENCE_S", 0.01)
     with loading("\x1b"):
         screen.until("loading \\x1b")
-    bar = PrefillProgress()
+    bar = PrefillBar()
     bar(30, 120)
     bar(40, 120)
     screen.until("evaluating the prompt (25% was cached): 40/120 tokens, ")

@@ -21,7 +21,7 @@ from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.rotate import RotationProbe
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.models.chunks import DEPENDS
+from mlxrunner.models.facts import DEPENDS
 from mlxrunner.parallel.rows.adapt import Adapted
 from mlxrunner.parallel.rows.alone import OneAtATime
 from mlxrunner.parallel.rows.manner import Manner, Sharing, falls_apart, shares

@@ -18,7 +18,7 @@ from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import CopySource
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import CacheFullError
-from mlxrunner.models.chunks import DEPENDS
+from mlxrunner.models.facts import DEPENDS
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.errands import Errands
 from mlxrunner.parallel.scheduling.request import ActiveRequest

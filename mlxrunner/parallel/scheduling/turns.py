@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from mlxrunner.config.arguments import check_above
-from mlxrunner.config.option import Option
+from mlxrunner.config.option import Option, check_above
 
 Priority = Literal["interactive", "batch"]
 PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")

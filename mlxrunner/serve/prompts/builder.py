@@ -44,8 +44,7 @@ from mlxrunner.serve.tools.constraints import (
 )
 from mlxrunner.serve.tools.formats import CallFormat, Tools, format_of
 from mlxrunner.serve.tools.reader import AnswerSplitter, ParsedAnswer, reader_of
-from mlxrunner.system.picture_files import decode_picture
-from mlxrunner.system.picture_texts import picture_bytes
+from mlxrunner.system.picture_files import decode_picture, picture_bytes
 from mlxrunner.templates.chat_template import continued, is_continued
 from mlxrunner.templates.messages import (
     PICTURE,

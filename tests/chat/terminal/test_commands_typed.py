@@ -9,8 +9,8 @@ from typing import Any
 
 from support.chats import CHAT, CTRL_C
 
-from mlxrunner.chat.commands.sessions import Saving
-from mlxrunner.chat.start import commands
+from mlxrunner.chat.repl import commands
+from mlxrunner.chat.session_commands import Saving
 from mlxrunner.sessions.store import SessionStore
 
 

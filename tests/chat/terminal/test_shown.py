@@ -57,7 +57,7 @@ THINKING = """
 import sys
 import mlx.core as mx
 from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.start import open_chat
+from mlxrunner.chat.repl import open_chat
 from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
 
 class Template(ByteTokenizer):

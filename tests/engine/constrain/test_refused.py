@@ -11,7 +11,7 @@ import pytest
 from support.forms import FewLetters, ask, build, text
 
 from mlxrunner import OptionError, Runner
-from mlxrunner.config.json_options import MAX_SCHEMA
+from mlxrunner.config.option import MAX_SCHEMA
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.options import GenerateOptions
 

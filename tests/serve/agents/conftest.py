@@ -12,7 +12,7 @@ from support.layered import KINDS, LayeredOpening, Played, trained_tokenizer, wr
 from support.scripted import serving
 
 from mlxrunner import ParallelRunner
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application

@@ -26,7 +26,7 @@ from support.actor import playing
 from support.jobs import DONE, SHARE, STEPS, TASK, Shared, script
 from support.scripted import serving
 
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames
 from mlxrunner.serve.server import application

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxrunner.config.serving import ServeSettings
+from mlxrunner.options import ServeSettings
 from mlxrunner.serve.loader import ModelLoader
 from tests.support.models import write_model
 

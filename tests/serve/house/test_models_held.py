@@ -18,9 +18,9 @@ from support.houses import (
     reached,
 )
 
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
 from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.options import ServeSettings
 from mlxrunner.parallel.threads.workers import has_work
 from mlxrunner.serve import manager
 from mlxrunner.serve.events import AnswerEnd, ApiError, PromptProgress, QueueWait

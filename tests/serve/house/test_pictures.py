@@ -21,8 +21,8 @@ from support.houses import asked, events_of, in_house, open_house
 from support.seeing import write_seeing
 
 from mlxrunner import Runner
-from mlxrunner.config.serving import ServeSettings
 from mlxrunner.errors import OptionError
+from mlxrunner.options import ServeSettings
 from mlxrunner.pictures import vision_encoder
 from mlxrunner.serve.events import AnswerEnd, ApiError, ServerRequest, TextDelta
 from mlxrunner.serve.loader import ModelLoader

@@ -1,18 +1,23 @@
-"""Save a chat and continue it: /save and /load, and a session that is saved after each turn."""
+"""The commands that save, load and switch chats, with their settings and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from mlxrunner.chat.commands.table import ChatContext, Command
+from mlxrunner.chat.attachments import NAME
+from mlxrunner.chat.command_table import ChatContext, Command
+from mlxrunner.chat.commands import SETTABLE
+from mlxrunner.chat.conversation import Conversation, UndoState
+from mlxrunner.chat.rendering import POLICIES
 from mlxrunner.chat.repl import Chat
-from mlxrunner.chat.saved_pictures import bring_back, keep
-from mlxrunner.chat.saved_settings import apply, load_with_context, settings_of
-from mlxrunner.chat.taken import State
-from mlxrunner.errors import OptionError, SessionError
+from mlxrunner.errors import MlxrunnerError, OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve
+from mlxrunner.options import GenerateOptions
+from mlxrunner.pictures.table import Picture
 from mlxrunner.sessions.saver import Saver
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import (
@@ -23,7 +28,8 @@ from mlxrunner.sessions.store import (
     new_name,
     unnamed_chats,
 )
-from mlxrunner.terminal.text import count_of
+from mlxrunner.terminal.keyboard import Keyboard, is_terminal
+from mlxrunner.terminal.text import count_of, visible
 
 
 @dataclass(frozen=True)
@@ -211,12 +217,12 @@ class Saving:
 
     def _save_states(self, chat: ChatContext, name: str) -> None:
         """Write what commands took away, and what is not there yet, to the disk."""
-        for state in chat.taken.unsaved():
+        for state in chat.undo_history.unsaved():
             saved = Session(
                 lasting(chat.model), {state.name: state.branch}, state.name, settings_of(chat)
             )
             self.store.save_state(name, saved)
-            chat.taken.saved(state)
+            chat.undo_history.saved(state)
 
     @contextmanager
     def _naming_safe_turns(self, chat: ChatContext, name: str) -> Iterator[None]:
@@ -315,7 +321,9 @@ class Saving:
         }
         self._saved[name] = _Saved.of(self._session(chat), session.saved_at)
         states = self.store.load_states(name)
-        chat.taken.restart(State(one.branch, one.branches[one.branch]) for one in states[::-1])
+        chat.undo_history.restart(
+            UndoState(one.branch, one.branches[one.branch]) for one in states[::-1]
+        )
         changed = sum(one.is_changed for one in states)
         undone = f"; {changed} of its states for /undo changed, too" if changed else ""
         return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}{back}{undone}"
@@ -400,3 +408,176 @@ def _where_turns_are(chat: ChatContext) -> str:
         return ""
     turns = count_of(others[longest], "turn")
     return f"; branch {longest} has {turns}: /switch {longest} goes to it"
+
+
+def settings_of(chat: ChatContext) -> dict[str, Any]:
+    """Return the settings that a session keeps beside its text, as JSON values."""
+    conversation = chat.conversation
+    return {
+        "options": dict(conversation.options),
+        "hide_thinking": not chat.show_thinking,
+        "context": chat.loading.get("context"),
+        "history": conversation.policy,
+        "keep_thinking": conversation.keep_thinking,
+        "variables": conversation.variables,
+        "kv_bits": chat.loading.get("kv_bits"),
+    }
+
+
+def put_back(
+    session: Session,
+    conversation: Conversation,
+    loading: dict[str, Any],
+    model: str,
+    given: set[str],
+) -> str:
+    """Restore the settings of `session` before a chat begins. Return the name of its model.
+
+    They go into `conversation` and into `loading`, the options of `Runner.load`. `given` names the
+    settings that are given now, which stay. `model` is used if `given` has it.
+    """
+    found = _checked(session.settings)
+    conversation.options |= {
+        name: value for name, value in found["options"].items() if name not in given
+    }
+    if "history" not in given:
+        conversation.policy = found["history"]
+    if "keep_thinking" not in given:
+        conversation.keep_thinking = found["keep_thinking"] and conversation.policy == POLICIES[0]
+    if "system" not in given:
+        conversation.system = session.system
+    if "kv_bits" not in given:
+        loading["kv_bits"] = found["kv_bits"]
+    model = model if "model" in given else session.model
+    if "context" not in given and lasting(model) == session.model:
+        loading["context"] = found["context"]
+    conversation.variables = {**found["variables"], **conversation.variables}
+    return model
+
+
+def must_be_wanted(name: str | None, before: str, model: str, keyboard: Keyboard) -> None:
+    """Ask the user before session `name` goes on in another model than `before`.
+
+    Raise OptionError if the user does not want that, or if there is no terminal to ask at.
+    """
+    if lasting(model) == before:
+        return
+    what = f"session {name} was saved with the model {before}, and -m names {model}"
+    if is_terminal():
+        question = f"{what}, which evaluates it anew. Go on with {model}? [y/N] "
+        if keyboard.ask(visible(question)).lower() in ("y", "yes"):
+            return
+        raise OptionError(f"nothing has changed: without -m, session {name} goes on with {before}")
+    raise OptionError(
+        f"{what}: --switch-model goes on with {model}, which evaluates it anew; leave -m out to go "
+        f"on with {before}"
+    )
+
+
+def load_with_context(chat: ChatContext, session: Session) -> None:
+    """Load the model again with the context that a session of it has set.
+
+    If that fails, print why; the context then stays as it is.
+    """
+    context = _checked(session.settings)["context"]
+    if context in (None, chat.loading.get("context")) or session.model != lasting(chat.model):
+        return
+    try:
+        chat.reload(chat.model, context=context)
+    except MlxrunnerError as error:
+        chat.say(f"its context of {context} tokens is left out: {error}")
+    else:
+        chat.say(f"loaded again with a context of {context} tokens")
+
+
+def apply(chat: ChatContext, settings: dict[str, Any], *, begun: bool) -> None:
+    """Restore saved settings in a chat; the model stays.
+
+    Unless the chat has `begun`, restore only `show_thinking`: `put_back` has restored the others.
+    """
+    found, conversation = _checked(settings), chat.conversation
+    chat.show_thinking = not found["hide_thinking"]
+    if not begun:
+        return
+    conversation.options, conversation.policy = found["options"], found["history"]
+    conversation.keep_thinking, conversation.variables = found["keep_thinking"], found["variables"]
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved settings that can be used, because a file may say anything."""
+    options, variables = settings.get("options"), settings.get("variables")
+    context, policy, kv_bits = (settings.get(name) for name in ("context", "history", "kv_bits"))
+    return {
+        "options": _usable(options) if isinstance(options, dict) else {},
+        "keep_thinking": settings.get("keep_thinking") is True,
+        "variables": variables if _are_variables(variables) else {},
+        "history": policy if policy in POLICIES else POLICIES[0],
+        "kv_bits": kv_bits if kv_bits in (4, 8) else None,
+        "context": context if type(context) is int and 2 <= context < 2**31 else None,
+        "hide_thinking": settings.get("hide_thinking") is True,
+    }
+
+
+def _are_variables(variables: Any) -> bool:
+    """Return True if `variables` can be given to a chat template."""
+    try:
+        return isinstance(variables, dict) and bool(GenerateOptions.of(template=variables))
+    except OptionError:
+        return False
+
+
+def _usable(options: dict[str, Any]) -> dict[str, Any]:
+    usable = {}
+    for name, value in options.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if name not in SETTABLE:
+            continue
+        try:
+            GenerateOptions.of(**{name: value})
+        except (OptionError, TypeError):
+            continue
+        usable[name] = value
+    return usable
+
+
+def keep(chat: ChatContext, store: SessionStore, name: str) -> None:
+    """Write the pictures that the chat's messages show beside its session `name`.
+
+    Raise SessionError if that fails.
+    """
+    album = chat.conversation.album
+    shown = dict.fromkeys(one for text in _texts(chat) for one in album.named(text))
+    store.save_pictures(name, {one: partial(album.png, one) for one in shown})
+
+
+def bring_back(
+    chat: ChatContext, store: SessionStore, session: Session, name: str
+) -> tuple[str, dict[bytes, Picture]]:
+    """Show the pictures of `session`, saved as `name`, again, before the chat goes on with it.
+
+    Return what to say of that, and the pictures as the model knows them, by digest. The model is
+    loaded again if it was loaded without its eyes. Where that fails, or a file is not the picture
+    that its name says, the name stays a text.
+    """
+    turns = [turn for branch in session.branches.values() for turn in branch.history.turns]
+    named = dict.fromkeys(one for turn in turns for one in NAME.findall(turn.user))
+    album = chat.conversation.album
+    try:
+        found = store.load_pictures(name, named)
+        back = [one for one, content in found.items() if album.bring_back(one, content)]
+        if not back:
+            return "", {}
+        chat.open_eyes()
+        prepared = album.prepare(back, chat.conversation.runner.tokenizer)
+    except MlxrunnerError as error:
+        return f"; its pictures are not shown: {error}", {}
+    return (
+        f"; {count_of(len(back), 'picture')} shown again",
+        {one.picture.digest: one.picture for one in prepared},
+    )
+
+
+def _texts(chat: ChatContext) -> list[str]:
+    """Return the messages of the user in all branches."""
+    others = [one.history for one in chat.branches.others.values()]
+    return [turn.user for history in (chat.conversation.history, *others) for turn in history.turns]

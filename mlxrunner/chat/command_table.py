@@ -16,11 +16,10 @@ from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.chat.attachments import Attachments
-    from mlxrunner.chat.branches import Branches
-    from mlxrunner.chat.conversation import Conversation
-    from mlxrunner.chat.taken import Taken
+    from mlxrunner.chat.conversation import Branches, Conversation, UndoHistory
     from mlxrunner.runner import Runner
     from mlxrunner.sessions.session import History
+
 
 PATH = "PATH"
 """The word in `Command.takes` that makes completion offer paths."""
@@ -40,7 +39,7 @@ class ChatContext(Protocol):
     conversation: Conversation
     branches: Branches
     attachments: Attachments
-    taken: Taken
+    undo_history: UndoHistory
     model: str
     """The name from which the model was loaded."""
     loading: dict[str, Any]

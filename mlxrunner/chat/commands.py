@@ -1,0 +1,721 @@
+"""The commands of a chat that work on its turns, settings, files and figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxrunner.chat.attachments import picture_paths, read_text
+from mlxrunner.chat.command_table import PATH, ChatContext, Command, flagged, quoted, whole_number
+from mlxrunner.chat.conversation import UndoState
+from mlxrunner.chat.markdown import code_blocks
+from mlxrunner.chat.rendering import POLICIES
+from mlxrunner.config.file import (
+    DEFAULT,
+    HERE,
+    NAMED,
+    Config,
+    layer,
+    read_config_file,
+    settled,
+    values,
+)
+from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.option import about
+from mlxrunner.errors import FileError, OptionError
+from mlxrunner.options import (
+    CHOOSING,
+    EMBEDDED,
+    GREEDY,
+    OVERFLOW,
+    GenerateOptions,
+    RunnerSettings,
+    chat_options,
+)
+from mlxrunner.profiling.schema import explain_reuse, remedy
+from mlxrunner.results import Usage
+from mlxrunner.system.speed import PrefillCurve
+from mlxrunner.system.writing import written
+from mlxrunner.templates.messages import PlainMessage
+from mlxrunner.templates.thinking import without_thinking
+from mlxrunner.terminal.keyboard import copy
+from mlxrunner.terminal.text import count_of, seconds, size
+
+if TYPE_CHECKING:
+    from mlxrunner.chat.conversation import Conversation
+
+
+SETTABLE = dict(chat_options())
+"""The options of a request that `/set` knows, by name."""
+CONTEXT = about(RunnerSettings.__dataclass_fields__["context"])
+GREEDILY = "greedy"
+"""The word that stands for the options of GREEDY."""
+STANDARD = vars(GenerateOptions()) | {"overflow": "shift"}
+"""The options of a chat that sets none."""
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return the options of a request that a text such as `temperature=0.8 seed=3` gives.
+
+    Raise OptionError for an unknown name or a value out of range.
+    """
+    try:
+        pairs = [word.partition("=") for word in shlex.split(text)]
+    except ValueError as error:
+        raise OptionError(f"{text}: {error}") from error
+    for name, found, _ in pairs:
+        if not found and name != GREEDILY:
+            raise OptionError(f"{name}: has to be NAME=VALUE, as temperature=0.8")
+    options: dict[str, Any] = {}
+    for given, found, value in pairs:
+        if not found:
+            options |= GREEDY
+            continue
+        name = _known(given, tuple(SETTABLE))
+        options[name] = SETTABLE[name].parse(name, value)
+    GenerateOptions.of(**options)
+    return options
+
+
+def set_(chat: ChatContext, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if name == "parameter" and value:  # as ollama has it
+        name, _, value = value.strip().partition(" ")
+    if name == "system":
+        raise OptionError(f"the system prompt is no setting: /system {value or 'TEXT'} sets it")
+    if not name:
+        show_settings(chat)
+        return
+    if argument == GREEDILY:
+        chat.conversation.options |= GREEDY
+        chat.say(f"sampling: {chat.conversation.sampling}")
+        return
+    name, value = _known(name, (*SETTABLE, "context", "history")), value.strip()
+    if not value:
+        chat.say(f"{name} = {_shown(chat, name)}")
+    elif name == "context":
+        chat.reload(chat.model, context=None if value == DEFAULT else CONTEXT.parse(name, value))
+        chat.say(
+            f"loaded again with a context of {chat.runner.context} tokens; "
+            "the conversation is evaluated again"
+        )
+    elif name == "history":
+        if value not in POLICIES:
+            raise OptionError(
+                f"history: {value!r} is not known, it has to be one of {', '.join(POLICIES)}"
+            )
+        chat.conversation.set_policy(value)
+        chat.say(f"history = {value}: {chat.conversation.outlook()}")
+    else:
+        options = {known: old for known, old in chat.conversation.options.items() if known != name}
+        if value != DEFAULT:
+            options[name] = SETTABLE[name].parse(name, value)
+        GenerateOptions.of(**options)
+        chat.conversation.options = options
+        chat.say(f"{name} = {_shown(chat, name)}")
+
+
+def show_settings(chat: ChatContext) -> None:
+    for name in ("context", "history", *SETTABLE):
+        chat.say(f"{name:20}{_shown(chat, name):16}({_source(chat, name)})")
+
+
+def show(chat: ChatContext, argument: str) -> None:
+    if argument:
+        show_message(chat, argument)
+        return
+    conversation = chat.conversation
+    chat.say(
+        f"model     {chat.model}, context of {chat.runner.context} tokens, "
+        f"history {conversation.policy}"
+    )
+    others = {
+        name: value
+        for name, value in conversation.effective.items()
+        if name not in CHOOSING and value not in (STANDARD.get(name), ())
+    }
+    chat.say(
+        ", ".join(
+            (
+                f"sampling  {conversation.sampling}",
+                *(f"{name} {value}" for name, value in others.items()),
+            )
+        )
+    )
+    chat.say(f"branch    {chat.branches.current} of {', '.join(chat.branches)}")
+    chat.say(f"system    {conversation.system or '(none)'}")
+    for number, message in enumerate(conversation.messages, 1):
+        line = " ".join(message["content"].split())
+        chat.say(f"{number:4} {message['role']:10}{line[:100]}{' ...' if len(line) > 100 else ''}")
+
+
+def show_message(chat: ChatContext, argument: str) -> None:
+    messages = chat.conversation.messages
+    number = whole_number(argument, default=len(messages))
+    if number > len(messages):
+        raise OptionError(
+            f"there is no message {number}: "
+            + (f"the last one is {len(messages)}" if messages else "nothing was said yet")
+        )
+    message = messages[number - 1]
+    chat.say(f"{number} {message['role']}:")
+    chat.say(message["content"], is_verbatim=True)
+
+
+def system(chat: ChatContext, argument: str) -> None:
+    conversation = chat.conversation
+    if argument:
+        is_none = argument in ('""', "''")
+        conversation.set_system(None if is_none else read_config_file().system(argument))
+    chat.say(f"system prompt: {conversation.system or '(none)'}")
+    if argument and conversation.history.turns:
+        chat.say(f"the conversation stays: {conversation.outlook()}")
+
+
+def think(chat: ChatContext, argument: str) -> None:
+    conversation = chat.conversation
+    if argument in ("show", "hide"):
+        chat.show_thinking = argument == "show"
+    elif argument in ("on", "off"):
+        if not _has_switch(chat):
+            raise OptionError("this model's template has no switch for thinking")
+        conversation.variables = {**conversation.variables, "enable_thinking": argument == "on"}
+    elif argument:
+        raise OptionError(f"/think {argument}: has to be show, hide, on or off")
+    wanted = conversation.variables.get("enable_thinking")
+    switched = "as the template has it" if wanted is None else "on" if wanted else "off"
+    chat.say(f"thinking is {'shown' if chat.show_thinking else 'hidden'}; it is {switched}")
+
+
+def _has_switch(chat: ChatContext) -> bool:
+    probe: Any = chat.conversation.history.messages(None) or [{"role": "user", "content": "x"}]
+    return (
+        len({chat.runner.tokenizer.render(probe, enable_thinking=on) for on in (True, False)}) > 1
+    )
+
+
+def model(chat: ChatContext, argument: str) -> None:
+    if argument:
+        config = read_config_file()
+        name = config.name_of(argument)
+        chat.reload(name, **_loading_changes(chat, config, name))
+    chat.say(f"model: {chat.model}, context of {chat.runner.context} tokens")
+
+
+def _loading_changes(chat: ChatContext, config: Config, name: str) -> dict[str, Any]:
+    """Return what the config file says about loading the model `name`, unless the user has said it.
+
+    What it says about the present model ends with that model.
+    """
+    before, after = config.options("chat", chat.model), config.options("chat", name)
+    usual = layer(vars(RunnerSettings()), DEFAULT)
+    before, after = settled(usual, before), settled(usual, after)
+    now = values(usual) | chat.loading
+    return {
+        key: after[key].value
+        for key in usual
+        if after[key] != before[key] and now[key] == before[key].value
+    }
+
+
+def _shown(chat: ChatContext, name: str) -> str:
+    if name == "context":
+        return str(chat.runner.context)
+    if name == "history":
+        return chat.conversation.policy
+    value = chat.conversation.effective.get(name)
+    value = STANDARD[name] if value is None or value == () else value
+    if name == "stop":
+        return ", ".join(map(json.dumps, [value] if isinstance(value, str) else value)) or "(none)"
+    return "(none)" if value is None else str(value)
+
+
+def _source(chat: ChatContext, name: str) -> str:
+    """Return where the value of a setting comes from."""
+    if name == "context":
+        of_file = read_config_file().options("chat", chat.model).get(name)
+        value = chat.loading.get(name)
+        if of_file is not None and of_file.value == value:
+            return of_file.source
+        return DEFAULT if value is None else HERE
+    if name == "history":
+        return DEFAULT if chat.conversation.policy == POLICIES[0] else HERE
+    if name in chat.conversation.options:
+        return HERE
+    setting = chat.conversation.usual.get(name)
+    return DEFAULT if setting is None else setting.source
+
+
+def _known(name: str, names: tuple[str, ...]) -> str:
+    name = name.replace("-", "_")
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise OptionError(f"there is no setting {name}: {hint}there are {', '.join(names)}")
+    return name
+
+
+def setting_words(chat: ChatContext, before: str) -> Iterable[str]:
+    """Return the names of all settings, or the values of the one that `before` names."""
+    names = (*SETTABLE, GREEDILY, "context", "history")
+    if not before:
+        return names
+    values = {"history": POLICIES, "overflow": (*OVERFLOW, DEFAULT)}
+    name = before.strip().replace("-", "_")
+    return values.get(name, (DEFAULT,)) if name in names and name != GREEDILY else ()
+
+
+def _model_names(chat: ChatContext, before: str) -> Iterable[str]:
+    from mlxrunner.models.resolve import cached_models
+
+    return [*EMBEDDED, *read_config_file().aliases, *(found.name for found in cached_models())]
+
+
+def _prompt_names(chat: ChatContext, before: str) -> Iterable[str]:
+    return [f"{NAMED}{name}" for name in read_config_file().prompts]
+
+
+def _think_words(chat: ChatContext, before: str) -> Iterable[str]:
+    return ("show", "hide", "on", "off")
+
+
+SETTING_COMMANDS = (
+    Command(
+        "/system",
+        "[TEXT]",
+        "set the system prompt, or @NAME of the config file",
+        system,
+        _prompt_names,
+        is_daily=True,
+    ),
+    Command(
+        "/set",
+        "[NAME VALUE]",
+        "set it (VALUE default: reset), or greedy; alone: list",
+        set_,
+        setting_words,
+        is_daily=True,
+    ),
+    Command(
+        "/show",
+        "[N]",
+        "settings and numbered messages; N: message N whole",
+        show,
+        is_daily=True,
+    ),
+    Command(
+        "/think",
+        "[show|hide|on|off]",
+        "show or hide thinking; let the model think or not",
+        think,
+        _think_words,
+    ),
+    Command(
+        "/model",
+        "[NAME]",
+        "go on with another model, which evaluates all again",
+        model,
+        _model_names,
+        is_daily=True,
+    ),
+)
+
+
+def undo(chat: ChatContext, argument: str) -> None:
+    taken = chat.conversation.undo(whole_number(argument, default=1))
+    if not taken:
+        raise OptionError("there is no turn to take back")
+    left = count_of(len(chat.conversation.history.turns), "turn")
+    chat.say(
+        f"{count_of(len(taken), 'turn')} taken back, {left} left: {chat.conversation.outlook()}"
+        f"; /redo brings {'it' if len(taken) == 1 else 'them'} back"
+    )
+
+
+def redo(chat: ChatContext, argument: str) -> None:
+    conversation, name = chat.conversation, chat.branches.current
+    present = conversation.branch
+    branch = chat.undo_history.pop(name, present)
+    if branch is None:
+        raise OptionError(f"no command has taken anything away from branch {name}")
+    chat.branches.drop_kept_within(branch)
+    kept = ""
+    if UndoState(name, present).is_lost_in(branch):
+        kept = f"; what was here is kept as branch {chat.branches.keep(name, present)}"
+    conversation.switch_to(branch)
+    turns = count_of(len(branch.history.turns), "turn")
+    chat.say(f"brought back, {turns}: {conversation.outlook()}{kept}")
+
+
+def edit(chat: ChatContext, argument: str) -> None:
+    """Edit the message with a number of /show: the user's are odd, the answers even."""
+    messages, history = chat.conversation.messages, chat.conversation.history
+    if not messages:
+        raise OptionError("there is nothing to edit yet")
+    number = whole_number(argument, default=len(messages) - 1)
+    if number > len(messages):
+        raise OptionError(
+            f"there is no message {number}: the last one is {len(messages)}, see /show"
+        )
+    turn, before = (number - 1) // 2, messages[number - 1]["content"]
+    is_answer = number % 2 == 0
+    text = chat.edit(before, None if is_answer else history.cut(turn))
+    if text is None:
+        chat.say("nothing changed")
+    elif is_answer:
+        chat.conversation.answer_with(turn, text)
+        left = count_of(turn + 1, "turn")
+        chat.say(
+            f"the answer of turn {turn + 1} is changed, {left} left: {chat.conversation.outlook()}"
+        )
+    else:
+        chat.send(text, history.cut(turn))
+
+
+def retry(chat: ChatContext, argument: str) -> None:
+    history = chat.conversation.history
+    if not history.turns:
+        raise OptionError("there is no answer to try again")
+    options = parse_settings(argument)
+    merged: dict[str, Any] = chat.conversation.effective | options
+    if not merged.get("temperature") and not options:
+        chat.say(
+            "the temperature is 0, so the answer will be the same: "
+            "/retry temperature=0.8 gives another"
+        )
+    elif merged.get("seed") is not None and not options:
+        seed = merged["seed"]
+        chat.say(
+            f"the seed is {seed}, so the answer will be the same: "
+            f"/retry seed={seed + 1} gives another"
+        )
+    *earlier, last = history.turns
+    chat.answer(last.user, history.cut(len(earlier)), **options)
+
+
+def branch(chat: ChatContext, argument: str) -> None:
+    drop, name = flagged(argument, "-d")
+    if drop:
+        dropped = count_of(len(chat.branches.drop(name).history.turns), "turn")
+        chat.say(f"branch {name} is dropped, with {dropped}")
+    elif argument:
+        chat.branches.fork(argument, chat.conversation.branch)
+        chat.say(f"on branch {argument}: {chat.conversation.outlook()}")
+    else:
+        for name in chat.branches:
+            chat.say(f"{'*' if name == chat.branches.current else ' '} {name}")
+
+
+def switch(chat: ChatContext, argument: str) -> None:
+    conversation = chat.conversation
+    conversation.switch_to(chat.branches.switch(argument, conversation.branch))
+    turns = count_of(len(conversation.history.turns), "turn")
+    chat.say(f"on branch {argument}, {turns}: {conversation.outlook()}")
+
+
+def clear(chat: ChatContext, argument: str) -> None:
+    had_turns = bool(chat.conversation.history.turns)
+    chat.conversation.clear()
+    chat.attachments.clear()
+    back = "; /redo brings it back" if had_turns else ""
+    chat.say(f"cleared: {chat.conversation.outlook()}{back}")
+
+
+def _names(chat: ChatContext, before: str) -> Iterable[str]:
+    return chat.branches
+
+
+def _retry_words(chat: ChatContext, before: str) -> Iterable[str]:
+    return (GREEDILY, *(f"{name}=" for name in SETTABLE))
+
+
+TURN_COMMANDS = (
+    Command("/undo", "[N]", "take the last turn back, or the last N", undo, is_daily=True),
+    Command("/redo", "", "bring back what the last command took away", redo, is_daily=True),
+    Command(
+        "/edit",
+        "[N]",
+        "edit message N of /show, or your last, and go on there",
+        edit,
+        is_daily=True,
+    ),
+    Command(
+        "/retry",
+        "[NAME=VALUE ...]",
+        "answer the last message again, with other sampling",
+        retry,
+        _retry_words,
+        is_daily=True,
+    ),
+    Command(
+        "/branch",
+        "[-d] [NAME]",
+        "go on as branch NAME, leaving this one as it is; without NAME: list them; -d drops one",
+        branch,
+        _names,
+    ),
+    Command("/switch", "NAME", "go on with another branch", switch, _names),
+    Command("/clear", "", "forget the conversation; the system prompt stays", clear, is_daily=True),
+)
+
+
+def attach(chat: ChatContext, argument: str) -> None:
+    drop, name = flagged(argument, "-d")
+    attached = chat.attachments.texts
+    if drop and name and name not in attached:
+        raise OptionError(f"{name} does not wait for the next message: /file lists those that do")
+    if drop:
+        for one in [name] if name else list(attached):
+            del attached[one]
+    elif name:
+        attached[name] = read_text(name, chat.runner)
+    for one, text in attached.items():
+        chat.say(f"{one} ({size(len(text.encode()))}) goes with the next message")
+    if not attached:
+        chat.say("no file goes with the next message")
+
+
+def show_picture(chat: ChatContext, argument: str) -> None:
+    drop, given = flagged(argument, "-d")
+    waiting = chat.attachments.pictures
+    if drop:
+        waiting.clear()
+    elif given:
+        for path in picture_paths(given) or [given]:
+            name = chat.see(path)
+            if name not in waiting:
+                waiting.append(name)
+    for name in waiting:
+        chat.say(f"{name} goes with the next message")
+    if not waiting:
+        chat.say("no picture goes with the next message")
+
+
+def copy_answer(chat: ChatContext, argument: str) -> None:
+    if argument not in ("", "code"):
+        raise OptionError(f"/copy {argument}: /copy copies the last answer, /copy code its code")
+    turns = len(chat.conversation.history.turns)
+    if not turns:
+        raise OptionError("there is no answer to copy yet")
+    if not argument:
+        text = _answer(chat, turns - 1)
+        chat.say(f"copied {len(text)} characters {copy(text)}")
+        return
+    for number in reversed(range(turns)):
+        if blocks := code_blocks(_answer(chat, number)):
+            lines = count_of(len(blocks[-1].splitlines()), "line")
+            chat.say(f"copied {lines} of code in message {2 * number + 2} {copy(blocks[-1])}")
+            return
+    raise OptionError("no answer has a block of code: /copy copies the last answer whole")
+
+
+def _answer(chat: ChatContext, number: int) -> str:
+    """Return the answer of turn `number` (from 0) without its thinking."""
+    history = chat.conversation.history
+    asked = chat.conversation.renderer.asked(history, number)
+    return without_thinking(history.turns[number].answer, asked.text)
+
+
+def write_outside(chat: ChatContext, argument: str) -> None:
+    chat.begun = quoted(chat.write(argument))
+
+
+def export(chat: ChatContext, argument: str) -> None:
+    force, name = flagged(argument, "-f")
+    if not name:
+        raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
+    path, conversation = Path(os.path.expanduser(name)), chat.conversation
+    text = transcript(name, conversation.system, conversation.messages, chat.model)
+    try:
+        with written(path, force=force) as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise FileError(f"{name} is there already: /export -f {name} overwrites it") from error
+    except OSError as error:
+        raise FileError(f"{name}: {error.strerror or error}") from error
+    chat.say(f"{count_of(len(conversation.history.turns), 'turn')} written to {name}")
+
+
+def transcript(file: str, system: str | None, messages: Sequence[PlainMessage], model: str) -> str:
+    """Return the text of a conversation: JSON if the name `file` ends in .json, else Markdown."""
+    if file.endswith(".json"):
+        content = {"model": model, "system": system, "messages": messages}
+        return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+    prompt = [f"## System\n\n{system}\n"] if system else []
+    headed = (f"## {one['role'].capitalize()}\n\n{one['content']}\n" for one in messages)
+    return "\n".join([*prompt, *headed])
+
+
+FILE_COMMANDS = (
+    Command(
+        "/file",
+        f"[-d] [{PATH}]",
+        "put a file before the next text; alone: list; -d: drop",
+        attach,
+        is_daily=True,
+    ),
+    Command(
+        "/image",
+        f"[-d] [{PATH}]",
+        "show a picture with the next text; alone: list; -d: drop",
+        show_picture,
+    ),
+    Command(
+        "/editor",
+        "[TEXT]",
+        "write the next text in $EDITOR; Enter then sends it",
+        write_outside,
+        is_daily=True,
+    ),
+    Command(
+        "/copy",
+        "[code]",
+        "copy the last answer; code: the last block of code",
+        copy_answer,
+        lambda chat, before: ("code",),
+        is_daily=True,
+    ),
+    Command(
+        "/export",
+        f"[-f] {PATH}",
+        "write the conversation as Markdown, or JSON for PATH.json; -f overwrites",
+        export,
+    ),
+)
+
+
+def stats(chat: ChatContext, argument: str) -> None:
+    conversation, usages = chat.conversation, chat.conversation.usages
+    if not usages:
+        chat.say("no turn yet")
+        return
+    for name, line in table(conversation, usages):
+        chat.say(f"{name:11}{line}")
+
+
+def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of /stats, each with its title."""
+    last = usages[-1]
+    why = last.cache.evicted_by or last.cache.trim_limited_by
+    reason = f" ({last.reason}{f': {why}' if why else ''})" if last.reason else ""
+    ahead = (
+        f" ({last.cache.prefetched_tokens} of them while you read and typed)"
+        if last.cache.prefetched_tokens
+        else ""
+    )
+    cache, timing = last.cache, last.timing
+    yield (
+        "last turn",
+        f"{last.outcome}{reason}: {last.prompt_tokens} prompt tokens, "
+        f"{cache.matched_tokens} matched",
+    )
+    yield (
+        "",
+        f"{last.cached_tokens} cached{ahead}, {last.evaluated_tokens} evaluated, "
+        f"{cache.trimmed_tokens} trimmed",
+    )
+    yield (
+        "",
+        f"first token after {timing.ttft_s * 1000:.0f} ms, "
+        f"prefill {timing.prefill_rate:.0f} tokens/s",
+    )
+    yield (
+        "",
+        f"answer of {last.completion_tokens} tokens, {last.timing.decode_rate:.0f} tokens/s"
+        f"{drafted(last)}",
+    )
+    prompt, cached = (
+        sum(u.prompt_tokens for u in usages),
+        sum(u.cached_tokens - u.cache.prefetched_tokens for u in usages),
+    )
+    yield (
+        "session",
+        f"{count_of(len(usages), 'turn')}; {cached} of {prompt} prompt tokens reused "
+        f"({cached / prompt:.0%})",
+    )
+    yield (
+        "",
+        f"which saved about {seconds(saved_seconds(usages, conversation.runner.prefill_step))}",
+    )
+    entry = conversation.runner.entry
+    yield "entry", f"{len(entry.tokens)} of {conversation.runner.context} tokens"
+    yield "", f"{size(entry.used_bytes)} used, {size(entry.nbytes)} allocated"
+    yield (
+        "history",
+        f"{conversation.policy}; drift from the template: {conversation.drift() or 'not known'}",
+    )
+
+
+def saved_seconds(usages: Sequence[Usage], step: int) -> float:
+    """Return the seconds that evaluating the reused tokens in chunks of `step` would have taken.
+
+    The measured prefills give the estimate.
+    """
+    curve, saved = PrefillCurve(), 0.0
+    for usage in usages:
+        if usage.evaluated_tokens and not usage.cache.reevaluated_tokens:
+            curve.add(
+                usage.cached_tokens,
+                usage.cached_tokens + usage.evaluated_tokens,
+                usage.timing.prefill_s,
+            )
+        saved += curve.seconds(usage.cached_tokens - usage.cache.prefetched_tokens, step) or 0.0
+    return saved
+
+
+def drafted(usage: Usage) -> str:
+    """Return how many tokens of an answer were guessed right, or "" if none was guessed."""
+    if not usage.drafts:
+        return ""
+    right = sum(use.accepted for use in usage.drafts)
+    passes = "1 pass" if usage.draft_passes == 1 else f"{usage.draft_passes} passes"
+    return f", {right} of them guessed right in {passes}"
+
+
+def explain(chat: ChatContext, argument: str) -> None:
+    if not chat.conversation.usages:
+        chat.say("no turn yet")
+        return
+    for line in explanation(chat.conversation.usages[-1]):
+        chat.say(line)
+
+
+def explanation(usage: Usage) -> list[str]:
+    """Return lines that say why a turn did not reuse more."""
+    lines = [explain_reuse(usage.as_dict())]
+    if mend := remedy(usage.reason):
+        lines.append(f"what would help: {mend}")
+    if usage.cache.lost_tokens:
+        lines.append(f"{usage.cache.lost_tokens} tokens were evaluated that need not have been")
+    if usage.cache.checkpoint is not None:
+        lines.append(f"a checkpoint at token {usage.cache.checkpoint} was used to go back")
+    if usage.cache.trimmed_tokens:
+        lines.append(
+            f"{usage.cache.trimmed_tokens} tokens of the entry were trimmed, "
+            "as the prompt goes on otherwise"
+        )
+    if usage.cache.shifted_tokens:
+        again = (
+            f", {usage.cache.reevaluated_tokens} evaluated again for it"
+            if usage.cache.reevaluated_tokens
+            else ""
+        )
+        lines.append(
+            f"the context was full: {usage.cache.shifted_tokens} of the oldest tokens "
+            f"were dropped{again}"
+        )
+    return lines
+
+
+REPORT_COMMANDS = (
+    Command(
+        "/stats",
+        "",
+        "what the last turn and the session reused and evaluated, and what that saved",
+        stats,
+    ),
+    Command("/explain", "", "why the last turn did not reuse more", explain),
+)

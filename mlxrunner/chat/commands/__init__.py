@@ -1,1 +1,0 @@
-"""The commands of the chat, a file for each group."""
