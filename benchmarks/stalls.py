@@ -28,9 +28,8 @@ from parallel import SIZES, random_llama
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.scheduling.turns import Priority
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.scheduling.pacing import Priority
+from mlxrunner.parallel.stepper import DrivenHandle, Stepper
 from mlxrunner.testing import ByteTokenizer
 
 ALONE = 40

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
     from mlxrunner.parallel.handle import Handle
     from mlxrunner.parallel.runner import ParallelRunner
-    from mlxrunner.parallel.threads.thread import Stats
+    from mlxrunner.parallel.thread import Stats
     from mlxrunner.profiling.profile import Profile
     from mlxrunner.results import Chunk, Result, Usage
     from mlxrunner.runner import Runner
@@ -139,7 +139,7 @@ _HOMES = {
     "Runner": "runner",
     "RunnerKwargs": "options",
     "RunnerSettings": "options",
-    "Stats": "parallel.threads.thread",
+    "Stats": "parallel.thread",
     "Usage": "results",
     "run_batch": "batch.execution",
 }

@@ -41,11 +41,9 @@ from mlxrunner.errors import (
     TimeLimitError,
 )
 from mlxrunner.options import GenerateKwargs, GenerateOptions
-from mlxrunner.parallel.driven import DrivenHandle
 from mlxrunner.parallel.handle import Handle, wait_for_news
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.several import Several
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.stepper import DrivenHandle, Several, Stepper
 from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.templates.messages import has_picture

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from mlxrunner.config.option import check_number
 from mlxrunner.errors import MlxrunnerError
-from mlxrunner.parallel.threads.feed import Feed
-from mlxrunner.parallel.threads.thread import EngineThread
-from mlxrunner.parallel.threads.workers import SLICE_S
+from mlxrunner.parallel.thread import SLICE_S, EngineThread, Feed
 from mlxrunner.results import Chunk, Result
 
 if TYPE_CHECKING:

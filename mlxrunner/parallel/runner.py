@@ -22,9 +22,8 @@ from mlxrunner.models.resolve import name_of
 from mlxrunner.options import SubmitKwargs
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
-from mlxrunner.parallel.several import Several
-from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.threads.thread import EngineThread, Held, Stats
+from mlxrunner.parallel.stepper import Several, Stepper
+from mlxrunner.parallel.thread import EngineThread, Held, Stats
 from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt

@@ -8,44 +8,143 @@ iterating a handle drives the steps of all requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.layers.factory import check_quantized
-from mlxrunner.config.option import check_flag, check_kind, listed, with_current_names
+from mlxrunner.config.option import check_flag, check_kind, listed, shown, with_current_names
+from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.observation import Observer, tell, usage_of
-from mlxrunner.engine.owner import Owned, Owner
+from mlxrunner.engine.owner import Closing, Owned, Owner
+from mlxrunner.engine.requests import prepare
 from mlxrunner.engine.run import drafted
-from mlxrunner.errors import CacheFullError, NoFreeSlotError
+from mlxrunner.errors import CacheFullError, MlxrunnerError, NoFreeSlotError, OptionError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts, is_run_by_mlx_vlm
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import SubmitKwargs
-from mlxrunner.parallel.draft_model import seats_of
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.opening import Opening, check_seeing, parking_of, seeing
-from mlxrunner.parallel.reception import Reception
+from mlxrunner.options import GenerateOptions, SubmitKwargs
+from mlxrunner.parallel.opening import Opening, check_seeing, parking_of, seats_of, seeing
 from mlxrunner.parallel.rows.proof import engine_for
+from mlxrunner.parallel.scheduling.pacing import Priority
+from mlxrunner.parallel.scheduling.pacing import check as check_turn
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
-from mlxrunner.parallel.several import Answer, Several
-from mlxrunner.results import FinishReason, Result, Usage
+from mlxrunner.results import Chunk, FinishReason, Result, Usage
 from mlxrunner.speculation.seats import DraftSeats
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
 if TYPE_CHECKING:
     from mlxrunner.cache.disk.disk_cache import DiskCache
+
+
+AHEAD = 4
+"""Most requests per slot that `run_each` has read and whose results it has not yielded yet."""
+
+
+class Answer(Protocol):
+    """A handle whose answer is wanted as a whole."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    def result(self) -> Result: ...
+
+    def cancel(self) -> None: ...
+
+
+class Several(Closing):
+    """A runner of several requests at a time."""
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int:
+        """The most requests that run at a time."""
+
+    @abstractmethod
+    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> Answer:
+        """Begin a request whose whole answer is wanted, as soon as it can begin."""
+
+    def complete(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Result:
+        """Run one request to its end, beside the running ones, and return its result.
+
+        Raise the errors of `submit`. If the call is interrupted, the request is cancelled.
+        """
+        handle = self._enqueue(prompt, dict(options))
+        try:
+            return handle.result()
+        finally:
+            handle.cancel()
+
+    def run(self, prompts: Sequence[Prompt], **options: Unpack[SubmitKwargs]) -> list[Result]:
+        """Return all answers in the order of the prompts. Each free slot starts the next prompt.
+
+        Raise OptionError if `prompts` is not a list, such as a single text.
+        """
+        listed("prompts", prompts, '["Hello", [1, 2]]')
+        return list(self.run_each((prompt, dict(options)) for prompt in prompts))
+
+    def run_each(self, requests: Iterable[tuple[Prompt, dict[str, Any]]]) -> Iterator[Result]:
+        """Yield the answers of `requests`, pairs of a prompt and its options, in their order.
+
+        Only a few more requests are read than can run. If a request can't be submitted or fails, or
+        if the iterator is closed, the running requests are cancelled.
+        """
+        listed("requests", requests, '[("Hello", {"max_tokens": 9})]')
+        return self._run_each(requests)
+
+    def _run_each(
+        self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
+    ) -> Generator[Result, None, None]:
+        with closing(self._run_handles(requests)) as handles:
+            for handle in handles:
+                yield handle.result()
+
+    def _run_handles(
+        self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
+    ) -> Generator[Answer, None, None]:
+        """Yield the handles of `requests` in their order, each to be read to its end at once."""
+        handles: deque[Answer] = deque()
+        try:
+            for number, pair in enumerate(requests):
+                handles.append(self._enqueue(*_pair(number, pair)))
+                while handles and (handles[0].finished or len(handles) > AHEAD * self.num_slots):
+                    yield handles.popleft()
+            while handles:
+                yield handles.popleft()
+        finally:
+            for handle in handles:
+                self._give_up(handle)
+
+    def _give_up(self, handle: Answer) -> None:
+        handle.cancel()
+
+
+def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
+    """Return request `number` of `run_each`. Raise OptionError unless it is a pair."""
+    match request:
+        case (prompt, Mapping() as options):
+            return prompt, dict(options)
+    raise OptionError(
+        f"request {number} has to be a pair of a prompt and its options, such as "
+        f'("Hello", {{"max_tokens": 9}}), not {shown(request)}'
+    )
 
 
 class Stepper(Several):
@@ -71,7 +170,7 @@ class Stepper(Several):
 
         The settings are those of EngineSettings, but a step may take any time unless `max_step_ms`
         is given; None: as long as keeps the speed of the answers, see
-        `mlxrunner.parallel.scheduling.pace`. `context` is the most tokens of one prompt and its
+        `mlxrunner.parallel.scheduling.pacing`. `context` is the most tokens of one prompt and its
         answer. `parking`: where conversations go that are given up; None: they are lost. Raise
         OptionError for numbers that are out of range, and for `kv_bits` that the model can't have.
         """
@@ -84,7 +183,6 @@ class Stepper(Several):
         self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
         self._parking, self._settings = parking, chosen
         self._sight = getattr(model, "sight", None)
-        self._reception = Reception(tokenizer, facts, self.context)
         self.plan: Plan | None = None
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests: see `Runner.suggested_options`."""
@@ -346,7 +444,22 @@ class Stepper(Several):
 
     def prepare(self, prompt: Prompt, given: dict[str, Any]) -> ActiveRequest:
         """Tokenize a prompt and check its options. Any thread may do that."""
-        return self._reception.prepare(prompt, given)
+        began = time.perf_counter()
+        priority: Priority = given.pop("priority", "interactive")
+        deadline: float | None = given.pop("deadline", None)
+        check_turn(priority, deadline)
+        request = prepare(
+            prompt,
+            GenerateOptions.of(**given),
+            tokenizer=self.tokenizer,
+            facts=self.facts,
+            context=self.context,
+            began=began,
+        )
+        answer = AnswerStream(self.tokenizer, request.tokens, request.options, request.limit)
+        active = ActiveRequest.of(request, answer)
+        active.priority, active.deadline, active.asked = priority, deadline, began
+        return active
 
     def _ended(
         self, request: ActiveRequest, reason: FinishReason | None, error: str | None
@@ -380,3 +493,65 @@ class Stepper(Several):
             peak_bytes=mx.get_peak_memory(),
             **drafted(request.drafting),
         )
+
+
+class DrivenHandle:
+    """The growing answer of a request.
+
+    Iterating it yields its chunks and drives the steps of all requests of the runner. All members
+    but `error` and `finished` raise WrongThreadError in any thread but the runner's.
+    """
+
+    def __init__(self, owner: Owner, scheduler: Scheduler, request: ActiveRequest) -> None:
+        self._owner, self._scheduler, self._request = owner, scheduler, request
+
+    def __iter__(self) -> Iterator[Chunk]:
+        request = self._request
+        while True:
+            self._owner.check()
+            if request.chunks:
+                yield request.chunks.popleft()
+                continue
+            if request.error is not None:
+                raise request.error
+            if request.finished:
+                return
+            self._scheduler.step()
+
+    @property
+    def error(self) -> MlxrunnerError | None:
+        """The error that ended the request, or None."""
+        return self._request.error
+
+    @property
+    def finished(self) -> bool:
+        """True once the last chunk is ready, or will never come."""
+        return self._request.finished
+
+    @property
+    def reached(self) -> int:
+        """Number of the prompt's tokens that are evaluated or reused so far."""
+        return min(self._request.place, len(self._request.tokens))
+
+    def poll(self) -> list[Chunk]:
+        """Return the chunks since the last call, without running a step.
+
+        A caller that drives many requests uses it.
+        """
+        self._owner.check()
+        chunks = list(self._request.chunks)
+        self._request.chunks.clear()
+        return chunks
+
+    def cancel(self) -> None:
+        """End the request and free its slot. Its evaluated tokens can be reused.
+
+        A second call is allowed, also after the runner was closed.
+        """
+        self._owner.check_thread()
+        if not self._owner.is_closed:
+            self._scheduler.cancel(self._request)
+
+    def result(self) -> Result:
+        """Run the request to its end and return its result, or raise the error that ended it."""
+        return Result.of(list(self))

@@ -28,7 +28,7 @@ from mlxrunner.models.load import (
     why_no_vision,
 )
 from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
-from mlxrunner.parallel.draft_model import DraftPlan
+from mlxrunner.parallel.opening import DraftPlan
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.pictures.tokenizer import SeeingTokenizer

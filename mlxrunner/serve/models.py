@@ -17,7 +17,7 @@ from mlxrunner.models.facts import has_vision_encoder, needs_mlx_vlm, weight_byt
 from mlxrunner.models.files import read_config
 from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, lasting
 from mlxrunner.options import EMBEDDED
-from mlxrunner.parallel.threads.workers import run_in_worker
+from mlxrunner.parallel.thread import run_in_worker
 from mlxrunner.results import logger
 from mlxrunner.serve.events import AnswerEvent, ApiError, ServerRequest
 from mlxrunner.serve.loader import ModelLoader, ServedModel

@@ -27,7 +27,7 @@ from uvicorn.server import HANDLED_SIGNALS
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import OptionError
 from mlxrunner.options import ServeSettings
-from mlxrunner.parallel.threads.workers import has_work
+from mlxrunner.parallel.thread import has_work
 from mlxrunner.results import logger
 from mlxrunner.serve import anthropic, completions, ollama, openai, responses
 from mlxrunner.serve.errors import api_error_of, error_response

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from mlxrunner.engine.observation import Observation
-from mlxrunner.parallel.threads.thread import Held, Stats
+from mlxrunner.parallel.thread import Held, Stats
 from mlxrunner.profiling.logs import LineWriter
 from mlxrunner.profiling.metrics import MetricsCollector
 from mlxrunner.profiling.profile import Profile, as_line

@@ -9,7 +9,7 @@ import pytest
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.parallel.rows import proof
 from mlxrunner.parallel.rows.adapt import Adapted
-from mlxrunner.parallel.rows.manner import Manner
+from mlxrunner.parallel.rows.engine import Manner
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.scheduling.claims import LEAST, Need, Standing, claimed, grown, steps_back
+from mlxrunner.parallel.scheduling.slots import LEAST, Need, Standing, claimed, grown, steps_back
 
 
 def test_a_request_that_fits_claims_its_whole_answer() -> None:

@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mlxrunner.parallel.scheduling.costs import StepCosts
-from mlxrunner.parallel.scheduling.pace import FEWEST, LONGEST, SPEED, Planned, StepPace
+from mlxrunner.parallel.scheduling.pacing import (
+    FEWEST,
+    LONGEST,
+    SPEED,
+    Planned,
+    StepCosts,
+    StepPace,
+)
 
 Cost = Callable[[int, int, int], float]
 """The seconds of a step of some decoding rows and prefill tokens that see some cells."""

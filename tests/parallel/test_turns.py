@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner.errors import OptionError
-from mlxrunner.parallel.scheduling.turns import FAIR, Turns, Want, check, share
+from mlxrunner.parallel.scheduling.pacing import FAIR, Turns, Want, check, share
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 20))

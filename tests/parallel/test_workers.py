@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from mlxrunner.parallel.threads.workers import run_in_worker
+from mlxrunner.parallel.thread import run_in_worker
 
 
 def test_work_is_done_in_a_thread_that_stays() -> None:
@@ -32,7 +32,7 @@ def test_a_program_that_compiled_in_such_a_thread_ends_well() -> None:
     """MLX keeps compiled functions of a thread, and freeing them late would abort the process."""
     code = (
         "import asyncio, mlx.core as mx\n"
-        "from mlxrunner.parallel.threads.workers import run_in_worker\n"
+        "from mlxrunner.parallel.thread import run_in_worker\n"
         "def work(): return mx.compile(lambda x: x * 2)(mx.ones(3)).sum().item()\n"
         "assert asyncio.run(run_in_worker(work)) == 6\n"
     )

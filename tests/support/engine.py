@@ -14,21 +14,16 @@ from mlxrunner import ParallelRunner
 from mlxrunner.engine import pipeline
 from mlxrunner.engine.decode import Decoding
 from mlxrunner.engine.pipeline import SEED_TOKENS, Pipeline
-from mlxrunner.parallel.draft_model import DraftPlan
-from mlxrunner.parallel.driven import DrivenHandle
-from mlxrunner.parallel.opening import SAMPLED, largest_step
-from mlxrunner.parallel.rows.adapt import Adapted
+from mlxrunner.parallel.opening import SAMPLED, DraftPlan, largest_step
+from mlxrunner.parallel.rows.adapt import Adapted, PerTokenRope
 from mlxrunner.parallel.rows.attention import Parts
 from mlxrunner.parallel.rows.engine import WINDOWS_KEEP
 from mlxrunner.parallel.rows.proof import engine_for
-from mlxrunner.parallel.rows.views import PerTokenRope
 from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.scheduling.costs import StepCosts
-from mlxrunner.parallel.scheduling.drafts import FORGOTTEN, StepController
-from mlxrunner.parallel.scheduling.row import Composer, Step
+from mlxrunner.parallel.scheduling.batching import FORGOTTEN, Composer, Step, StepController
+from mlxrunner.parallel.scheduling.pacing import StepCosts
 from mlxrunner.parallel.settings import OpenSettings
-from mlxrunner.parallel.several import AHEAD
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.stepper import AHEAD, DrivenHandle, Stepper
 
 __all__ = [
     "AHEAD",
@@ -116,20 +111,20 @@ def move_no_keys(patch: pytest.MonkeyPatch) -> None:
 
 def claim_least(claim: int, room: int, patch: pytest.MonkeyPatch) -> None:
     """Let growing answers claim `claim` tokens at a time, and begin with room for `room`."""
-    patch.setattr("mlxrunner.parallel.scheduling.claims.LEAST", claim)
-    patch.setattr("mlxrunner.parallel.scheduling.room.LEAST", room)
+    patch.setattr("mlxrunner.parallel.scheduling.slots.LEAST", claim)
+    patch.setattr("mlxrunner.parallel.scheduling.allocation.LEAST", room)
 
 
 def park_in_pieces_of(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let files have `count` tokens, and a step write or read one piece of a conversation."""
     patch.setattr("mlxrunner.cache.disk.index.SEGMENT", count)
-    patch.setattr("mlxrunner.parallel.scheduling.residents.IN_ONE_PIECE", count)
-    patch.setattr("mlxrunner.parallel.scheduling.pace.StepPace.errand_s", lambda *_: 1e-9)
+    patch.setattr("mlxrunner.parallel.scheduling.eviction.IN_ONE_PIECE", count)
+    patch.setattr("mlxrunner.parallel.scheduling.pacing.StepPace.errand_s", lambda *_: 1e-9)
 
 
 def offer_bytes(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let the device offer `count` bytes to a draft model."""
-    patch.setattr("mlxrunner.parallel.draft_model.device.offered_bytes", lambda: count)
+    patch.setattr("mlxrunner.parallel.opening.device.offered_bytes", lambda: count)
 
 
 def sample_at_most(count: int, patch: pytest.MonkeyPatch) -> None:

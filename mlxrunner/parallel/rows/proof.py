@@ -24,7 +24,7 @@ from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.models.facts import DEPENDS
 from mlxrunner.parallel.rows.adapt import Adapted
 from mlxrunner.parallel.rows.alone import OneAtATime
-from mlxrunner.parallel.rows.manner import Manner, Sharing, falls_apart, shares
+from mlxrunner.parallel.rows.engine import Manner, Sharing, falls_apart, shares
 
 TOLERANCE = 0.02
 """Largest accepted difference of logits, as a share of the largest one.

@@ -20,8 +20,8 @@ from mlxrunner.engine.observation import Ending, Observation, SchedulingRecord, 
 from mlxrunner.engine.requests import Request
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import MlxrunnerError
+from mlxrunner.parallel.scheduling.pacing import Priority
 from mlxrunner.parallel.scheduling.slots import Slot
-from mlxrunner.parallel.scheduling.turns import Priority
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.speculation.drafting import Drafting
 

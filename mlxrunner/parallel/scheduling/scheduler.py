@@ -24,16 +24,25 @@ from mlxrunner.engine.sampling import Sampled
 from mlxrunner.errors import CacheFullError, LogitsError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.parallel.rows.engine import Engine
-from mlxrunner.parallel.scheduling.assign import Assigner
-from mlxrunner.parallel.scheduling.drafts import Drafts, error_of, taken
-from mlxrunner.parallel.scheduling.endings import Ended, Endings, step_failed
-from mlxrunner.parallel.scheduling.making_room import RoomMaker
-from mlxrunner.parallel.scheduling.pace import StepPace
-from mlxrunner.parallel.scheduling.passes import Passes
+from mlxrunner.parallel.scheduling.allocation import Assigner, Room, RoomMaker
+from mlxrunner.parallel.scheduling.batching import (
+    Composer,
+    Drafts,
+    Passes,
+    Row,
+    Step,
+    error_of,
+    taken,
+)
+from mlxrunner.parallel.scheduling.eviction import (
+    Ended,
+    Endings,
+    OffloadTarget,
+    Residents,
+    step_failed,
+)
+from mlxrunner.parallel.scheduling.pacing import StepPace
 from mlxrunner.parallel.scheduling.request import ActiveRequest
-from mlxrunner.parallel.scheduling.residents import OffloadTarget, Residents
-from mlxrunner.parallel.scheduling.room import Room
-from mlxrunner.parallel.scheduling.row import Composer, Row, Step
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.results import Chunk

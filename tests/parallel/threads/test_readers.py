@@ -10,14 +10,14 @@ from support.threads import LONG, alone, opened
 from support.waiting import until
 
 from mlxrunner import BusyError
-from mlxrunner.parallel.threads import feed
+from mlxrunner.parallel import thread
 
 
 def test_a_reader_that_does_not_read_pauses_its_request_alone(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others go on; reading lets it go on, and the answer is whole."""
-    monkeypatch.setattr(feed, "MOST_UNREAD", 8)
+    monkeypatch.setattr(thread, "MOST_UNREAD", 8)
     with opened(llama, 2) as runner:
         slow = runner.submit([1], **LONG)
         until(lambda: runner.stats().paused == 1)
@@ -34,7 +34,7 @@ def test_a_paused_request_goes_on_when_somebody_wants_it(
     llama: Any, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
     """Also if its end is waited for, and nothing read."""
-    monkeypatch.setattr(feed, "MOST_UNREAD", 8)
+    monkeypatch.setattr(thread, "MOST_UNREAD", 8)
     with opened(llama, 1) as runner:
         slow = runner.submit([1], **LONG)
         until(lambda: runner.stats().paused == 1)
@@ -53,7 +53,7 @@ def test_paused_requests_do_not_keep_others_waiting_for_ever(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers may be read in any order, though those that run first are read last."""
-    monkeypatch.setattr(feed, "MOST_UNREAD", 8)
+    monkeypatch.setattr(thread, "MOST_UNREAD", 8)
     with opened(llama, 2) as runner:
         handles = [runner.submit([i], **LONG) for i in range(6)]
         for i in reversed(range(6)):

@@ -10,7 +10,7 @@ from support.threads import LONG, alone, opened
 from support.waiting import until
 
 from mlxrunner import OptionError, TimeLimitError
-from mlxrunner.parallel.threads import feed
+from mlxrunner.parallel import thread
 
 
 def test_a_request_waits_for_a_slot_in_the_order_of_arrival(llama: Any) -> None:
@@ -53,7 +53,7 @@ def test_a_deadline_ends_a_request_that_waits(
     llama: Any, monkeypatch: pytest.MonkeyPatch, is_paused: bool
 ) -> None:
     """For a slot, or for a reader."""
-    monkeypatch.setattr(feed, "MOST_UNREAD", 2)
+    monkeypatch.setattr(thread, "MOST_UNREAD", 2)
     with opened(llama, 1) as runner:
         running = runner.submit([9], **LONG, **({"deadline": 0.5} if is_paused else {}))
         late = running if is_paused else runner.submit([1], **LONG, deadline=1e-6)
@@ -66,7 +66,7 @@ def test_a_deadline_ends_a_request_that_waits(
 def test_a_deadline_that_never_comes_lets_a_paused_request_wait(
     llama: Any, monkeypatch: pytest.MonkeyPatch, deadline: float
 ) -> None:
-    monkeypatch.setattr(feed, "MOST_UNREAD", 2)
+    monkeypatch.setattr(thread, "MOST_UNREAD", 2)
     with opened(llama, 1) as runner:
         handle = runner.submit([9], **LONG, deadline=deadline)
         until(lambda: runner.stats().paused == 1)

@@ -21,7 +21,7 @@ from support.houses import (
 from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.options import ServeSettings
-from mlxrunner.parallel.threads.workers import has_work
+from mlxrunner.parallel.thread import has_work
 from mlxrunner.serve import manager
 from mlxrunner.serve.events import AnswerEnd, ApiError, PromptProgress, QueueWait
 from mlxrunner.serve.loader import ModelLoader, ServedModel

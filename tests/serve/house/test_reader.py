@@ -12,7 +12,7 @@ from support.histories import tiny_parts
 from support.threads import LONG, alone, asked, opened
 
 from mlxrunner import ClosedError, ParallelRunner
-from mlxrunner.parallel.threads import feed
+from mlxrunner.parallel import thread
 from mlxrunner.serve import manager
 from mlxrunner.serve.manager import FAST_S, GATHERED_S, ChunkReader
 
@@ -59,7 +59,7 @@ def test_a_whole_answer_does_not_pause(
     llama: Any, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Nobody reads before its end, and few unread chunks are allowed."""
-    monkeypatch.setattr(feed, "MOST_UNREAD", 4)
+    monkeypatch.setattr(thread, "MOST_UNREAD", 4)
 
     async def read(runner: ParallelRunner) -> list[int | None]:
         return await tokens_of(ChunkReader(runner.submit([1], **LONG), is_whole=True), seconds)

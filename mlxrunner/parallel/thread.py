@@ -1,21 +1,25 @@
-"""The thread that owns a model: it takes requests from any thread and drives a Stepper.
-
-Nothing of MLX happens in any other thread. Callers leave functions in its mail, and read what it
-made from the feeds of their requests.
-"""
+"""The thread that owns the model of a ParallelRunner, who waits for it, and what it hands over."""
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import math
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mlxrunner.errors import (
+    BusyError,
     CacheFullError,
     ClosedError,
     EngineError,
@@ -24,15 +28,337 @@ from mlxrunner.errors import (
     ObserverError,
     TimeLimitError,
 )
-from mlxrunner.parallel.scheduling.endings import step_failed
+from mlxrunner.parallel.scheduling.eviction import step_failed
+from mlxrunner.parallel.scheduling.pacing import FAIR, order
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.stepper import Stepper
-from mlxrunner.parallel.threads.exits import end_at_exit
-from mlxrunner.parallel.threads.feed import Feed, Lock, Wake
-from mlxrunner.parallel.threads.waiting import WaitingLine
-from mlxrunner.parallel.threads.workers import idle_worker, wait_for
-from mlxrunner.results import logger
+from mlxrunner.results import Chunk, logger
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
+
+class WaitingLine:
+    """A line in which those of a higher priority come first, then those with a nearer deadline.
+
+    Equal ones come as they arrived. One turn in FAIR is that of the request that arrived first, so
+    that none starves.
+    """
+
+    def __init__(self) -> None:
+        self._feeds: list[Feed] = []
+        self._turn = 1
+
+    def __bool__(self) -> bool:
+        return bool(self._feeds)
+
+    def add(self, feed: Feed) -> None:
+        """Let a request wait."""
+        self._feeds.append(feed)
+
+    def remove(self, feed: Feed) -> None:
+        """Let a request wait no longer, if it does."""
+        if feed in self._feeds:
+            self._feeds.remove(feed)
+
+    @property
+    def first(self) -> Feed:
+        """The request whose turn it is."""
+        if self._turn % FAIR == 0:
+            return self._feeds[0]
+        return min(self._feeds, key=lambda feed: order(feed.request.priority, feed.request.due))
+
+    def take(self, feed: Feed) -> None:
+        """Let the first request begin; the next turn comes."""
+        self._feeds.remove(feed)
+        self._turn += 1
+
+    def take_overdue(self, now: float) -> list[Feed]:
+        """Remove and return the requests whose deadline has come."""
+        dues = [(feed, feed.request.due) for feed in self._feeds]
+        overdue = [feed for feed, due in dues if due is not None and due <= now]
+        for feed in overdue:
+            self._feeds.remove(feed)
+        return overdue
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+class Ending(Protocol):
+    """A thread that can be ended: see `EngineThread`."""
+
+    def stop(self) -> None: ...
+
+    def join(self) -> None: ...
+
+    def end_after_fork(self) -> None: ...
+
+
+_OPEN: weakref.WeakSet[Ending] = weakref.WeakSet()
+"""The threads that have to end before the interpreter does."""
+
+
+def end_at_exit(thread: Ending) -> None:
+    """End the work of `thread` before the interpreter ends, and in the child of a fork."""
+    if not _OPEN:
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+    _OPEN.add(thread)
+
+
+def _end_all() -> None:
+    """End the work of all threads before the interpreter ends: see `workers.py`.
+
+    Ctrl-C while it waits for their last steps leaves at once.
+    """
+    # A thread that has ended its work keeps the interpreter's lock until it waits for the next.
+    sys.setswitchinterval(60)
+    threads = list(_OPEN)
+    try:
+        for thread in threads:
+            thread.stop()
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(INTERRUPTED)
+
+
+def _end_after_fork() -> None:
+    for thread in list(_OPEN):
+        thread.end_after_fork()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_end_after_fork)
+
+
+T = TypeVar("T")
+
+SLICE_S = 0.1
+"""Seconds after which a thread that waits looks for signals.
+
+One that comes right before a wait would not end it.
+"""
+_NUMBERS = itertools.count(1)
+_IDLE: list[Worker] = []
+_AT_WORK: set[object] = set()
+
+
+class Worker:
+    """A thread that does one job after another. A job raises nothing."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Lock]] = SimpleQueue()
+        self.thread = threading.Thread(
+            target=self._work, name=f"mlxrunner-engine-{next(_NUMBERS)}", daemon=True
+        )
+        self.thread.start()
+
+    def begin(self, job: Callable[[], None]) -> threading.Lock:
+        """Begin a job, and return a lock that is free once it has ended."""
+        done = threading.Lock()
+        done.acquire()
+        self._jobs.put((job, done))
+        return done
+
+    def _work(self) -> None:
+        while True:
+            job, done = self._jobs.get()
+            job()
+            del job  # with all that it holds
+            _IDLE.append(self)
+            done.release()
+
+
+def idle_worker() -> Worker:
+    """Return a thread that waits for a job, or a new one."""
+    try:
+        return _IDLE.pop()
+    except IndexError:
+        return Worker()
+
+
+async def run_in_worker(work: Callable[..., T], *given: Any) -> T:
+    """Run `work`, which uses MLX, in such a thread, and return what it returns in asyncio.
+
+    A task that is cancelled does not end the work: see `has_work`.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    result: Future[T] = loop.create_future()
+
+    def settle(act: Callable[[Any], None], found: object) -> None:
+        if not result.done():
+            act(found)
+
+    def tell(act: Callable[[Any], None], found: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, act, found)
+
+    def job() -> None:
+        try:
+            found = work(*given)
+        except BaseException as error:
+            tell(result.set_exception, error)
+        else:
+            tell(result.set_result, found)
+        finally:
+            _AT_WORK.discard(result)
+
+    _AT_WORK.add(result)
+    idle_worker().begin(job)
+    return await result
+
+
+def has_work() -> bool:
+    """Return True if some work of `run_in_worker` has not ended, whoever waits for it."""
+    return bool(_AT_WORK)
+
+
+def wait_for(lock: threading.Lock) -> None:
+    """Wait until `lock` is free. Ctrl-C in the main thread ends the waiting."""
+    while not lock.acquire(timeout=SLICE_S):
+        pass
+    lock.release()
+
+
+def _forget() -> None:
+    _IDLE.clear()
+    _AT_WORK.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+MOST_UNREAD = 4096
+"""Chunks that nobody has read at which a request pauses."""
+Lock = AbstractContextManager[bool, None]
+"""A lock that its owner may take again, because the garbage collector may call anything."""
+Wake = Callable[[], object]
+"""A function that lets somebody look again. It may be called more than once, in any thread."""
+
+
+class Feed:
+    """The chunks of one request that nobody has read yet, and its end.
+
+    The lock of its runner guards all fields: the engine's thread adds, and readers take.
+    """
+
+    def __init__(self, lock: Lock, request: ActiveRequest, *, is_whole: bool = False) -> None:
+        """Make the feed of `request`. `is_whole`: somebody wants all of it, so it never pauses."""
+        self.lock, self.request = lock, request
+        self.error: MlxrunnerError | None = None
+        """The error that ended the request; None if no error did."""
+        self.is_ended = False
+        """True if no chunk comes any more."""
+        self.is_read = False
+        """True while a reader takes a chunk or waits for one."""
+        self.num_whole = int(is_whole)
+        """Number of those that want all of it. While there are any, the request does not pause."""
+        self._chunks: deque[Chunk] = deque()
+        self._wake_for_news: list[Wake] = []
+        self._wake_at_end: list[Wake] = []
+
+    @property
+    def is_full(self) -> bool:
+        """True if the request has to pause until somebody reads. A pause ends at half."""
+        most = MOST_UNREAD // 2 if self.request.is_paused else MOST_UNREAD
+        return not self.num_whole and len(self._chunks) > most
+
+    def take_over(self) -> list[Wake]:
+        """Take what the request has made since the last call; return the functions to call."""
+        made = self.request.chunks
+        is_new = bool(made)
+        while made:
+            self._chunks.append(made.popleft())
+        if self.request.finished:
+            return self.end(self.request.error)
+        return _emptied(self._wake_for_news) if is_new else []
+
+    def end(self, error: MlxrunnerError | None) -> list[Wake]:
+        """Let no chunk come any more; return the functions to call."""
+        if not self.is_ended:
+            self.is_ended, self.error = True, error
+        return _emptied(self._wake_for_news) + _emptied(self._wake_at_end)
+
+    def begin_to_read(self) -> bool:
+        """Set `is_read`. Raise BusyError if somebody else is reading."""
+        with self.lock:
+            if self.is_read:
+                raise BusyError(
+                    "another thread or task is reading this handle: let one read at a time, or "
+                    "submit a request for each"
+                )
+            self.is_read = True
+            return True
+
+    def take(self) -> Chunk | None:
+        """Return the next chunk; None if it has not come yet.
+
+        After the last one, raise the error that ended the request, or StopIteration.
+        """
+        with self.lock:
+            if self._chunks:
+                return self._chunks.popleft()
+            if not self.is_ended:
+                return None
+        self.check()
+        raise StopIteration
+
+    def take_all(self) -> list[Chunk]:
+        """Return the chunks that have come, and forget them."""
+        with self.lock:
+            chunks = list(self._chunks)
+            self._chunks.clear()
+            return chunks
+
+    def check(self) -> None:
+        """Raise the error that ended the request, if one did."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def await_news(self, wake: Wake, *, at_end: bool = False) -> bool:
+        """Return True if there are chunks or the end; else leave `wake` for when there are.
+
+        `at_end`: only the end is waited for.
+        """
+        with self.lock:
+            has_news = self.is_ended or (bool(self._chunks) and not at_end)
+            left = self._wake_at_end if at_end else self._wake_for_news
+            if not has_news and wake not in left:
+                left.append(wake)
+            return has_news
+
+    def forget(self, wake: Wake) -> None:
+        """Drop a function that was left."""
+        with self.lock:
+            for left in (self._wake_for_news, self._wake_at_end):
+                if wake in left:
+                    left.remove(wake)
+
+    @contextmanager
+    def wanted_whole(self) -> Iterator[None]:
+        """Let the request not pause within the block."""
+        with self.lock:
+            self.num_whole += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.num_whole -= 1
+
+
+def _emptied(left: list[Wake]) -> list[Wake]:
+    taken = left[:]
+    left.clear()
+    return taken
 
 
 @dataclass(frozen=True)

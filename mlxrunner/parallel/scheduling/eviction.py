@@ -1,14 +1,16 @@
-"""Decide which conversations stay in the slots, which are parked on disk, and which are given up.
+"""Keep conversations in idle slots, offload them to disk or evict them, and end requests.
 
 An idle slot keeps its conversation until its cells, its bytes or the slot itself are needed. Then
-the one of least worth goes: see `mlxrunner.cache.eviction`.
+the one of least worth goes: see `mlxrunner.cache.worth`.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -20,10 +22,11 @@ from mlxrunner.cache.pool.causal import CellsLayer
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
-from mlxrunner.errors import CacheFullError
+from mlxrunner.errors import CacheFullError, MlxrunnerError, StepFailedError, TimeLimitError
 from mlxrunner.parallel.rows.engine import Engine
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.slots import Slot
+from mlxrunner.results import Chunk, FinishReason, Usage
 
 T = TypeVar("T")
 LOSSES = 4
@@ -321,3 +324,94 @@ def _frees(slot: Slot) -> bool:
     entry = slot.cache.entry
     apart = (cache.nbytes for cache in entry.caches if not isinstance(cache, CellsLayer))
     return bool(sum(apart) or entry.checkpoints.nbytes)
+
+
+Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
+"""A function of an ended request, its finish reason, and the name of its error."""
+
+
+class Endings:
+    """The ends of the requests of a scheduler."""
+
+    def __init__(
+        self,
+        requests: list[ActiveRequest],
+        residents: Residents,
+        moment: Callable[[], tuple[int, int]],
+        tell: Ended,
+    ) -> None:
+        """End some of `requests`, the running ones.
+
+        `moment` returns that of `Scheduler.moment`. `tell` is called for each request at its end.
+        """
+        self._requests, self._residents = requests, residents
+        self._moment, self._tell = moment, tell
+
+    def end_overdue(self) -> None:
+        """End the requests whose deadline has come."""
+        now = time.perf_counter()
+        for request in list(self._requests):
+            if request.due is not None and request.due <= now:
+                request.ending = "cancelled"
+                self.fail(request, TimeLimitError(request.deadline or 0))
+
+    def fail_alone(self, request: ActiveRequest, error: Exception) -> None:
+        """End one request with a StepFailedError about `error`."""
+        request.ending = "failed"
+        why = StepFailedError(f"this request made a step fail: {_named(error)}")
+        why.__cause__ = error
+        self.fail(request, why, type(error).__name__)
+
+    def fail(self, request: ActiveRequest, error: MlxrunnerError, name: str | None = "") -> None:
+        """End a request with `error`. `name`: the recorded name of the error.
+
+        None stands for an interrupt, and "" for the name of the error's class.
+        """
+        request.error = error
+        self.retire(request, error=type(error).__name__ if name == "" else name)
+
+    def retire(
+        self,
+        request: ActiveRequest,
+        reason: FinishReason | None = None,
+        error: str | None = None,
+        last: Chunk | None = None,
+    ) -> None:
+        """End a request and free its slot, whose tokens stay for others to share.
+
+        A sampled token that was not read yet is dropped.
+        """
+        request.stop_errand()
+        if request.drafting is not None:
+            request.drafting.close()
+        slot = request.slot
+        if request.is_placed:
+            slot.tokens.truncate(slot.exact)
+            request.lease.close()
+        self._residents.fit(request)
+        request.ended = moment = self._moment()
+        usage = self._tell(request, reason, error)
+        if last is not None:
+            request.chunks.append(replace(last, usage=usage))
+        request.finished = True
+        self._requests.remove(request)
+        slot.is_busy, slot.rests = False, False
+        slot.last_used, slot.asked = (
+            moment[0],
+            min(len(request.tokens), len(slot.tokens)),
+        )
+        slot.planned, slot.exact = slot.planned[:0], END
+        slot.cache.entry.is_shifted = False  # only exact tokens are left
+        self._residents.use(slot)
+        self._residents.fit()
+
+
+def step_failed(error: BaseException) -> StepFailedError:
+    return StepFailedError(
+        f"a step that carried this request, and others, was ended by {_named(error)}: "
+        "submit it again"
+    )
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,381 @@
+"""Size steps and share their tokens: what a step costs, what it may take, and whose turn it is.
+
+No tensors, no clock. Prefill tokens make a step longer, and the answers beside them slower. Two
+rules bound that. No step takes much longer than one that only decodes: that is the largest gap in
+an answer. And on average the answers keep a share of their speed: after a piece that took more than
+its part, some steps only decode. Within these rules the pace chooses the size of piece that
+evaluates a prompt soonest, from the costs that it has measured: small pieces in each step where a
+device has time to spare while it decodes, larger ones between steps of rest where small pieces cost
+nearly as much.
+
+Requests of a higher priority come first; within a priority, those with a deadline, the nearest
+first. All others share evenly. One turn in FAIR is shared by all, so that none starves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby, pairwise
+from statistics import median
+from typing import Literal
+
+from mlxrunner.config.option import Option, check_above
+
+RECENT = 15
+"""Number of last measurements that count."""
+FAR = 128
+"""Least difference of two histories, in cells, that shows what a cell costs."""
+
+
+class StepCosts:
+    """The costs of steps, as medians of the last ones. A single slow step changes little."""
+
+    def __init__(self) -> None:
+        self._decode: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._pieces: dict[int, _Line] = {}
+
+    def measure(self, rows: int, prefill: int, cells: int, seconds: float) -> None:
+        """Note that a step took `seconds`.
+
+        `rows`: its decoding rows. `prefill`: its prefill tokens, which saw up to `cells` cells.
+        """
+        if prefill:
+            own = seconds - (self.decode(rows) or 0.0)
+            line = self._pieces.get(_size(prefill)) or _Line()
+            line.add(prefill, cells, max(own, 0.0) / prefill)
+            self._pieces[_size(prefill)] = line  # an interrupt leaves no line without a sample
+        elif rows:
+            self._decode[_size(rows)].append(seconds)
+
+    def decode(self, rows: int) -> float | None:
+        """Return the seconds of a step of `rows` decoding rows; None if they are unknown."""
+        if not rows:
+            return 0.0
+        known = self._decode.get(_size(rows))
+        return median(known) if known else None
+
+    def piece(self, prefill: int, cells: int) -> float | None:
+        """Return the seconds that `prefill` tokens add to a step; None before the first piece.
+
+        Lines join the sizes that were measured. The last one goes on beyond them, but a token there
+        costs at least half of what it costs in the largest size, and at most as much.
+        """
+        if not self._pieces:
+            return None
+        if not prefill:
+            return 0.0
+        known = [(0.0, 0.0), *sorted(line.point(cells) for line in self._pieces.values())]
+        for (left, low), (right, high) in pairwise(known):
+            slope = (high - low) / (right - left)
+            if prefill <= right:
+                return low + slope * (prefill - left)
+        each = high / right
+        return high + min(max(slope, each / 2), each) * (prefill - right)
+
+    @property
+    def largest(self) -> int:
+        """Number of tokens of the largest pieces that were measured; 0 before the first one."""
+        return int(2 ** max(self._pieces)) if self._pieces else 0
+
+
+class _Line:
+    """The seconds of a token as a line over the cells that it sees, after Theil and Sen."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, int, float]] = deque(maxlen=RECENT)
+        self._fit = (0.0, 0.0, 0.0)
+        """The usual size of the pieces, and the line: its start and its slope."""
+
+    def add(self, prefill: int, cells: int, seconds: float) -> None:
+        """Add the `seconds` of each token of a piece.
+
+        The slope is the median of the slopes of all pairs.
+        """
+        self._samples.append((prefill, cells, seconds))
+        slopes = [
+            (took - before) / (here - there)
+            for (_, there, before), (_, here, took) in combinations(self._samples, 2)
+            if abs(here - there) >= FAR
+        ]
+        slope = max(0.0, median(slopes)) if slopes else 0.0
+        size = median(size for size, _, _ in self._samples)
+        start = median(took - slope * seen for _, seen, took in self._samples)
+        self._fit = (size, start, slope)
+
+    def point(self, cells: int) -> tuple[float, float]:
+        """Return the usual size of these pieces, and the seconds of one that sees `cells` cells."""
+        size, start, slope = self._fit
+        return size, size * max(0.0, start + slope * cells)
+
+
+def _size(count: int) -> int:
+    """Return the class of a count: its power of two."""
+    return count.bit_length() - 1
+
+
+SPEED = 0.71
+"""Share of its speed alone that a decoding answer keeps; in practice 0.6 to 0.7.
+
+Beside others a step is not the same pass as alone, and sees more cells.
+"""
+LONGEST = 3.5
+"""Longest step that is planned, in steps that only decode.
+
+Steps vary: few of these take more than 5.
+"""
+FIRST = 16
+"""Tokens of the first piece beside an answer, whose cost is not known yet."""
+FEWEST = 8
+"""Least tokens of a piece if even a step without prefill is longer than `max_step_ms`."""
+ALONE_S = 0.5
+"""Longest step in seconds that is planned while nothing decodes.
+
+A forward pass cannot be interrupted: new requests and cancels wait for its end.
+"""
+SHORTEST_S = 1e-3
+"""Seconds that work beside a step may take at least, if it may take any."""
+FIRST_ALONE = 256
+"""Tokens of the first piece while nothing decodes."""
+EXPLORE = 16
+"""One in EXPLORE pieces is twice as large as the best known size, to measure that."""
+STALE = 32
+"""Steps with prefill after which one that only decodes is measured again."""
+TIE = 1.05
+"""Sizes whose costs differ by less than this factor are alike; the smallest is taken."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step that is dispatched and not measured yet."""
+
+    rows: int
+    """Its rows that decode."""
+    kept: int
+    """Answers that must not stall meanwhile."""
+    prefill: int
+    """Its other tokens."""
+    cells: int
+    """Most cells that one of these sees."""
+    normal: float
+    """Seconds of a step with these rows only, as known when it was planned."""
+    expected: float
+    """Seconds that it was expected to take."""
+
+
+class StepPace:
+    """The pace of a runner. It outlives requests and learns from each step."""
+
+    def __init__(self, most: int, max_step_ms: float | None = None) -> None:
+        """Plan steps of at most `most` tokens.
+
+        `max_step_ms`: milliseconds that a step may take while something decodes, whatever its
+        answers lose by it; 0: any number; None: as `SPEED` and `LONGEST` say.
+        """
+        self.costs = StepCosts()
+        self._most, self._max_step_ms = most, max_step_ms
+        self._owed = 0.0
+        """Seconds that answers got less than their share; below 0: more."""
+        self._spent = 0.0
+        """Seconds of the work beside the next step."""
+        self._since = self._pieces = 0
+        """Steps with prefill since one that only decoded, and all pieces beside answers."""
+
+    def allowance(self, rows: int, cells: int, wanted: int | None = None) -> int:
+        """Return how many tokens the next step may carry beside `rows` decoding rows.
+
+        `cells`: the most cells that one of these tokens sees. `wanted`: how many there are; None:
+        any number.
+        """
+        room = max(0, self._most - rows)
+        if self._max_step_ms == 0:
+            return room
+        if not rows:
+            few = room if wanted is None else min(room, wanted)
+            if (self.costs.piece(few, cells) or math.inf) <= ALONE_S:
+                return few
+            return self._fitting(0.0, ALONE_S, cells, room, least=FIRST)
+        normal = self.costs.decode(rows)
+        if normal is None or self._since >= STALE:
+            return 0  # measure a step that only decodes
+        if self._max_step_ms is not None:
+            limit = self._max_step_ms / 1e3 - self._spent
+            return self._fitting(normal, limit, cells, room, least=FEWEST)
+        if self._owed > 0:
+            return 0
+        return self._best(normal, cells, room)
+
+    def errand_s(self, rows: int) -> float:
+        """Return the seconds that work beside the next step may take; 0: none, it has to wait.
+
+        `rows`: the answers that must not stall.
+        """
+        if self._max_step_ms == 0:
+            return math.inf
+        if not rows:
+            return ALONE_S
+        normal = self.costs.decode(rows)
+        if normal is None or (self._max_step_ms is None and self._owed > 0):
+            return 0.0
+        longest = LONGEST * normal if self._max_step_ms is None else self._max_step_ms / 1e3
+        return max(longest - normal, SHORTEST_S)
+
+    def spend(self, rows: int, seconds: float) -> None:
+        """Note that work beside the step took time from answers that must not stall."""
+        self._spent = seconds
+        if rows and (normal := self.costs.decode(rows)) is not None:
+            self._owe(normal, SPEED * seconds)
+
+    def plan(self, rows: int, prefill: int, cells: int, *, kept: int | None = None) -> Planned:
+        """Note that a step is dispatched now, and return what `measure` needs.
+
+        `kept`: the answers that must not stall, whether they are in this step or not; by default
+        its rows.
+        """
+        kept, self._spent = rows if kept is None else kept, 0.0
+        normal = self.costs.decode(rows or min(kept, 1)) or 0.0
+        expected = (normal if rows else 0.0) + (self.costs.piece(prefill, cells) or 0.0)
+        if not kept:
+            self._owed = 0.0
+        else:
+            self._since = self._since + 1 if prefill else 0
+            self._pieces += prefill > 0
+            self._owe(normal, SPEED * expected - (normal if rows else 0.0))
+        return Planned(rows, kept, prefill, cells, normal, expected)
+
+    def measure(self, step: Planned, seconds: float) -> None:
+        """Note how many seconds a step took."""
+        self.costs.measure(step.rows, step.prefill, step.cells, seconds)
+        if step.kept and step.normal:
+            self._owe(step.normal, SPEED * (seconds - step.expected))
+
+    def _owe(self, normal: float, seconds: float) -> None:
+        """Add to what is owed, within bounds: neither a lull nor a hiccup counts for long."""
+        self._owed = min(max(self._owed + seconds, -normal), LONGEST * normal)
+
+    def _best(self, normal: float, cells: int, room: int) -> int:
+        """Return the size of piece that takes least time per token, with the rests that follow."""
+        best, least = 0, 0.0
+        for size in self._sizes(room):
+            piece = self.costs.piece(size, cells)
+            if piece is None:
+                return min(FIRST, room)
+            took = normal + piece
+            if best and took > LONGEST * normal:
+                continue
+            rest = max(0.0, (SPEED * took - normal) / (1 - SPEED))
+            each = (took + rest) / size
+            if not best or each * TIE < least:
+                best, least = size, each
+        return self._explored(best, normal, cells, room)
+
+    def _explored(self, size: int, normal: float, cells: int, room: int) -> int:
+        """Return twice `size` from time to time, if that is not too long."""
+        double = 2 * size
+        is_due = self._pieces % EXPLORE == EXPLORE - 1 and double <= room
+        too_long = normal + (self.costs.piece(double, cells) or 0.0) > LONGEST * normal
+        return double if is_due and not too_long else size
+
+    def _fitting(self, normal: float, limit: float, cells: int, room: int, least: int) -> int:
+        """Return the most tokens with which a step takes at most `limit` seconds."""
+        best = min(least, room)
+        for size in self._sizes(room):
+            piece = self.costs.piece(size, cells)
+            if piece is None:
+                return best if normal else min(FIRST_ALONE, room)
+            if normal + piece > limit:
+                break
+            best = max(best, size)
+        return best
+
+    def _sizes(self, room: int) -> list[int]:
+        """Return sizes of pieces to choose from, up to twice what was measured."""
+        most = min(room, max(FIRST, 2 * self.costs.largest))
+        powers = [2**power for power in range(most.bit_length())]
+        sizes = {size for power in powers for size in (power, 3 * power // 2) if size < most}
+        return sorted(sizes | {most}) if most else []
+
+
+Priority = Literal["interactive", "batch"]
+PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")
+"""The priorities of requests, the highest first."""
+FAIR = 8
+"""One turn in FAIR is shared evenly by all requests."""
+
+
+@dataclass(frozen=True)
+class Want:
+    """The wish of a request for tokens of a step."""
+
+    tokens: int
+    """Most tokens that it can use."""
+    priority: Priority = "interactive"
+    due: float | None = None
+    """The moment of its deadline; None: it has time."""
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """A key that is lower for requests that come earlier."""
+        return order(self.priority, self.due)
+
+
+def order(priority: Priority, due: float | None) -> tuple[int, float]:
+    """Return a key that is lower for requests that come earlier; equal ones share evenly."""
+    return PRIORITIES.index(priority), float("inf") if due is None else due
+
+
+def check(priority: Priority, deadline: float | None) -> None:
+    """Raise OptionError for a priority that does not exist or a deadline that is not above 0."""
+    Option(str, among=PRIORITIES).check("priority", priority)
+    if deadline is not None:
+        check_above("deadline", deadline, 0)
+
+
+class Turns:
+    """The turns of a runner's requests."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def deal(self, budget: int, wants: Sequence[Want]) -> list[int]:
+        """Return how many of `budget` tokens each request gets."""
+        self._count += 1
+        everyone = list(range(len(wants)))
+        if self._count % FAIR == 0:
+            return self._shared(budget, wants, everyone)
+        given = [0] * len(wants)
+        everyone.sort(key=lambda i: wants[i].order)
+        for _, equals in groupby(everyone, key=lambda i: wants[i].order):
+            of_these = self._shared(budget, wants, list(equals))
+            given = [a + b for a, b in zip(given, of_these, strict=True)]
+            budget -= sum(of_these)
+        return given
+
+    def _shared(self, budget: int, wants: Sequence[Want], some: list[int]) -> list[int]:
+        """Share `budget` evenly among `some` of the wants."""
+        given = [0] * len(wants)
+        shares = share(budget, [wants[i].tokens for i in some], self._count)
+        for i, tokens in zip(some, shares, strict=True):
+            given[i] = tokens
+        return given
+
+
+def share(budget: int, wants: Sequence[int], first: int) -> list[int]:
+    """Return the tokens of a step's `budget` that each of several prefills gets.
+
+    `wants`: the tokens that each has left. They take turns, beginning with number `first`, so that
+    none starves.
+    """
+    given = [0] * len(wants)
+    order = [(first + i) % len(wants) for i in range(len(wants))]
+    hungry = [i for i in order if wants[i]]
+    while budget and hungry:
+        each = max(1, budget // len(hungry))
+        for i in hungry:
+            take = min(each, wants[i] - given[i], budget)
+            given[i] += take
+            budget -= take
+        hungry = [i for i in hungry if given[i] < wants[i]]
+    return given
