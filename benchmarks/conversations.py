@@ -26,7 +26,7 @@ from support.histories import tiny_parts
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.trials import simulate
 
@@ -52,7 +52,7 @@ def run(
     began, profile = time.perf_counter(), Profile(tokens=log)
     parking = DiskCache(None, {"model": model}, limit=disk)
     try:
-        with Stepper(
+        with Engine(
             *given,
             max_sequences=slots,
             context=CONTEXT,

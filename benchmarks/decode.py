@@ -23,7 +23,7 @@ from parallel import random_llama
 
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 
@@ -38,7 +38,7 @@ def alone(size: tuple[int, int, int], prompt: int, rounds: int) -> Comparison:
         make(model, ByteTokenizer(), facts_of(model, vars(model.args)), context=prompt + count, **m)
         for make, model, m in (
             (Runner, random_llama(*size), {}),
-            (Stepper, random_llama(*size), {"max_sequences": 4}),
+            (Engine, random_llama(*size), {"max_sequences": 4}),
         )
     )
     its = iter(runner.generate(tokens, max_tokens=count, stop_tokens=[]))
@@ -58,7 +58,7 @@ def many(
     ends = [_tokens(100 + number, own + number % 5) for number in range(count)]
     model, most = random_llama(*size), rounds + 8
     context = prefix + own + 4 + most
-    stepper = Stepper(
+    stepper = Engine(
         model,
         ByteTokenizer(),
         facts_of(model, vars(model.args)),

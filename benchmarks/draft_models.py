@@ -18,9 +18,9 @@ from typing import Any
 from speculation import alike
 
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.speculation.model import DraftModel
-from mlxrunner.speculation.seats import MOST_ANSWERS, DraftSeats
+from mlxrunner.speculation.sources import MOST_ANSWERS, DraftCachePool
 
 PROMPT, ANSWER = 64, 96
 """Tokens of a prompt and of its answer."""
@@ -29,7 +29,7 @@ COUNTS = (1, 2, 4, 8)
 CONTEXT = 256
 
 
-def answered(runner: Stepper, prompts: list[list[int]], how: str) -> tuple[Any, int, float]:
+def answered(runner: Engine, prompts: list[list[int]], how: str) -> tuple[Any, int, float]:
     """Return the answers to `prompts` at the same time, their steps, and the processor time."""
     steps, began = runner.steps, time.process_time()
     found = runner.run(prompts, max_tokens=ANSWER, stop_tokens=[], speculate=how)
@@ -50,8 +50,8 @@ def main() -> None:
             entries = [DraftModel(*made, in_pieces=True) for _ in range(MOST_ANSWERS)]
             parts = model, loaded.tokenizer, loaded.facts
             ratios, drafted, right, steps, fewer = list[float](), 0, 0, 0, 0
-            with Stepper(*parts, max_sequences=count, context=CONTEXT) as runner:
-                runner.guess_with(DraftSeats(entries))
+            with Engine(*parts, max_sequences=count, context=CONTEXT) as runner:
+                runner.guess_with(DraftCachePool(entries))
                 for _ in range(given.rounds):
                     prompts = [[rng.randrange(1000) for _ in range(PROMPT)] for _ in range(count)]
                     plain, these, usual = answered(runner, prompts, "off")

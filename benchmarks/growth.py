@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer
 
 PREFIXES = (0, 1024, 4096, 8192)
@@ -57,7 +57,7 @@ def measure(model: Any) -> list[Point]:
 def _ours(model: Any, common: list[int]) -> list[Point]:
     most, each = max(SEQUENCES), OWN + STEPS + 4
     points = []
-    with Stepper(
+    with Engine(
         model,
         ByteTokenizer(),
         facts_of(model, vars(model.args)),

@@ -25,7 +25,7 @@ from mlx_lm.models.qwen3_5 import Model, ModelArgs
 from mlxrunner import Runner
 from mlxrunner.bench.measurements import Comparison, more_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer
 
 Prompts = list[list[int]]
@@ -36,7 +36,7 @@ PROMPT, CONTEXT, WARM = 40, 512, 3
 def ours(model: Any, prompts: Prompts, steps: int) -> float:
     """Return tokens per second of `steps` steps of all `prompts`."""
     facts = facts_of(model, vars(model.args))
-    with Stepper(
+    with Engine(
         model, ByteTokenizer(), facts, max_sequences=len(prompts), context=CONTEXT
     ) as runner:
         handles = [

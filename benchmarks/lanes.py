@@ -21,14 +21,14 @@ from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.batch.work import MAX_BATCH
 from mlxrunner.bench.harness import random_runner
 from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner
 
 COMMON = 256
 LANES = (4, 8, 16)
 
 
-def seconds(runner: Runner | Stepper, prompts: list[list[int]], answer: int) -> float:
+def seconds(runner: Runner | Engine, prompts: list[list[int]], answer: int) -> float:
     began = time.perf_counter()
     results = list(run_batch(runner, map(BatchRequest, prompts), max_tokens=answer, stop_tokens=[]))
     if any(result.result is None for result in results):
@@ -38,7 +38,7 @@ def seconds(runner: Runner | Stepper, prompts: list[list[int]], answer: int) -> 
 
 def several(runner: Runner, lanes: int, prompts: list[list[int]], answer: int) -> float:
     capacity = max(map(len, prompts)) + answer
-    with Stepper(
+    with Engine(
         runner.model,
         runner.tokenizer,
         runner.facts,

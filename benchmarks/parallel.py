@@ -32,7 +32,7 @@ from mlxrunner.bench.measurements import (
     print_table,
 )
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer
 
 Prompts = list[list[int]]
@@ -43,7 +43,7 @@ SIZES = {"512 x 8": (512, 8, 8), "98 M": (768, 12, 12)}
 def ours(model: Any, prefix: list[int], ends: Prompts, count: int) -> list[list[int]]:
     facts = facts_of(model, vars(model.args))
     capacity = len(prefix) + max(map(len, ends)) + count
-    with Stepper(
+    with Engine(
         model,
         ByteTokenizer(),
         facts,

@@ -28,8 +28,8 @@ from parallel import SIZES, random_llama
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.models.facts import facts_of
+from mlxrunner.parallel.engine import Engine, EngineHandle
 from mlxrunner.parallel.scheduling.pacing import Priority
-from mlxrunner.parallel.stepper import DrivenHandle, Stepper
 from mlxrunner.testing import ByteTokenizer
 
 ALONE = 40
@@ -92,7 +92,7 @@ def measured(model: Any, arrival: Arrival, prompt: int, step_ms: float | None) -
     rng = np.random.default_rng(0)
     length = int(prompt * arrival.share)
     prompts = [rng.integers(10, 250, length).tolist() for _ in range(arrival.count)]
-    with Stepper(
+    with Engine(
         model,
         ByteTokenizer(),
         facts_of(model, vars(model.args)),
@@ -113,7 +113,7 @@ def parked(model: Any, prompt: int, step_ms: float | None) -> dict[str, float]:
     arrival, figures = Arrival("a conversation", 1), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         parking = DiskCache(Path(folder), {"model": "random"}, limit=2**34)
-        with Stepper(
+        with Engine(
             model,
             ByteTokenizer(),
             facts_of(model, vars(model.args)),
@@ -133,14 +133,14 @@ def parked(model: Any, prompt: int, step_ms: float | None) -> dict[str, float]:
     return figures
 
 
-def submit(runner: Stepper, arrival: Arrival, prompts: Prompts) -> list[DrivenHandle]:
+def submit(runner: Engine, arrival: Arrival, prompts: Prompts) -> list[EngineHandle]:
     return [
         runner.submit(one, max_tokens=arrival.answer, stop_tokens=[], priority=arrival.priority)
         for one in prompts
     ]
 
 
-def seconds_of(runner: Stepper, arrival: Arrival, prompts: Prompts) -> float:
+def seconds_of(runner: Engine, arrival: Arrival, prompts: Prompts) -> float:
     """Return the seconds that requests take when nothing else runs."""
     began = time.perf_counter()
     handles = submit(runner, arrival, prompts)
@@ -150,7 +150,7 @@ def seconds_of(runner: Stepper, arrival: Arrival, prompts: Prompts) -> float:
 
 
 def beside_an_answer(
-    runner: Stepper, arrival: Arrival, prompts: Prompts, alone: float
+    runner: Engine, arrival: Arrival, prompts: Prompts, alone: float
 ) -> dict[str, float]:
     answer = runner.submit([40, 41, 42], max_tokens=5900, stop_tokens=[])
     moments: list[float] = []

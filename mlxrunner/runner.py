@@ -39,7 +39,7 @@ from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
 from mlxrunner.results import Chunk, Result, log_lookup
-from mlxrunner.speculation.sources import Sources
+from mlxrunner.speculation.sources import DraftSources
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt, check_length, check_tokens, tokenize_prompt
 
@@ -103,7 +103,7 @@ class Runner(Telling):
             self._settings.checkpoint_budget or 0,
             chosen.checkpoint_interval,
         )
-        self.sources = Sources(facts)
+        self.sources = DraftSources(facts)
         self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
@@ -169,7 +169,7 @@ class Runner(Telling):
             answer.close()
         self._enter()
         self._cache.reset()
-        self._cache, self.sources = PrefixCache(list), Sources(self.facts)
+        self._cache, self.sources = PrefixCache(list), DraftSources(self.facts)
         self.model = self._sight = None
         self.owner.close()
         mx.clear_cache()

@@ -41,9 +41,9 @@ from mlxrunner.errors import (
     TimeLimitError,
 )
 from mlxrunner.options import GenerateKwargs, GenerateOptions
+from mlxrunner.parallel.engine import Engine, EngineHandle, MultiRequestRunner
 from mlxrunner.parallel.handle import Handle, wait_for_news
 from mlxrunner.parallel.runner import ParallelRunner
-from mlxrunner.parallel.stepper import DrivenHandle, Several, Stepper
 from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.templates.messages import has_picture
@@ -54,7 +54,7 @@ GIVE_BACK_EVERY = 256
 """The number of lines after which the memory that MLX keeps for later is given back."""
 FATAL = (BusyError, StoreError, OutputError, BrokenPipeError)
 """The runner or a file failed, not the request; stop the batch."""
-Parallel = Stepper | ParallelRunner
+Parallel = Engine | ParallelRunner
 AnyRunner = Runner | Parallel
 KINDS: dict[type[Exception], str] = {
     TimeLimitError: "timeout",
@@ -133,7 +133,7 @@ def run_batch(
     stops the others. Raise OptionError at once if an option of the whole batch is wrong. Ctrl-C, or
     closing the iterator, ends the requests that are running and leaves the runner usable.
     """
-    if not isinstance(runner, Stepper):
+    if not isinstance(runner, Engine):
         check_kind("runner", runner, (Runner, ParallelRunner), "load one with Runner.load(model)")
     listed("requests", requests, '[BatchRequest("Hello")]')
     options = BatchOptions(
@@ -155,7 +155,9 @@ def _run_batch(
         )
         store.finish(by_tokens=is_shifted)
         place = -1
-        begun = EarlierLines.of(store, options.order, parallel=isinstance(runner, Several))
+        begun = EarlierLines.of(
+            store, options.order, parallel=isinstance(runner, MultiRequestRunner)
+        )
         execution = Execution(runner, options, begun)
         with closing(execution.run(store.pending(options.order))) as outcomes:
             for outcome in outcomes:
@@ -255,7 +257,7 @@ class Execution:
     def run(self, lines: Iterator[StoredLine]) -> Outcomes:
         """Yield the outcomes as they end. A line is read when it can begin."""
         outcomes = _LineLoop(self, lines).run()
-        return _giving_back(outcomes) if isinstance(self.runner, Several) else outcomes
+        return _giving_back(outcomes) if isinstance(self.runner, MultiRequestRunner) else outcomes
 
     def prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
         """Return the prompt of a line: its tokens, and the number that earlier lines share.
@@ -383,7 +385,7 @@ class _RunningLine:
     """A line that is running."""
 
     line: StoredLine
-    handle: Handle | DrivenHandle | _SingleRequest
+    handle: Handle | EngineHandle | _SingleRequest
     deadline: Deadline
     retries: int
     """The number of retries that are left."""
@@ -396,7 +398,7 @@ class _LineLoop:
     def __init__(self, execution: Execution, lines: Iterator[StoredLine]) -> None:
         self._execution, self._lines, self._begun = execution, lines, execution.begun
         runner = execution.runner
-        self._slots = runner.num_slots if isinstance(runner, Several) else 1
+        self._slots = runner.num_slots if isinstance(runner, MultiRequestRunner) else 1
         self._running: list[_RunningLine] = []
         self._waiting: deque[tuple[StoredLine, int]] = deque()  # lines and their retries
 
@@ -415,7 +417,7 @@ class _LineLoop:
 
     def _advance(self) -> None:
         """Run a step, or wait for what the thread of the runner makes or for a deadline."""
-        if isinstance(self._execution.runner, Stepper):
+        if isinstance(self._execution.runner, Engine):
             self._execution.runner.step()
             return
         handles = [one.handle for one in self._running]
@@ -449,11 +451,11 @@ class _LineLoop:
 
     def _submit(
         self, line: StoredLine, deadline: Deadline
-    ) -> Handle | DrivenHandle | _SingleRequest:
+    ) -> Handle | EngineHandle | _SingleRequest:
         options = self._execution.options.of_line(line.index, line.options)
         runner = self._execution.runner
         assert runner is not None  # there is one for a line that can be run
-        if isinstance(runner, Several):
+        if isinstance(runner, MultiRequestRunner):
             return runner.submit(self._execution.prompt_of(line, runner), **options)
 
         def start() -> Iterator[Chunk]:

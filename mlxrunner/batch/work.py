@@ -73,7 +73,7 @@ from mlxrunner.models.load import (
     unread_vision_model,
 )
 from mlxrunner.options import RunnerSettings
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner
 from mlxrunner.system.limits import EnergyMeter, on_battery
 from mlxrunner.system.writing import written
@@ -83,7 +83,7 @@ from mlxrunner.terminal.text import count_of, duration, one_line
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Watch = Callable[[Runner | Stepper], object]
+Watch = Callable[[Runner | Engine], object]
 Answering = Callable[[Callable[[], bool], Callable[[], None]], Outcomes]
 """A function that runs the lines without an answer and yields their outcomes.
 
@@ -333,13 +333,13 @@ def _here(
             watch(runner)
 
         def answering(is_stopping: Callable[[], bool], tick: Callable[[], None]) -> Outcomes:
-            begun = EarlierLines.of(store, job.order, parallel=isinstance(runner, Stepper))
+            begun = EarlierLines.of(store, job.order, parallel=isinstance(runner, Engine))
             execution = Execution(runner, job, begun, is_stopping, tick)
             return execution.run(store.pending(job.order))
 
         yield answering
     finally:
-        if isinstance(runner, Stepper):
+        if isinstance(runner, Engine):
             runner.close()
 
 
@@ -376,7 +376,7 @@ def open_runner(
     context: int,
     say: Callable[[str], None],
     progress: LoadProgress = tell_nobody,
-) -> Runner | Stepper:
+) -> Runner | Engine:
     """Load the model and return a runner for the surveyed lines.
 
     The runner takes as many lines at a time as `lanes_for` says and as fit into memory. `say` is
@@ -386,7 +386,7 @@ def open_runner(
     lanes, why = lanes_of(job, found)
     if lanes > 1:
         runner = _several(job, lanes, found, context, say)
-        if isinstance(runner, Stepper):
+        if isinstance(runner, Engine):
             return runner
         why = runner
     if why:
@@ -397,12 +397,12 @@ def open_runner(
 
 def _several(
     job: Job, lanes: int, found: Survey, context: int, say: Callable[[str], None]
-) -> Stepper | str:
+) -> Engine | str:
     """Return a runner for several lines at a time, or the reason why it has to be one."""
     loaded = load_model(job.model, trust_remote_code=job.trust_remote_code)
     while lanes > 1:
         try:
-            runner = Stepper.of(
+            runner = Engine.of(
                 loaded,
                 max_sequences=lanes,
                 context=context,

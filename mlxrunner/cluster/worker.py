@@ -30,7 +30,7 @@ from mlxrunner.batch.work import open_runner
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.profiling.profile import Profile, as_line
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
@@ -124,14 +124,14 @@ class WorkerSession:
             try:
                 self._answer_all(runner)
             finally:
-                if isinstance(runner, Stepper):
+                if isinstance(runner, Engine):
                     runner.close()
         except BaseException as found:
             error = found
         finally:
             self._fail_all(error)
 
-    def _open(self) -> Runner | Stepper:
+    def _open(self) -> Runner | Engine:
         batch = self._batch
         runner = open_runner(batch.job, batch.found, batch.context, self.said.append)
         if batch.has_events:
@@ -140,11 +140,11 @@ class WorkerSession:
                 log_text=batch.log_text,
                 sinks=[lambda event: self._events.append(as_line(event))],
             ).watch(runner)
-        self._opened.set_result(runner.num_slots if isinstance(runner, Stepper) else 1)
+        self._opened.set_result(runner.num_slots if isinstance(runner, Engine) else 1)
         return runner
 
-    def _answer_all(self, runner: Runner | Stepper) -> None:
-        begun = EarlierLines(parallel=isinstance(runner, Stepper), counts=self._batch.counts)
+    def _answer_all(self, runner: Runner | Engine) -> None:
+        begun = EarlierLines(parallel=isinstance(runner, Engine), counts=self._batch.counts)
         execution = Execution(runner, self._batch.job, begun, tick=self._tick)
         while (first := self._lines.get()) is not None:
             with closing(execution.run(chain([first], _WaitingLines(self._lines)))) as outcomes:

@@ -26,11 +26,11 @@ from mlxrunner.memory.reserve import choose as choose_plan
 from mlxrunner.models.facts import without_weights
 from mlxrunner.models.load import LoadedModel, load_model, tell_nobody
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.rows.adapt import Adapted
-from mlxrunner.parallel.rows.alone import OneAtATime
+from mlxrunner.parallel.rows.batched import BatchedModel
+from mlxrunner.parallel.rows.sequential import SequentialModel
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.speculation.model import DraftModel, check_vocabularies
-from mlxrunner.speculation.seats import MOST_ANSWERS, DraftSeats
+from mlxrunner.speculation.sources import MOST_ANSWERS, DraftCachePool
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size
 
@@ -43,7 +43,7 @@ SAMPLED = 16
 
 
 @dataclass(frozen=True)
-class Opening:
+class EngineConfig:
     """The memory that a runner will need, before anything is allocated."""
 
     asked: OpenSettings
@@ -62,7 +62,7 @@ class Opening:
         beside: int = 0,
         *,
         is_read: bool = True,
-    ) -> Opening:
+    ) -> EngineConfig:
         """Compute the demand of all slots, with a draft model of `beside` bytes.
 
         Of the memory asked for, or of what the device offers, a tenth at most is for checkpoints.
@@ -115,7 +115,7 @@ class Opening:
             asked, kv_cache_tokens=cells, checkpoint_budget=self.demand.checkpoint_budget
         )
 
-    def reserve(self, engine: Adapted | OneAtATime, cells: int) -> Plan:
+    def reserve(self, engine: BatchedModel | SequentialModel, cells: int) -> Plan:
         """Allocate all cells, run the largest step once to measure it, and return the plan.
 
         The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
@@ -139,7 +139,7 @@ class Opening:
         return plan
 
 
-def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[mx.array]:
+def largest_step(engine: BatchedModel | SequentialModel, tokens: int, slots: int) -> list[mx.array]:
     """Dispatch a row of `tokens` tokens that sees every cell, and sample tokens for the slots.
 
     Where all layers lie in shared cells, the row runs through one of each kind: the memory of a
@@ -147,7 +147,7 @@ def largest_step(engine: Adapted | OneAtATime, tokens: int, slots: int) -> list[
     sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
     """
     wanted = min(slots, engine.most_sequences or slots)
-    first = engine.first_layers(*_row(tokens)) if isinstance(engine, Adapted) else ()
+    first = engine.first_layers(*_row(tokens)) if isinstance(engine, BatchedModel) else ()
     tokens = wanted if first else tokens
     logits = engine.forward(*_row(tokens), range(tokens - wanted, tokens), reserve=True)
     costliest = NextToken(
@@ -177,7 +177,7 @@ def seeing(name: str, asked: OpenSettings, *, trust_remote_code: bool) -> Loaded
 
     def check(loaded: LoadedModel) -> None:
         check_seeing(loaded.model, asked)
-        Opening.of(loaded, asked, is_read=False).settings()
+        EngineConfig.of(loaded, asked, is_read=False).settings()
 
     _refuse({"trust_remote_code": trust_remote_code, **_unseen(asked)})
     return load_vision_model(name, progress=tell_nobody, check=check)
@@ -281,7 +281,7 @@ class DraftPlan:
     def _entry(self) -> Demand:
         return replace(self.demand, weights=0, batch=WorstCaseBatch(0))
 
-    def load(self, own: LoadedModel) -> DraftSeats:
+    def load(self, own: LoadedModel) -> DraftCachePool:
         """Load the draft model for the model `own`, and allocate its entries if they are whole.
 
         Raise OptionError if its vocabulary is another one.
@@ -295,7 +295,7 @@ class DraftPlan:
         if self.options.whole:
             batch = max(self._reserve(loaded.model, entry) for entry in entries)
             plan = replace(self, demand=replace(self.demand, batch=WorstCaseBatch(batch)))
-        return DraftSeats(entries, plan.nbytes)
+        return DraftCachePool(entries, plan.nbytes)
 
     def _reserve(self, model: Any, entry: DraftModel) -> int:
         """Allocate an entry, and return the bytes that its longest pass takes."""
@@ -303,7 +303,7 @@ class DraftPlan:
         return reserve(model, entry.empty_caches(), self.context, PIECE, scratch).batch
 
 
-def seats_of(own: LoadedModel, asked: OpenSettings) -> DraftSeats | None:
+def seats_of(own: LoadedModel, asked: OpenSettings) -> DraftCachePool | None:
     """Load the draft model that is asked for beside the model `own`; None if none is."""
     if asked.draft_model is None:
         return None

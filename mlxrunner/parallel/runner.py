@@ -20,10 +20,10 @@ from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import SubmitKwargs
+from mlxrunner.parallel.engine import Engine, MultiRequestRunner
 from mlxrunner.parallel.handle import Handle
 from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
-from mlxrunner.parallel.stepper import Several, Stepper
-from mlxrunner.parallel.thread import EngineThread, Held, Stats
+from mlxrunner.parallel.thread import EngineThread, HeldSlot, Stats
 from mlxrunner.results import Chunk
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mlxrunner.cache.disk.disk_cache import DiskCache
 
 
-class ParallelRunner(Several):
+class ParallelRunner(MultiRequestRunner):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     Any thread and any asyncio task may call it. A thread of the runner owns the model: use the
@@ -62,7 +62,7 @@ class ParallelRunner(Several):
         parts = model, tokenizer, facts
         chosen = {"max_step_ms": None, **with_current_names(EngineSettings, settings)}
         self._start(
-            lambda: Stepper(
+            lambda: Engine(
                 *parts, max_sequences=max_sequences, parking=parking, name=name, **chosen
             )
         )
@@ -85,7 +85,7 @@ class ParallelRunner(Several):
         check_flag("trust_remote_code", trust_remote_code)
         chosen = {"max_step_ms": None, **with_current_names(OpenSettings, settings)}
         return cls._started(
-            lambda: Stepper.load(
+            lambda: Engine.load(
                 name_of(model),
                 max_sequences=max_sequences,
                 trust_remote_code=trust_remote_code,
@@ -106,15 +106,15 @@ class ParallelRunner(Several):
         """
         _evaluate(loaded.model)
         chosen = {"max_step_ms": None, **with_current_names(OpenSettings, settings)}
-        return cls._started(lambda: Stepper.of(loaded, max_sequences=max_sequences, **chosen))
+        return cls._started(lambda: Engine.of(loaded, max_sequences=max_sequences, **chosen))
 
     @classmethod
-    def _started(cls, open_stepper: Callable[[], Stepper]) -> Self:
+    def _started(cls, open_stepper: Callable[[], Engine]) -> Self:
         runner = cls.__new__(cls)
         runner._start(open_stepper)
         return runner
 
-    def _start(self, open_stepper: Callable[[], Stepper]) -> None:
+    def _start(self, open_stepper: Callable[[], Engine]) -> None:
         """Open the stepper in a thread of its own, and take over what callers may know of it."""
         self._thread = thread = EngineThread(open_stepper)
         self._finalizer = weakref.finalize(self, thread.stop)
@@ -189,7 +189,7 @@ class ParallelRunner(Several):
         """Return how many requests run and wait, and what the slots hold. It never waits."""
         return self._thread.counted()
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldSlot]:
         """Return what each slot holds at the moment. It never waits."""
         return self._thread.held()
 

@@ -10,10 +10,10 @@ from typing import Any
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.options import GenerateOptions
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.opening import seeing
 from mlxrunner.parallel.scheduling.slots import WORTH_WAITING
 from mlxrunner.parallel.settings import OpenSettings
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, Result
 from mlxrunner.tokenizer.prompt import Prompt, check_length, room_of, shift_of, tokenize_prompt
 
@@ -43,7 +43,7 @@ def sample(
     """Yield `count` answers to one prompt, at most `parallel` at a time.
 
     One that fails does not end the others. Their seeds are `seed`, `seed + 1` ... A model that
-    can't run several in a step computes them one by one. `loading`: options of `Stepper.load`, of
+    can't run several in a step computes them one by one. `loading`: options of `Engine.load`, of
     which `context` is the tokens of the prompt and one answer; None: the model's own. `watch` is
     called with the runner before its first request. Raise ContextLengthError if the prompt fills
     the context, unless it is shifted.
@@ -90,7 +90,7 @@ def _together(
     context = min(context, length + most)
     # A request that shifts copies its shared tokens.
     cells = None if shifts else length + parallel * (context - length + WORTH_WAITING)
-    with Stepper.of(
+    with Engine.of(
         loaded, max_sequences=parallel, context=context, kv_cache_tokens=cells, **settings
     ) as runner:
         watch(runner)

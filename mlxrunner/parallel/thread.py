@@ -28,10 +28,10 @@ from mlxrunner.errors import (
     ObserverError,
     TimeLimitError,
 )
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.parallel.scheduling.eviction import step_failed
 from mlxrunner.parallel.scheduling.pacing import FAIR, order
 from mlxrunner.parallel.scheduling.request import ActiveRequest
-from mlxrunner.parallel.stepper import Stepper
 from mlxrunner.results import Chunk, logger
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
@@ -384,7 +384,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSlot:
     """The content of a slot. Numbers of a moment: a step may be running."""
 
     slot: int
@@ -400,10 +400,10 @@ class Held:
 
 
 class EngineThread:
-    """A thread that opens a Stepper, runs the requests that others give it, and closes it."""
+    """A thread that opens an Engine, runs the requests that others give it, and closes it."""
 
-    def __init__(self, open_stepper: Callable[[], Stepper]) -> None:
-        """Start the thread and wait until it has opened its Stepper. Raise what that raises."""
+    def __init__(self, open_stepper: Callable[[], Engine]) -> None:
+        """Start the thread and wait until it has opened its Engine. Raise what that raises."""
         self.lock: Lock = threading.RLock()
         """Guards the feeds, and the fields below that callers change."""
         self._live: set[Feed] = set()
@@ -494,14 +494,14 @@ class EngineThread:
             parked=self.stepper.parked_bytes,
         )
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldSlot]:
         """Return what each slot holds. It only reads numbers, as `counted` does."""
         if self.is_closed:
             return []
         requests = [feed.request for feed in list(self._running)]
         running = {one.slot.number: one.prompt for one in requests if one.is_placed}
         return [
-            Held(
+            HeldSlot(
                 slot.number,
                 slot.is_busy,
                 len(slot.tokens),
@@ -539,7 +539,7 @@ class EngineThread:
 
     # What only this thread calls.
 
-    def _main(self, open_stepper: Callable[[], Stepper]) -> None:
+    def _main(self, open_stepper: Callable[[], Engine]) -> None:
         try:
             self.stepper = stepper = open_stepper()
         except BaseException as error:

@@ -52,8 +52,8 @@ from mlxrunner.templates.thinking import thinking_tokens
 from mlxrunner.tokenizer.prompt import Seeing
 
 if TYPE_CHECKING:
+    from mlxrunner.parallel.engine import Engine
     from mlxrunner.parallel.runner import ParallelRunner
-    from mlxrunner.parallel.stepper import Stepper
     from mlxrunner.profiling.verifier import Measured
     from mlxrunner.results import Usage
     from mlxrunner.tokenizer.prompt import Caller
@@ -126,9 +126,9 @@ class Profile:
         self._lines: TokenLines | None = None
         self._measured: Measured | None = None
         self._entry_tokens = 0
-        self._watched: list[weakref.ref[Runner | ParallelRunner | Stepper]] = []
+        self._watched: list[weakref.ref[Runner | ParallelRunner | Engine]] = []
 
-    def watch(self, runner: Runner | ParallelRunner | Stepper) -> Self:
+    def watch(self, runner: Runner | ParallelRunner | Engine) -> Self:
         """Record the requests of `runner` from now on: `with Profile(...).watch(runner):`.
 
         If this profile watched another runner before, the next event says what became of its entry.

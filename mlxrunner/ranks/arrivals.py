@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from mlxrunner.errors import LaunchError
-from mlxrunner.ranks.wire import PATIENCE_S, Link
+from mlxrunner.ranks.wire import PATIENCE_S, RankLink
 
 MOST_WAITING = 64
 """Most connections that have not said yet which rank they are. More wait to be accepted."""
@@ -23,7 +23,7 @@ class Arrivals:
     def __init__(self) -> None:
         """Begin without a port: ranks of this machine need none."""
         self._server: socket.socket | None = None
-        self._waiting: dict[Link, float] = {}
+        self._waiting: dict[RankLink, float] = {}
 
     def listen(self, address: str, port: int) -> None:
         """Open the port, unless it is open. Raise LaunchError if it can't be opened."""
@@ -35,7 +35,7 @@ class Arrivals:
         except OSError as error:
             raise LaunchError(f"rank 0 can't listen at {address}:{port}: {error}") from error
 
-    def descriptors(self) -> dict[int, Link | None]:
+    def descriptors(self) -> dict[int, RankLink | None]:
         """Return the descriptors to wait for, with their connections; None is the port.
 
         Connections that sent nothing for too long, or no message, are closed and left out.
@@ -44,7 +44,7 @@ class Arrivals:
         for link, began in list(self._waiting.items()):
             if link.is_closed or now - began > PATIENCE_S:
                 self.refuse(link)
-        found: dict[int, Link | None] = {link.fileno(): link for link in self._waiting}
+        found: dict[int, RankLink | None] = {link.fileno(): link for link in self._waiting}
         if self._server is not None and len(found) < MOST_WAITING:
             found[self._server.fileno()] = None
         return found
@@ -53,15 +53,15 @@ class Arrivals:
         """Take a connection, if it is still there."""
         with suppress(OSError):
             if self._server is not None:
-                self._waiting[Link(self._server.accept()[0])] = time.monotonic()
+                self._waiting[RankLink(self._server.accept()[0])] = time.monotonic()
 
-    def greeted(self, link: Link, message: Any) -> int | None:
+    def greeted(self, link: RankLink, message: Any) -> int | None:
         """Return the rank that `link` names in its first message, and stop waiting for it."""
         self._waiting.pop(link, None)
         rank = message.get("rank") if isinstance(message, dict) else None
         return rank if type(rank) is int else None
 
-    def refuse(self, link: Link) -> None:
+    def refuse(self, link: RankLink) -> None:
         """Close a connection, and wait for it no more."""
         self._waiting.pop(link, None)
         link.close()

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import ModelError
-from mlxrunner.parallel.rows.alone import OneAtATime
+from mlxrunner.parallel.rows.sequential import SequentialModel
 from mlxrunner.ranks.leading import COPY, DROP, LeadingModel
 
 WHY = "ranks that share a model run one request in a step"
@@ -27,7 +27,7 @@ class SharedModel(LeadingModel):
         return engine
 
 
-class LeadingEngine(OneAtATime):
+class LeadingEngine(SequentialModel):
     """The first rank's engine. The other ranks run its steps, and copy and drop what it does."""
 
     model: SharedModel

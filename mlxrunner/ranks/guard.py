@@ -18,7 +18,7 @@ from mlxrunner.errors import LaunchError
 from mlxrunner.ranks.arrivals import Arrivals
 from mlxrunner.ranks.hosts import Hosts, differing
 from mlxrunner.ranks.processes import Process, has_the_terminal, hurry, start, terminal_kept
-from mlxrunner.ranks.wire import BEAT_S, END, JOIN_S, JOINED, JOINS, PATIENCE_S, PAUSE, Link
+from mlxrunner.ranks.wire import BEAT_S, END, JOIN_S, JOINED, JOINS, PATIENCE_S, PAUSE, RankLink
 from mlxrunner.terminal.text import one_line
 
 START_S = 120
@@ -57,7 +57,7 @@ class Guard:
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, RankLink] = {}
         self._arrivals = Arrivals()
         self._greeted: set[int] = set()
         self._processes: dict[int, Process] = {}
@@ -156,7 +156,7 @@ class Guard:
             elif messages := arrived.read():
                 self._greet(arrived, messages)
 
-    def _take(self, rank: int, link: Link, message: Any) -> None:
+    def _take(self, rank: int, link: RankLink, message: Any) -> None:
         if rank == 0:
             self._from_first(message)
         elif isinstance(message, dict) and "error" in message:
@@ -169,7 +169,7 @@ class Guard:
         else:
             self._say([rank, message], [0])
 
-    def _greet(self, link: Link, messages: list[Any]) -> None:
+    def _greet(self, link: RankLink, messages: list[Any]) -> None:
         """Take the first messages of a rank that has connected from another host."""
         rank = self._arrivals.greeted(link, messages[0])
         others = range(1, len(self.hosts.addresses))
@@ -250,7 +250,7 @@ class Guard:
             link.seen = time.monotonic()
 
     def _say(self, message: Any, ranks: Any) -> None:
-        self._send(Link.line(message), ranks)
+        self._send(RankLink.line(message), ranks)
 
     def _send(self, line: bytes, ranks: Any) -> None:
         for rank in ranks:

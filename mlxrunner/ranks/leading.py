@@ -24,7 +24,7 @@ COPY, FREE, DROP = "copy", "free", "drop"
 """Messages: give a sequence the first tokens of another one, free its caches, drop the model."""
 
 
-class Held:
+class RankTokens:
     """The tokens in the caches of the other ranks."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class LeadingModel:
         caches: Callable[[], Mapping[int, Sequence[LayerCache]]],
         group: mx.distributed.Group,
         tell: Callable[[Any], None],
-        held: Held,
+        held: RankTokens,
     ) -> None:
         """Wrap this rank's part of a model.
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from mlxrunner.ranks.wire import Link
+from mlxrunner.ranks.wire import RankLink
 from mlxrunner.terminal.keyboard import SHOW_CURSOR, UNMARK_PASTES
 
 PLAIN = b"\x1b[0m"
@@ -59,7 +59,7 @@ class Process:
             time.sleep(0.01)
 
 
-def start(rank: int, command: list[str]) -> tuple[Process, Link]:
+def start(rank: int, command: list[str]) -> tuple[Process, RankLink]:
     """Start `rank` with a connection that it inherits."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -72,7 +72,7 @@ def start(rank: int, command: list[str]) -> tuple[Process, Link]:
             env={**os.environ, "MLXRUNNER_RANK": f"{rank}:{theirs.fileno()}:{os.getpid()}"},
         )
     process.returncode = 0  # the guard itself waits for it
-    return Process(process.pid), Link(ours)
+    return Process(process.pid), RankLink(ours)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from mlxrunner.models.sharding import be_rank
 from mlxrunner.ranks.engine import SharedModel
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
-from mlxrunner.ranks.leading import LOAD, Held, LeadingModel, undisturbed
+from mlxrunner.ranks.leading import LOAD, LeadingModel, RankTokens, undisturbed
 from mlxrunner.ranks.runner import FirstRunner
 from mlxrunner.ranks.wire import END, GUARD_PATIENCE_S, Wire
 from mlxrunner.results import logger
@@ -72,7 +72,7 @@ class Ranks:
         A model that was loaded before is dropped by the other ranks.
         """
         runner = self._load(model, settings)
-        return self._lead(runner, partial(self._tell_of, self._number), Held())
+        return self._lead(runner, partial(self._tell_of, self._number), RankTokens())
 
     def load_served(self, model: str, settings: dict[str, Any]) -> LoadedModel:
         """Load `model` on all ranks for an engine of several conversations.
@@ -85,7 +85,7 @@ class Ranks:
         return LoadedModel(
             model,
             folder,
-            SharedModel(runner.model, dict, self.group, tell, Held()),
+            SharedModel(runner.model, dict, self.group, tell, RankTokens()),
             runner.tokenizer,
             replace(runner.facts, context=runner.context),
             read_config(folder),
@@ -135,7 +135,7 @@ class Ranks:
         )
         return self._lead(runner, led.tell, led.held)
 
-    def _lead(self, runner: Runner, tell: Callable[[Any], None], held: Held) -> Runner:
+    def _lead(self, runner: Runner, tell: Callable[[Any], None], held: RankTokens) -> Runner:
         """Let the other ranks run the passes of `runner`, too."""
         assert self.group is not None
         part, caches = runner.model, lambda: {0: runner.entry.caches}

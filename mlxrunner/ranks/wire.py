@@ -26,7 +26,7 @@ JOINS, JOINED = "joins", "joined"
 """Another rank is silent for JOIN_S at most from here on; it is not any more."""
 
 
-class Link:
+class RankLink:
     """The guard's side of a connection: nothing waits."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -85,7 +85,7 @@ class Wire:
 
     def send(self, message: Any) -> None:
         """Send `message`. Raise OSError if the guard is gone."""
-        line = Link.line(message)
+        line = RankLink.line(message)
         with self._lock:
             self._connection.sendall(line)
         self.messages, self.nbytes = self.messages + 1, self.nbytes + len(line)
@@ -101,7 +101,7 @@ class Wire:
     def received(self) -> Iterator[Any]:
         """Yield the messages until the guard is gone, or gives no sign of life."""
         rest, waits = b"", GUARD_PATIENCE_S
-        pause = Link.line(PAUSE).strip()
+        pause = RankLink.line(PAUSE).strip()
         while True:
             self._connection.settimeout(waits or None)
             try:

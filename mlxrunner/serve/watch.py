@@ -14,7 +14,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from mlxrunner.engine.observation import Observation
-from mlxrunner.parallel.thread import Held, Stats
+from mlxrunner.parallel.thread import HeldSlot, Stats
 from mlxrunner.profiling.logs import LineWriter
 from mlxrunner.profiling.metrics import MetricsCollector
 from mlxrunner.profiling.profile import Profile, as_line
@@ -119,7 +119,7 @@ def _model(manager: ModelManager, opened: ServedModel, record: RequestLog) -> di
     }
 
 
-def _conversation(held: Held, opened: ServedModel, record: RequestLog) -> dict[str, Any]:
+def _conversation(held: HeldSlot, opened: ServedModel, record: RequestLog) -> dict[str, Any]:
     """Describe what a slot holds, and whose it is: of its request, or of the last one."""
     running = held.prompt
     caller = record.caller(opened.name, held.slot) if running is None else running.caller

@@ -58,7 +58,7 @@ class Trust:
         self._right, self._asked = self._right / 2, self._asked / 2
 
 
-class Budget:
+class DraftBudget:
     """The passes of one row that drafts may still lose. Several controllers may share one.
 
     Whatever the text is, and whatever is guessed, all answers so far took at most the time of
@@ -80,10 +80,10 @@ class Budget:
         self.held = 0.0
 
 
-class Costs:
+class PassCosts:
     """The seconds that passes of one row and of several rows kept the caller waiting."""
 
-    def __init__(self, like: Costs | None = None) -> None:
+    def __init__(self, like: PassCosts | None = None) -> None:
         """Begin without measurements. `like`: those that hold until there are own ones."""
         self._like = like
         self._single: deque[float] = deque(maxlen=REMEMBERED)
@@ -149,13 +149,13 @@ class Controller:
     """The choice of a depth, 0 included. It outlives requests: the device stays the same."""
 
     def __init__(
-        self, budget: Budget | None = None, like: Costs | None = None, kept: float = 0.0
+        self, budget: DraftBudget | None = None, like: PassCosts | None = None, kept: float = 0.0
     ) -> None:
         """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does.
 
-        `like`: see `Costs`. `kept`: passes of the budget that are left to other drafts.
+        `like`: see `PassCosts`. `kept`: passes of the budget that are left to other drafts.
         """
-        self.costs, self._budget, self._kept = Costs(like), budget, kept
+        self.costs, self._budget, self._kept = PassCosts(like), budget, kept
         self._drafts = 0
         self._single_since_probe = 0
 

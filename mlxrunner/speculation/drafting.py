@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.speculation.controller import DEEPEST, KEPT, Budget, Controller, Trust
+from mlxrunner.speculation.controller import DEEPEST, KEPT, Controller, DraftBudget, Trust
 from mlxrunner.speculation.lookup import TextLookup
 
 ASSUMED = {2: 0.3, 3: 0.55, 4: 0.75, 5: 0.9}
@@ -34,7 +34,7 @@ WAITS, RATE = 0.15, 1 / 16
 
 
 @dataclass
-class Counts:
+class DraftCounts:
     """Tokens that one source drafted, and those of them that were right."""
 
     drafted: int = 0
@@ -45,7 +45,7 @@ class Counts:
 class Experience:
     """The experience of a runner with drafts. It outlives requests."""
 
-    budget: Budget = field(default_factory=Budget)
+    budget: DraftBudget = field(default_factory=DraftBudget)
     forced: Trust = field(default_factory=lambda: Trust(FORCED))
     alike: Trust = field(default_factory=lambda: Trust(ALIKE))
     matches: dict[tuple[str, int], Trust] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Drafting:
         """Returns the seconds by which costs are compared."""
         self.source, self._forced_share = "", 1.0
         """The source of the last draft."""
-        self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
+        self.by_source: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.passes = 0
         """Forward passes that checked a draft."""
 

@@ -31,7 +31,7 @@ from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.models.facts import DEPENDS
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.stepper import Stepper
+from mlxrunner.parallel.engine import Engine
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.store import SessionStore
@@ -459,7 +459,7 @@ def _together(
     talk: Talk, prompts: list[list[int]], *, at_once: bool = False
 ) -> list[LogprobAnswer]:
     runner = talk.runner
-    with Stepper(
+    with Engine(
         runner.model,
         runner.tokenizer,
         runner.facts,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.batches import lines, llama
-from support.engine import Stepper
+from support.engine import Engine
 
 from mlxrunner import Runner
 from mlxrunner.testing import ByteTokenizer
@@ -27,7 +27,7 @@ def alone() -> Runner:
 
 
 @pytest.fixture
-def together() -> Iterator[Stepper]:
+def together() -> Iterator[Engine]:
     model, facts = llama()
-    with Stepper(model, ByteTokenizer(), facts, max_sequences=3, context=256) as runner:
+    with Engine(model, ByteTokenizer(), facts, max_sequences=3, context=256) as runner:
         yield runner

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.batches import llama, prompts, requests, texts
-from support.engine import Stepper
+from support.engine import Engine
 from support.prompts import shared_prefixes
 
 import mlxrunner
@@ -51,7 +51,7 @@ def test_results_come_in_the_order_of_the_requests_and_equal_runs_one_by_one(alo
 )
 @pytest.mark.parametrize("output_order", ["input", "done"])
 def test_parallel_equals_single(
-    alone: Runner, together: Stepper, options: dict[str, Any], output_order: str
+    alone: Runner, together: Engine, options: dict[str, Any], output_order: str
 ) -> None:
     """The same tokens, by either runner, in either order."""
     asked = requests(20, max_tokens=6, stop_tokens=[])
@@ -117,7 +117,7 @@ def test_the_seed_of_all_differs_from_line_to_line(alone: Runner) -> None:
     assert tokens[2] == [chunk.token for chunk in last]
 
 
-def test_log_probabilities_come_with_the_result(alone: Runner, together: Stepper) -> None:
+def test_log_probabilities_come_with_the_result(alone: Runner, together: Engine) -> None:
     """Through the temporary file that keeps the order, too."""
     one, several = (
         list(run_batch(runner, requests(3, max_tokens=2, logprobs=2)))
@@ -154,13 +154,13 @@ def test_options_of_the_batch_are_checked_at_once(
         run_batch(alone, iter(()), **options)
 
 
-def test_no_requests_are_no_results(alone: Runner, together: Stepper) -> None:
+def test_no_requests_are_no_results(alone: Runner, together: Engine) -> None:
     """There is no error either."""
     assert list(run_batch(alone, [])) == list(run_batch(together, [])) == []
 
 
 def test_an_answer_that_fills_the_context_can_be_an_error_in_parallel_too(
-    alone: Runner, together: Stepper
+    alone: Runner, together: Engine
 ) -> None:
     """overflow="error", which the parallel runner itself does not have."""
     asked = [
@@ -188,7 +188,7 @@ def test_where_cells_are_few_requests_wait_for_room() -> None:
         *requests(12, max_tokens=5, stop_tokens=[]),
         BatchRequest([1, 2, 3] * 50, {"max_tokens": 200}),
     ]
-    with Stepper(
+    with Engine(
         model, ByteTokenizer(), facts, max_sequences=4, context=256, kv_cache_tokens=130
     ) as runner:
         results = list(run_batch(runner, asked))
@@ -200,7 +200,7 @@ def test_where_cells_are_few_requests_wait_for_room() -> None:
     assert "130" in str(results[12].error)
 
 
-def test_in_parallel_shared_prefixes_are_evaluated_once(together: Stepper) -> None:
+def test_in_parallel_shared_prefixes_are_evaluated_once(together: Engine) -> None:
     """Requests that share a beginning start close together, and wait for whoever evaluates it."""
     asked = [BatchRequest(prompt) for prompt in prompts(14, seed=3)]
     results = list(run_batch(together, asked, max_tokens=3, stop_tokens=[]))
@@ -211,7 +211,7 @@ def test_in_parallel_shared_prefixes_are_evaluated_once(together: Stepper) -> No
 
 
 def test_what_mlx_keeps_of_freed_buffers_is_given_back(
-    together: Stepper, monkeypatch: pytest.MonkeyPatch
+    together: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed buffers are given back, because steps of ever new sizes leave ever more of them."""
     monkeypatch.setattr("mlxrunner.batch.execution.GIVE_BACK_EVERY", 4)

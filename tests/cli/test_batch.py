@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from support.architectures import build, settings_of
 from support.batch_command import FACTS, answers, openai, run, write
-from support.engine import Stepper
+from support.engine import Engine
 from support.models import save_model, write_tokenizer
 
 from mlxrunner import cli
@@ -26,14 +26,14 @@ def test_a_batch_passes_its_memory_and_step_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """To the runner of several lines, whose cells are those that fit into the memory."""
-    seen: list[Stepper] = []
-    opened = Stepper.of.__func__  # type: ignore[attr-defined]
+    seen: list[Engine] = []
+    opened = Engine.of.__func__  # type: ignore[attr-defined]
 
-    def of(cls: Any, *arguments: Any, **settings: Any) -> Stepper:
+    def of(cls: Any, *arguments: Any, **settings: Any) -> Engine:
         seen.append(opened(cls, *arguments, **settings))
         return seen[-1]
 
-    monkeypatch.setattr(Stepper, "of", classmethod(of))
+    monkeypatch.setattr(Engine, "of", classmethod(of))
     lines = [{"prompt": f"Line {number}: {'word ' * 20}", "max_tokens": 3} for number in range(6)]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))

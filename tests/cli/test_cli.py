@@ -14,7 +14,7 @@ import click
 import pexpect
 import pytest
 from click.testing import CliRunner, Result
-from support.engine import Stepper
+from support.engine import Engine
 from support.waiting import PATIENCE_S
 
 from mlxrunner import Profile, Runner, cli
@@ -242,11 +242,11 @@ def test_generate_keeps_the_settings_of_several_answers(monkeypatch: pytest.Monk
     """--prefill-step and --no-reserve."""
     seen: list[Any] = []
     monkeypatch.setattr(Profile, "watch", lambda self, runner: seen.append(runner))
-    monkeypatch.setattr(Stepper, "close", lambda self: None)
+    monkeypatch.setattr(Engine, "close", lambda self: None)
     options = ("--max-tokens", "2", "--prefill-step", "5", "--no-reserve", "--context", "64")
     assert run("generate", "-p", "Hello!", "--n", "2", *options).exit_code == 0
     (runner,) = seen
-    assert isinstance(runner, Stepper)
+    assert isinstance(runner, Engine)
     assert runner.prefill_step == 5
     assert runner.plan is None
 

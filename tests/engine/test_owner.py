@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.engine import Stepper
+from support.engine import Engine
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import MlxrunnerError, Runner
@@ -66,7 +66,7 @@ def alone(given: Parts, prompt: list[int]) -> list[int]:
     ]
 
 
-ON_MANY: dict[str, Callable[[Stepper, Any], object]] = {
+ON_MANY: dict[str, Callable[[Engine, Any], object]] = {
     "submit": lambda runner, handle: runner.submit(PROMPT, **LIMITS),
     "run": lambda runner, handle: runner.run([PROMPT], **LIMITS),
     "run_each": lambda runner, handle: runner.run_each([(PROMPT, LIMITS)]),
@@ -92,14 +92,14 @@ ON_ONE: dict[str, Callable[[Runner, Any], object]] = {
 @pytest.mark.parametrize("call", ON_MANY)
 def test_many_sequences_belong_to_the_thread_that_opened_them(llama: Parts, call: str) -> None:
     """The error names both threads and says what to do; the request goes on undisturbed."""
-    with Stepper(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
         handle = runner.submit(PROMPT, **LIMITS)
         for _ in range(4):
             runner.step()
         error = elsewhere(lambda: ON_MANY[call](runner, handle))
         assert isinstance(error, WrongThreadError)
         assert isinstance(error, MlxrunnerError)
-        assert "this Stepper belongs to the thread 'MainThread'" in str(error)
+        assert "this Engine belongs to the thread 'MainThread'" in str(error)
         assert "thread 'worker' called it: make all calls in 'MainThread'" in str(error)
         assert handle.result().tokens == alone(llama, PROMPT)
 
@@ -124,7 +124,7 @@ def test_eight_threads_change_nothing_for_the_owner(llama: Parts, fast_switches:
     prompts = [[*PROMPT[: 5 * i], i] for i in range(6)]
     refused = Counter[str]()
     over = threading.Event()
-    with Stepper(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
         first = runner.submit(PROMPT, **LIMITS)
 
         def disturb(name: str) -> None:
@@ -178,7 +178,7 @@ def test_chunks_that_another_thread_drops_are_settled_by_the_owner(
 
 def test_answers_that_another_thread_drops_are_cancelled_by_the_owner(llama: Parts) -> None:
     """Their slots are free with its next call."""
-    with Stepper(*llama, max_sequences=1, context=80) as runner:
+    with Engine(*llama, max_sequences=1, context=80) as runner:
         held = [runner.run_each([([1, 2], LIMITS), (PROMPT, LIMITS), ([3], LIMITS)])]
         next(held[0])
         assert elsewhere(held.clear) is None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.engine import Stepper
+from support.engine import Engine
 from support.families import KINDS
 from support.published_templates import PUBLISHED
 
@@ -140,7 +140,7 @@ def test_requests_beside_each_other_answer_as_alone() -> None:
     for messages, options in TURNS:
         chunks = Runner(*given).generate(messages, max_tokens=4, stop_tokens=[], **options)
         alone.append([chunk.token for chunk in chunks])
-    with Stepper(*given, max_sequences=3, context=1024) as runner:
+    with Engine(*given, max_sequences=3, context=1024) as runner:
         requests = [(turn, {"max_tokens": 4, "stop_tokens": [], **own}) for turn, own in TURNS]
         assert [result.tokens for result in runner.run_each(requests)] == alone
 

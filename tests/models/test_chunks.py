@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
-from support.engine import Stepper
+from support.engine import Engine
 from support.models import _TINY, tiny_config, tiny_model, write_model
 
 from mlxrunner import Runner, cli
@@ -104,7 +104,7 @@ def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
     model, config = plamo()
     prompts = [[i * 37 % 290 for i in range(60)], [i * 37 % 290 for i in range(40)] + [5] * 30]
     alone = [answer(runner_of(model, config), prompt, 20) for prompt in prompts]
-    with Stepper(
+    with Engine(
         model, ByteTokenizer(), facts_of(model, config), max_sequences=2, context=200
     ) as together:
         handles = [
@@ -207,7 +207,7 @@ def test_it_runs_one_request_at_a_time(folder: Path) -> None:
     """With the reason, through the same interface; nothing is reused."""
     loaded = load_model(str(folder))
     prompt = [i * 37 % 250 for i in range(40)]
-    with Stepper.of(loaded, max_sequences=2, context=100, reserve=False) as runner:
+    with Engine.of(loaded, max_sequences=2, context=100, reserve=False) as runner:
         assert runner.why_alone == DEPENDS
         results = runner.run([prompt, [*prompt, 7]], max_tokens=3, stop_tokens=[])
     assert [result.usage.cached_tokens for result in results] == [0, 0]

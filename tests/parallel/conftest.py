@@ -8,8 +8,8 @@ import pytest
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.parallel.rows import proof
-from mlxrunner.parallel.rows.adapt import Adapted
-from mlxrunner.parallel.rows.engine import Manner
+from mlxrunner.parallel.rows.backend import BatchingMode
+from mlxrunner.parallel.rows.batched import BatchedModel
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +31,8 @@ def proved_once(proofs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
             self._given = model, options, far
             _, self._found = proofs.setdefault((id(model), options, far), (model, {}))
 
-        def difference(self, adapted: Adapted) -> str | None:
-            manner: Manner = adapted.manner
+        def difference(self, adapted: BatchedModel) -> str | None:
+            manner: BatchingMode = adapted.manner
             if manner not in self._found:
                 if not hasattr(self, "_expected"):
                     super().__init__(*self._given)

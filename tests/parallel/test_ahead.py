@@ -7,12 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.engine import Stepper, backend, scheduler
+from support.engine import Engine, backend, scheduler
 from support.histories import tiny_parts
 
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.rows import adapt
+from mlxrunner.parallel.rows import batched
 
 KINDS = ["llama", "gemma3_text", "lfm2", "qwen3_next", "mamba2", "deepseek_v3", "jamba"]
 PROMPT = np.random.default_rng(0).integers(10, 200, 300).tolist()
@@ -22,7 +22,7 @@ SHORT = PROMPT[100:104]
 def answers(name: str) -> tuple[list[list[tuple[int | None, float | None]]], list[int]]:
     """Return what a runner answers, and the tokens of each forward pass of the model."""
     passes: list[int] = []
-    with Stepper(*tiny_parts(name), max_sequences=3, context=400, prefill_step=250) as runner:
+    with Engine(*tiny_parts(name), max_sequences=3, context=400, prefill_step=250) as runner:
         adapted: Any = backend(runner)
         run = adapted._run
 
@@ -44,7 +44,7 @@ def answers(name: str) -> tuple[list[list[tuple[int | None, float | None]]], lis
 def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt beside an answer, from the beginning and behind a prefix, on all kinds of layers."""
     said, passes = answers(name)
-    monkeypatch.setattr(adapt, "AHEAD_TOKENS", 1000)
+    monkeypatch.setattr(batched, "AHEAD_TOKENS", 1000)
     whole, at_once = answers(name)
     assert len(passes) > len(at_once)
     assert sum(passes) == sum(at_once)
@@ -59,7 +59,7 @@ def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 def test_no_buffer_is_copied(name: str) -> None:
     """The cells of a layer take more memory than all else that a step computes."""
-    with Stepper(*tiny_parts(name), max_sequences=8, context=20_000, prefill_step=250) as runner:
+    with Engine(*tiny_parts(name), max_sequences=8, context=20_000, prefill_step=250) as runner:
         adapted: Any = backend(runner)
         list(runner.submit(SHORT, max_tokens=2, stop_tokens=[]))
         mx.eval(adapted.state())
@@ -73,7 +73,7 @@ def test_no_buffer_is_copied(name: str) -> None:
 
 def test_a_step_that_lacks_cells_stores_nothing() -> None:
     """Though its first pass alone had room."""
-    with Stepper(*tiny_parts("llama"), max_sequences=2, context=100, prefill_step=64) as runner:
+    with Engine(*tiny_parts("llama"), max_sequences=2, context=100, prefill_step=64) as runner:
         adapted: Any = backend(runner)
         cells = adapted.groups[0].num_cells
         batch = Batch([*range(cells), 0], [0] * cells + [1])
@@ -88,7 +88,7 @@ def test_a_step_that_lacks_cells_stores_nothing() -> None:
 
 def test_a_step_without_logits_tells_nothing_of_their_width() -> None:
     """Guesses beside it need that of the logits before."""
-    with Stepper(*tiny_parts("llama"), max_sequences=2, context=400, prefill_step=64) as runner:
+    with Engine(*tiny_parts("llama"), max_sequences=2, context=400, prefill_step=64) as runner:
         inner = scheduler(runner)
         assert len(list(runner.submit(SHORT, max_tokens=2, stop_tokens=[]))) == 2
         runner.submit(PROMPT, max_tokens=1)

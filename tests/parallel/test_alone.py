@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.architectures import build, settings_of
-from support.engine import Stepper
+from support.engine import Engine
 
 from mlxrunner import ParallelRunner, Runner
 from mlxrunner.models.facts import ModelFacts, facts_of
@@ -25,7 +25,7 @@ def parts(name: str, vocab: int = 300) -> tuple[Any, ByteTokenizer, Any]:
 
 def test_no_logits_are_computed_but_those_of_the_last_token() -> None:
     """Logits of all tokens of a piece would take more memory than there is."""
-    with Stepper(*parts("gpt2", VOCAB), max_sequences=2, context=512) as runner:
+    with Engine(*parts("gpt2", VOCAB), max_sequences=2, context=512) as runner:
         assert runner.settings["ways"] == ["one at a time"]
         runner.complete([9] * LONG, max_tokens=2)  # the first one allocates
         before = mx.get_active_memory()
@@ -55,7 +55,7 @@ def test_a_model_that_depends_on_chunks_gets_those_of_runner(length: int) -> Non
     prompt = [(7 * place) % 290 for place in range(length)]
     settings = {"context": 200, "prefill_step": 64}
     alone = Runner(*given, **settings).complete(prompt, **options)
-    with Stepper(*given, max_sequences=2, **settings) as runner:
+    with Engine(*given, max_sequences=2, **settings) as runner:
         found = runner.complete(prompt, **options)
     assert found.tokens == alone.tokens
     assert found.logprobs is not None

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from support.architectures import CONFIGS, VOCAB, build, settings_of
-from support.engine import WINDOWS_KEEP, Adapted, Stepper, engine_for
+from support.engine import WINDOWS_KEEP, BatchedModel, Engine, engine_for
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
@@ -139,7 +139,7 @@ def test_requests_with_prefixes_in_common_answer_as_the_single_runner(architectu
     facts = facts_of(model, {"model_type": architecture, "vocab_size": VOCAB})
     header, *ends = prompts((40, 3, 30, 1, 50))
     texts = [header + end for end in ends]
-    with Stepper(
+    with Engine(
         model, ByteTokenizer(), facts, max_sequences=3, context=200, prefill_step=48
     ) as runner:
         results = runner.run(texts, max_tokens=4, stop_tokens=[])
@@ -384,7 +384,7 @@ def test_closing_gives_every_module_its_own_class_back() -> None:
 def test_the_slack_of_windows_is_that_of_their_cells() -> None:
     """A window keeps that many tokens beyond itself."""
     engine = engine_of(model_of("gemma3_text"), slack=7)
-    assert isinstance(engine, Adapted)
+    assert isinstance(engine, BatchedModel)
     assert {group.memory for group in engine.groups} == {None, 32 + 7}
     engine.close()
 
@@ -397,7 +397,7 @@ def test_few_cells_do_not_narrow_the_windows_of_each_sequence() -> None:
     prompt = list(range(1, 61))
     options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": [], "logprobs": 0}
     expected = Runner(*given, context=100).complete(prompt, **options)
-    with Stepper(*given, max_sequences=4, context=100, kv_cache_tokens=100) as runner:
+    with Engine(*given, max_sequences=4, context=100, kv_cache_tokens=100) as runner:
         result = runner.complete(prompt, **options)
     assert result.tokens == expected.tokens
     pairs = zip(result.logprobs or [], expected.logprobs or [], strict=True)

@@ -8,33 +8,40 @@ from dataclasses import dataclass, field
 import pytest
 
 from mlxrunner.errors import CacheFullError
-from mlxrunner.parallel.scheduling.slots import LEAST, Need, Standing, claimed, grown, steps_back
+from mlxrunner.parallel.scheduling.slots import (
+    LEAST,
+    CellDemand,
+    QueuePlace,
+    claimed,
+    grown,
+    steps_back,
+)
 
 
 def test_a_request_that_fits_claims_its_whole_answer() -> None:
-    assert claimed(Need(prompt=10, answer=100), free=1000, total=1000, slots=4) == 100
+    assert claimed(CellDemand(prompt=10, answer=100), free=1000, total=1000, slots=4) == 100
 
 
 def test_a_long_answer_claims_an_even_share_of_what_is_left() -> None:
-    assert claimed(Need(prompt=1000, answer=32000), 9000, 9000, slots=4) == 2000
-    assert claimed(Need(prompt=1000, answer=32000), 9000, 9000, slots=1) == 8000
+    assert claimed(CellDemand(prompt=1000, answer=32000), 9000, 9000, slots=4) == 2000
+    assert claimed(CellDemand(prompt=1000, answer=32000), 9000, 9000, slots=1) == 8000
 
 
 def test_a_claim_is_at_least_256_tokens_or_the_whole_answer() -> None:
-    assert claimed(Need(prompt=0, answer=32000), 300, 9000, slots=8) == LEAST
-    assert claimed(Need(prompt=0, answer=20), 20, 9000, slots=8) == 20
+    assert claimed(CellDemand(prompt=0, answer=32000), 300, 9000, slots=8) == LEAST
+    assert claimed(CellDemand(prompt=0, answer=20), 20, 9000, slots=8) == 20
 
 
 @pytest.mark.parametrize(
     ("need", "free", "numbers"),
     [
-        (Need(100, 50), 149, "needs 150 free cells, but 149 of 200 are free"),
-        (Need(100, 9000), 180, "needs 356 free cells, but 180 of 200 are free"),
-        (Need(100, 50), -3, "needs 150 free cells, but 0 of 200 are free"),
+        (CellDemand(100, 50), 149, "needs 150 free cells, but 149 of 200 are free"),
+        (CellDemand(100, 9000), 180, "needs 356 free cells, but 180 of 200 are free"),
+        (CellDemand(100, 50), -3, "needs 150 free cells, but 0 of 200 are free"),
     ],
     ids=["an answer", "its least part", "nothing is free"],
 )
-def test_a_request_waits_for_what_it_needs(need: Need, free: int, numbers: str) -> None:
+def test_a_request_waits_for_what_it_needs(need: CellDemand, free: int, numbers: str) -> None:
     with pytest.raises(CacheFullError, match=f"{numbers}.*when another request has ended"):
         claimed(need, free, 200, 4)
 
@@ -59,7 +66,7 @@ def test_an_answer_grows_by_an_even_share() -> None:
 def test_the_youngest_of_the_lowest_priority_steps_back(
     running: list[tuple[str, int]], index: int
 ) -> None:
-    assert steps_back([Standing(*one) for one in running]) == index
+    assert steps_back([QueuePlace(*one) for one in running]) == index
 
 
 @dataclass(eq=False)
@@ -110,7 +117,7 @@ class House:
 
     def _begin(self, one: Simulated, free: int) -> None:
         prompt = one.prompt + one.said
-        need = Need(prompt, one.limit - one.said)
+        need = CellDemand(prompt, one.limit - one.said)
         slots = self.slots - len(self.running) - len(self.waiting)
         one.claim, one.done = prompt + claimed(need, free, self.cells, slots), prompt
         self.running.append(one)
@@ -132,7 +139,7 @@ class House:
             more = grown(left, self.free(), len(self.running))
             one.claim += more
             if not more:
-                standing = [Standing(other.priority, other.arrival) for other in self.running]
+                standing = [QueuePlace(other.priority, other.arrival) for other in self.running]
                 victim = self.running.pop(steps_back(standing))
                 victim.claim = victim.done = 0
                 victim.back += 1

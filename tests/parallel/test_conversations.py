@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.conversations import Ideal, Trace, play
-from support.engine import Stepper
+from support.engine import Engine
 from support.histories import Parts, tiny_parts
 from support.sample import fewer
 
@@ -27,7 +27,7 @@ def some(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(250) for _ in range(count)]
 
 
-def evaluated_of(runner: Stepper) -> list[int]:
+def evaluated_of(runner: Engine) -> list[int]:
     """Return a list to which each ended request appends the tokens of its prompt that it ran."""
     found: list[int] = []
 
@@ -43,7 +43,7 @@ def test_four_users_in_rotation_evaluate_only_their_new_tokens(llama: Parts, hea
     """Over a header that all have, each keeps a slot of its own."""
     rng = random.Random(header)
     said = [some(random.Random(0), header) for _ in range(4)]
-    with Stepper(*llama, max_sequences=4, context=400) as runner:
+    with Engine(*llama, max_sequences=4, context=400) as runner:
         for turn in range(8):
             for user in range(4):
                 new = [251 + user, *some(rng, 11)]
@@ -60,7 +60,7 @@ def test_cold_requests_over_one_trunk_that_come_together_evaluate_it_once(llama:
     rng, length = random.Random(1), fewer(2500, 740)
     trunk = some(rng, length)
     own = [some(rng, count) for count in (30, 41, 17, 25)]
-    with Stepper(*llama, max_sequences=4, context=length + 60, prefill_step=256) as runner:
+    with Engine(*llama, max_sequences=4, context=length + 60, prefill_step=256) as runner:
         evaluated = evaluated_of(runner)
         runner.run([[*trunk, *end] for end in own], max_tokens=4, stop_tokens=[])
     least = length + sum(map(len, own))
@@ -72,7 +72,7 @@ def test_interleaved_conversations_reuse_what_they_share(llama: Parts, slots: in
     """More conversations than slots: what is given up comes back, and no request fails."""
     trace = Trace(conversations=12, requests=fewer(150, 100), context=600, scale=0.6)
     parking = DiskCache(None, {"model": "llama"}, limit=2**30)
-    with Stepper(
+    with Engine(
         *llama, max_sequences=slots, context=600, prefill_step=128, parking=parking
     ) as runner:
         played = play(runner, trace)
@@ -112,6 +112,6 @@ def test_the_ideal_cache_reuses_the_longest_prefix_seen() -> None:
 
 def test_a_model_without_cells_has_room_for_all() -> None:
     """Its layers are states of each slot, so few cells don't limit it."""
-    with Stepper(*tiny_parts("mamba2"), max_sequences=3, context=80, kv_cache_tokens=80) as runner:
+    with Engine(*tiny_parts("mamba2"), max_sequences=3, context=80, kv_cache_tokens=80) as runner:
         results = runner.run([[i, 2, 3] * 10 for i in range(5)], max_tokens=4, stop_tokens=[])
     assert [len(result.tokens) for result in results] == [4] * 5

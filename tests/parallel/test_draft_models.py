@@ -11,10 +11,10 @@ import mlx.core as mx
 import pytest
 from support.engine import (
     DraftPlan,
-    DrivenHandle,
+    Engine,
+    EngineHandle,
     OpenSettings,
     StepController,
-    Stepper,
     offer_bytes,
     request_of,
     scheduler,
@@ -30,7 +30,7 @@ from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result, Usage
 from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.speculation.model import DraftModel
-from mlxrunner.speculation.seats import MOST_ANSWERS, DraftSeats
+from mlxrunner.speculation.sources import MOST_ANSWERS, DraftCachePool
 
 DEEPEST = 5
 """Most tokens of a guess here."""
@@ -49,11 +49,13 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxrunner.speculation.drafting.FOLLOWING", 10.0**6)
 
 
-def seats_of(given: Parts, context: int, count: int = MOST_ANSWERS, step: int = 16) -> DraftSeats:
+def seats_of(
+    given: Parts, context: int, count: int = MOST_ANSWERS, step: int = 16
+) -> DraftCachePool:
     """Return the seats of a draft model that reads `step` tokens of a text at a time."""
     model, _, facts = given
     made = model, facts.vocab, CacheOptions(context), 10**6, step
-    return DraftSeats([DraftModel(*made, in_pieces=True) for _ in range(count)])
+    return DraftCachePool([DraftModel(*made, in_pieces=True) for _ in range(count)])
 
 
 def guessed(usage: Usage) -> tuple[int, int]:
@@ -71,7 +73,7 @@ class DraftHistory(CheckedHistory):
 
     def __init__(self, given: Parts, drafts: Parts, rng: random.Random, *, fails: bool) -> None:
         super().__init__(given, rng)
-        self._drafts, self._fails, self.seats = drafts, fails, list[DraftSeats]()
+        self._drafts, self._fails, self.seats = drafts, fails, list[DraftCachePool]()
 
     @property
     def has_seen_enough(self) -> bool:
@@ -82,7 +84,7 @@ class DraftHistory(CheckedHistory):
     def options(self) -> dict[str, Any]:
         return super().options() | {"speculate": "auto"}
 
-    def _opened(self) -> Stepper:
+    def _opened(self) -> Engine:
         runner = super()._opened()
         seats = seats_of(self._drafts, self.context, self.rng.choice([1, 2, MOST_ANSWERS]))
         if self._fails:
@@ -101,7 +103,7 @@ class DraftHistory(CheckedHistory):
 
         return run
 
-    def ended(self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]) -> Usage:
+    def ended(self, handle: EngineHandle, prompt: list[int], options: dict[str, Any]) -> Usage:
         usage = super().ended(handle, prompt, options)
         drafted, accepted = guessed(usage)
         self.seen["drafted"] += drafted
@@ -161,9 +163,9 @@ def texts(count: int, length: int = 24) -> list[list[int]]:
     return [[rng.randrange(290) for _ in range(length)] for _ in range(count)]
 
 
-def answers(count: int, seats: DraftSeats | None, **options: Any) -> tuple[list[Result], int]:
+def answers(count: int, seats: DraftCachePool | None, **options: Any) -> tuple[list[Result], int]:
     """Return `count` answers beside each other, and the steps that they took."""
-    with Stepper(*tiny_parts("llama"), max_sequences=count, context=200) as runner:
+    with Engine(*tiny_parts("llama"), max_sequences=count, context=200) as runner:
         runner.guess_with(seats)
         given = {"max_tokens": 40, "stop_tokens": [], "speculate": "auto"} | options
         return runner.run(texts(count), **given), runner.steps
@@ -196,7 +198,7 @@ def test_a_long_text_is_read_between_steps() -> None:
         entry._model = lambda tokens, cache: (passes.append(tokens.shape[1]), model(tokens, cache))[
             1
         ]
-    with Stepper(*given, max_sequences=2, context=300) as runner:
+    with Engine(*given, max_sequences=2, context=300) as runner:
         runner.guess_with(seats)
         short = runner.submit(texts(1, 3)[0], max_tokens=60, stop_tokens=[], speculate="off")
         long = runner.submit(texts(1, 90)[0], max_tokens=60, stop_tokens=[], speculate="auto")
@@ -214,7 +216,7 @@ def test_a_long_text_is_read_between_steps() -> None:
 def test_an_entry_goes_to_the_answer_that_it_has_most_of() -> None:
     """The next turn of a conversation finds its own, also when the other one has ended later."""
     given, seats = tiny_parts("llama"), seats_of(tiny_parts("llama"), 300, 2)
-    with Stepper(*given, max_sequences=2, context=300) as runner:
+    with Engine(*given, max_sequences=2, context=300) as runner:
         runner.guess_with(seats)
         options: dict[str, Any] = {"max_tokens": 20, "stop_tokens": [], "speculate": "auto"}
         first, second = runner.run(texts(2), **options)
@@ -244,7 +246,7 @@ def test_a_draft_model_is_planned_and_reserved_at_start() -> None:
     asked = OpenSettings(max_sequences=8, context=256)
     plan = DraftPlan.of("demo", 256, asked)
     assert (plan.entries, plan.context) == (MOST_ANSWERS, 256)
-    with Stepper.load("demo", max_sequences=8, context=256, draft_model="demo") as runner:
+    with Engine.load("demo", max_sequences=8, context=256, draft_model="demo") as runner:
         assert runner.plan is not None
         assert 0 < runner.draft_bytes <= plan.nbytes * 2
         before = mx.get_active_memory()

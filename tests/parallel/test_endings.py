@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from support.engine import DrivenHandle, Stepper, backend, request_of, scheduler
+from support.engine import Engine, EngineHandle, backend, request_of, scheduler
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
@@ -23,7 +23,7 @@ LONG, OTHER = [i * 7 % 290 for i in range(40)], [i * 11 % 290 for i in range(30)
 SHARING = [*LONG[:25], 9, 9]
 LATER = [[*LONG[:20], 1], [*OTHER[:15], 2], [*SHARING[:26], 4]]
 Parts = tuple[Any, ByteTokenizer, Any]
-Act = Callable[[Stepper], DrivenHandle | None]
+Act = Callable[[Engine], EngineHandle | None]
 
 
 ACTS: dict[str, Act] = {
@@ -63,7 +63,7 @@ def computed(given: Parts, prompt: list[int], count: int) -> list[int]:
     return [chunk.token for chunk in chunks if chunk.token is not None]
 
 
-def is_consistent(runner: Stepper) -> bool:
+def is_consistent(runner: Engine) -> bool:
     """Each slot has the cells of its tokens, and is busy where it has a request."""
     ends = backend(runner).groups[0]._cells.next_positions()
     busy = {request.slot.number for request in scheduler(runner).requests}
@@ -78,7 +78,7 @@ def interrupted(given: Parts, act: Act, line: int) -> tuple[bool, int]:
 
     The rest is held against the answers alone.
     """
-    with Stepper(*given, max_sequences=3, context=80, prefill_step=16) as runner:
+    with Engine(*given, max_sequences=3, context=80, prefill_step=16) as runner:
         runner.submit(OTHER[:20], max_tokens=2, stop_tokens=[]).result()
         handles = [
             (runner.submit(prompt, max_tokens=6, stop_tokens=[]), prompt)
@@ -137,15 +137,15 @@ def test_ctrl_c_while_a_model_is_adapted_or_given_back_leaves_it_as_it_was(llama
     """At any line of the constructor; at any line of `close`, which can be called again."""
     model = llama[0]
     with interrupt_at(-1) as seen:
-        runner = Stepper(*llama, max_sequences=2, context=20)
+        runner = Engine(*llama, max_sequences=2, context=20)
     with interrupt_at(-1) as closing:
         runner.close()
     for line in range(1, seen[0], max(1, seen[0] // 60)):
         with suppress(KeyboardInterrupt), interrupt_at(line):
-            Stepper(*llama, max_sequences=2, context=20)
+            Engine(*llama, max_sequences=2, context=20)
         assert is_as_it_was(model), f"line {line}"
     for line in range(1, closing[0] + 1):
-        runner = Stepper(*llama, max_sequences=2, context=20)
+        runner = Engine(*llama, max_sequences=2, context=20)
         with suppress(KeyboardInterrupt), interrupt_at(line):
             runner.close()
         runner.close()
@@ -162,7 +162,7 @@ def test_an_error_while_a_token_is_read_ends_one_request_and_says_so(
     llama: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others go on, and the slot of the failed one can be used."""
-    with Stepper(*llama, max_sequences=2, context=80) as runner:
+    with Engine(*llama, max_sequences=2, context=80) as runner:
         first = runner.submit(LONG, max_tokens=9, stop_tokens=[])
         second = runner.submit(OTHER, max_tokens=9, stop_tokens=[])
         for _ in range(3):
@@ -184,7 +184,7 @@ def test_an_error_while_a_token_is_read_ends_one_request_and_says_so(
 
 def test_run_leaves_nothing_running(llama: Parts) -> None:
     """Where a prompt can't be run, and where nobody wants the other answers any more."""
-    with Stepper(*llama, max_sequences=1, context=60) as runner:
+    with Engine(*llama, max_sequences=1, context=60) as runner:
         with pytest.raises(ContextLengthError):
             runner.run([[1, 2], list(range(70))], max_tokens=40, stop_tokens=[])
         answers = runner.run_each(([i], {"max_tokens": 2 + i, "stop_tokens": []}) for i in range(5))
@@ -200,7 +200,7 @@ def test_the_single_runner_beside_it_is_not_disturbed_by_an_error(
 ) -> None:
     """On the same model: which rows are wanted is forgotten however a pass ends."""
     expected = alone(llama, LONG, 5)
-    with Stepper(*llama, max_sequences=2, context=80) as runner:
+    with Engine(*llama, max_sequences=2, context=80) as runner:
         view = backend(runner)._views[1]
 
         def fail(*_: object) -> None:
@@ -217,7 +217,7 @@ def test_a_chain_of_prefixes_is_evaluated_once(llama: Parts, is_dirty: bool) -> 
     """A request that waits for a waiting one does not use what that one's slot held before."""
     first = list(range(1, 61))
     second = [*first, *range(100, 160)]
-    with Stepper(*llama, max_sequences=3, context=200, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=3, context=200, prefill_step=16) as runner:
         if is_dirty:
             runner.run([[250 + i] * 150 for i in range(3)], max_tokens=1)
         results = runner.run(
@@ -229,7 +229,7 @@ def test_a_chain_of_prefixes_is_evaluated_once(llama: Parts, is_dirty: bool) -> 
 def test_those_that_wait_for_a_cancelled_prefix_evaluate_it_once(llama: Parts) -> None:
     """Where cells are few, so that two copies of it would not fit beside an unrelated request."""
     prefix = list(range(1, 101))
-    with Stepper(*llama, max_sequences=4, context=150, kv_cache_tokens=200) as runner:
+    with Engine(*llama, max_sequences=4, context=150, kv_cache_tokens=200) as runner:
         first = runner.submit([*prefix, 5], max_tokens=10, stop_tokens=[])
         waiting = [runner.submit([*prefix, end], max_tokens=10, stop_tokens=[]) for end in (6, 7)]
         other = runner.submit([290, 291], max_tokens=30, stop_tokens=[])
@@ -249,7 +249,7 @@ def test_windows_share_a_prefix_in_every_wave() -> None:
     )
     model = tiny_model(config)
     prefix = [i * 7 % 290 for i in range(200)]
-    with Stepper(
+    with Engine(
         model,
         ByteTokenizer(),
         facts_of(model, config),
@@ -282,7 +282,7 @@ def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> 
     model = tiny_model(config)
     mixture = Mixture((model, ByteTokenizer(), facts_of(model, config)), random.Random(cells))
     shifting = 0.15 if name == "llama" else 0
-    with Stepper(
+    with Engine(
         *mixture.given, max_sequences=5, context=140, prefill_step=32, kv_cache_tokens=cells
     ) as runner:
         for _ in range(90):
@@ -309,11 +309,11 @@ class Mixture:
             + [rng.randrange(290) for _ in range(rng.randint(1, 25))]
             for _ in range(20)
         ]
-        self.running: list[tuple[DrivenHandle, int, bool]] = []
+        self.running: list[tuple[EngineHandle, int, bool]] = []
         self.finished = 0
         self._alone: dict[tuple[int, bool], list[int]] = {}
 
-    def submit(self, runner: Stepper, *, shifts: bool) -> None:
+    def submit(self, runner: Engine, *, shifts: bool) -> None:
         """Begin a request. End others until it has room."""
         which = self.rng.randrange(20)
         options: dict[str, Any] = {"overflow": "shift", "keep": 4} if shifts else {}
@@ -353,7 +353,7 @@ class Mixture:
 
 def test_a_prompt_that_was_cancelled_counts_what_was_evaluated_of_it(llama: Parts) -> None:
     """Not what would have been."""
-    with Stepper(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
         seen: list[Any] = []
         runner.observers.append(lambda _, observation: seen.append(observation.usage))
         first = runner.submit(LONG, max_tokens=3, stop_tokens=[])

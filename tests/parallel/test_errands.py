@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from support.engine import (
-    DrivenHandle,
-    Stepper,
+    Engine,
+    EngineHandle,
     backend,
     claim_least,
     park_in_pieces_of,
@@ -46,7 +46,7 @@ class Talks:
         self.name, self.parts, rng = name, tiny_parts(name), random.Random(1)
         self.talks = [[rng.randrange(1, 250) for _ in range(LONG)] for _ in range(2)]
         self.parking = DiskCache(folder, {"model": name}, limit=10**9)
-        self.runner = Stepper(
+        self.runner = Engine(
             *self.parts,
             max_sequences=2,
             parking=self.parking,
@@ -57,7 +57,7 @@ class Talks:
     def close(self) -> None:
         self.runner.close()
 
-    def submit(self, number: int) -> DrivenHandle:
+    def submit(self, number: int) -> EngineHandle:
         return self.runner.submit(self.talks[number], max_tokens=6, stop_tokens=[])
 
     def say(self, number: int) -> Usage:
@@ -69,7 +69,7 @@ class Talks:
         self.talks[number] = [*talk, *found.tokens, 7, 8, 9]
         return found.usage
 
-    def begin_answer(self) -> DrivenHandle:
+    def begin_answer(self) -> EngineHandle:
         """Begin the long answer, and read its first tokens."""
         answer = self.runner.submit([3, 4, 5], max_tokens=900, stop_tokens=[])
         seen = 0
@@ -86,7 +86,7 @@ def talks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talks]:
     found.close()
 
 
-def has_errand(handle: DrivenHandle) -> bool:
+def has_errand(handle: EngineHandle) -> bool:
     return request_of(handle).errand is not None
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_file_ends_the_return_and_the_prompt_is_evaluated(talks: Talks
     talks.say(0)
 
 
-def watch_what_makes_room(runner: Stepper, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def watch_what_makes_room(runner: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the tokens that have to be written when a conversation is given up."""
     residents, lacking = scheduler(runner).residents, list[int]()
     give_up = residents.give_up

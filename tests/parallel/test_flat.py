@@ -6,7 +6,7 @@ import gc
 
 import mlx.core as mx
 from support.conversations import Trace, play
-from support.engine import Stepper
+from support.engine import Engine
 from support.histories import tiny_parts
 from support.sample import fewer
 
@@ -17,7 +17,7 @@ def test_memory_is_flat() -> None:
     """MLX's memory and the objects of Python, after many requests and after five times as many."""
     requests = fewer(250, 40)
     parking = DiskCache(None, {"model": "llama"}, limit=2**20)
-    with Stepper(
+    with Engine(
         *tiny_parts("llama"), max_sequences=4, context=200, prefill_step=64, parking=parking
     ) as runner:
         used = []

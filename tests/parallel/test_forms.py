@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.engine import Stepper, sample
+from support.engine import Engine, sample
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
 
@@ -79,7 +79,7 @@ def test_each_answer_is_that_of_the_single_runner(architecture: str) -> None:
     given = parts(architecture)
     for seed in range(fewer(2, 1)):
         pairs = requests(seed)
-        with Stepper(*given, max_sequences=4, context=160, prefill_step=24) as runner:
+        with Engine(*given, max_sequences=4, context=160, prefill_step=24) as runner:
             results = list(runner.run_each(pairs))
             again = list(runner.run_each(reversed(pairs)))[::-1]
         for (prompt, options), result, second in zip(pairs, results, again, strict=True):
@@ -94,7 +94,7 @@ def test_each_answer_is_that_of_the_single_runner(architecture: str) -> None:
 def test_log_probabilities_are_those_of_the_possible_tokens() -> None:
     """Chunk by chunk as in the single runner."""
     given, options = parts(), {"choices": ["yes", "no"], "logprobs": 4}
-    with Stepper(*given, max_sequences=2, context=60) as runner:
+    with Engine(*given, max_sequences=2, context=60) as runner:
         other = runner.submit([9, 9], max_tokens=20, stop_tokens=[])
         chunks = list(runner.submit([1, 2], **options))
         other.result()
@@ -112,7 +112,7 @@ def test_an_answer_that_joins_and_one_that_is_cancelled_take_nothing_from_the_ot
         for prompt, options in (first, second)
     ]
     for steps in range(0, len(alone[0]), fewer(2, 5)):
-        with Stepper(*given, max_sequences=3, context=100) as runner:
+        with Engine(*given, max_sequences=3, context=100) as runner:
             stream = iter(runner.submit(first[0], **first[1]))
             shown = [next(stream).token for _ in range(steps)]
             cancelled = runner.submit([7, 8], schema=SCHEMA)
@@ -138,7 +138,7 @@ def test_a_dead_end_is_an_error_of_its_own_request() -> None:
     expected = [
         chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=25, stop_tokens=[])
     ]
-    with Stepper(*given, max_sequences=2, context=60) as runner:
+    with Engine(*given, max_sequences=2, context=60) as runner:
         other = runner.submit(prompt, max_tokens=25, stop_tokens=[])
         failing = runner.submit([5, 6, 7, 9], schema={"const": "abz"})
         shown = []
@@ -159,7 +159,7 @@ def test_a_dead_end_is_an_error_of_its_own_request() -> None:
 
 def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
     """It is refused when it is submitted."""
-    with Stepper(*parts(tokenizer=NoZ()), max_sequences=1, context=60) as runner:
+    with Engine(*parts(tokenizer=NoZ()), max_sequences=1, context=60) as runner:
         for form in (
             {"choices": ["abz"]},
             {"schema": {"not": {}}},
@@ -218,7 +218,7 @@ def test_a_form_that_allows_no_token_ends_after_the_token_before(
         return found
 
     expected = tokens(Runner(*given).generate([1, 2, 3], **options))
-    with Stepper(*given, max_sequences=2, context=100) as runner:
+    with Engine(*given, max_sequences=2, context=100) as runner:
         beside = runner.submit([5, 6], max_tokens=12, stop_tokens=[])
         assert tokens(runner.submit([1, 2, 3], **options)) == expected
         assert len(beside.result().tokens) == 12

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import StepCosts, Stepper
+from support.engine import Engine, StepCosts
 from support.reused import cold
 from support.sample import fewer
 
@@ -28,13 +28,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def opened(kinds: list[str], **settings: Any) -> Stepper:
+def opened(kinds: list[str], **settings: Any) -> Engine:
     facts = ModelFacts("oracle", 4096, True, {kind: kinds.count(kind) for kind in kinds}, VOCAB)
     given = {"max_sequences": 2, "context": 120, "prefill_step": 16} | settings
-    return Stepper(OracleModel(kinds), ByteTokenizer(), facts, **given)
+    return Engine(OracleModel(kinds), ByteTokenizer(), facts, **given)
 
 
-def some_requests(runner: Stepper, **options: Any) -> None:
+def some_requests(runner: Engine, **options: Any) -> None:
     """Run two requests beside each other, of which one is cancelled, and two others."""
     first = runner.submit(JOBS[0], max_tokens=7, **options)
     second = runner.submit(JOBS[1], max_tokens=7, **options)
@@ -46,7 +46,7 @@ def some_requests(runner: Stepper, **options: Any) -> None:
     runner.complete(JOBS[3], max_tokens=3, **options)
 
 
-def assert_all_is_well(runner: Stepper, kinds: list[str], where: Any, **options: Any) -> None:
+def assert_all_is_well(runner: Engine, kinds: list[str], where: Any, **options: Any) -> None:
     """Requests beside each other answer as if cold, and nothing is left in use."""
     for result, job in zip(runner.run(JOBS, max_tokens=7, **options), JOBS, strict=True):
         assert result.tokens == cold(kinds, job, 7, **options), where
@@ -78,7 +78,7 @@ def test_ctrl_c_while_conversations_are_parked_leaves_all_of_them_whole(tmp_path
     """Files are written and removed, and the index of what is on disk changes."""
     kinds, options = ["full", "full"], {"stop_tokens": []}
 
-    def parked(line: int) -> Stepper:
+    def parked(line: int) -> Engine:
         parking = DiskCache(tmp_path / str(line), {"model": "oracle"}, limit=2**26)
         runner = opened(kinds, kv_cache_tokens=130, parking=parking)
         runner.complete(FIRST, max_tokens=3, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.conversations import Trace, play
-from support.engine import Stepper, backend, scheduler
+from support.engine import Engine, backend, scheduler
 from support.histories import tiny_parts
 from support.models import tiny_config
 from support.sample import fewer
@@ -31,10 +31,10 @@ def loaded(name: str, folder: Path) -> LoadedModel:
 def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None:
     """All bytes at the end of each request, within 2 %; none fails, and nothing else is needed."""
     given, slots = loaded(name, tmp_path), 4
-    with Stepper.of(given, max_sequences=slots, reserve=False, **SETTINGS) as runner:
+    with Engine.of(given, max_sequences=slots, reserve=False, **SETTINGS) as runner:
         play(runner, trace())
         memory = scheduler(runner).residents.allocated_bytes // 2
-    with Stepper.of(given, max_sequences=slots, memory=memory, reserve=False, **SETTINGS) as runner:
+    with Engine.of(given, max_sequences=slots, memory=memory, reserve=False, **SETTINGS) as runner:
         played = play(runner, trace())
         assert runner.kv_cache_tokens < slots * runner.context or name == "mamba2"
     assert not played.failures
@@ -48,7 +48,7 @@ def test_a_closed_runner_holds_no_bytes(name: str) -> None:
     """Also if something still refers to the runner, as the error of a request does."""
     given = tiny_parts(name)
     before = mx.get_active_memory()
-    runner = Stepper(*given, max_sequences=2, **SETTINGS)
+    runner = Engine(*given, max_sequences=2, **SETTINGS)
     for prompt in ([5] * 90, [6] * 90):
         runner.complete(prompt, max_tokens=3, stop_tokens=[])
     held = mx.get_active_memory() - before
@@ -72,7 +72,7 @@ def test_the_event_says_who_was_given_up_for_whom(is_full: bool) -> None:
         assert observed.scheduling is not None
         found.append(list(observed.scheduling.evicted))
 
-    with Stepper(*given, max_sequences=3, **SETTINGS) as runner:
+    with Engine(*given, max_sequences=3, **SETTINGS) as runner:
         runner.observers.append(see)
         runner.complete(one, max_tokens=4, stop_tokens=[])
         residents = scheduler(runner).residents
@@ -93,7 +93,7 @@ def test_a_tail_that_a_shorter_prompt_gave_up_is_named(name: str) -> None:
     """A prompt that has to evaluate it again says by whom it was given up, and how much it was."""
     given, rng = tiny_parts(name), random.Random(0)
     whole, other = ([rng.randrange(250) for _ in range(60)] for _ in range(2))
-    with Stepper(*given, max_sequences=2, **SETTINGS) as runner:
+    with Engine(*given, max_sequences=2, **SETTINGS) as runner:
         busy = runner.submit(other, stop_tokens=[])
         for prompt in (whole, whole[:30]):
             runner.complete(prompt, max_tokens=1, stop_tokens=[])
@@ -111,7 +111,7 @@ def test_a_tail_that_a_shorter_prompt_gave_up_is_named(name: str) -> None:
 
 def test_the_plan_has_a_line_for_what_the_host_notes() -> None:
     """It is part of the total, and at least what the positions and owners of the cells take."""
-    with Stepper.load("demo", max_sequences=4, context=512) as runner:
+    with Engine.load("demo", max_sequences=4, context=512) as runner:
         plan = runner.plan
         assert plan is not None
         (line,) = (line for line in plan.lines if line.what.startswith("places"))

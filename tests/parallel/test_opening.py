@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import Adapted, Stepper
+from support.engine import BatchedModel, Engine
 from support.models import write_model
 
 
@@ -24,16 +24,14 @@ def test_a_layer_of_each_kind_tells_what_a_step_of_all_layers_needs(
     def measured() -> list[int]:
         totals = []
         for _ in range(3):  # a busy machine frees sooner or later
-            with Stepper.load(
-                str(folder), max_sequences=4, context=512, prefill_step=256
-            ) as runner:
+            with Engine.load(str(folder), max_sequences=4, context=512, prefill_step=256) as runner:
                 assert runner.plan is not None
                 (batch,) = (one.total for one in runner.plan.lines if "(measured)" in one.what)
                 totals.append(batch)
         return totals
 
     few = measured()
-    monkeypatch.setattr(Adapted, "first_layers", lambda *_: ())
+    monkeypatch.setattr(BatchedModel, "first_layers", lambda *_: ())
     whole = measured()
     assert max(few) > 0.9 * min(whole)
     assert min(few) < 1.1 * max(whole)

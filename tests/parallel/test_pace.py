@@ -12,7 +12,7 @@ from mlxrunner.parallel.scheduling.pacing import (
     FEWEST,
     LONGEST,
     SPEED,
-    Planned,
+    PlannedStep,
     StepCosts,
     StepPace,
 )
@@ -49,7 +49,7 @@ class Device:
     pace: StepPace
     rng: random.Random | None = None
     gaps: list[float] = field(default_factory=list)
-    before: tuple[Planned, float] | None = None
+    before: tuple[PlannedStep, float] | None = None
 
     def step(self, rows: int, wanted: int, cells: int) -> int:
         """Run a step of up to `wanted` prefill tokens; return how many it carried."""

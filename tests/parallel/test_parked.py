@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from support.engine import Stepper
+from support.engine import Engine
 from support.histories import tiny_parts
 
 from mlxrunner import OptionError, ParallelRunner, Runner
@@ -25,7 +25,7 @@ def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -
     talks = [[rng.randrange(1, 250) for _ in range(90 + number)] for number in range(5)]
     for turns in (2, 1):
         parking = DiskCache(tmp_path, {"model": name}, limit=10**9)
-        with Stepper(*parts, max_sequences=2, parking=parking, **SETTINGS) as stepper:
+        with Engine(*parts, max_sequences=2, parking=parking, **SETTINGS) as stepper:
             for _ in range(turns):
                 for number, talk in enumerate(talks):
                     handle = stepper.submit(talk, max_tokens=6, stop_tokens=[])
@@ -46,7 +46,7 @@ def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
     header = list(range(20))
     one, two, three = ([*header, *[first] * 60] for first in (100, 110, 120))
     parking = DiskCache(tmp_path, {"model": "llama"}, limit=60_000)
-    with Stepper(*tiny_parts("llama"), max_sequences=1, parking=parking, **SETTINGS) as stepper:
+    with Engine(*tiny_parts("llama"), max_sequences=1, parking=parking, **SETTINGS) as stepper:
         for prompt in (one, two, three, header):
             found = stepper.complete(prompt, max_tokens=1, stop_tokens=[]).usage
         assert stepper.parked_bytes
@@ -64,7 +64,7 @@ def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
 def test_a_folder_without_bytes_is_refused(tmp_path: Path) -> None:
     """It would stay empty."""
     with pytest.raises(OptionError, match="disk_cache_dir: there is no disk cache without"):
-        Stepper.load("demo", max_sequences=1, context=64, disk_cache_dir=tmp_path, reserve=False)
+        Engine.load("demo", max_sequences=1, context=64, disk_cache_dir=tmp_path, reserve=False)
 
 
 def test_stats_tell_what_is_on_disk() -> None:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from support.engine import DrivenHandle, Stepper, request_of
+from support.engine import Engine, EngineHandle, request_of
 from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 
@@ -59,7 +59,7 @@ def test_the_context_is_never_longer_than_all_cells() -> None:
     """A prompt beyond them never fits; answers end, fail and shift as in that context alone."""
     given, prompt = tiny_parts("llama"), [5] * 80
     alone = Runner(*given, context=100)
-    with Stepper(*given, max_sequences=2, context=300, kv_cache_tokens=100) as runner:
+    with Engine(*given, max_sequences=2, context=300, kv_cache_tokens=100) as runner:
         assert runner.context == runner.kv_cache_tokens == 100
         for tokens in (100, 150):
             with pytest.raises(ContextLengthError, match=f"{tokens} tokens.*context of 100 tokens"):
@@ -83,7 +83,7 @@ def test_users_with_a_common_header_keep_their_own_conversations(name: str, head
     given, rng = parts(name), random.Random(header)
     shared = some(rng, header)
     talks = [[*shared, *some(rng, length)] for length in (10, 60, 10, 100)]
-    with Stepper(*given, max_sequences=4, context=600, prefill_step=256) as runner:
+    with Engine(*given, max_sequences=4, context=600, prefill_step=256) as runner:
         before = [0] * 4
         for turn in range(4):
             for user, talk in enumerate(talks):
@@ -99,7 +99,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
     given, rng = parts("gemma3_text"), random.Random(1)
     trunk = some(rng, 280)
     settings: dict[str, Any] = {"rewind_slack": 64, "checkpoint_budget": 0}
-    with Stepper(*given, max_sequences=4, context=300, prefill_step=64, **settings) as runner:
+    with Engine(*given, max_sequences=4, context=300, prefill_step=64, **settings) as runner:
         runner.submit(trunk[:98] + some(rng, 6), max_tokens=2, stop_tokens=[]).result()
         ahead = runner.submit(trunk[:250] + some(rng, 5), max_tokens=30, stop_tokens=[])
         for _ in range(12):
@@ -112,9 +112,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
 def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
     """It is not ended: its answer comes once it can share what another evaluates now."""
     given, trunk = parts("llama"), list(range(1, 21))
-    with Stepper(
-        *given, max_sequences=3, context=30, prefill_step=10, kv_cache_tokens=38
-    ) as runner:
+    with Engine(*given, max_sequences=3, context=30, prefill_step=10, kv_cache_tokens=38) as runner:
         first, *others = [
             runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)
         ]
@@ -136,10 +134,10 @@ def test_none_that_was_admitted_lacks_room(name: str) -> None:
         rng = random.Random(f"{name} {seed}")
         trunk = some(rng, 280)
         cells = rng.choice([310, 400, 500])
-        with Stepper(
+        with Engine(
             *given, max_sequences=4, context=300, prefill_step=64, kv_cache_tokens=cells
         ) as runner:
-            running: list[DrivenHandle] = []
+            running: list[EngineHandle] = []
             for _ in range(14):
                 base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]
                 shift: dict[str, Any] = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import Stepper
+from support.engine import Engine
 from support.histories import tiny_parts
 from support.models import ARCHITECTURES
 from support.sample import fewer
@@ -61,7 +61,7 @@ def test_one_slot_finds_what_the_single_runner_finds(name: str) -> None:
     """The answers; tokens reused, the reason, the loss, and the checkpoint that was used."""
     given, rng = tiny_parts(name), random.Random(name)
     single = Runner(*given, prefill_step=24, **SETTINGS)
-    with Stepper(*given, max_sequences=1, prefill_step=24, **SETTINGS) as slots:
+    with Engine(*given, max_sequences=1, prefill_step=24, **SETTINGS) as slots:
         for number, prompt in enumerate(talks(rng, fewer(18, 12))):
             options: dict[str, Any] = {"max_tokens": rng.randint(1, 30), "stop_tokens": []}
             options["speculate"] = "off"  # which tokens are guessed depends on measured times
@@ -116,7 +116,7 @@ def test_one_slot_tells_what_the_single_runner_tells(tmp_path: Path) -> None:
             runner: Any = (
                 Runner(*given, prefill_step=24, **SETTINGS)
                 if kind == "single"
-                else Stepper(*given, max_sequences=1, prefill_step=24, **SETTINGS)
+                else Engine(*given, max_sequences=1, prefill_step=24, **SETTINGS)
             )
             profile.watch(runner)
             for chat in chats:

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.engine import Stepper, claim_least, move_no_keys, request_of, sample
+from support.engine import Engine, claim_least, move_no_keys, request_of, sample
 from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
@@ -65,7 +65,7 @@ def test_a_shifted_answer_is_that_of_the_single_runner(name: str, length: int) -
         {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4, "logprobs": 0},
     )
     expected = alone(given, prompt(length), **options)
-    with Stepper(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
+    with Engine(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
         result = runner.submit(prompt(length), **options).result()
         assert result.tokens == expected.tokens
@@ -113,7 +113,7 @@ def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
     }
     expected = Result.of(list(Runner(*given, context=CONTEXT).generate(prompt(90), **options)))
     is_moved = window > CONTEXT or keep == 0 or CONTEXT - (CONTEXT - keep) // 2 - window + 1 >= keep
-    with Stepper(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
+    with Engine(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit([*prompt(18), 280, 281], max_tokens=70, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
@@ -155,7 +155,7 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
         parts("llama"),
         {"max_tokens": 40, "stop_tokens": [], "overflow": "shift", "keep": 4},
     )
-    with Stepper(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
+    with Engine(*given, max_sequences=3, context=CONTEXT, prefill_step=32) as runner:
         shifting = runner.submit(prompt(90), **options)
         while not request_of(shifting).shifted:
             runner.step()
@@ -176,7 +176,7 @@ def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch
         {"max_tokens": 130, "stop_tokens": [], "overflow": "shift", "keep": 4},
     )
     expected = alone(given, prompt(90), **options)
-    with Stepper(*given, max_sequences=2, context=CONTEXT, prefill_step=32) as runner:
+    with Engine(*given, max_sequences=2, context=CONTEXT, prefill_step=32) as runner:
         beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
         result = runner.submit(prompt(90), **options).result()
         assert result.tokens == expected.tokens
@@ -199,7 +199,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
         for i in range(6)
     ]
     for cells in (110, 150, 250)[: fewer(3, 1)]:
-        with Stepper(
+        with Engine(
             *given, max_sequences=4, context=CONTEXT, kv_cache_tokens=cells, prefill_step=32
         ) as runner:
             for (tokens, options), result in zip(requests, runner.run_each(requests), strict=True):
@@ -208,7 +208,7 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
 
 def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
     """The limit of its answer does not matter."""
-    with Stepper(
+    with Engine(
         *parts("llama"), max_sequences=2, context=CONTEXT, kv_cache_tokens=CONTEXT
     ) as runner:
         running = runner.submit([1, 2, 3], max_tokens=200, stop_tokens=[], overflow="shift")
@@ -249,7 +249,7 @@ def test_a_shifted_answer_that_steps_back_is_that_of_the_single_runner(
     claim_least(8, 8, monkeypatch)
     given = tiny_parts(name)
     options: dict[str, Any] = {"overflow": "shift", "keep": 5, "stop_tokens": [], "logprobs": 0}
-    with Stepper(
+    with Engine(
         *given, max_sequences=2, context=CONTEXT, kv_cache_tokens=120, prefill_step=16
     ) as runner:
         shifted = runner.submit(prompt(20), max_tokens=250, priority="batch", **options)
@@ -284,7 +284,7 @@ def test_a_shifted_answer_whose_keys_are_lost_is_that_of_the_single_runner(
             raise failures.pop()
         evaluate(*arrays)
 
-    with Stepper(*given, max_sequences=2, context=CONTEXT, prefill_step=16) as runner:
+    with Engine(*given, max_sequences=2, context=CONTEXT, prefill_step=16) as runner:
         handles = [runner.submit(prompt(length), **options) for length in (20, 31)]
         while any(request_of(handle).shifted < 60 for handle in handles):
             runner.step()
@@ -298,7 +298,7 @@ def test_a_shifted_answer_whose_keys_are_lost_is_that_of_the_single_runner(
 def test_an_answer_may_fail_where_the_context_ends() -> None:
     """overflow="error": what there was, and then an error of this request alone."""
     given = parts("llama")
-    with Stepper(*given, max_sequences=2, context=CONTEXT) as runner:
+    with Engine(*given, max_sequences=2, context=CONTEXT) as runner:
         beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
         failing = runner.submit(prompt(90), overflow="error", stop_tokens=[])
         seen = []

@@ -10,7 +10,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.drafting import steady_costs
-from support.engine import FORGOTTEN, Composer, Step, StepController, Stepper, backend, request_of
+from support.engine import (
+    FORGOTTEN,
+    BatchBuilder,
+    DispatchedStep,
+    Engine,
+    StepController,
+    backend,
+    request_of,
+)
 from support.histories import (
     ARCHITECTURES,
     WITH_WINDOWS,
@@ -26,7 +34,7 @@ from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result
 from mlxrunner.serve.loader import ModelLoader
-from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, Budget, Costs
+from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts
 from mlxrunner.speculation.lookup import TextLookup
 from mlxrunner.testing import interrupt_at
 
@@ -58,7 +66,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def answers(name: str, count: int, **options: Any) -> tuple[list[Result], int]:
     """Return `count` answers beside each other, and the steps that they took."""
-    with Stepper(*tiny_parts(name), max_sequences=count, context=300) as runner:
+    with Engine(*tiny_parts(name), max_sequences=count, context=300) as runner:
         results = runner.run(prompts(count), max_tokens=80, **({"stop_tokens": []} | options))
         return results, runner.steps
 
@@ -116,7 +124,7 @@ def test_what_a_form_leaves_no_other_text_for_is_guessed(name: str) -> None:
 
 
 def guessed(
-    runner: Stepper, prompt: list[int], answer: list[int], wrong: int | None = None, **options: Any
+    runner: Engine, prompt: list[int], answer: list[int], wrong: int | None = None, **options: Any
 ) -> Any:
     """Return the handle of a request whose answer is guessed, with one wrong token or none."""
     handle = runner.submit(prompt, **({"stop_tokens": []} | options))
@@ -130,7 +138,7 @@ def guessed(
 
 def test_an_answer_that_is_asked_for_again_is_guessed_from_the_other_slot() -> None:
     """Its first draft is what the slot held whose prefix it shares."""
-    with Stepper.load("demo", max_sequences=2, context=200) as runner:
+    with Engine.load("demo", max_sequences=2, context=200) as runner:
         plain = runner.complete(QUESTION, speculate="off")
         again = runner.complete(QUESTION, speculate="lookup")
     assert again.tokens == plain.tokens
@@ -172,7 +180,7 @@ class Certain(Guesses):
 def test_an_answer_may_stop_anywhere_in_an_accepted_run(name: str) -> None:
     """The slot then has what was shown, and each layer has as many tokens."""
     given, prompt = tiny_parts(name), prompts(1)[0]
-    with Stepper(*given, max_sequences=2, context=200) as runner:
+    with Engine(*given, max_sequences=2, context=200) as runner:
         answer = runner.complete(prompt, max_tokens=30, stop_tokens=[]).tokens
         for wrong in (None, 9):
             for place in {answer.index(token): token for token in answer}:
@@ -193,7 +201,7 @@ def test_a_step_has_few_guesses_and_a_full_one_none(answering: int) -> None:
     """All guesses of a step share 15 rows; a step that evaluates a prompt has none."""
     given = tiny_parts("llama")
     texts = [[*prompt, number] for number, prompt in enumerate(prompts(answering))]
-    with Stepper(*given, max_sequences=answering + 1, context=200) as runner:
+    with Engine(*given, max_sequences=answering + 1, context=200) as runner:
         expected = [one.tokens for one in runner.run(texts, max_tokens=24, stop_tokens=[])]
         rows: list[tuple[int, int]] = []
         forward = backend(runner).forward
@@ -218,7 +226,7 @@ def test_a_step_has_few_guesses_and_a_full_one_none(answering: int) -> None:
             assert len(rows) < 24
 
 
-def begun(runner: Stepper, expected: list[list[int]]) -> list[Any]:
+def begun(runner: Engine, expected: list[list[int]]) -> list[Any]:
     """Begin requests whose next step has guesses, one of them wrong."""
     handles = [
         guessed(runner, text, answer, 7, max_tokens=20)
@@ -233,7 +241,7 @@ def begun(runner: Stepper, expected: list[list[int]]) -> list[Any]:
 def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None:
     """The slots hold the beginning of what was said, and later answers are right."""
     texts = prompts(2)
-    with Stepper(*tiny_parts(name), max_sequences=3, context=200) as runner:
+    with Engine(*tiny_parts(name), max_sequences=3, context=200) as runner:
         expected = [one.tokens for one in runner.run(texts, max_tokens=20, stop_tokens=[])]
         handles = begun(runner, expected)
         with interrupt_at(-1) as seen:
@@ -257,7 +265,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None
 
 def test_the_controller_drafts_where_a_step_has_few_answers() -> None:
     """One right guess saves one answer a step: a share of it, the more answers the smaller."""
-    controller = StepController(Budget())
+    controller = StepController(DraftBudget())
     sure = [0.95] * DEEPEST
     depths = []
     for count in (1, 2, 4, 8, 15):
@@ -280,21 +288,21 @@ def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
     """All answers of a step share one budget: 1 % of the steps and one step, and no more."""
     cost: list[float] = []
 
-    def wait(self: Composer, step: Step) -> float:
+    def wait(self: BatchBuilder, step: DispatchedStep) -> float:
         mx.eval(step.awaited)
         if step.planned.prefill:
             return 1.0
         cost.append(1 + slope * step.more)
         return cost[-1]
 
-    monkeypatch.setattr(Composer, "wait", wait)
+    monkeypatch.setattr(BatchBuilder, "wait", wait)
     monkeypatch.setattr(TextLookup, "ahead", lambda self, most: [299] * most)
     # Deep drafts are tried beside others where one of them was measured before.
-    monkeypatch.setattr(Costs, "is_known", True)
+    monkeypatch.setattr(PassCosts, "is_known", True)
     for cost_of in ("ratio", "hoped"):
-        monkeypatch.setattr(Costs, cost_of, lambda self, depth: 1 + slope * depth)
+        monkeypatch.setattr(PassCosts, cost_of, lambda self, depth: 1 + slope * depth)
     length = fewer(150, 100)
-    with Stepper(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
+    with Engine(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
         for _ in range(2):
             results = runner.run(
                 prompts(count), max_tokens=length, stop_tokens=[], speculate="auto"
@@ -307,7 +315,7 @@ def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
 
 def test_the_guesses_of_one_step_may_not_lose_the_same_passes() -> None:
     """A draft of one answer takes from what is left for the others, until the step has ended."""
-    budget = Budget()
+    budget = DraftBudget()
     controller, sure = StepController(budget), [0.95] * DEEPEST
     controller.carry(2)
     controller.measure(2, 0, 1.0)
@@ -333,7 +341,7 @@ def test_steps_without_a_guessed_answer_ask_nothing_about_guesses(
 
 def test_a_badly_measured_cost_is_forgotten() -> None:
     """A step with guesses may have waited for other work the only time that there was one."""
-    controller = StepController(Budget())
+    controller = StepController(DraftBudget())
     controller.carry(2)
     controller.measure(2, 0, 1.0)
     controller.measure(2, 15, 50.0)

@@ -12,8 +12,8 @@ import pytest
 from support.engine import (
     AHEAD,
     SAMPLED,
-    DrivenHandle,
-    Stepper,
+    Engine,
+    EngineHandle,
     backend,
     largest_step,
     request_of,
@@ -133,7 +133,7 @@ def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> No
     """Every architecture with a rope gives the single runner's answers, also windows and sinks."""
     given = parts(name)
     prompts = some_prompts(1, 12)
-    with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
+    with Engine(*given, max_sequences=4, context=160, prefill_step=37) as runner:
         assert backend(runner).can_split == (name != "gemma2")
         backend(runner).worth_splitting = worth
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
@@ -148,7 +148,7 @@ def test_layers_with_states_of_their_own_answer_as_the_single_runner(name: str) 
     """With prefixes in common, of which some go back to a checkpoint, and a second turn."""
     given = parts(name)
     prompts = some_prompts(1, 9)
-    with Stepper(*given, max_sequences=4, context=160, prefill_step=37) as runner:
+    with Engine(*given, max_sequences=4, context=160, prefill_step=37) as runner:
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
         following = [[*p, *r.tokens, 7, 8] for p, r in zip(prompts, results, strict=True)]
         results += runner.run(following, max_tokens=6, stop_tokens=[])
@@ -162,7 +162,7 @@ def test_first_tokens_are_told_before_the_next_step_is_dispatched(
     llama: tuple[Any, ByteTokenizer, Any],
 ) -> None:
     """Later tokens are read while the device runs the next step."""
-    with Stepper(*llama, max_sequences=2, context=50) as runner:
+    with Engine(*llama, max_sequences=2, context=50) as runner:
         told: list[tuple[int, list[int], int]] = []
         handles = [runner.submit([5, 6, 7], max_tokens=4, stop_tokens=[])]
         runner.tell_first(
@@ -194,7 +194,7 @@ def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer,
     before = [layer.self_attn.rope for layer in model.layers], model.model.norm
     kind = type(model.layers[0].self_attn)
     expected = alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[])
-    with Stepper(*llama, max_sequences=2, context=50):
+    with Engine(*llama, max_sequences=2, context=50):
         assert model.layers[0].self_attn.rope is not before[0][0]
         assert type(model.layers[0].self_attn) is not kind
         assert alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[]) == expected
@@ -208,7 +208,7 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(
     """Also when all prompts come at the same time."""
     prefix = [i * 7 % 290 for i in range(100)]
     prompts = [[*prefix, 100 + i, i] for i in range(6)]
-    with Stepper(*llama, max_sequences=6, context=120, prefill_step=64) as runner:
+    with Engine(*llama, max_sequences=6, context=120, prefill_step=64) as runner:
         results = runner.run(prompts, max_tokens=4, stop_tokens=[])
         assert backend(runner).groups[0].num_used_by(range(6)) == 100 + 6 * (2 + 3)
     assert [r.usage.cached_tokens for r in results] == [0, *[100] * 5]
@@ -222,7 +222,7 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(
 def test_requests_join_leave_and_stream_at_any_step(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """Iterating one drives all; a late one joins; a cancelled one takes nothing from the others."""
     prompts = some_prompts(2, 4)
-    with Stepper(*llama, max_sequences=4, context=200, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=4, context=200, prefill_step=16) as runner:
         first = runner.submit(prompts[0], max_tokens=30, stop_tokens=[])
         stream = iter(first)
         shown = [next(stream).token for _ in range(3)]
@@ -264,7 +264,7 @@ def test_each_request_has_its_own_sampler_seed_stops_and_limits(
     ]
     for seed in range(3):
         order = random.Random(seed).sample(range(6), 6)
-        with Stepper(*llama, max_sequences=3 + seed, context=200, prefill_step=20) as runner:
+        with Engine(*llama, max_sequences=3 + seed, context=200, prefill_step=20) as runner:
             requests = [(prompts[i], {"stop_tokens": []} | options[i]) for i in order]
             results = dict(zip(order, runner.run_each(requests), strict=True))
         assert [results[i].tokens for i in range(6)] == expected
@@ -280,7 +280,7 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(
     whole = list(runner.generate(prompt, max_tokens=20, stop_tokens=[]))
     stop = next((chunk.text for chunk in whole[4:] if chunk.text.strip()), "x")
     single = list(runner.generate(prompt, max_tokens=20, stop_tokens=[], stop=stop))
-    with Stepper(*llama, max_sequences=2, context=100) as parallel:
+    with Engine(*llama, max_sequences=2, context=100) as parallel:
         result = parallel.submit(prompt, max_tokens=20, stop_tokens=[], stop=stop).result()
     assert result.text == "".join(chunk.text for chunk in single)
     assert result.finish_reason == single[-1].finish_reason
@@ -288,7 +288,7 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(
 
 def test_a_slot_is_used_again_with_what_it_remembers(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """The next turn evaluates only what is new, and a prompt that is all found one token."""
-    with Stepper(*llama, max_sequences=2, context=200) as runner:
+    with Engine(*llama, max_sequences=2, context=200) as runner:
         prompt = list(range(40))
         first = runner.submit(prompt, max_tokens=5, stop_tokens=[]).result()
         longer = [*prompt, *first.tokens, 7, 8]
@@ -305,7 +305,7 @@ def test_a_full_context_shifts_or_stops(name: str) -> None:
     """Half of what is not kept makes room; the others do not notice."""
     given = parts(name)
     prompts = some_prompts(5, 2)
-    with Stepper(*given, max_sequences=2, context=120) as runner:
+    with Engine(*given, max_sequences=2, context=120) as runner:
         shifting = runner.submit(
             list(range(100)), max_tokens=90, stop_tokens=[], overflow="shift", keep=4
         )
@@ -324,7 +324,7 @@ def test_fewer_cells_than_everybody_could_use(llama: tuple[Any, ByteTokenizer, A
 
     Shared tokens count once, and idle ones give way.
     """
-    with Stepper(*llama, max_sequences=4, context=100, kv_cache_tokens=120) as runner:
+    with Engine(*llama, max_sequences=4, context=100, kv_cache_tokens=120) as runner:
         first = runner.submit(list(range(60)), max_tokens=20, stop_tokens=[])
         with pytest.raises(
             CacheFullError, match="this request needs 75 free cells, but 40 of 120 are free"
@@ -355,7 +355,7 @@ def test_a_bad_prompt_is_refused_at_once(
     llama: tuple[Any, ByteTokenizer, Any], prompt: list[int], error: type[Exception], message: str
 ) -> None:
     """It takes no slot."""
-    with Stepper(*llama, max_sequences=1, context=50) as runner:
+    with Engine(*llama, max_sequences=1, context=50) as runner:
         with pytest.raises(error, match=message):
             runner.submit(prompt)
         running = runner.submit([1, 2], max_tokens=3, stop_tokens=[])
@@ -363,7 +363,7 @@ def test_a_bad_prompt_is_refused_at_once(
             runner.submit([3])
         assert len(running.result().tokens) == 3
     with pytest.raises(OptionError, match=r"prefill_step: 3 is out .* between 4 and"):
-        Stepper(*llama, max_sequences=4, context=50, prefill_step=3)
+        Engine(*llama, max_sequences=4, context=50, prefill_step=3)
 
 
 @pytest.mark.parametrize(
@@ -380,10 +380,10 @@ def test_a_bad_prompt_is_refused_at_once(
 def test_wrong_sizes_are_refused_before_anything_is_loaded(sizes: dict[str, Any]) -> None:
     (name,) = sizes
     with pytest.raises(OptionError, match=name):
-        Stepper.load("demo", max_sequences=2, **sizes)
+        Engine.load("demo", max_sequences=2, **sizes)
 
 
-def failing(runner: Stepper, call: int, error: BaseException) -> None:
+def failing(runner: Engine, call: int, error: BaseException) -> None:
     """Let the call number `call` of a layer's cache raise `error`, once."""
     calls = 0
 
@@ -406,7 +406,7 @@ def test_an_interrupted_step_leaves_nothing_wrong_behind(
 ) -> None:
     """Its requests are ended; only what was evaluated before it is shared."""
     prompt = list(range(30))
-    with Stepper(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
         running = runner.submit(prompt, max_tokens=5, stop_tokens=[])
         other = runner.submit([9, 8, 7], max_tokens=5, stop_tokens=[])
         failing(runner, call, KeyboardInterrupt())
@@ -428,7 +428,7 @@ def test_a_step_that_fails_once_is_run_again(
 ) -> None:
     """No answer changes and no request ends, at whatever layer and step it fails."""
     prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
-    with Stepper(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
         failing(runner, call, RuntimeError("from a layer"))
         results = runner.run(prompts, max_tokens=5, stop_tokens=[], **options)
         for prompt, result in zip(prompts, results, strict=True):
@@ -441,7 +441,7 @@ def test_a_request_that_fails_every_step_ends_alone(
 ) -> None:
     """The others give their answers, from its step on in halves."""
     prompts = [[number * 7 + i for i in range(12)] for number in range(4)]
-    with Stepper(*llama, max_sequences=4, context=80, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=4, context=80, prefill_step=16) as runner:
         handles = [runner.submit(prompt, max_tokens=5, stop_tokens=[]) for prompt in prompts]
         runner.step()
         forward, slot = backend(runner).forward, request_of(handles[culprit]).slot.number
@@ -467,7 +467,7 @@ def test_tokens_that_cannot_be_read_are_computed_again(
     prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
     options: dict[str, Any] = {"max_tokens": 9, "stop_tokens": [], "temperature": 1.0, "seed": 5}
     expected = [alone(llama, prompt, **options) for prompt in prompts]
-    with Stepper(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=3, context=80, prefill_step=16) as runner:
         handles = [runner.submit(prompt, **options) for prompt in prompts]
         for _ in range(7):
             runner.step()
@@ -491,7 +491,7 @@ def test_tokens_that_cannot_be_read_are_computed_again(
 def test_what_a_parallel_runner_cannot_do_is_refused(llama: tuple[Any, ByteTokenizer, Any]) -> None:
     """Not ignored."""
     refused = pytest.raises(OptionError, match="keep: 63 tokens leave no room in the context of 64")
-    with Stepper(*llama, max_sequences=1, context=64) as runner, refused:
+    with Engine(*llama, max_sequences=1, context=64) as runner, refused:
         runner.submit([1, 2], overflow="shift", keep=63)
 
 
@@ -502,8 +502,8 @@ def test_many_requests_with_cancels_through_eight_slots(
     rng = random.Random(8)
     expected: dict[tuple[int, ...], list[int]] = {}
     prompts = some_prompts(8, 60)
-    with Stepper(*llama, max_sequences=8, context=140, prefill_step=48) as runner:
-        running: list[tuple[DrivenHandle, list[int], int]] = []
+    with Engine(*llama, max_sequences=8, context=140, prefill_step=48) as runner:
+        running: list[tuple[EngineHandle, list[int], int]] = []
         finished = cancelled = 0
         count = fewer(500, 150)
         for _ in range(count):
@@ -546,7 +546,7 @@ def test_many_requests_with_cancels_through_eight_slots(
 
 def test_many_slots_are_reserved_by_sampling_for_a_few(llama: Any) -> None:
     """Sampling for each of a thousand took minutes."""
-    with Stepper(*llama, max_sequences=40, context=8) as runner:
+    with Engine(*llama, max_sequences=40, context=8) as runner:
         few = largest_step(backend(runner), 80, 3)
         many = largest_step(backend(runner), 80, 40)
     kept = 2  # keys and values behind one layer of each kind
@@ -555,7 +555,7 @@ def test_many_slots_are_reserved_by_sampling_for_a_few(llama: Any) -> None:
 
 def test_buffers_are_allocated_once() -> None:
     """By the reserving pass, for all cells, and never again; the plan says how much."""
-    with Stepper.load("demo", max_sequences=4, context=256, prefill_step=64) as runner:
+    with Engine.load("demo", max_sequences=4, context=256, prefill_step=64) as runner:
         assert runner.plan is not None
         stored = sum(group.nbytes for group in backend(runner).groups)
         assert stored == 6 * 2 * 192 * 4 * 4 * 256
@@ -632,7 +632,7 @@ def test_run_each_reads_no_further_ahead_than_it_has_to(
             read.append(index)
             yield prompt, {"max_tokens": 30 if index == 5 else 2, "stop_tokens": []}
 
-    with Stepper(*llama, max_sequences=2, context=160) as runner:
+    with Engine(*llama, max_sequences=2, context=160) as runner:
         ahead = []
         for number, result in enumerate(runner.run_each(requests())):
             ahead.append(len(read) - number)
@@ -646,7 +646,7 @@ def test_polling_gives_the_same_chunks_without_a_step(
 ) -> None:
     """For whoever drives many requests; a poll alone never gets further."""
     prompts = some_prompts(4, 3)
-    with Stepper(*llama, max_sequences=3, context=160) as runner:
+    with Engine(*llama, max_sequences=3, context=160) as runner:
         handles = [runner.submit(prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]
         assert [handle.poll() for handle in handles] == [[], [], []]
         tokens: list[list[int | None]] = [[], [], []]
@@ -662,7 +662,7 @@ def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(
 ) -> None:
     """The slot that one of them takes its prefix from may be given to the other in between."""
     prefix = list(range(1, 101))
-    with Stepper(*llama, max_sequences=2, context=150) as runner:
+    with Engine(*llama, max_sequences=2, context=150) as runner:
         first = runner.submit([*prefix, 5], max_tokens=3, stop_tokens=[])
         second = runner.submit([*prefix, 6], max_tokens=3, stop_tokens=[])
         first.cancel()
@@ -680,7 +680,7 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
 ) -> None:
     """A request that might not fit beside running ones is refused at once, and those go on."""
     prefix = list(range(1, 70))
-    with Stepper(*llama, max_sequences=2, context=100, kv_cache_tokens=100) as runner:
+    with Engine(*llama, max_sequences=2, context=100, kv_cache_tokens=100) as runner:
         runner.submit(prefix, max_tokens=1, stop_tokens=[]).result()
         running = runner.submit([200, 201, 202], max_tokens=25, stop_tokens=[])
         runner.step()
@@ -706,11 +706,11 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
 def test_settings_of_the_wrong_type_are_refused(settings: dict[str, Any]) -> None:
     name = list(settings)[-1]
     with pytest.raises(OptionError, match=f"^{name}: "):
-        Stepper.load("demo", max_sequences=2, context=64, **settings)
+        Engine.load("demo", max_sequences=2, context=64, **settings)
 
 
 def test_a_folder_that_no_path_can_name_is_refused() -> None:
     with pytest.raises(SessionError, match="null byte"):
-        Stepper.load(
+        Engine.load(
             "demo", max_sequences=2, context=64, disk_cache_bytes=10**6, disk_cache_dir="a\0b"
         )

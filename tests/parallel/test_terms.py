@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from support.engine import Stepper, claim_least, request_of
+from support.engine import Engine, claim_least, request_of
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import ParallelRunner, Runner
@@ -39,7 +39,7 @@ def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
 
 
 def test_an_interactive_prompt_goes_before_batch_ones(llama: Parts) -> None:
-    with Stepper(*llama, max_sequences=3, context=400, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=3, context=400, prefill_step=16) as runner:
         work = [runner.submit(some(i, 200), max_tokens=1, priority="batch") for i in range(2)]
         runner.step()
         question = runner.submit(some(9, 96), max_tokens=1)
@@ -53,7 +53,7 @@ def test_an_interactive_prompt_goes_before_batch_ones(llama: Parts) -> None:
 
 def test_an_answer_in_a_batch_yields_to_an_interactive_prompt(llama: Parts) -> None:
     """It goes on with what the step has left, and comes to its end with the same tokens."""
-    with Stepper(*llama, max_sequences=3, context=400, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=3, context=400, prefill_step=16) as runner:
         work = runner.submit(prompt := some(1, 20), max_tokens=30, stop_tokens=[], priority="batch")
         for _ in range(5):
             runner.step()
@@ -73,7 +73,7 @@ def test_an_answer_in_a_batch_yields_to_an_interactive_prompt(llama: Parts) -> N
 
 
 def test_the_nearest_deadline_is_evaluated_first(llama: Parts) -> None:
-    with Stepper(*llama, max_sequences=3, context=400, prefill_step=16) as runner:
+    with Engine(*llama, max_sequences=3, context=400, prefill_step=16) as runner:
         patient = runner.submit(some(1, 100), max_tokens=1)
         late = runner.submit(some(2, 100), max_tokens=1, deadline=2000)
         soon = runner.submit(some(3, 100), max_tokens=1, deadline=1000)
@@ -87,7 +87,7 @@ def test_the_nearest_deadline_is_evaluated_first(llama: Parts) -> None:
 )
 def test_a_deadline_ends_a_request_and_frees_its_slot(llama: Parts, prompt: int, said: int) -> None:
     """Its tokens so far can be read, the error says how long it had, and others go on."""
-    with Stepper(*llama, max_sequences=2, context=400, prefill_step=64) as runner:
+    with Engine(*llama, max_sequences=2, context=400, prefill_step=64) as runner:
         other = runner.submit(some(1, 40), max_tokens=12, stop_tokens=[])
         handle = runner.submit(some(2, prompt), max_tokens=150, stop_tokens=[], deadline=3600)
         for _ in range(max(1, said)):
@@ -104,13 +104,13 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(llama: Parts, prompt: int,
 
 
 def test_terms_are_checked_when_a_request_is_submitted(llama: Parts) -> None:
-    with Stepper(*llama, max_sequences=2, context=100) as runner:
+    with Engine(*llama, max_sequences=2, context=100) as runner:
         with pytest.raises(OptionError, match="priority: 'now' is not known"):
             runner.submit([1, 2], priority="now")  # type: ignore[typeddict-item]
         with pytest.raises(OptionError, match="deadline: -1 is out of range"):
             runner.submit([1, 2], deadline=-1)
         with pytest.raises(OptionError, match="max_step_ms: -1 is out of range"):
-            Stepper(*llama, max_sequences=2, max_step_ms=-1)
+            Engine(*llama, max_sequences=2, max_step_ms=-1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -121,7 +121,7 @@ def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
     claim_least(8, 8, monkeypatch)
     given, waited = parts(name), set()
     prompts = [some(i, 30) for i in range(3)]
-    with Stepper(
+    with Engine(
         *given, max_sequences=3, context=300, prefill_step=64, kv_cache_tokens=200
     ) as runner:
         handles = [
@@ -142,7 +142,7 @@ def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
 
 
 def test_later_and_never_are_told_apart(llama: Parts) -> None:
-    with Stepper(
+    with Engine(
         *llama, max_sequences=2, context=300, prefill_step=64, kv_cache_tokens=320
     ) as runner:
         running = runner.submit(some(1, 200), max_tokens=50)
@@ -150,7 +150,7 @@ def test_later_and_never_are_told_apart(llama: Parts) -> None:
             runner.submit(some(2, 100), max_tokens=50)
         running.cancel()
         runner.submit(some(2, 100), max_tokens=50).result()
-    with Stepper(
+    with Engine(
         *llama, max_sequences=2, context=300, prefill_step=64, kv_cache_tokens=100
     ) as runner:
         runner.submit(some(1, 40), max_tokens=10)
@@ -160,7 +160,7 @@ def test_later_and_never_are_told_apart(llama: Parts) -> None:
 
 
 def test_an_answer_without_a_limit_ends_where_all_cells_are_its_own(llama: Parts) -> None:
-    with Stepper(
+    with Engine(
         *llama, max_sequences=2, context=300, prefill_step=64, kv_cache_tokens=100
     ) as runner:
         result = runner.complete(some(1, 40), stop_tokens=[])
@@ -170,7 +170,7 @@ def test_an_answer_without_a_limit_ends_where_all_cells_are_its_own(llama: Parts
 def test_a_shared_prefix_that_is_awaited_counts_once(llama: Parts) -> None:
     """Four cold requests over a trunk begin at once where the trunk fits only once."""
     trunk = some(0, 200)
-    with Stepper(
+    with Engine(
         *llama, max_sequences=4, context=300, prefill_step=32, kv_cache_tokens=300
     ) as runner:
         handles = [runner.submit([*trunk, i], max_tokens=20, stop_tokens=[]) for i in range(4)]
@@ -182,7 +182,7 @@ def test_a_shared_prefix_that_is_awaited_counts_once(llama: Parts) -> None:
 
 @pytest.mark.parametrize("max_step_ms", [None, 5], ids=["chosen", "given"])
 def test_pieces_beside_an_answer_change_no_token(llama: Parts, max_step_ms: float | None) -> None:
-    with Stepper(*llama, max_sequences=3, context=700, max_step_ms=max_step_ms) as runner:
+    with Engine(*llama, max_sequences=3, context=700, max_step_ms=max_step_ms) as runner:
         first = runner.submit(short := some(1, 9), max_tokens=150, stop_tokens=[])
         for _ in range(4):
             runner.step()

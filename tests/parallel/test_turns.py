@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner.errors import OptionError
-from mlxrunner.parallel.scheduling.pacing import FAIR, Turns, Want, check, share
+from mlxrunner.parallel.scheduling.pacing import FAIR, FairShare, TokenDemand, check, share
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 20))
@@ -28,27 +28,27 @@ def test_turns_go_round() -> None:
     assert [share(1, [5, 5, 5], turn).index(1) for turn in range(3)] == [0, 1, 2]
 
 
-def dealt(budget: int, *wants: Want, turns: int = 1) -> list[int]:
+def dealt(budget: int, *wants: TokenDemand, turns: int = 1) -> list[int]:
     """Return what each request got in the last of some turns."""
-    order = Turns()
+    order = FairShare()
     for _ in range(turns):
         given_ = order.deal(budget, wants)
     return given_
 
 
 def test_interactive_requests_come_first_and_batch_gets_what_is_left() -> None:
-    assert dealt(10, Want(8, "batch"), Want(6), Want(2, "batch")) == [2, 6, 2]
-    assert dealt(10, Want(8, "batch"), Want(60)) == [0, 10]
+    assert dealt(10, TokenDemand(8, "batch"), TokenDemand(6), TokenDemand(2, "batch")) == [2, 6, 2]
+    assert dealt(10, TokenDemand(8, "batch"), TokenDemand(60)) == [0, 10]
 
 
 def test_within_a_priority_the_nearest_deadline_comes_first() -> None:
-    assert dealt(10, Want(5), Want(5, due=9.0), Want(5, due=3.0)) == [0, 5, 5]
-    assert dealt(10, Want(9, "batch", due=1.0), Want(9), Want(9)) == [0, 5, 5]
+    assert dealt(10, TokenDemand(5), TokenDemand(5, due=9.0), TokenDemand(5, due=3.0)) == [0, 5, 5]
+    assert dealt(10, TokenDemand(9, "batch", due=1.0), TokenDemand(9), TokenDemand(9)) == [0, 5, 5]
 
 
 def test_one_turn_in_eight_is_shared_by_all() -> None:
     """A flood of interactive requests, or of deadlines, lets nothing starve."""
-    wants = [Want(100, "batch"), Want(100), Want(100, due=1.0)]
+    wants = [TokenDemand(100, "batch"), TokenDemand(100), TokenDemand(100, due=1.0)]
     given_ = [dealt(30, *wants, turns=turn) for turn in range(1, FAIR + 1)]
     assert given_[-1] == [10, 10, 10]
     assert all(one == [0, 0, 30] for one in given_[:-1])

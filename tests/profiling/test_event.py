@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from support.engine import Stepper
+from support.engine import Engine
 from support.waiting import PATIENCE_S, until
 
 from mlxrunner import cli
@@ -242,7 +242,7 @@ def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) ->
     """Each with what it shared; a cancelled one too."""
     profile = Profile("python", events=events)
     messages = [{"role": "user", "content": "My name is Ana. What is my name?"}]
-    with Stepper.load("demo", max_sequences=2, context=128) as runner:
+    with Engine.load("demo", max_sequences=2, context=128) as runner:
         profile.watch(runner)
         runner.run([messages, messages], max_tokens=4)
         runner.run(["My name is Bo"], max_tokens=2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.conversations import Played, Trace, play
-from support.engine import DrivenHandle, Stepper, move_no_keys, request_of
+from support.engine import Engine, EngineHandle, move_no_keys, request_of
 from support.histories import History, Parts, tiny_parts
 from support.sample import fewer
 
@@ -59,7 +59,7 @@ class LoggedHistory(History):
         profile.finish()
         return list(read_token_log([self.file]))
 
-    def submit(self, runner: Stepper) -> None:
+    def submit(self, runner: Engine) -> None:
         """Some that can't begin are tried again and again, with others cancelled in between."""
         rng = self.rng
         prompt = self.prompt()[: self.context - 1]
@@ -86,7 +86,7 @@ class LoggedHistory(History):
             rng.choice([self.step, self.cancel])(runner)
 
     def ended(
-        self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]
+        self, handle: EngineHandle, prompt: list[int], options: dict[str, Any]
     ) -> Usage | None:
         self.seen["failed" if handle.error else "ended"] += 1
         if handle.error:
@@ -153,7 +153,7 @@ def logged_batch(
         for _ in range(24)
     ]
     profile, total = Profile(tokens=file), Counter[str]()
-    with Stepper(*given, max_sequences=slots, context=160, prefill_step=64) as runner:
+    with Engine(*given, max_sequences=slots, context=160, prefill_step=64) as runner:
         profile.watch(runner)
         for result in run_batch(runner, requests, stop_tokens=[], speculate="off", **options):
             assert result.result is not None
@@ -226,7 +226,7 @@ def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
     move_no_keys(monkeypatch)
     file, rng = tmp_path / "log", random.Random(5)
     trunk, profile = some(rng, 50), Profile(tokens=file)
-    with Stepper(*parts("llama"), max_sequences=3, context=64) as runner:
+    with Engine(*parts("llama"), max_sequences=3, context=64) as runner:
         profile.watch(runner)
         plain: Any = {"stop_tokens": [], "speculate": "off"}
         first = runner.submit(trunk, max_tokens=200, overflow="shift", keep=10, **plain)
@@ -316,7 +316,7 @@ def test_a_runner_with_one_slot_is_logged(tmp_path: Path) -> None:
     """It has no entry of its own, like one with several."""
     with (
         Profile(tokens=tmp_path / "log") as profile,
-        Stepper(*parts("gemma3_text"), max_sequences=1, context=64) as runner,
+        Engine(*parts("gemma3_text"), max_sequences=1, context=64) as runner,
     ):
         profile.watch(runner)
         runner.complete([1, 2, 3], max_tokens=2)
@@ -330,7 +330,7 @@ def conversations(
     parking = DiskCache(None, {"model": "llama"}, limit=park_bytes)
     with (
         Profile(tokens=file, events=file.with_suffix(".events")) as profile,
-        Stepper(
+        Engine(
             *parts("llama"),
             max_sequences=slots,
             context=600,

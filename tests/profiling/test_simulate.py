@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support.engine import SEED_TOKENS, Stepper, after_each_chunk
+from support.engine import SEED_TOKENS, Engine, after_each_chunk
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner, cli
@@ -567,7 +567,7 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     lengths = [rng.choice([1, 2, 9]) for _ in prompts]
     config = tiny_config(architecture, max_position_embeddings=512, vocab_size=300)
     model = tiny_model(config)
-    with Stepper(
+    with Engine(
         model, ByteTokenizer(), facts_of(model, config), max_sequences=3, context=160
     ) as several:
         profile = Profile(tokens=log)

@@ -26,7 +26,7 @@ from mlxrunner.ranks.following import follow
 from mlxrunner.ranks.group import checked_folder, join
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts, versions
-from mlxrunner.ranks.leading import Held, LeadingModel
+from mlxrunner.ranks.leading import LeadingModel, RankTokens
 from mlxrunner.runner import Runner
 from tests.support.architectures import build, settings_of
 from tests.support.models import save_model, tiny_config, write_model, write_tokenizer
@@ -172,7 +172,7 @@ def test_another_entry_begins_at_the_first_token(tmp_path: Path) -> None:
     """The other ranks hold one entry: they can't go on with another one."""
     write_model(tmp_path)
     told: list[Any] = []
-    held, group = Held(), mx.distributed.init()
+    held, group = RankTokens(), mx.distributed.init()
     one, other = (Runner.load(tmp_path, reserve=False) for _ in range(2))
     for each in (one, other):
         caches = partial(lambda runner: {0: runner.entry.caches}, each)

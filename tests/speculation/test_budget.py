@@ -18,7 +18,7 @@ from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.engine import decode
 from mlxrunner.speculation import lookup
-from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, SLOPE, Budget, Controller
+from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, SLOPE, Controller, DraftBudget
 from mlxrunner.speculation.lookup import TextLookup
 from mlxrunner.speculation.model import DraftModel
 from mlxrunner.system import device
@@ -76,7 +76,7 @@ def test_a_source_that_is_trusted_and_always_wrong_costs_no_more_than_the_budget
     slope: float, share: float
 ) -> None:
     """At every token: what was lost so far is bounded, and drafts are tried again and again."""
-    budget = Budget()
+    budget = DraftBudget()
     controller, lost, drafts = Controller(budget), 0.0, 0
     for count in range(1, 5000):
         depth = controller.depth([share] * DEEPEST, DEEPEST)
@@ -128,7 +128,7 @@ def test_an_answer_whose_guesses_are_right_takes_less(
 
 def test_what_was_gained_may_be_lost_again_but_only_a_little() -> None:
     """A long gain must not pay for a long loss, and an earlier answer for none in the next."""
-    budget = Budget()
+    budget = DraftBudget()
     for _ in range(100):
         budget.pay(2, 10)
     assert 1 < budget.left < 10
@@ -142,7 +142,7 @@ def test_what_was_gained_may_be_lost_again_but_only_a_little() -> None:
 
 def test_nothing_is_drafted_before_a_pass_was_measured() -> None:
     """Without that nobody knows what a draft costs."""
-    controller = Controller(Budget())
+    controller = Controller(DraftBudget())
     assert controller.depth([0.99] * DEEPEST, DEEPEST) == 0
     controller.passed(1.0)
     assert controller.depth([0.99] * DEEPEST, DEEPEST) == 1
@@ -150,7 +150,7 @@ def test_nothing_is_drafted_before_a_pass_was_measured() -> None:
 
 def test_one_slow_pass_of_a_size_is_no_reason_to_guess_no_more() -> None:
     """A device prepares its kernels in the first pass of a size. The budget counts that, too."""
-    budget = Budget()
+    budget = DraftBudget()
     controller, sure = Controller(budget), [0.99] * DEEPEST
     controller.passed(1.0)
     assert controller.depth(sure, DEEPEST) == 1
@@ -171,7 +171,7 @@ def test_one_slow_pass_of_a_size_is_no_reason_to_guess_no_more() -> None:
 
 def test_a_pass_that_was_measured_too_cheap_makes_no_long_one_cheap() -> None:
     """Other work may have disturbed the pass of one row that it is compared with."""
-    controller = Controller(Budget())
+    controller = Controller(DraftBudget())
     controller.passed(1.0)
     controller.verified(1, 0.9)
     for depth in (3, 7, 15):

@@ -14,8 +14,8 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from support.engine import DrivenHandle as Handle
-from support.engine import Stepper
+from support.engine import Engine
+from support.engine import EngineHandle as Handle
 
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
@@ -293,7 +293,7 @@ class Played:
         return self.reused / self.shareable if self.shareable else 1.0
 
 
-def play(runner: Stepper, trace: Trace) -> Played:
+def play(runner: Engine, trace: Trace) -> Played:
     """Run all requests of `trace`, each as soon as it can begin and a slot is free."""
     played, ideal = Played(), Ideal()
     running: list[tuple[Ask, Handle]] = []
@@ -310,7 +310,7 @@ def play(runner: Stepper, trace: Trace) -> Played:
 
 
 def _begin(
-    runner: Stepper,
+    runner: Engine,
     trace: Trace,
     running: list[tuple[Ask, Handle]],
     played: Played,

@@ -22,7 +22,7 @@ from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.tokens import Shift
 from mlxrunner.models.facts import facts_of
-from mlxrunner.speculation.controller import Costs
+from mlxrunner.speculation.controller import PassCosts
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 DEEPEST = 6
@@ -214,7 +214,7 @@ class Drafting:
 
 def steady_costs(patch: pytest.MonkeyPatch) -> None:
     """Let a pass cost a fiftieth more for each drafted token, however long it takes here."""
-    patch.setattr(Costs, "ratio", lambda self, depth: 1 + depth / 50)
+    patch.setattr(PassCosts, "ratio", lambda self, depth: 1 + depth / 50)
 
 
 NAMES = (

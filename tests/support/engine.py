@@ -14,16 +14,21 @@ from mlxrunner import ParallelRunner
 from mlxrunner.engine import pipeline
 from mlxrunner.engine.decode import Decoding
 from mlxrunner.engine.pipeline import SEED_TOKENS, Pipeline
+from mlxrunner.parallel.engine import AHEAD, Engine, EngineHandle
 from mlxrunner.parallel.opening import SAMPLED, DraftPlan, largest_step
-from mlxrunner.parallel.rows.adapt import Adapted, PerTokenRope
-from mlxrunner.parallel.rows.attention import Parts
-from mlxrunner.parallel.rows.engine import WINDOWS_KEEP
+from mlxrunner.parallel.rows.attention import SplitAttention
+from mlxrunner.parallel.rows.backend import WINDOWS_KEEP
+from mlxrunner.parallel.rows.batched import BatchedModel, PerTokenRope
 from mlxrunner.parallel.rows.proof import engine_for
 from mlxrunner.parallel.samples import sample
-from mlxrunner.parallel.scheduling.batching import FORGOTTEN, Composer, Step, StepController
+from mlxrunner.parallel.scheduling.batching import (
+    FORGOTTEN,
+    BatchBuilder,
+    DispatchedStep,
+    StepController,
+)
 from mlxrunner.parallel.scheduling.pacing import StepCosts
 from mlxrunner.parallel.settings import OpenSettings
-from mlxrunner.parallel.stepper import AHEAD, DrivenHandle, Stepper
 
 __all__ = [
     "AHEAD",
@@ -31,19 +36,19 @@ __all__ = [
     "SAMPLED",
     "SEED_TOKENS",
     "WINDOWS_KEEP",
-    "Adapted",
-    "Composer",
+    "BatchBuilder",
+    "BatchedModel",
     "Decoding",
+    "DispatchedStep",
     "DraftPlan",
-    "DrivenHandle",
+    "Engine",
+    "EngineHandle",
     "OpenSettings",
-    "Parts",
     "PerTokenRope",
     "Pipeline",
-    "Step",
+    "SplitAttention",
     "StepController",
     "StepCosts",
-    "Stepper",
     "after_each_chunk",
     "backend",
     "claim_least",
@@ -62,22 +67,22 @@ __all__ = [
 ]
 
 
-def engine_of(runner: ParallelRunner) -> Stepper:
+def engine_of(runner: ParallelRunner) -> Engine:
     """Return the engine that the thread of `runner` drives."""
     return runner._stepper
 
 
-def backend(engine: Stepper) -> Any:
+def backend(engine: Engine) -> Any:
     """Return the model of an engine, as the scheduler runs it."""
     return engine._adapted
 
 
-def scheduler(engine: Stepper) -> Any:
+def scheduler(engine: Engine) -> Any:
     """Return the scheduler of an engine."""
     return engine._scheduler
 
 
-def request_of(handle: DrivenHandle) -> Any:
+def request_of(handle: EngineHandle) -> Any:
     """Return the request of a handle, with its slot, its answer so far and its counts."""
     return handle._request
 
@@ -105,7 +110,7 @@ def tell_time_by(clock: Callable[[], float], patch: pytest.MonkeyPatch) -> None:
 
 def move_no_keys(patch: pytest.MonkeyPatch) -> None:
     """Let no layer move its keys, so that a full context is evaluated again."""
-    for module in ("mlxrunner.parallel.rows.adapt", "mlxrunner.runner"):
+    for module in ("mlxrunner.parallel.rows.batched", "mlxrunner.runner"):
         patch.setattr(f"{module}.rotators", lambda *_: None)
 
 

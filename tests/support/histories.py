@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
-from support.engine import DrivenHandle, Stepper, backend, request_of, scheduler
-from support.engine import DrivenHandle as Handle
+from support.engine import Engine, EngineHandle, backend, request_of, scheduler
+from support.engine import EngineHandle as Handle
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
@@ -24,7 +24,7 @@ from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result, Usage
-from mlxrunner.speculation.drafting import Counts
+from mlxrunner.speculation.drafting import DraftCounts
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -38,7 +38,7 @@ def tiny_parts(name: str, *, seed: int = 0, **config: Any) -> Parts:
     return model, ByteTokenizer(), facts_of(model, settings)
 
 
-Running = tuple[DrivenHandle, list[int], dict[str, Any]]
+Running = tuple[EngineHandle, list[int], dict[str, Any]]
 """A request: its handle, its prompt and its options."""
 
 
@@ -62,15 +62,15 @@ class History(ABC):
         self.context = rng.randint(30, 150)
         self.trunk, self.past = self.some(2 * self.context), [[7]]
         self.live: list[Running] = []
-        self.broken: list[DrivenHandle] = []
+        self.broken: list[EngineHandle] = []
         """The requests that make each of their steps fail."""
-        self.disturbed: set[DrivenHandle] = set()
+        self.disturbed: set[EngineHandle] = set()
         """The requests that ran when something failed: they may end with an error."""
 
     def run(
         self,
         events: int,
-        watch: Callable[[Stepper], None] = lambda runner: None,
+        watch: Callable[[Engine], None] = lambda runner: None,
         *,
         fewest: int = 1,
     ) -> None:
@@ -86,7 +86,7 @@ class History(ABC):
             self.runner.close()
 
     @property
-    def acts(self) -> list[Callable[[Stepper], None]]:
+    def acts(self) -> list[Callable[[Engine], None]]:
         return [
             self.submit,
             self.step,
@@ -115,12 +115,12 @@ class History(ABC):
             self._disk = TemporaryDirectory()
         self.runner = self._opened()
 
-    def _opened(self) -> Stepper:
+    def _opened(self) -> Engine:
         """Return a runner that parks conversations in the folder of this history, if it has one."""
         if self._disk is None:
-            return Stepper(*self.given, **self._settings)
+            return Engine(*self.given, **self._settings)
         parking = DiskCache(Path(self._disk.name), {"model": "tiny"}, limit=2**20)
-        runner = Stepper(*self.given, parking=parking, **self._settings)
+        runner = Engine(*self.given, parking=parking, **self._settings)
         runner.observers.append(self._count)
         return runner
 
@@ -130,12 +130,12 @@ class History(ABC):
         self.seen["restored"] += observed.lookup.restored > 0
 
     @abstractmethod
-    def submit(self, runner: Stepper) -> None:
+    def submit(self, runner: Engine) -> None:
         """Begin a request, or do something else if it can't begin."""
 
     @abstractmethod
     def ended(
-        self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]
+        self, handle: EngineHandle, prompt: list[int], options: dict[str, Any]
     ) -> Usage | None:
         """Look at a request that has ended by itself; return its usage, None if it failed."""
 
@@ -162,7 +162,7 @@ class History(ABC):
             "max_tokens": rng.randint(1, 3 * self.context),
         }
 
-    def step(self, runner: Stepper) -> None:
+    def step(self, runner: Engine) -> None:
         """Run some steps, and look at the requests that ended in them."""
         for _ in range(self.rng.choice([1, 1, 5, 30])):
             runner.step()
@@ -185,17 +185,17 @@ class History(ABC):
                 self.seen["evaluated again"] += usage.cache.reevaluated_tokens > 0
                 self.seen["reused"] += usage.cached_tokens > 0
 
-    def failed(self, handle: DrivenHandle, prompt: list[int], options: dict[str, Any]) -> None:
+    def failed(self, handle: EngineHandle, prompt: list[int], options: dict[str, Any]) -> None:
         """Look at a request that ended because something failed."""
         self.seen["ended by an error"] += 1
 
-    def cancel(self, runner: Stepper) -> None:
+    def cancel(self, runner: Engine) -> None:
         """Cancel one of the running requests."""
         if self.live:
             self.live.pop(self.rng.randrange(len(self.live)))[0].cancel()
             self.seen["cancelled"] += 1
 
-    def interrupt(self, runner: Stepper) -> None:
+    def interrupt(self, runner: Engine) -> None:
         """Fail in some layer of a step.
 
         An interrupt ends what is running. After an error the requests go on, but for one that was
@@ -219,7 +219,7 @@ class History(ABC):
         self.disturbed.update(ended)
         self.look()
 
-    def interrupt_anywhere(self, runner: Stepper) -> None:
+    def interrupt_anywhere(self, runner: Engine) -> None:
         """Press Ctrl-C at some line of a step, a submission or a cancel."""
         act = self.rng.choice([runner.step, runner.step, self.submit, self.cancel])
         given = () if act == runner.step else (runner,)
@@ -232,7 +232,7 @@ class History(ABC):
                 raise
         self.look()
 
-    def submit_broken(self, runner: Stepper) -> None:
+    def submit_broken(self, runner: Engine) -> None:
         """Begin a request that makes each of its steps fail; all others go on."""
         engine, live = backend(runner), len(self.live)
         forward = engine.forward
@@ -251,7 +251,7 @@ class History(ABC):
 
         engine.forward = fail  # type: ignore[method-assign]
 
-    def restart(self, runner: Stepper) -> None:
+    def restart(self, runner: Engine) -> None:
         """Close the runner, and open another one on the same model."""
         runner.close()
         assert all(handle.finished for handle, _, _ in self.live)
@@ -362,7 +362,7 @@ class CheckedHistory(History):
         ]
         return options | (rng.choice(more) if rng.random() < 0.4 else {})
 
-    def submit(self, runner: Stepper) -> None:
+    def submit(self, runner: Engine) -> None:
         prompt, options = self.prompt(), self.options()
         if len(prompt) >= self.context and "overflow" not in options:
             prompt = prompt[: self.context - 1]
@@ -398,7 +398,7 @@ class Guesses:
 
     def __init__(self, answer: list[int], rng: random.Random, seen: Counter[str]) -> None:
         self.answer, self.rng, self.seen, self.place = answer, rng, seen, 0
-        self.by_source: defaultdict[str, Counts] = defaultdict(Counts)
+        self.by_source: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.passes = 0
         self.source, self.model_s = "lookup", None
 
@@ -428,7 +428,7 @@ class Guesses:
 class GuessedHistory(CheckedHistory):
     """A history whose answers are guessed. What happens to an entry is counted."""
 
-    def submit(self, runner: Stepper) -> None:
+    def submit(self, runner: Engine) -> None:
         live = len(self.live)
         super().submit(runner)
         if len(self.live) > live:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from click.testing import CliRunner, Result
-from support.engine import Adapted, PerTokenRope, Stepper
+from support.engine import BatchedModel, Engine, PerTokenRope
 from support.models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
 
 from mlxrunner import OptionError, Runner, cli
@@ -293,9 +293,9 @@ def window_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_prompt_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence sees a token that is not its own."""
-    submit = Stepper.submit
+    submit = Engine.submit
     monkeypatch.setattr(
-        Stepper,
+        Engine,
         "submit",
         lambda self, prompt, **options: submit(self, [*prompt[:40], 5, *prompt[41:]], **options),
     )
@@ -303,10 +303,10 @@ def another_prompt_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other_places_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a sequence one position too far beyond its 40th token, shared prefix or not."""
-    forward = Adapted.forward
+    forward = BatchedModel.forward
 
     def wrong(
-        self: Adapted, tokens: mx.array, batch: Batch, rows: Any, *, reserve: bool = False
+        self: BatchedModel, tokens: mx.array, batch: Batch, rows: Any, *, reserve: bool = False
     ) -> mx.array:
         rope = PerTokenRope.__call__
         with pytest.MonkeyPatch.context() as patch:
@@ -317,7 +317,7 @@ def other_places_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             return forward(self, tokens, batch, rows, reserve=reserve)
 
-    monkeypatch.setattr(Adapted, "forward", wrong)
+    monkeypatch.setattr(BatchedModel, "forward", wrong)
 
 
 def no_walls_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:

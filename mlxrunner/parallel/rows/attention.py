@@ -193,7 +193,7 @@ class _Level:
         return Partial(*(self._join([part[index] for part in found]) for index in (0, 1)))
 
 
-class Parts:
+class SplitAttention:
     """A split with its masks on the device, made once for all layers of a step."""
 
     def __init__(self, split: Split) -> None:

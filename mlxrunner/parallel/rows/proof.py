@@ -22,9 +22,9 @@ from mlxrunner.cache.layers.rotate import RotationProbe
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.models.facts import DEPENDS
-from mlxrunner.parallel.rows.adapt import Adapted
-from mlxrunner.parallel.rows.alone import OneAtATime
-from mlxrunner.parallel.rows.engine import Manner, Sharing, falls_apart, shares
+from mlxrunner.parallel.rows.backend import BatchingMode, Sharing, falls_apart, shares
+from mlxrunner.parallel.rows.batched import BatchedModel
+from mlxrunner.parallel.rows.sequential import SequentialModel
 
 TOLERANCE = 0.02
 """Largest accepted difference of logits, as a share of the largest one.
@@ -52,7 +52,7 @@ def engine_for(
     capacity: int,
     max_batch: int,
     depends_on_chunks: bool = False,
-) -> Adapted | OneAtATime:
+) -> BatchedModel | SequentialModel:
     """Return the engine that runs as much of `model` as possible for several sequences at once.
 
     `options`: those of the layer caches; their context is the most tokens of one sequence.
@@ -62,12 +62,12 @@ def engine_for(
     """
     context = options.context or capacity
     if hasattr(model, "own_engine"):
-        engine: OneAtATime = model.own_engine(options)
+        engine: SequentialModel = model.own_engine(options)
         return engine
     if hasattr(model, "look"):
-        return OneAtATime(model, options, SEES)
+        return SequentialModel(model, options, SEES)
     if depends_on_chunks:
-        return OneAtATime(model, options, DEPENDS)
+        return SequentialModel(model, options, DEPENDS)
     proof, why = Proof(model, options, far=(context - 1, context // 2)), None
     for adapted in _candidates(model, options):
         try:
@@ -80,20 +80,20 @@ def engine_for(
         except BaseException:
             adapted.close()
             raise
-    return OneAtATime(model, options, why or "")
+    return SequentialModel(model, options, why or "")
 
 
-def _candidates(model: Any, options: CacheOptions) -> Iterator[Adapted]:
+def _candidates(model: Any, options: CacheOptions) -> Iterator[BatchedModel]:
     """Yield the model adapted in each manner that differs from those before."""
     tried = set()
     for sharing in Sharing:
         for manner in (
-            Manner(sharing),
-            Manner(sharing, splits=False),
-            Manner(sharing, adds_starts=True),
-            Manner(sharing, cuts_head=False),
+            BatchingMode(sharing),
+            BatchingMode(sharing, splits=False),
+            BatchingMode(sharing, adds_starts=True),
+            BatchingMode(sharing, cuts_head=False),
         ):
-            adapted = Adapted(model, options, manner)
+            adapted = BatchedModel(model, options, manner)
             what = (*adapted.ways, adapted.can_split, manner.adds_starts, manner.cuts_head)
             if what not in tried:
                 tried.add(what)
@@ -107,10 +107,10 @@ class Proof:
         """Run the sequences of STEPS, and prepare for single tokens at the positions `far`."""
         self._model, self._far = model, far
         self._likes = make_layer_caches(model, options)
-        self._expected = mx.concatenate(list(_run(OneAtATime(model, options))))
+        self._expected = mx.concatenate(list(_run(SequentialModel(model, options))))
         mx.eval(self._expected)
 
-    def difference(self, adapted: Adapted) -> str | None:
+    def difference(self, adapted: BatchedModel) -> str | None:
         """Wrap the model of `adapted`, and return how it differs from the sequences run alone.
 
         Return None if it agrees.

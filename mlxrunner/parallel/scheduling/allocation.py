@@ -23,17 +23,17 @@ from mlxrunner.cache.prefix import CopySource
 from mlxrunner.cache.tokens import TokenArray, goes_on
 from mlxrunner.errors import CacheFullError
 from mlxrunner.models.facts import DEPENDS
-from mlxrunner.parallel.rows.engine import Engine
-from mlxrunner.parallel.scheduling.eviction import Endings, Residents
+from mlxrunner.parallel.rows.backend import Backend
+from mlxrunner.parallel.scheduling.eviction import EvictionPolicy, RequestFinalizer
 from mlxrunner.parallel.scheduling.pacing import PRIORITIES
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.slots import (
     LATER,
     LEAST,
-    Choice,
-    Need,
+    CellDemand,
+    QueuePlace,
     Slot,
-    Standing,
+    SlotChoice,
     choose,
     claimed,
     grown,
@@ -42,12 +42,12 @@ from mlxrunner.parallel.scheduling.slots import (
 from mlxrunner.results import log_lookup
 
 
-class Room:
+class KVAllocator:
     """The cells of an engine, and the requests that take them."""
 
     def __init__(
         self,
-        adapted: Engine,
+        adapted: Backend,
         slots: Sequence[Slot],
         requests: Sequence[ActiveRequest],
         *,
@@ -61,7 +61,7 @@ class Room:
         self.is_ample = cells >= len(slots) * capacity or not adapted.groups
 
     def check(
-        self, request: ActiveRequest, choice: Choice, others: Sequence[ActiveRequest]
+        self, request: ActiveRequest, choice: SlotChoice, others: Sequence[ActiveRequest]
     ) -> None:
         """Claim the cells of `request`, beside `others`.
 
@@ -74,7 +74,7 @@ class Room:
         shared = self._shared(request, choice.source, choice.matched)
         free = self._free(others, (choice.source.number, shared if choice.ready else 0))
         todo = self._todo(request)
-        need = Need(todo - shared, self._most(request) - todo)
+        need = CellDemand(todo - shared, self._most(request) - todo)
         slots = sum(not slot.is_busy or slot is choice.slot for slot in self._slots)
         request.claimed = todo + claimed(need, free, self._cells, slots)
 
@@ -100,7 +100,9 @@ class Room:
     def steps_back(self) -> tuple[ActiveRequest, bool]:
         """Return the request that has to give its cells up, and whether no other one has any."""
         holding = self._holding()
-        standing = [Standing(request.priority, arrival) for arrival, request in enumerate(holding)]
+        standing = [
+            QueuePlace(request.priority, arrival) for arrival, request in enumerate(holding)
+        ]
         return holding[steps_back(standing)], len(holding) == 1
 
     def wait(self, request: ActiveRequest) -> None:
@@ -163,15 +165,15 @@ Resume = Callable[[ActiveRequest, Slot, int], None]
 """A function that places a request in a slot, of which some tokens were just restored."""
 
 
-class Errands:
+class OffloadTasks:
     """The work on slots that takes long, a piece at a time."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Backend,
         requests: Sequence[ActiveRequest],
-        room: Room,
-        residents: Residents,
+        room: KVAllocator,
+        residents: EvictionPolicy,
         resume: Resume,
     ) -> None:
         """Work for `requests`, the running ones, in the slots of `residents`."""
@@ -217,7 +219,7 @@ class Errands:
         return count
 
     def making_way(
-        self, request: ActiveRequest, choice: Choice
+        self, request: ActiveRequest, choice: SlotChoice
     ) -> Generator[None, None, int] | None:
         """Return the errand that parks a conversation for `request`, which then chooses again.
 
@@ -247,7 +249,7 @@ class Errands:
         except CacheFullError:
             request.errand = None
 
-    def _victim_of(self, request: ActiveRequest, choice: Choice) -> Slot | None:
+    def _victim_of(self, request: ActiveRequest, choice: SlotChoice) -> Slot | None:
         """Return a slot that will be given up for `request`, and takes long to be parked."""
         slot = request.slot
         stays = choice.ready and choice.source is slot and choice.parked is None
@@ -310,16 +312,16 @@ def _moment(slot: Slot) -> tuple[int, int]:
     return slot.last_used, len(slot.tokens)
 
 
-class Assigner:
+class SlotAssigner:
     """The slots of an engine, and the requests in them."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Backend,
         slots: Sequence[Slot],
         requests: list[ActiveRequest],
-        room: Room,
-        residents: Residents,
+        room: KVAllocator,
+        residents: EvictionPolicy,
         message_ends: TokenArray,
     ) -> None:
         """Assign `requests`, the running ones in order of arrival, to `slots`.
@@ -329,7 +331,7 @@ class Assigner:
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self.residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
-        self.errands = Errands(engine, requests, room, residents, self._resume)
+        self.errands = OffloadTasks(engine, requests, room, residents, self._resume)
         self.is_reusable = True
         """False if no prompt may reuse what another one has evaluated."""
 
@@ -415,7 +417,7 @@ class Assigner:
         request: ActiveRequest,
         own: Slot | None = None,
         ahead: Sequence[Slot] | None = None,
-    ) -> Choice:
+    ) -> SlotChoice:
         """Choose a slot and a source, or a conversation on disk that has more of the prompt."""
         least = self.residents.least
         if not self.is_reusable:
@@ -430,9 +432,9 @@ class Assigner:
             return choice
         free = [slot for slot in self._slots if not slot.is_busy]
         slot = own or least(free)
-        return Choice(slot, slot, 0, parked=found)
+        return SlotChoice(slot, slot, 0, parked=found)
 
-    def _follow(self, request: ActiveRequest, choice: Choice) -> None:
+    def _follow(self, request: ActiveRequest, choice: SlotChoice) -> None:
         """Take the prefix that a slot or the disk has, or begin to wait for it."""
         slot = request.slot
         errand = self.errands.making_way(request, choice)
@@ -508,16 +510,16 @@ def _rank(numbered: tuple[int, ActiveRequest]) -> int:
     return PRIORITIES.index(numbered[1].priority)
 
 
-class RoomMaker:
+class Preemptor:
     """The room that running requests need for their next tokens."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Backend,
         requests: Sequence[ActiveRequest],
-        room: Room,
-        assigner: Assigner,
-        endings: Endings,
+        room: KVAllocator,
+        assigner: SlotAssigner,
+        endings: RequestFinalizer,
         capacity: int,
     ) -> None:
         """Make room for `requests`, the running ones, of up to `capacity` tokens each."""

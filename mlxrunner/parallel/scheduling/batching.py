@@ -1,8 +1,8 @@
 """Build and dispatch the batch of each step: its requests, their tokens, drafts and samples.
 
-Nothing here waits for a result but `Composer.wait`: the scheduler reads the step later. A step that
-carries guesses is read before the next one is dispatched. All its guesses take rows of one pass,
-which every answer in the step waits for. So a guess counts for less the more answers a step
+Nothing here waits for a result but `BatchBuilder.wait`: the scheduler reads the step later. A step
+that carries guesses is read before the next one is dispatched. All its guesses take rows of one
+pass, which every answer in the step waits for. So a guess counts for less the more answers a step
 carries, and a full step has none.
 """
 
@@ -20,9 +20,9 @@ from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.sampling import Decoded, Sampled, dispatch, plain
 from mlxrunner.errors import FormError, LogitsError
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.parallel.rows.engine import Engine
-from mlxrunner.parallel.scheduling.eviction import Endings, Residents
-from mlxrunner.parallel.scheduling.pacing import Planned, StepPace, Turns, Want
+from mlxrunner.parallel.rows.backend import Backend
+from mlxrunner.parallel.scheduling.eviction import EvictionPolicy, RequestFinalizer
+from mlxrunner.parallel.scheduling.pacing import FairShare, PlannedStep, StepPace, TokenDemand
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.results import Chunk
 from mlxrunner.speculation.controller import (
@@ -30,23 +30,22 @@ from mlxrunner.speculation.controller import (
     DEPTHS,
     KEPT,
     LEAST_GAIN,
-    Budget,
     Controller,
+    DraftBudget,
 )
 from mlxrunner.speculation.drafting import Experience
-from mlxrunner.speculation.seats import MOST_ANSWERS
-from mlxrunner.speculation.sources import Sources
+from mlxrunner.speculation.sources import MOST_ANSWERS, DraftSources
 from mlxrunner.system.device import work_clock
 
-Row = list[tuple[ActiveRequest, int]]
+ScheduledBatch = list[tuple[ActiveRequest, int]]
 """The requests of a step, with the number of tokens of each."""
 
 
 @dataclass(frozen=True)
-class Step:
+class DispatchedStep:
     """A dispatched forward pass."""
 
-    planned: Planned
+    planned: PlannedStep
     sampled: list[tuple[ActiveRequest, list[Sampled]]]
     """Requests, and what the step sampled for each: behind a draft, one for each of its tokens."""
     awaited: list[mx.array]
@@ -60,7 +59,7 @@ class Step:
     seconds: float
     """Seconds that its dispatch took. A device without a long queue runs it meanwhile."""
     work_s: float
-    """The same by `Composer.clock`."""
+    """The same by `BatchBuilder.clock`."""
 
     @property
     def begins_answers(self) -> bool:
@@ -68,22 +67,22 @@ class Step:
         return any(not request.said and not request.finished for request, _ in self.sampled)
 
 
-class Composer:
+class BatchBuilder:
     """The rows of an engine, and the time that they take."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[ActiveRequest], most: int, pace: StepPace
+        self, engine: Backend, requests: Sequence[ActiveRequest], most: int, pace: StepPace
     ) -> None:
         """Compose rows of at most `most` tokens of the running `requests`."""
         self._engine, self._requests, self._most, self._pace = engine, requests, most, pace
-        self._turns = Turns()
+        self._turns = FairShare()
         self._was_prefill = False
         self.clock = work_clock()
         """Returns the seconds by which guesses are judged."""
         self._is_disturbed = False
         """True if other work took place while the last step was running."""
 
-    def row(self, requests: Sequence[ActiveRequest]) -> Row:
+    def row(self, requests: Sequence[ActiveRequest]) -> ScheduledBatch:
         """Return the tokens of the next step for some of the requests."""
         for request in requests:
             request.draft = []
@@ -111,7 +110,7 @@ class Composer:
         self._pace.spend(self._num_kept(), seconds)
         self._is_disturbed = True
 
-    def planned(self, row: Row) -> Planned:
+    def planned(self, row: ScheduledBatch) -> PlannedStep:
         """Note that a row is dispatched now, and return what `wait` needs."""
         rows = [request for request, _ in row if not request.left]
         interactive = [request for request in rows if request.priority == "interactive"]
@@ -124,7 +123,7 @@ class Composer:
         """Return the number of answers that must not stall."""
         return sum(one.is_decoding and one.priority == "interactive" for one in self._requests)
 
-    def wait(self, step: Step) -> float | None:
+    def wait(self, step: DispatchedStep) -> float | None:
         """Wait for the end of a step, note how long it took, and return its seconds of `clock`.
 
         Return None if other work took place meanwhile. The seconds of a step are those of its
@@ -152,7 +151,7 @@ class Composer:
 
     def _alone(
         self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest], budget: int
-    ) -> Row:
+    ) -> ScheduledBatch:
         """Return a row of one request: the kept answers and the others take turns."""
         self._was_prefill = bool(others) and bool(budget) and not (self._was_prefill and kept)
         group = others if self._was_prefill else kept
@@ -161,9 +160,9 @@ class Composer:
         piece = self._most if budget >= self._most - len(kept) else budget
         return [(group[turn], min(wants[turn].tokens, piece if self._was_prefill else 1))]
 
-    def _want(self, request: ActiveRequest) -> Want:
+    def _want(self, request: ActiveRequest) -> TokenDemand:
         tokens = self._stop(request) - request.place if request.left else 1
-        return Want(tokens, request.priority, request.due)
+        return TokenDemand(tokens, request.priority, request.due)
 
     def _stop(self, request: ActiveRequest) -> int:
         """Return the offset at which the next piece of the request's prefill has to end.
@@ -191,7 +190,7 @@ def _whole(request: ActiveRequest, count: int) -> tuple[ActiveRequest, int]:
     return request, count if is_one else request.waiting
 
 
-def wanted_rows(row: Row) -> tuple[list[int], list[tuple[ActiveRequest, range]]]:
+def wanted_rows(row: ScheduledBatch) -> tuple[list[int], list[tuple[ActiveRequest, range]]]:
     """Return the rows whose logits are wanted, and for each request that samples its part of them.
 
     A draft has the logits of all its rows, so that an engine runs them as one pass.
@@ -221,7 +220,7 @@ FORGOTTEN = 256
 class StepController(Controller):
     """The choice of how much one answer of a step drafts. It learns from whole steps."""
 
-    def __init__(self, budget: Budget, most: int = DEEPEST, kept: float = 0.0) -> None:
+    def __init__(self, budget: DraftBudget, most: int = DEEPEST, kept: float = 0.0) -> None:
         """Begin without measurements. `budget`: bounds what drafts lose. `kept`: see `Controller`.
 
         `most`: the answers of a step beyond which there are no drafts.
@@ -301,7 +300,7 @@ class StepController(Controller):
         return self._of[size]
 
 
-class Drafts:
+class DraftScheduler:
     """The drafts of all requests of a runner."""
 
     def __init__(self, facts: ModelFacts | None, most: int) -> None:
@@ -309,13 +308,13 @@ class Drafts:
 
         `most`: rows that drafts may add to a step.
         """
-        budget = Budget()
+        budget = DraftBudget()
         self._controller = StepController(budget)
         self._modelled = StepController(budget, MOST_ANSWERS, KEPT)
         self._said_s: float | None = None
         """Seconds in which a model drafted all guesses of the step; None: they tell nothing."""
         experience = Experience(budget, of_steps=(self._controller, self._modelled))
-        self.sources = None if facts is None else Sources(facts, experience)
+        self.sources = None if facts is None else DraftSources(facts, experience)
         self._most, self._clock = min(most, DEEPEST), work_clock()
         self._is_used = self._is_always = self._may = False
 
@@ -330,7 +329,7 @@ class Drafts:
             self._is_used = True
             self._is_always |= request.drafting.always
 
-    def is_worth_waiting(self, row: Row) -> bool:
+    def is_worth_waiting(self, row: ScheduledBatch) -> bool:
         """Return True if the tokens of the last step are needed before `row` is dispatched."""
         self._may = self._is_used and self._may_draft(row)
         return self._may and any(
@@ -341,7 +340,7 @@ class Drafts:
             for request, _ in row
         )
 
-    def add_to(self, row: Row, width: int) -> Row:
+    def add_to(self, row: ScheduledBatch, width: int) -> ScheduledBatch:
         """Return `row` with the tokens that are likely to follow. `width`: entries of the logits.
 
         `row`: the one of the last `is_worth_waiting`, but for those that ended since. Requests that
@@ -368,11 +367,11 @@ class Drafts:
         is_said = request.drafting is not None and request.drafting.source == "model"
         return self._modelled if is_said else self._controller
 
-    def _carry(self, row: Row) -> None:
+    def _carry(self, row: ScheduledBatch) -> None:
         for controller in (self._controller, self._modelled):
             controller.carry(len(row))
 
-    def _may_draft(self, row: Row) -> bool:
+    def _may_draft(self, row: ScheduledBatch) -> bool:
         """Return True if a step carries few rows: only answers, and fewer than a draft may add.
 
         One of them has to be guessed, and a guess has to be able to pay: all other steps cost
@@ -398,7 +397,7 @@ class Drafts:
             end = min(end, lease.checkpoint_due)
         return int(min(end - here, request.limit - request.sampled - 1))
 
-    def ended(self, step: Step, right: int, seconds: float | None) -> None:
+    def ended(self, step: DispatchedStep, right: int, seconds: float | None) -> None:
         """Note that a step has ended, in which `right` guesses were right.
 
         `seconds`: what it took; None if other work took place meanwhile.
@@ -498,11 +497,15 @@ def _size(answers: int) -> int:
     return answers.bit_length()
 
 
-class Passes:
+class BatchExecutor:
     """The forward passes of an engine, one for each step."""
 
     def __init__(
-        self, engine: Engine, residents: Residents, composer: Composer, endings: Endings
+        self,
+        engine: Backend,
+        residents: EvictionPolicy,
+        composer: BatchBuilder,
+        endings: RequestFinalizer,
     ) -> None:
         """Run passes on `engine`. `residents` make room, `endings` end what can't go on."""
         self._engine, self._residents = engine, residents
@@ -512,7 +515,7 @@ class Passes:
         self.formless: list[tuple[ActiveRequest, FormError]] = []
         """Requests whose form allows no further token, with the error that ends them."""
 
-    def forward(self, row: Row, *, waited: bool = False) -> Step:
+    def forward(self, row: ScheduledBatch, *, waited: bool = False) -> DispatchedStep:
         """Dispatch the forward pass of a row, and the sampling from it."""
         clock = self._composer.clock
         began, worked, prepared = time.perf_counter(), clock(), time.thread_time()
@@ -552,7 +555,7 @@ class Passes:
             if not request.said and not request.finished:
                 request.checkpoint_if_due()
         more = len(batch) - len(row)
-        return Step(planned, sampled, awaited, drafted, more, late, took, work_s)
+        return DispatchedStep(planned, sampled, awaited, drafted, more, late, took, work_s)
 
     def _sample(
         self, requests: list[tuple[ActiveRequest, range]], logits: mx.array

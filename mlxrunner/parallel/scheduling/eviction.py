@@ -23,7 +23,7 @@ from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
 from mlxrunner.errors import CacheFullError, MlxrunnerError, StepFailedError, TimeLimitError
-from mlxrunner.parallel.rows.engine import Engine
+from mlxrunner.parallel.rows.backend import Backend
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.results import Chunk, FinishReason, Usage
@@ -52,7 +52,7 @@ class OffloadTarget(Protocol):
 
 
 @runtime_checkable
-class PiecemealPlace(OffloadTarget, Protocol):
+class PiecewiseOffloadTarget(OffloadTarget, Protocol):
     """A place that can park a conversation in pieces."""
 
     def parking(self, entry: CacheEntry) -> Generator[None, None, Any]: ...
@@ -62,12 +62,12 @@ class PiecemealPlace(OffloadTarget, Protocol):
     def drop(self, parked: Any) -> None: ...
 
 
-class Residents:
+class EvictionPolicy:
     """The conversations in the slots, within a budget of bytes."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Backend,
         slots: Sequence[Slot],
         *,
         memory: int | None = None,
@@ -136,7 +136,7 @@ class Residents:
 
     def distrust(self, request: ActiveRequest) -> None:
         """Drop the conversation on disk of which `request` was restored: it may hold NaN."""
-        if isinstance(self.parking, PiecemealPlace) and request.lookup.restored:
+        if isinstance(self.parking, PiecewiseOffloadTarget) and request.lookup.restored:
             found = self.parking.find(request.tokens)
             if found is not None:
                 self.parking.drop(found[0])
@@ -227,7 +227,7 @@ class Residents:
         Return False if it can't be parked, or if nearly all of it is on disk already.
         """
         tokens, place = slot.tokens.array, self.parking
-        if not isinstance(place, PiecemealPlace) or slot.cache.entry.is_shifted:
+        if not isinstance(place, PiecewiseOffloadTarget) or slot.cache.entry.is_shifted:
             return False
         return len(tokens) > IN_ONE_PIECE and place.lacks(tokens) > IN_ONE_PIECE
 
@@ -236,7 +236,7 @@ class Residents:
 
         It ends without parking it if the slot changes meanwhile.
         """
-        assert isinstance(self.parking, PiecemealPlace)
+        assert isinstance(self.parking, PiecewiseOffloadTarget)
         entry, tokens = slot.cache.current, slot.tokens.array.copy()
         with closing(self.parking.parking(entry)) as work:
             for _ in work:
@@ -330,13 +330,13 @@ Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
 """A function of an ended request, its finish reason, and the name of its error."""
 
 
-class Endings:
+class RequestFinalizer:
     """The ends of the requests of a scheduler."""
 
     def __init__(
         self,
         requests: list[ActiveRequest],
-        residents: Residents,
+        residents: EvictionPolicy,
         moment: Callable[[], tuple[int, int]],
         tell: Ended,
     ) -> None:

@@ -148,7 +148,7 @@ TIE = 1.05
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStep:
     """A step that is dispatched and not measured yet."""
 
     rows: int
@@ -228,7 +228,7 @@ class StepPace:
         if rows and (normal := self.costs.decode(rows)) is not None:
             self._owe(normal, SPEED * seconds)
 
-    def plan(self, rows: int, prefill: int, cells: int, *, kept: int | None = None) -> Planned:
+    def plan(self, rows: int, prefill: int, cells: int, *, kept: int | None = None) -> PlannedStep:
         """Note that a step is dispatched now, and return what `measure` needs.
 
         `kept`: the answers that must not stall, whether they are in this step or not; by default
@@ -243,9 +243,9 @@ class StepPace:
             self._since = self._since + 1 if prefill else 0
             self._pieces += prefill > 0
             self._owe(normal, SPEED * expected - (normal if rows else 0.0))
-        return Planned(rows, kept, prefill, cells, normal, expected)
+        return PlannedStep(rows, kept, prefill, cells, normal, expected)
 
-    def measure(self, step: Planned, seconds: float) -> None:
+    def measure(self, step: PlannedStep, seconds: float) -> None:
         """Note how many seconds a step took."""
         self.costs.measure(step.rows, step.prefill, step.cells, seconds)
         if step.kept and step.normal:
@@ -306,7 +306,7 @@ FAIR = 8
 
 
 @dataclass(frozen=True)
-class Want:
+class TokenDemand:
     """The wish of a request for tokens of a step."""
 
     tokens: int
@@ -333,13 +333,13 @@ def check(priority: Priority, deadline: float | None) -> None:
         check_above("deadline", deadline, 0)
 
 
-class Turns:
+class FairShare:
     """The turns of a runner's requests."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def deal(self, budget: int, wants: Sequence[Want]) -> list[int]:
+    def deal(self, budget: int, wants: Sequence[TokenDemand]) -> list[int]:
         """Return how many of `budget` tokens each request gets."""
         self._count += 1
         everyone = list(range(len(wants)))
@@ -353,7 +353,7 @@ class Turns:
             budget -= sum(of_these)
         return given
 
-    def _shared(self, budget: int, wants: Sequence[Want], some: list[int]) -> list[int]:
+    def _shared(self, budget: int, wants: Sequence[TokenDemand], some: list[int]) -> list[int]:
         """Share `budget` evenly among `some` of the wants."""
         given = [0] * len(wants)
         shares = share(budget, [wants[i].tokens for i in some], self._count)

@@ -23,22 +23,22 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.errors import CacheFullError, LogitsError
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.parallel.rows.engine import Engine
-from mlxrunner.parallel.scheduling.allocation import Assigner, Room, RoomMaker
+from mlxrunner.parallel.rows.backend import Backend
+from mlxrunner.parallel.scheduling.allocation import KVAllocator, Preemptor, SlotAssigner
 from mlxrunner.parallel.scheduling.batching import (
-    Composer,
-    Drafts,
-    Passes,
-    Row,
-    Step,
+    BatchBuilder,
+    BatchExecutor,
+    DispatchedStep,
+    DraftScheduler,
+    ScheduledBatch,
     error_of,
     taken,
 )
 from mlxrunner.parallel.scheduling.eviction import (
     Ended,
-    Endings,
+    EvictionPolicy,
     OffloadTarget,
-    Residents,
+    RequestFinalizer,
     step_failed,
 )
 from mlxrunner.parallel.scheduling.pacing import StepPace
@@ -46,7 +46,7 @@ from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.results import Chunk
-from mlxrunner.speculation.sources import Sources
+from mlxrunner.speculation.sources import DraftSources
 
 
 class Scheduler:
@@ -54,7 +54,7 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Backend,
         settings: EngineSettings,
         *,
         ended: Ended,
@@ -66,8 +66,8 @@ class Scheduler:
         """Make a scheduler. The settings are those in use: see `EngineSettings.complete`.
 
         `ended`: called for each request at its end. `message_ends`: the tokens that end a message.
-        `parking`: see `Residents`. `is_reusable`: False if no prompt may reuse what another one has
-        evaluated. `facts`: those of the model; None: nothing is guessed.
+        `parking`: see `EvictionPolicy`. `is_reusable`: False if no prompt may reuse what another
+        one has evaluated. `facts`: those of the model; None: nothing is guessed.
         """
         budget = (settings.checkpoint_budget or 0) // settings.max_sequences
         self.slots = [
@@ -82,22 +82,22 @@ class Scheduler:
         self._engine = engine
         engine.takes_checkpoints = budget > 0
         capacity, cells = settings.context or 0, settings.kv_cache_tokens or 0
-        room = Room(engine, self.slots, self.requests, capacity=capacity, cells=cells)
+        room = KVAllocator(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends
-        self.residents = Residents(engine, self.slots, memory=settings.memory, parking=parking)
-        self._assigner = Assigner(engine, self.slots, self.requests, room, self.residents, ends)
+        self.residents = EvictionPolicy(engine, self.slots, memory=settings.memory, parking=parking)
+        self._assigner = SlotAssigner(engine, self.slots, self.requests, room, self.residents, ends)
         self._assigner.is_reusable = is_reusable
         self.errands = self._assigner.errands
         self.errands.are_on = is_reusable and settings.max_step_ms != 0
-        self._endings = Endings(self.requests, self.residents, lambda: self.moment, ended)
-        self._maker = RoomMaker(
+        self._endings = RequestFinalizer(self.requests, self.residents, lambda: self.moment, ended)
+        self._maker = Preemptor(
             engine, self.requests, room, self._assigner, self._endings, capacity
         )
         pace = StepPace(settings.step, settings.max_step_ms if is_reusable else 0)
-        self._composer = Composer(engine, self.requests, settings.step, pace)
-        self._drafts = Drafts(facts, settings.step - settings.max_sequences)
-        self._passes = Passes(engine, self.residents, self._composer, self._endings)
-        self._pending: Step | None = None
+        self._composer = BatchBuilder(engine, self.requests, settings.step, pace)
+        self._drafts = DraftScheduler(facts, settings.step - settings.max_sequences)
+        self._passes = BatchExecutor(engine, self.residents, self._composer, self._endings)
+        self._pending: DispatchedStep | None = None
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
         self.on_first: Callable[[], object] = lambda: None
@@ -116,7 +116,7 @@ class Scheduler:
         return self.ticks, self._calls
 
     @property
-    def sources(self) -> Sources | None:
+    def sources(self) -> DraftSources | None:
         """The sources of guesses; None: nothing is guessed."""
         return self._drafts.sources
 
@@ -158,7 +158,7 @@ class Scheduler:
                 self._endings.end_overdue()
                 return
             before, self._pending = self._pending, None
-            row: Row = []
+            row: ScheduledBatch = []
             try:
                 if before is not None and before.begins_answers:
                     self._read(before)
@@ -247,13 +247,13 @@ class Scheduler:
         for slot in self.slots:
             slot.cache.free("the end", with_buffers=True)
 
-    def _next_row(self) -> Row:
+    def _next_row(self) -> ScheduledBatch:
         """Make room in full contexts, and return the row of the next step."""
         self._maker.make_room_for(self.requests)
         self._maker.grow()
         return self._composer.row(self.requests)
 
-    def _read(self, step: Step | None) -> bool:
+    def _read(self, step: DispatchedStep | None) -> bool:
         """Wait for the end of a step and deliver its tokens. Return False after a new start."""
         broken: list[tuple[ActiveRequest, LogitsError]] = []
         if step is not None:
@@ -354,7 +354,9 @@ class Scheduler:
             self._endings.retire(request, chunk.finish_reason, last=chunk)
         return len(before)
 
-    def _recover(self, before: Step | None, row: Row, error: Exception) -> None:
+    def _recover(
+        self, before: DispatchedStep | None, row: ScheduledBatch, error: Exception
+    ) -> None:
         """Read the step `before` the failed one, and let all requests go back.
 
         Those of the failed `row` run again in halves. One that made a step fail by itself ends. All
@@ -379,7 +381,7 @@ class Scheduler:
 
     def _run_suspects(self, group: list[ActiveRequest]) -> None:
         """Run a step of some requests alone, to its end."""
-        row: Row = []
+        row: ScheduledBatch = []
         try:
             self._maker.make_room_for([request for request in group if request in self.requests])
             row = self._composer.row([request for request in group if request in self.requests])

@@ -76,7 +76,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SlotChoice:
     """The slot of a prompt, and the source of its prefix."""
 
     slot: Slot
@@ -104,7 +104,7 @@ def choose(
     ahead: Sequence[Slot] | None = None,
     reach: Reach = Slot.reach,
     least: Callable[[Sequence[Slot]], Slot] | None = None,
-) -> Choice:
+) -> SlotChoice:
     """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
 
     At least one token of `prompt` is left to evaluate. The prompt waits for a prefix that another
@@ -123,7 +123,7 @@ def choose(
     source, matched, is_ready = _awaited(busy, prompt, most, ready) or (best, ready, True)
     if target is None or (own is None and matched > shared[target.number]):
         target = (least or least_used)(free)
-    return Choice(target, source, matched, is_ready)
+    return SlotChoice(target, source, matched, is_ready)
 
 
 def least_used(slots: Sequence[Slot]) -> Slot:
@@ -189,7 +189,7 @@ LATER = "submit it again when another request has ended"
 
 
 @dataclass(frozen=True)
-class Need:
+class CellDemand:
     """The cells that a request needs."""
 
     prompt: int
@@ -199,7 +199,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Standing:
+class QueuePlace:
     """The place of a running request among the others."""
 
     priority: Priority
@@ -207,7 +207,7 @@ class Standing:
     """A number that is higher for each later request."""
 
 
-def claimed(need: Need, free: int, total: int, slots: int) -> int:
+def claimed(need: CellDemand, free: int, total: int, slots: int) -> int:
     """Return the tokens of its answer that a request claims at its begin.
 
     These are an even share of the `free` cells of `total`, if `slots` slots are free, its own
@@ -229,7 +229,7 @@ def grown(left: int, free: int, running: int) -> int:
     return max(0, min(left, free, max(LEAST, free // max(1, running))))
 
 
-def steps_back(running: Sequence[Standing]) -> int:
+def steps_back(running: Sequence[QueuePlace]) -> int:
     """Return the index of the request that gives its cells up: the youngest of lowest priority."""
     return max(
         range(len(running)),

@@ -32,8 +32,8 @@ from mlxrunner.engine.requests import Request
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, SessionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.rows.alone import PromptPasses
-from mlxrunner.parallel.rows.engine import WINDOWS_KEEP, Engine
+from mlxrunner.parallel.rows.backend import WINDOWS_KEEP, Backend
+from mlxrunner.parallel.rows.sequential import PromptPasses
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.parallel.settings import EngineSettings
@@ -194,7 +194,7 @@ Lines = Sequence[Mapping[str, Any]]
 """The `layers` of a process of a token log."""
 
 
-class ReplayedEngine(Engine):
+class ReplayedEngine(Backend):
     """An engine whose forward pass finds places in cells without rows, and computes nothing."""
 
     def __init__(self, process: Mapping[str, Any], *, is_movable: bool) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import QuantizedKVCache
-from support.engine import Stepper
+from support.engine import Engine
 from support.models import tiny_config, tiny_model, write_model
 from support.sample import examples
 
@@ -266,7 +266,7 @@ def test_runners_made_of_parts_refuse_it_before_any_request() -> None:
     with refused:
         Runner(*parts, kv_bits=8)
     with refused:
-        Stepper(*parts, max_sequences=2, kv_bits=8)
+        Engine(*parts, max_sequences=2, kv_bits=8)
 
 
 def test_a_model_that_can_use_it_is_loaded_with_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
-from support.engine import Parts
+from support.engine import SplitAttention
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
@@ -147,7 +147,7 @@ def test_attention_in_parts_is_that_of_the_mask(
         expected = scaled_dot_product_attention(
             queries, keys, values, mask=mx.array(visible), **more
         )
-        ours = Parts(parts).attend(
+        ours = SplitAttention(parts).attend(
             scaled_dot_product_attention,
             queries,
             keys,

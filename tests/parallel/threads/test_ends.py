@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.engine import Stepper, backend, engine_of
+from support.engine import Engine, backend, engine_of
 from support.threads import LONG, alone, opened
 from support.waiting import until
 
@@ -127,11 +127,11 @@ def test_a_thread_that_dies_ends_every_request(
 ) -> None:
     """Nobody waits for ever, and later calls say what happened."""
 
-    def fail(self: Stepper, *_: object) -> None:
+    def fail(self: Engine, *_: object) -> None:
         raise SystemExit("a defect")
 
     with opened(llama, 1) as runner:
-        monkeypatch.setattr(Stepper, where, fail)
+        monkeypatch.setattr(Engine, where, fail)
         handles = []
         for i in range(3):
             try:

@@ -18,7 +18,7 @@ sys.path[:0] = ["tests"]
 from support.families import write_family
 from support.histories import tiny_parts
 from mlxrunner import ClosedError, ParallelRunner
-from support.engine import Stepper
+from support.engine import Engine
 parts = tiny_parts("llama")
 LONG = {"max_tokens": 3000, "stop_tokens": []}
 def read(handle):
@@ -130,12 +130,12 @@ def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
         runner = ParallelRunner(*parts, max_sequences=1, context=4000)
         handle, queued = runner.submit([1], **LONG), runner.submit([2], **LONG)
         next(handle)
-        is_hanging, may_go_on, step = threading.Event(), threading.Event(), Stepper.step
+        is_hanging, may_go_on, step = threading.Event(), threading.Event(), Engine.step
         def hang(self):
             is_hanging.set()
             may_go_on.wait()
             step(self)
-        Stepper.step = hang
+        Engine.step = hang
         follows = threading.Event()
         async def follow(stream):
             follows.set()
@@ -162,12 +162,12 @@ def test_an_interrupt_ends_the_waiting_for_a_model_at_once() -> None:
     ran = program(
         """
         is_loading, may_go_on = threading.Event(), threading.Event()
-        before = Stepper.__init__
+        before = Engine.__init__
         def slow(self, *given, **more):
             is_loading.set()
             may_go_on.wait()
             before(self, *given, **more)
-        Stepper.__init__ = slow
+        Engine.__init__ = slow
         def press():
             is_loading.wait()
             os.kill(os.getpid(), signal.SIGINT)

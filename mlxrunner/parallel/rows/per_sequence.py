@@ -54,7 +54,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The groups of a step, one behind the other."""
 
     groups: list[Group]
@@ -63,7 +63,7 @@ class Plan:
     tokens: int
 
     @classmethod
-    def of(cls, sequences: Sequence[int], positions: Sequence[int]) -> Plan:
+    def of(cls, sequences: Sequence[int], positions: Sequence[int]) -> StepPlan:
         """Plan a step of tokens of `sequences` at `positions`, ascending in each sequence."""
         places: dict[int, list[int]] = {}
         for index, sequence in enumerate(sequences):
@@ -92,7 +92,7 @@ class Masks:
 
 
 @dataclass
-class Step:
+class LayerStep:
     """Facts about the step under way, which all views of a model share."""
 
     adds_starts: bool = False
@@ -129,10 +129,12 @@ class Starts:
         return self.positions - mx.arange(self.positions.size)
 
 
-class Apart:
+class PerSequenceLayer:
     """One layer's caches of all sequences, in place of the layer's cache."""
 
-    def __init__(self, step: Step, cache_of: Callable[[int], LayerCache], like: LayerCache) -> None:
+    def __init__(
+        self, step: LayerStep, cache_of: Callable[[int], LayerCache], like: LayerCache
+    ) -> None:
         """View one layer. `cache_of` returns its cache of a sequence, which is like `like`."""
         self.step, self.cache_of = step, cache_of
         self.can_stack = type(like) is RecurrentCache
@@ -149,7 +151,7 @@ class Apart:
         """The offset for all tokens. Models may read it before their layers run."""
         return self.step.offset
 
-    def begin_forward(self, plan: Plan) -> None:
+    def begin_forward(self, plan: StepPlan) -> None:
         """Begin a pass in the caches of all sequences of `plan`."""
         self.groups = [pair for group in plan.groups for pair in self._run_as(group)]
         for _, cache in self.groups:
@@ -189,7 +191,7 @@ class Apart:
             yield from zip(group.singles(), caches, strict=True)
 
 
-class Chunks(Apart):
+class Chunks(PerSequenceLayer):
     """A layer whose attention stays within chunks of the text.
 
     The model's body makes the mask of such a layer from the numbers in its cache. Here the body
@@ -209,10 +211,10 @@ class Chunks(Apart):
         return (seen // inner.chunk_size == own // inner.chunk_size) & (seen <= own)
 
 
-class _Part(Apart):
+class _Part(PerSequenceLayer):
     """One part of a composite cache that runs as a whole."""
 
-    def __init__(self, whole: Apart, index: int) -> None:
+    def __init__(self, whole: PerSequenceLayer, index: int) -> None:
         self.step, self._whole, self._index = whole.step, whole, index
         self.can_stack = False
 
@@ -224,10 +226,12 @@ class _Part(Apart):
         return cache.model_cache[self._index]
 
 
-def view_of(step: Step, cache_of: Callable[[int], LayerCache], like: LayerCache) -> Apart:
+def view_of(
+    step: LayerStep, cache_of: Callable[[int], LayerCache], like: LayerCache
+) -> PerSequenceLayer:
     """Return the view of a layer whose caches are like `like`."""
     inner = like.model_cache
-    return (Chunks if type(inner) is ChunkedKVCache else Apart)(step, cache_of, like)
+    return (Chunks if type(inner) is ChunkedKVCache else PerSequenceLayer)(step, cache_of, like)
 
 
 def mixers(model: Any) -> list[Any]:
@@ -274,7 +278,9 @@ def class_apart(module: Any) -> type:
 
     def call(self: Any, *args: Any, **more: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | more
-        view = next((value for value in given.values() if isinstance(value, Apart)), None)
+        view = next(
+            (value for value in given.values() if isinstance(value, PerSequenceLayer)), None
+        )
         if view is None:
             return whole(self, *args, **more)
         results = [
@@ -286,9 +292,11 @@ def class_apart(module: Any) -> type:
     return type(old.__name__, (old,), {"__call__": call, "__module__": old.__module__})
 
 
-def _part(view: Apart, name: str, value: Any, group: Group, cache: LayerCache | Stack) -> Any:
+def _part(
+    view: PerSequenceLayer, name: str, value: Any, group: Group, cache: LayerCache | Stack
+) -> Any:
     """Return the part of a mixer's argument that belongs to `group`."""
-    if isinstance(value, Apart):
+    if isinstance(value, PerSequenceLayer):
         return value.given(cache)
     if name == "mask" or isinstance(value, Masks):
         return view.mask(value, group, cache)
@@ -297,13 +305,13 @@ def _part(view: Apart, name: str, value: Any, group: Group, cache: LayerCache | 
     return _mapped(lambda array: _taken(view, name, array, group), value)
 
 
-def _taken(view: Apart, name: str, array: mx.array, group: Group) -> mx.array:
+def _taken(view: PerSequenceLayer, name: str, array: mx.array, group: Group) -> mx.array:
     if array.ndim < 2 or array.shape[:2] != (1, view.step.tokens):
         raise TypeError(f"{name}: an array of shape {array.shape} is no row of tokens")
     return group.take(array)
 
 
-def _joined(view: Apart, results: list[Tree]) -> Tree:
+def _joined(view: PerSequenceLayer, results: list[Tree]) -> Tree:
     """Return results of all groups, which have the same structure, as rows."""
     if isinstance(results[0], tuple | list):
         return type(results[0])(_joined(view, list(parts)) for parts in zip(*results, strict=True))

@@ -1,4 +1,4 @@
-"""The Stepper: many requests at once on one model, driven step by step by one thread.
+"""The Engine: many requests at once on one model, driven step by step by one thread.
 
 A prefix that several requests share is stored and read once. Each step runs one row of tokens
 through the model: a token of each request that decodes, and pieces of the prompts of the others.
@@ -35,7 +35,7 @@ from mlxrunner.models.facts import ModelFacts, is_run_by_mlx_vlm
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateOptions, SubmitKwargs
-from mlxrunner.parallel.opening import Opening, check_seeing, parking_of, seats_of, seeing
+from mlxrunner.parallel.opening import EngineConfig, check_seeing, parking_of, seats_of, seeing
 from mlxrunner.parallel.rows.proof import engine_for
 from mlxrunner.parallel.scheduling.pacing import Priority
 from mlxrunner.parallel.scheduling.pacing import check as check_turn
@@ -44,7 +44,7 @@ from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.parallel.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
 from mlxrunner.results import Chunk, FinishReason, Result, Usage
-from mlxrunner.speculation.seats import DraftSeats
+from mlxrunner.speculation.sources import DraftCachePool
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
@@ -56,7 +56,7 @@ AHEAD = 4
 """Most requests per slot that `run_each` has read and whose results it has not yielded yet."""
 
 
-class Answer(Protocol):
+class AnswerHandle(Protocol):
     """A handle whose answer is wanted as a whole."""
 
     def __iter__(self) -> Iterator[Chunk]: ...
@@ -69,7 +69,7 @@ class Answer(Protocol):
     def cancel(self) -> None: ...
 
 
-class Several(Closing):
+class MultiRequestRunner(Closing):
     """A runner of several requests at a time."""
 
     @property
@@ -78,7 +78,7 @@ class Several(Closing):
         """The most requests that run at a time."""
 
     @abstractmethod
-    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> Answer:
+    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> AnswerHandle:
         """Begin a request whose whole answer is wanted, as soon as it can begin."""
 
     def complete(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> Result:
@@ -118,9 +118,9 @@ class Several(Closing):
 
     def _run_handles(
         self, requests: Iterable[tuple[Prompt, dict[str, Any]]]
-    ) -> Generator[Answer, None, None]:
+    ) -> Generator[AnswerHandle, None, None]:
         """Yield the handles of `requests` in their order, each to be read to its end at once."""
-        handles: deque[Answer] = deque()
+        handles: deque[AnswerHandle] = deque()
         try:
             for number, pair in enumerate(requests):
                 handles.append(self._enqueue(*_pair(number, pair)))
@@ -132,7 +132,7 @@ class Several(Closing):
             for handle in handles:
                 self._give_up(handle)
 
-    def _give_up(self, handle: Answer) -> None:
+    def _give_up(self, handle: AnswerHandle) -> None:
         handle.cancel()
 
 
@@ -147,7 +147,7 @@ def _pair(number: int, request: Any) -> tuple[Prompt, dict[str, Any]]:
     )
 
 
-class Stepper(Several):
+class Engine(MultiRequestRunner):
     """A runner of up to `max_sequences` requests at once, of up to `context` tokens each.
 
     The thread that opened it owns it; calls from any other raise WrongThreadError. Use it as a
@@ -166,7 +166,7 @@ class Stepper(Several):
         name: str = "",
         **settings: Unpack[EngineKwargs],
     ) -> None:
-        """Make a runner from loaded parts; `Stepper.load` is the usual way.
+        """Make a runner from loaded parts; `Engine.load` is the usual way.
 
         The settings are those of EngineSettings, but a step may take any time unless `max_step_ms`
         is given; None: as long as keeps the speed of the answers, see
@@ -174,7 +174,7 @@ class Stepper(Several):
         answer. `parking`: where conversations go that are given up; None: they are lost. Raise
         OptionError for numbers that are out of range, and for `kv_bits` that the model can't have.
         """
-        check_kind("facts", facts, ModelFacts, "use Stepper.load, which finds them")
+        check_kind("facts", facts, ModelFacts, "use Engine.load, which finds them")
         given = {"max_step_ms": 0, **with_current_names(EngineSettings, settings)}
         chosen = EngineSettings.of(max_sequences=max_sequences, **given).complete(facts.context)
         self.owner = Owner(type(self).__name__)
@@ -242,7 +242,7 @@ class Stepper(Several):
     def of(cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[OpenKwargs]) -> Self:
         """Make a runner for a loaded model. The settings are those of OpenSettings.
 
-        `max_step_ms` is as for `Stepper`. With `reserve` the runner allocates all cells now and
+        `max_step_ms` is as for `Engine`. With `reserve` the runner allocates all cells now and
         runs the largest step once. Without `kv_cache_tokens` there are as many as fit into
         `memory` bytes, or with `reserve` into what the plan leaves, and at most `max_sequences *
         context`. Raise MemoryPlanError with the plan's table, before anything is allocated, if it
@@ -253,7 +253,7 @@ class Stepper(Several):
         asked = OpenSettings.of(max_sequences=max_sequences, **given)
         check_seeing(loaded.model, asked)
         seats = seats_of(loaded, asked)
-        opening = Opening.of(loaded, asked, 0 if seats is None else seats.nbytes)
+        opening = EngineConfig.of(loaded, asked, 0 if seats is None else seats.nbytes)
         chosen = opening.settings()
         parts, parking = (loaded.model, loaded.tokenizer, loaded.facts), parking_of(loaded, chosen)
         try:
@@ -338,7 +338,7 @@ class Stepper(Several):
         """
         self._adapted.can_split = False
 
-    def guess_with(self, seats: DraftSeats | None) -> None:
+    def guess_with(self, seats: DraftCachePool | None) -> None:
         """Let a draft model guess from now on; None: none does."""
         sources = self._scheduler.sources
         if sources is not None:
@@ -349,7 +349,7 @@ class Stepper(Several):
         """Bytes of the draft model with all that it may store."""
         sources = self._scheduler.sources
         seats = None if sources is None else sources.model
-        return seats.nbytes if isinstance(seats, DraftSeats) else 0
+        return seats.nbytes if isinstance(seats, DraftCachePool) else 0
 
     def __repr__(self) -> str:
         if self.owner.is_closed:
@@ -381,7 +381,7 @@ class Stepper(Several):
         self.model = self._adapted.model = None
         self.owner.close()
 
-    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> DrivenHandle:
+    def submit(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> EngineHandle:
         """Begin a request. Prompt and options are those of `Runner.generate`, without callbacks.
 
         Raise NoFreeSlotError if every slot has a request, and CacheFullError if there is no room
@@ -395,14 +395,14 @@ class Stepper(Several):
         listed("requests", requests, '[("Hello", {"max_tokens": 9})]')
         return Owned(self._run_each(requests), self.owner)
 
-    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> DrivenHandle:
+    def _enqueue(self, prompt: Prompt, options: dict[str, Any]) -> EngineHandle:
         self.owner.check()
         return self._begin_when_possible(self.prepare(prompt, options))
 
-    def _give_up(self, handle: Answer) -> None:
+    def _give_up(self, handle: AnswerHandle) -> None:
         self.owner.do(handle.cancel)  # an iterator may be dropped in any thread
 
-    def _begin_when_possible(self, request: ActiveRequest) -> DrivenHandle:
+    def _begin_when_possible(self, request: ActiveRequest) -> EngineHandle:
         while True:
             try:
                 return self._begin(request)
@@ -412,9 +412,9 @@ class Stepper(Several):
                 self.step()
                 request.clock.postpone()
 
-    def _begin(self, request: ActiveRequest) -> DrivenHandle:
+    def _begin(self, request: ActiveRequest) -> EngineHandle:
         self.admit(request)
-        return DrivenHandle(self.owner, self._scheduler, request)
+        return EngineHandle(self.owner, self._scheduler, request)
 
     def admit(self, request: ActiveRequest) -> None:
         """Begin a prepared request. Raise NoFreeSlotError or CacheFullError if it has to wait."""
@@ -495,7 +495,7 @@ class Stepper(Several):
         )
 
 
-class DrivenHandle:
+class EngineHandle:
     """The growing answer of a request.
 
     Iterating it yields its chunks and drives the steps of all requests of the runner. All members

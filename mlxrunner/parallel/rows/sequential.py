@@ -16,10 +16,10 @@ from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.pipeline import SEED_TOKENS, Look
-from mlxrunner.parallel.rows.engine import Engine, marker
+from mlxrunner.parallel.rows.backend import Backend, marker
 
 
-class OneAtATime(Engine):
+class SequentialModel(Backend):
     """A model as it is: a step carries tokens of one sequence, which has its own layer caches."""
 
     can_split = False
@@ -55,7 +55,7 @@ class OneAtATime(Engine):
     def forward(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
     ) -> mx.array:
-        """Return the unevaluated logits; see `Engine.forward`. `reserve`: store nothing.
+        """Return the unevaluated logits; see `Backend.forward`. `reserve`: store nothing.
 
         Raise ValueError, with nothing changed, if there are tokens of several sequences.
         """

@@ -24,7 +24,7 @@ With them, a prompt that differs in its last few tokens can resume.
 """
 
 
-class Engine(ABC):
+class Backend(ABC):
     """The interface for running a scheduler's rows.
 
     An engine stores the keys and values of each sequence.
@@ -158,7 +158,7 @@ class Sharing(Enum):
 
 
 @dataclass(frozen=True)
-class Manner:
+class BatchingMode:
     """The way in which a model is adapted."""
 
     sharing: Sharing = Sharing.PARTS

@@ -1,10 +1,11 @@
 """Adapt a stock mlx-lm model to run tokens of many sequences as one row.
 
 Each token has its own position. Keys and values lie in shared cells, and what can't be one row runs
-for each sequence (`parallel.rows.apart`). mlx-lm's code is not changed: while a model is adapted,
-wrappers replace each attention's `rope`, which takes one position per token, the mixers of layers
-that are apart, and the last norm, which passes only the rows whose logits are wanted. Whether that
-gives the right answers is for `parallel.rows.proof` to say: nothing follows from a model's name.
+for each sequence (`parallel.rows.per_sequence`). mlx-lm's code is not changed: while a model is
+adapted, wrappers replace each attention's `rope`, which takes one position per token, the mixers of
+layers that are apart, and the last norm, which passes only the rows whose logits are wanted.
+Whether that gives the right answers is for `parallel.rows.proof` to say: nothing follows from a
+model's name.
 """
 
 from __future__ import annotations
@@ -27,17 +28,25 @@ from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.errors import NotSupportedError
 from mlxrunner.memory.reserve import shapes_of
-from mlxrunner.parallel.rows.apart import Apart, Plan, Starts, Step, class_apart, mixers, view_of
-from mlxrunner.parallel.rows.attention import Parts
-from mlxrunner.parallel.rows.engine import (
-    Engine,
-    Manner,
+from mlxrunner.parallel.rows.attention import SplitAttention
+from mlxrunner.parallel.rows.backend import (
+    Backend,
+    BatchingMode,
     falls_apart,
     joined,
     marker,
     shares,
     window_of,
     windows_of,
+)
+from mlxrunner.parallel.rows.per_sequence import (
+    LayerStep,
+    PerSequenceLayer,
+    Starts,
+    StepPlan,
+    class_apart,
+    mixers,
+    view_of,
 )
 from mlxrunner.system.mlx_lm_internals import (
     Attention,
@@ -54,10 +63,10 @@ It reads all weights once more, which takes as long as evaluating about this num
 """
 
 
-class Adapted(Engine):
+class BatchedModel(Backend):
     """A model that is adapted to rows of many sequences. `close` undoes everything."""
 
-    def __init__(self, model: Any, options: CacheOptions, manner: Manner) -> None:
+    def __init__(self, model: Any, options: CacheOptions, manner: BatchingMode) -> None:
         """Prepare to adapt `model`. Call `wrap` and `allocate` before the first pass.
 
         `options`: those of the layer caches. Windows in shared cells have the same slack.
@@ -66,14 +75,14 @@ class Adapted(Engine):
         self._wrapped: list[tuple[Any, str, Any]] = []
         likes = make_layer_caches(model, options)
         super().__init__(windows_of(likes, manner.sharing), options.rewind_slack)
-        self.step = Step(manner.adds_starts)
+        self.step = LayerStep(manner.adds_starts)
         self._caches: dict[int, list[LayerCache]] = {}
         self._rows: list[LayerView] = []
-        self._apart: list[Apart] = []
+        self._apart: list[PerSequenceLayer] = []
         self._paths: list[tuple[int, ...]] = []
         self._views = [self._view(like, (index,)) for index, like in enumerate(likes)]
         self._head: SomeRows | None = None
-        self.parts: list[Parts | None] = []
+        self.parts: list[SplitAttention | None] = []
         self.masks_parts: list[bool] = []
         """True for a group whose attention needs no mask of all queries and cells."""
         self.worth_splitting = WORTH_SPLITTING
@@ -125,7 +134,7 @@ class Adapted(Engine):
     def forward(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
     ) -> mx.array:
-        """Return the unevaluated logits; see `Engine.forward`.
+        """Return the unevaluated logits; see `Backend.forward`.
 
         `reserve`: let the row see every cell, and store nothing. If the pass raises an error, the
         layers that are apart are left as after `begin_forward`.
@@ -182,7 +191,7 @@ class Adapted(Engine):
     def _pass(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
     ) -> mx.array:
-        plan = Plan.of(batch.sequences, batch.positions) if self._apart else None
+        plan = StepPlan.of(batch.sequences, batch.positions) if self._apart else None
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
@@ -190,13 +199,13 @@ class Adapted(Engine):
         splits = [
             group.split(self.worth_splitting) if self.can_split else None for group in self.groups
         ]
-        self.parts = [None if split is None else Parts(split) for split in splits]
+        self.parts = [None if split is None else SplitAttention(split) for split in splits]
         self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
         is_all = list(rows) == list(range(len(batch)))
         with self._scratch() if reserve else nullcontext():
             return self._run(tokens, plan, None if is_all else mx.array(list(rows), mx.int32))
 
-    def _run(self, tokens: mx.array, plan: Plan | None, wanted: mx.array | None) -> mx.array:
+    def _run(self, tokens: mx.array, plan: StepPlan | None, wanted: mx.array | None) -> mx.array:
         """Return the `wanted` rows' logits (None: of all), after a pass in all layers apart."""
         if plan is not None:
             for view in self._apart:
@@ -414,7 +423,7 @@ class Enough(BaseException):
 class LayerView:
     """One layer's part of the shared cells, in place of the layer's cache."""
 
-    def __init__(self, step: Adapted, number: int, layer: int, group: int) -> None:
+    def __init__(self, step: BatchedModel, number: int, layer: int, group: int) -> None:
         """View layer `layer`, whose rows are the buffers `number` of its group."""
         self._step, self.number, self.layer, self.group = step, number, layer, group
         self._fetched: tuple[mx.array, mx.array] | None = None
@@ -432,7 +441,7 @@ class LayerView:
         )
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> SplitAttention | None:
         """The parts in which this step computes its attention; None: one product."""
         return self._step.parts[self.group]
 
