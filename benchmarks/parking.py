@@ -82,15 +82,15 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         parking = DiskCache(Path(folder), {"model": label}, limit=2**40)
-        first, parked = timed(lambda: parking.park(runner.entry))
+        first, parked = timed(lambda: parking.offload(runner.entry))
         nbytes = parking.bytes
         for turn in range(1, rounds + 1):
             more = said[: length + turn * TURN]
             seconds["evaluating"].append(timed(lambda more=more: runner.evaluate(more))[0])
             before = parking.bytes
-            seconds["turn"].append(timed(lambda: parking.park(runner.entry))[0])
+            seconds["turn"].append(timed(lambda: parking.offload(runner.entry))[0])
             seconds["written"].append((parking.bytes - before) / 1e6)
-        _, parked = timed(lambda: parking.park(runner.entry))
+        _, parked = timed(lambda: parking.offload(runner.entry))
         prompt = [*more, 5, 6, 7]
         expected = [one.token for one in runner.generate(prompt, max_tokens=8, stop_tokens=[])]
         other = runner_of(model, context)

@@ -263,7 +263,7 @@ def test_a_parking_that_another_one_overtakes_leaves_its_files(talks: Talks) -> 
     work = scheduler(talks.runner).residents.parking_ahead(slot)
     for _ in range(3):
         next(work)
-    parked = talks.parking.park(slot.cache.current)
+    parked = talks.parking.offload(slot.cache.current)
     work.close()
     assert parked in talks.parking
     assert (talks.parking.folder / parked.name).exists()

@@ -83,7 +83,7 @@ def killed_at(line: int, name: str, folder: Path) -> tuple[set[str], int]:
 def go_on(name: str, folder: Path, whole: set[str]) -> int:
     """Go on with each conversation; return the number of tokens that were reused."""
     talks, reused = Talks(name, folder), 0
-    there = {one.name: one.tokens.tolist() for one in talks.parking._shelf}
+    there = {one.name: one.tokens.tolist() for one in talks.parking._index}
     assert whole <= there.keys()
     files = list(talks.parking.folder.iterdir())
     assert sum(file.stat().st_size for file in files) == talks.parking.bytes

@@ -31,10 +31,12 @@ from mlxrunner.cache.disk.index import (
 )
 from mlxrunner.cache.disk.pieces import (
     DividedLayers,
-    PieceFile,
     PieceReader,
+    Pieces,
     RestoredEntry,
-    checkpoint_file,
+    head_file,
+    is_piece,
+    piece_files,
 )
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.protocol import Exported, Saved
@@ -43,7 +45,6 @@ from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder
-from mlxrunner.system.tensorfile import Buffer
 
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
 """The names of this module's files. Whatever else is in the folder is left alone."""
@@ -51,6 +52,23 @@ FAILURES = (OSError, MlxrunnerError, ValueError, TypeError, RuntimeError, Memory
 """Errors that cost the conversation that is parked, and nothing else."""
 
 logger = logging.getLogger("mlxrunner")
+
+
+def form_of(
+    entry: CacheEntry, exported: Exported, layers: DividedLayers, pictures: PictureNames
+) -> EntryForm:
+    """Return what names the files of an entry."""
+    checkpoints = exported.checkpoints if layers.can_be_cut else []
+    return EntryForm(
+        exported.tokens,
+        [cache.extent for cache in entry.caches],
+        [(item.offset, item.role) for item in checkpoints],
+        layers.has_rows,
+        layers.has_only_rows,
+        layers.can_be_cut,
+        exported.is_exact,
+        pictures.spelled(exported.tokens),
+    )
 
 
 class DiskCache:
@@ -85,13 +103,13 @@ class DiskCache:
         self._place = (
             private_folder() if folder is None else kept_folder(folder, self._seed[:16].decode())
         )
-        self._shelf = DiskCacheIndex(self._place.folder.remove, limit, on_given_up)
+        self._index = DiskCacheIndex(self._place.folder.remove, limit, on_given_up)
         self._said = ""
         self._read_all()
 
     def tell(self, on_given_up: OnEvicted) -> None:
         """Call `on_given_up` from now on with each conversation that is given up to make room."""
-        self._shelf.on_given_up = on_given_up
+        self._index.on_given_up = on_given_up
 
     @property
     def folder(self) -> Path:
@@ -105,21 +123,21 @@ class DiskCache:
     @property
     def limit(self) -> int:
         """Most bytes of all files."""
-        return self._shelf.limit
+        return self._index.limit
 
     @property
     def bytes(self) -> int:
         """Bytes of all files."""
-        return self._shelf.bytes
+        return self._index.bytes
 
     def __len__(self) -> int:
-        return len(self._shelf)
+        return len(self._index)
 
     def __contains__(self, parked: object) -> bool:
         """Return True if `parked` is still there."""
-        return parked in self._shelf
+        return parked in self._index
 
-    def park(
+    def offload(
         self, entry: CacheEntry, *, replaces: StoredConversation | None = None
     ) -> StoredConversation | None:
         """Write what the disk lacks of a settled entry, and return its conversation.
@@ -128,7 +146,7 @@ class DiskCache:
         entry, and `replaces` names them, or they were restored, or the entry can be resumed
         wherever they can. An entry that can't be parked is None, and one line of the log.
         """
-        work = self.parking(entry, replaces)
+        work = self.offloading(entry, replaces)
         while True:
             try:
                 next(work)
@@ -136,7 +154,7 @@ class DiskCache:
                 parked: StoredConversation | None = done.value
                 return parked
 
-    def parking(
+    def offloading(
         self, entry: CacheEntry, replaces: StoredConversation | None = None
     ) -> Generator[None, None, StoredConversation | None]:
         """Park an entry as `park` does, and yield after each file.
@@ -144,25 +162,25 @@ class DiskCache:
         The entry must not change meanwhile. If the iterator is closed, nothing was parked.
         """
         try:
-            parked = yield from self._parking(entry)
+            parked = yield from self._offloading(entry)
         except FAILURES as error:
             self._say(f"a conversation was not parked: {_reason(error)}")
             return None
         if parked is not None:
             self._said = ""
-            self._shelf.drop_earlier(parked, replaces)
+            self._index.drop_earlier(parked, replaces)
         return parked
 
     def lacks(self, tokens: TokenArray) -> int:
         """Return how many tokens of an exact conversation no file has."""
-        return len(tokens) - self._shelf.closest(tokens)[1]
+        return len(tokens) - self._index.closest(tokens)[1]
 
     def find(self, prompt: TokenArray) -> tuple[StoredConversation, int] | None:
         """Return the conversation from which `prompt` can reuse most tokens, and how many.
 
         Only offsets at which it can be resumed count. None if there is no such token.
         """
-        return self._shelf.find(prompt)
+        return self._index.find(prompt)
 
     def restore(self, parked: StoredConversation, upto: int | None = None) -> RestoredEntry:
         """Return the conversation as an entry that `CacheEntry.adopt` reads.
@@ -172,56 +190,40 @@ class DiskCache:
         Reading raises SessionError if files are missing or damaged; the conversations that use them
         are dropped then.
         """
-        reader = PieceReader(self._place.folder, self._shelf.drop_users)
+        reader = PieceReader(self._place.folder, self._index.drop_users)
         found = RestoredEntry(parked, upto, reader, self._outline)
-        if parked in self._shelf:
-            self._shelf.use(parked, found)
+        if parked in self._index:
+            self._index.use(parked, found)
         return found
 
     def drop(self, parked: StoredConversation) -> None:
         """Remove a conversation, if it is there, and the files that no other one uses."""
-        if parked in self._shelf:
-            self._shelf.remove(parked)
+        if parked in self._index:
+            self._index.remove(parked)
 
     def close(self) -> None:
         """Unlock the folder, or remove it if it goes with this process."""
         self._place.close()
 
-    def _parking(self, entry: CacheEntry) -> Generator[None, None, StoredConversation | None]:
+    def _offloading(self, entry: CacheEntry) -> Generator[None, None, StoredConversation | None]:
         if not entry.tokens or not entry.is_true:
             return None
         exported = entry.export(outlined=True)
         layers = DividedLayers(entry.caches, exported.layers, len(exported.tokens))
         salt = "" if exported.is_exact else os.urandom(8).hex()
-        parked = self._plan(entry, exported, layers, salt)
-        if (there := self._shelf.named(parked.name)) is not None:
-            self._shelf.use(there)
+        form = form_of(entry, exported, layers, self._pictures)
+        parked = self._index.plan(self._seed + salt.encode(), form)
+        if (there := self._index.named(parked.name)) is not None:
+            self._index.use(there)
             return there
-        self._shelf.claim(parked)
+        self._index.claim(parked)
         try:
             yield from self._writing(parked, exported, layers, salt)
-            self._shelf.add(parked)
+            self._index.add(parked)
         except BaseException:
-            self._shelf.remove(parked)
+            self._index.remove(parked)
             raise
         return parked
-
-    def _plan(
-        self, entry: CacheEntry, exported: Exported, layers: DividedLayers, salt: str
-    ) -> StoredConversation:
-        """Name the files of an entry."""
-        checkpoints = exported.checkpoints if layers.can_be_cut else []
-        form = EntryForm(
-            exported.tokens,
-            [cache.extent for cache in entry.caches],
-            [(item.offset, item.role) for item in checkpoints],
-            layers.has_rows,
-            layers.has_only_rows,
-            layers.can_be_cut,
-            exported.is_exact,
-            self._pictures.spelled(exported.tokens),
-        )
-        return self._shelf.plan(self._seed + salt.encode(), form)
 
     def _writing(
         self, parked: StoredConversation, exported: Exported, layers: DividedLayers, salt: str
@@ -230,31 +232,19 @@ class DiskCache:
 
         Yield after each.
         """
-        there = self._shelf.sizes
-        files = [
-            PieceFile(piece.name, layers.rows(piece.begin, piece.end))
-            for piece in parked.rows
-            if piece.name not in there
-        ]
-        files += [
-            checkpoint_file(state.name, item)
-            for state, item in zip(parked.states, exported.checkpoints, strict=False)
-            if state.name not in there
-        ]
+        there, names = self._index.sizes, self._pictures
+        files = piece_files(parked, exported, layers, there, salt=salt, pictures=names)
         new = {file.name: file.nbytes for file in files}
-        tokens = Buffer("int32", [len(parked.tokens)], parked.tokens.view(np.uint8).data)
-        about = {"salt": salt, "layers": layers.structure, **parked.describe({**there, **new})}
-        if pictures := self._pictures.of(parked.tokens):
-            about["pictures"] = pictures
-        files.append(PieceFile(parked.name, {"tokens": tokens, **layers.states}, about))
+        structure, sizes = layers.structure, {**there, **new}
+        files.append(head_file(parked, sizes, structure, layers.states, salt=salt, pictures=names))
         new[parked.name] = files[-1].nbytes
-        self._shelf.make_room(sum(new.values()), parked)
+        self._index.make_room(sum(new.values()), parked)
         while files:
             file = files.pop(0)  # with the arrays that were copied to write it
-            if file.name not in self._shelf.sizes:  # another one may have written it meanwhile
-                self._shelf.make_room(new[file.name], parked)
+            if file.name not in self._index.sizes:  # another one may have written it meanwhile
+                self._index.make_room(new[file.name], parked)
                 yield from file.writing(self._place.folder)
-                self._shelf.wrote(file.name, new[file.name])
+                self._index.wrote(file.name, new[file.name])
             del file
             yield
 
@@ -263,7 +253,7 @@ class DiskCache:
 
         One line of the log says how many conversations are damaged.
         """
-        folder, shelf = self._place.folder, self._shelf
+        folder, index = self._place.folder, self._index
         files: dict[str, os.stat_result] = {}
         for name in filter(FILE.fullmatch, folder.names()):
             with suppress(OSError):
@@ -284,17 +274,49 @@ class DiskCache:
                 damaged.append(str(error))
                 continue
             for piece, size in {**sizes, name: files[name].st_size}.items():
-                shelf.wrote(piece, size)
-            shelf.add(parked)
+                index.wrote(piece, size)
+            index.add(parked)
         if damaged:
             self._say(
                 f"{len(damaged)} of {len(heads)} conversations in {folder.path} can't be restored, "
                 f"and are evaluated again when they go on: {damaged[0]}"
             )
-        for name in files.keys() - shelf.sizes.keys():
+        self._recover({name: found.st_size for name, found in files.items()})
+        for name in files.keys() - index.sizes.keys():
             with suppress(OSError):
                 folder.remove(name)
-        shelf.make_room(0)
+        index.make_room(0)
+
+    def _recover(self, sizes: Mapping[str, int]) -> None:
+        """Find conversations again whose own file a killed process did not get to write.
+
+        `sizes`: bytes of all files. The longest ones come first: others are within them.
+        """
+        folder, pieces = self._place.folder, Pieces(self._place.folder, self._pictures, sizes)
+        left = [name for name in sizes if name not in self._index.sizes and is_piece(name)]
+        for name in sorted(left, key=lambda name: int(name.split(".")[0].split("-")[-1]))[::-1]:
+            if name in self._index.sizes:
+                continue
+            try:
+                found = pieces.conversation(name, self._seed)
+                if self._index.closest(found.tokens)[1] == len(found.tokens):
+                    continue
+                file = head_file(
+                    found.conversation,
+                    sizes,
+                    found.structure,
+                    {},
+                    salt=found.salt,
+                    pictures=self._pictures,
+                )
+                for _ in file.writing(folder):
+                    pass
+            except FAILURES:
+                continue
+            for one in found.conversation.pieces:
+                self._index.wrote(one, sizes[one])
+            self._index.wrote(file.name, file.nbytes)
+            self._index.add(found.conversation)
 
     def _read(self, reader: PieceReader, name: str) -> tuple[StoredConversation, dict[str, int]]:
         """Return a conversation and the sizes of its files. Raise SessionError if it is damaged."""

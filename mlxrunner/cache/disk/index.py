@@ -66,7 +66,10 @@ class StoredConversation:
     states: Sequence[StatePiece] = field(repr=False)
     """Its checkpoints, by offset."""
     lowest: int
-    """The offset from which on its layers can go back to any other by themselves."""
+    """The offset from which on its layers can go back to any other by themselves.
+
+    It is beyond the tokens if only the checkpoints can be resumed.
+    """
     has_only_rows: bool
     """True if every layer has rows, so that any number of its first tokens can be read."""
     is_exact: bool = True
@@ -126,7 +129,7 @@ def read_conversation(
     offsets = [state.offset for state in states]
     if (
         not len(tokens)
-        or not 1 <= int(found["lowest"]) <= len(tokens)
+        or not 1 <= int(found["lowest"]) <= len(tokens) + bool(states)
         or any(
             following > end
             for following, end in zip([*begins[1:], len(tokens)], ends, strict=False)
@@ -294,6 +297,37 @@ class EntryForm:
     """The tokens as files are named by, a row each; see `mlxrunner.pictures.table`."""
 
 
+def plan(
+    seed: bytes, form: EntryForm, closest: StoredConversation | None = None, shared: int = 0
+) -> StoredConversation:
+    """Name the files of a conversation: those that are there, and those to be written.
+
+    It uses the files of `closest` that have rows of the first `shared` tokens of both.
+    """
+    tokens, length = form.tokens, len(form.tokens)
+    rows, begin = list[RowsPiece](), 0
+    if closest is not None and closest.rows and shared:
+        rows, begin = [piece for piece, _ in closest.used(shared)], shared
+        if shared < length and shared - rows[-1].begin < SHORT:
+            begin = rows.pop().begin
+    new = pieces(begin, length) if form.has_rows else []
+    offsets = [length, *(end for _, end in new), *(offset for offset, _ in form.checkpoints)]
+    named = digests(seed, form.spelled, offsets)
+    rows += [RowsPiece(file_name("rows", named[end], at, end), at, end) for at, end in new]
+    return StoredConversation(
+        file_name("talk", named[length], length),
+        tokens,
+        rows if form.has_rows else [],
+        [
+            StatePiece(file_name("state", named[offset], offset), offset, role)
+            for offset, role in form.checkpoints
+        ],
+        lowest_offset(form.extents, length) if form.can_be_cut else length,
+        form.has_only_rows,
+        form.is_exact,
+    )
+
+
 class DiskCacheIndex:
     """Parked conversations and their files, of at most `limit` bytes."""
 
@@ -338,34 +372,8 @@ class DiskCacheIndex:
 
     def plan(self, seed: bytes, form: EntryForm) -> StoredConversation:
         """Name the files of a conversation: those that are there, and those to be written."""
-        tokens, length = form.tokens, len(form.tokens)
-        rows, begin = self._shared_rows(tokens) if form.is_exact else ([], 0)
-        new = pieces(begin, length) if form.has_rows else []
-        offsets = [length, *(end for _, end in new), *(offset for offset, _ in form.checkpoints)]
-        named = digests(seed, form.spelled, offsets)
-        rows += [RowsPiece(file_name("rows", named[end], at, end), at, end) for at, end in new]
-        return StoredConversation(
-            file_name("talk", named[length], length),
-            tokens,
-            rows if form.has_rows else [],
-            [
-                StatePiece(file_name("state", named[offset], offset), offset, role)
-                for offset, role in form.checkpoints
-            ],
-            lowest_offset(form.extents, length) if form.can_be_cut else length,
-            form.has_only_rows,
-            form.is_exact,
-        )
-
-    def _shared_rows(self, tokens: TokenArray) -> tuple[list[RowsPiece], int]:
-        """Return the files of others that have rows of `tokens`, and up to which one."""
-        closest, shared = self.closest(tokens)
-        if closest is None or not closest.rows:
-            return [], 0
-        rows = [piece for piece, _ in closest.used(shared)]
-        if shared < len(tokens) and shared - rows[-1].begin < SHORT:
-            shared = rows.pop().begin
-        return rows, shared
+        closest, shared = self.closest(form.tokens) if form.is_exact else (None, 0)
+        return plan(seed, form, closest, shared)
 
     def claim(self, parked: StoredConversation) -> None:
         """Keep the files that `parked` is going to share."""

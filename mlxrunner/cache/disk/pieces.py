@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -15,8 +15,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.checkpoints import ROLES
-from mlxrunner.cache.disk.index import RowsPiece, StatePiece, StoredConversation
+from mlxrunner.cache.checkpoints import ROLES, Role
+from mlxrunner.cache.disk.index import (
+    RowsPiece,
+    StatePiece,
+    StoredConversation,
+    digests,
+    file_name,
+)
 from mlxrunner.cache.layers.protocol import (
     Exported,
     LayerCache,
@@ -28,7 +34,7 @@ from mlxrunner.cache.layers.protocol import (
 )
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError, SessionError
-from mlxrunner.pictures.table import Picture, renumbered
+from mlxrunner.pictures.table import Picture, PictureNames, renumbered
 from mlxrunner.system.folders import Folder
 from mlxrunner.system.tensorfile import (
     ArraySource,
@@ -293,7 +299,7 @@ class _Stored:
 class _Quantized:
     """An array that is stored in fewer bits, as packed values, scales and biases."""
 
-    parts: Sequence[_Stored]
+    parts: Sequence[_Stored | JoinedRows]
     """Packed values (uint32), scales and biases."""
     bits: int
     group: int
@@ -313,8 +319,10 @@ class _Quantized:
         return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits)
 
 
-def _quantized(parts: Sequence[_Stored], bits: int, group: int) -> _Quantized:
+def _quantized(parts: Sequence[_Stored | JoinedRows], bits: int, group: int) -> _Quantized:
     """Return the three arrays as one. Raise ValueError if they do not belong together."""
+    if bits not in (4, 8) or group not in (32, 64):
+        raise ValueError(f"arrays are stored in {bits!r:.20} bits, in groups of {group!r:.20}")
     found = _Quantized(parts, bits, group)
     *rows, columns = found.shape
     like = [("uint32", parts[0].shape), *[(found.dtype, (*rows, columns // group))] * 2]
@@ -346,14 +354,8 @@ def stored_layer(file: TensorFile, name: str, found: Mapping[str, Any]) -> Saved
         if how is None:
             arrays[key] = _Stored(file.arrays[f"{name}.{key}"])
             continue
-        bits, group = how
-        if bits not in (4, 8) or group not in (32, 64):
-            raise ValueError(
-                f"{name}.{key} is stored in {bits!r:.20} bits, in groups of {group!r:.20}"
-            )
-        arrays[key] = _quantized(
-            [_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED], bits, group
-        )
+        packed = [_Stored(file.arrays[f"{name}.{key}.{part}"]) for part in PACKED]
+        arrays[key] = _quantized(packed, *how)
     parts = [
         stored_layer(file, f"{name}.{index}", part) for index, part in enumerate(found["parts"])
     ]
@@ -372,20 +374,38 @@ OPEN = 64
 Structure = Mapping[str, Any]
 """A layer as JSON: its kind, and one of three things that it may be.
 
-"rows": type and shape of each array with a row per token, with 0 for the number of rows. "within":
-the layers of a composite layer. Else "arrays", "numbers" and "parts", as in a session.
+"rows": type and shape of each array with a row per token, with 0 for the number of rows; "packed":
+bits and group size of those that are stored in fewer bits. "within": the layers of a composite
+layer. Else "arrays", "numbers" and "parts", as `Packer.layer` returns them.
 """
+
+
+def has_only_rows(structure: Sequence[Structure]) -> bool:
+    """Return True if every layer has rows, so that any number of first tokens can be read."""
+    return all(
+        has_only_rows(layer["within"]) if "within" in layer else "rows" in layer
+        for layer in structure
+    )
 
 
 class DividedLayers:
     """The layers of an entry, divided into those with a row per token and all others."""
 
-    def __init__(self, caches: Sequence[LayerCache], saved: Sequence[Saved], tokens: int) -> None:
-        """Divide `caches` with `tokens` tokens. `saved`: what they export, at least outlined."""
-        self._tokens = tokens
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        saved: Sequence[Saved],
+        tokens: int,
+        bits: int | None = None,
+    ) -> None:
+        """Divide `caches` with `tokens` tokens. `saved`: what they export, at least outlined.
+
+        `bits` (4 or 8) stores keys and values in fewer bits.
+        """
+        self._tokens, self._bits = tokens, bits
         self._rows: dict[str, LayerCache] = {}
         self._like: dict[str, dict[str, tuple[str, list[int]]]] = {}
-        self._states, self._num_states = Packer(LazyArray), 0
+        self._states, self._num_states = Packer(LazyArray, bits), 0
         self.can_be_cut = True
         """False if a layer has no rows and no checkpoints."""
         self.structure: list[Structure] = [
@@ -414,7 +434,7 @@ class DividedLayers:
         return {
             f"{path}.{name}": _Row(copied, name, dtype, tuple(shape))
             for path, cache in self._rows.items()
-            for copied in [_Copied(cache, begin, end)]
+            for copied in [_Copied(cache, begin, end, self._bits)]
             for name, (dtype, shape) in self._like[path].items()
         }
 
@@ -430,25 +450,32 @@ class DividedLayers:
             self.can_be_cut = self.can_be_cut and cache.needs_checkpoints
             return self._states.layer(path, saved)
         self._rows[path] = cache
+        packer = Packer(_itself, self._bits)
+        how = packer.layer("", saved)["arrays"]
         self._like[path] = {
-            name: (dtype_name(array.dtype), [*array.shape[:2], 0, *array.shape[3:]])
-            for name, array in saved.arrays.items()
+            name[1:]: (dtype_name(array.dtype), [*array.shape[:2], 0, *array.shape[3:]])
+            for name, array in packer.arrays.items()
         }
-        return {
-            "kind": saved.kind,
-            "rows": {name: list(about) for name, about in self._like[path].items()},
-        }
+        rows = {name: list(about) for name, about in self._like[path].items()}
+        packed = {name: one for name, one in how.items() if one is not None}
+        return {"kind": saved.kind, "rows": rows, **({"packed": packed} if packed else {})}
 
 
 class _Copied:
     """Some rows of a layer, copied when they are first asked for."""
 
-    def __init__(self, cache: LayerCache, begin: int, end: int) -> None:
-        self._cache, self.begin, self.end = cache, begin, end
+    def __init__(self, cache: LayerCache, begin: int, end: int, bits: int | None) -> None:
+        self._cache, self.begin, self.end, self._bits = cache, begin, end, bits
 
     @cached_property
     def arrays(self) -> Mapping[str, mx.array]:
-        return self._cache.export_rows(self.begin, self.end).arrays
+        packer = Packer(_itself, self._bits)
+        packer.layer("", self._cache.export_rows(self.begin, self.end))
+        return {name[1:]: array for name, array in packer.arrays.items()}
+
+
+def _itself(array: mx.array) -> mx.array:
+    return array
 
 
 @dataclass(frozen=True)
@@ -480,14 +507,70 @@ def _has_rows(saved: Saved, tokens: int) -> bool:
     return only_arrays and all(len(one.shape) > 2 and one.shape[2] == tokens for one in arrays)
 
 
-def checkpoint_file(name: str, item: SavedCheckpoint) -> PieceFile:
-    """Return the file of a checkpoint."""
-    packer = Packer(LazyArray)
-    layers = [
-        None if layer is None else packer.layer(str(index), layer)
-        for index, layer in enumerate(item.layers)
-    ]
-    return PieceFile(name, packer.arrays, {"layers": layers})
+def piece_files(
+    conversation: StoredConversation,
+    exported: Exported,
+    layers: DividedLayers,
+    there: Mapping[str, int],
+    *,
+    salt: str,
+    pictures: PictureNames,
+    bits: int | None = None,
+) -> list[PieceFile]:
+    """Return the files of a conversation that are not in `there`, but for its own one.
+
+    Each comes after those that it needs, so that after a crash those that were written are of use:
+    a file says how to go on without the conversation's own one.
+    """
+    tokens, files = conversation.tokens, list[tuple[int, int, PieceFile]]()
+    shared = {"salt": salt, "structure": layers.structure}
+    for before, piece in zip([None, *conversation.rows], conversation.rows, strict=False):
+        if piece.name not in there:
+            about: dict[str, Any] = {**shared, "after": None if before is None else before.name}
+            rows = layers.rows(piece.begin, piece.end)
+            spoken = _spoken(tokens[piece.begin : piece.end], about, pictures)
+            files.append((piece.end, 0, PieceFile(piece.name, {**rows, **spoken}, about)))
+    for state, item in zip(conversation.states, exported.checkpoints, strict=False):
+        if state.name not in there:
+            packer = Packer(LazyArray, bits)
+            kept = [
+                None if layer is None else packer.layer(str(index), layer)
+                for index, layer in enumerate(item.layers)
+            ]
+            about = {**shared, "role": item.role, "layers": kept}
+            spoken = {} if conversation.rows else _spoken(tokens[: state.offset], about, pictures)
+            file = PieceFile(state.name, {**packer.arrays, **spoken}, about)
+            needed = [piece.end for piece, end in conversation.used(state.offset)]
+            files.append((max(needed, default=state.offset), 1, file))
+    return [file for _, _, file in sorted(files, key=lambda one: one[:2])]
+
+
+def head_file(
+    conversation: StoredConversation,
+    sizes: Mapping[str, int],
+    structure: Sequence[Structure],
+    states: Mapping[str, ArraySource],
+    *,
+    salt: str,
+    pictures: PictureNames,
+    **more: Any,
+) -> PieceFile:
+    """Return a conversation's own file. `sizes`: bytes of the others. `states`: those at its end.
+
+    `more`: what else it says about itself.
+    """
+    about = {"salt": salt, "layers": structure, **conversation.describe(sizes), **more}
+    spoken = _spoken(conversation.tokens, about, pictures)
+    return PieceFile(conversation.name, {**spoken, **states}, about)
+
+
+def _spoken(
+    tokens: TokenArray, about: dict[str, Any], pictures: PictureNames
+) -> dict[str, ArraySource]:
+    """Return the array of tokens in a file, and note in `about` the pictures among them."""
+    if found := pictures.of(tokens):
+        about["pictures"] = found
+    return {"tokens": Buffer("int32", [len(tokens)], tokens.view(np.uint8).data)}
 
 
 @dataclass(frozen=True)
@@ -504,12 +587,21 @@ class PieceFile:
         """Size of the file in bytes."""
         return file_size(self.arrays, self._metadata)
 
-    def writing(self, folder: Folder) -> Iterator[None]:
+    def copied(self) -> PieceFile:
+        """Return the file with its arrays in host memory, so that any thread may write it."""
+        arrays = {
+            name: Buffer(array.dtype, array.shape, memoryview(bytes(array.data)))
+            for name, array in self.arrays.items()
+        }
+        return replace(self, arrays=arrays)
+
+    def writing(self, folder: Folder, *, sync: bool = False) -> Iterator[None]:
         """Write the file, and yield after each array. Raise OSError if that fails.
 
-        It is not forced to the disk: what a power cut damages is found by its checksums.
+        Without `sync` it is not forced to the disk: what a power cut damages is found by its
+        checksums.
         """
-        with folder.replacing(self.name, sync=False) as fd:
+        with folder.replacing(self.name, sync=sync) as fd:
             yield from writing(fd, self.arrays, self._metadata)
 
     @property
@@ -528,6 +620,10 @@ class PieceReader:
         self._folder, self._on_damage = folder, on_damage
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
         self._is_damaged = False
+
+    def again(self) -> PieceReader:
+        """Return a reader of the same folder that has seen no damage."""
+        return PieceReader(self._folder, self._on_damage)
 
     @contextmanager
     def file(self, name: str) -> Iterator[TensorFile]:
@@ -668,20 +764,22 @@ class RestoredEntry:
     def _rows(self, path: str, found: Structure, pieces: Sequence[tuple[RowsPiece, int]]) -> Saved:
         """Return a layer with the rows in `pieces`, not read yet."""
         first, end = pieces[0][0].begin if pieces else 0, pieces[-1][1] if pieces else 0
-        return Saved(
-            found["kind"],
-            {
-                name: JoinedRows(
-                    self._reader,
-                    f"{path}.{name}",
-                    dtype,
-                    (*shape[:2], end - first, *shape[3:]),
-                    pieces,
-                    first,
-                )
-                for name, (dtype, shape) in found["rows"].items()
-            },
-        )
+        rows = {
+            name: JoinedRows(
+                self._reader,
+                f"{path}.{name}",
+                dtype,
+                (*shape[:2], end - first, *shape[3:]),
+                pieces,
+                first,
+            )
+            for name, (dtype, shape) in found["rows"].items()
+        }
+        packed = {
+            name: _quantized([rows.pop(f"{name}.{part}") for part in PACKED], *how)
+            for name, how in found.get("packed", {}).items()
+        }
+        return Saved(found["kind"], {**rows, **packed})
 
     @property
     def checkpoints(self) -> Iterator[SavedCheckpoint]:
@@ -731,3 +829,103 @@ def _required(kept: Saved | None) -> Saved:
     if kept is None:
         raise SessionError("a checkpoint lacks a layer")
     return kept
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A conversation that its pieces tell, and what its own file has to say."""
+
+    conversation: StoredConversation
+    structure: Sequence[Structure]
+    salt: str
+
+    @property
+    def tokens(self) -> TokenArray:
+        return self.conversation.tokens
+
+
+def is_piece(name: str) -> bool:
+    """Return True for the name of a file that several conversations may use."""
+    return name.startswith(("rows-", "state-"))
+
+
+class Pieces:
+    """The files of one folder, as far as they tell of conversations without their own files.
+
+    Version 0.2 wrote files that don't: these raise SessionError.
+    """
+
+    def __init__(self, folder: Folder, pictures: PictureNames, names: Iterable[str]) -> None:
+        self._reader = PieceReader(folder, lambda name: None)
+        self._pictures = pictures
+        self._states = [name for name in names if name.startswith("state-")]
+        self._names = frozenset(names)
+
+    def conversation(self, name: str, seed: bytes) -> Recovered:
+        """Return the longest conversation that ends with the file `name`, or before its end.
+
+        Raise SessionError or ValueError if there is none: files are missing or damaged, or there is
+        no checkpoint for layers that can't be cut.
+        """
+        self._reader = self._reader.again()
+        about = self._reader.about(name)
+        structure, salt = about["structure"], str(about["salt"])
+        rows, tokens = self._chain(name) if name.startswith("rows-") else ([], self._tokens(name))
+        spelled, seed = self._pictures.spelled(tokens), seed + salt.encode()
+        offsets = {int(one.split(".")[0].split("-")[2]) for one in self._states}
+        named = digests(
+            seed, spelled, [len(tokens), *(one for one in offsets if one <= len(tokens))]
+        )
+        kind, *numbers = ("rows", rows[-1].begin, rows[-1].end) if rows else ("state", len(tokens))
+        if name != file_name(kind, named[len(tokens)], *numbers):
+            raise SessionError("it is of another model, or has other tokens")
+        names = {file_name("state", digest, offset): offset for offset, digest in named.items()}
+        states = [
+            StatePiece(one, names[one], self._role(one))
+            for one in sorted(names.keys() & self._names, key=lambda one: names[one])
+        ]
+        only_rows = has_only_rows(structure)
+        if not only_rows:
+            if not states:
+                raise SessionError("there is no checkpoint")
+            tokens = tokens[: states[-1].offset]
+            rows = [piece for piece in rows if piece.begin < len(tokens)]
+        return Recovered(
+            StoredConversation(
+                file_name("talk", named[len(tokens)], len(tokens)),
+                tokens,
+                rows,
+                states,
+                1 if only_rows else len(tokens) + 1,
+                only_rows,
+                not salt,
+            ),
+            structure,
+            salt,
+        )
+
+    def _role(self, name: str) -> Role | None:
+        found = self._reader.about(name).get("role")
+        return next((role for role in ROLES if role == found), None)
+
+    def _chain(self, name: str) -> tuple[list[RowsPiece], TokenArray]:
+        """Return the files up to `name` that have rows, and their tokens."""
+        rows, parts, upto = list[RowsPiece](), list[TokenArray](), 0
+        after: str | None = name
+        while after is not None:
+            begin, end = map(int, after.split(".")[0].split("-")[2:])
+            upto = upto if rows else end
+            if not begin < upto <= end:
+                raise SessionError(f"{after} does not lead to what comes after it")
+            rows.append(RowsPiece(after, begin, end))
+            parts.append(self._tokens(after)[: upto - begin])
+            after, upto = self._reader.about(after)["after"], begin
+        if upto:
+            raise SessionError("its beginning is missing")
+        return rows[::-1], np.concatenate(parts[::-1])
+
+    def _tokens(self, name: str) -> TokenArray:
+        with self._reader.file(name) as file:
+            stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
+            about = json.loads(file.metadata["about"])
+            return self._pictures.adopted(stored, about.get("pictures"))

@@ -44,7 +44,7 @@ class OffloadTarget(Protocol):
 
     def tell(self, on_given_up: Callable[[Any], None]) -> None: ...
 
-    def park(self, entry: CacheEntry) -> Any | None: ...
+    def offload(self, entry: CacheEntry) -> Any | None: ...
 
     def find(self, prompt: TokenArray) -> tuple[Any, int] | None: ...
 
@@ -55,7 +55,7 @@ class OffloadTarget(Protocol):
 class PiecewiseOffloadTarget(OffloadTarget, Protocol):
     """A place that can park a conversation in pieces."""
 
-    def parking(self, entry: CacheEntry) -> Generator[None, None, Any]: ...
+    def offloading(self, entry: CacheEntry) -> Generator[None, None, Any]: ...
 
     def lacks(self, tokens: TokenArray) -> int: ...
 
@@ -238,7 +238,7 @@ class EvictionPolicy:
         """
         assert isinstance(self.parking, PiecewiseOffloadTarget)
         entry, tokens = slot.cache.current, slot.tokens.array.copy()
-        with closing(self.parking.parking(entry)) as work:
+        with closing(self.parking.offloading(entry)) as work:
             for _ in work:
                 yield
                 if slot.cache.entry is not entry or not _is_as(slot, tokens):
@@ -287,7 +287,7 @@ class EvictionPolicy:
         """Write the conversation of an idle slot to disk; return False if that is not possible."""
         if self.parking is None:
             return False
-        return self.parking.park(slot.cache.current) is not None
+        return self.parking.offload(slot.cache.current) is not None
 
     def _worth(self, slot: Slot) -> float:
         """Return what it costs to evaluate the conversation of a slot again, per byte."""

@@ -80,7 +80,7 @@ class ReplayedDiskCache:
             weakref.WeakKeyDictionary()
         )
 
-    def park(self, entry: CacheEntry) -> StoredConversation | None:
+    def offload(self, entry: CacheEntry) -> StoredConversation | None:
         """Keep an entry, unless it does not fit or what it holds is not exact."""
         if not entry.tokens or entry.is_shifted:
             return None

@@ -79,7 +79,7 @@ class Desk:
         said = answer(self.runner, prompt, tokens)
         if found is not None and found[1] > here:
             assert said[1].cached_tokens == found[1]
-        self.parked = self.parking.park(self.runner.entry, replaces=self.parked)
+        self.parked = self.parking.offload(self.runner.entry, replaces=self.parked)
         return said
 
 

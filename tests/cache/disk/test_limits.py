@@ -30,9 +30,9 @@ def sizes_of(make_parking: Make, counts: list[int]) -> list[int]:
     parking, runner, sizes = make_parking(), oracle_runner(), [0]
     for number, count in enumerate(counts):
         runner.evaluate([number + 1] * count)
-        parking.park(runner.entry)
+        parking.offload(runner.entry)
         sizes.append(parking.bytes)
-    for parked in list(parking._shelf):
+    for parked in list(parking._index):
         parking.drop(parked)
     return [b - a for a, b in pairwise(sizes)]
 
@@ -66,7 +66,7 @@ def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
     runner = oracle_runner()
     for number, count in enumerate([400, 30, 200, 20]):
         runner.evaluate([number + 1] * count)
-        parking.park(runner.entry)
+        parking.offload(runner.entry)
     assert [len(one.tokens) for one in given_up] == [30]
 
 
@@ -78,7 +78,7 @@ def test_what_was_never_used_again_goes_at_some_time(make_parking: Make) -> None
     runner = oracle_runner()
     for number in range(60):
         runner.evaluate([number + 1] * (60 if number else 300))
-        parking.park(runner.entry)
+        parking.offload(runner.entry)
     lengths = [len(one.tokens) for one in given_up]
     assert 300 in lengths
     assert lengths[:2] == [60, 60]
@@ -91,9 +91,9 @@ def test_a_conversation_beyond_the_limit_costs_no_other(
     parking = make_parking(limit=15_000)
     runner = oracle_runner()
     runner.evaluate([1] * 30)
-    small = parking.park(runner.entry)
+    small = parking.offload(runner.entry)
     runner.evaluate([2] * 2000)
-    assert parking.park(runner.entry) is None
+    assert parking.offload(runner.entry) is None
     assert small in parking
     assert "of at most 15,000 bytes" in caplog.text
 
@@ -104,13 +104,13 @@ def test_a_conversation_that_is_being_read_is_not_given_up(make_parking: Make) -
     parking = make_parking(limit=sum(sizes) + 100)
     runner = oracle_runner()
     runner.evaluate([1] * 30)
-    small = parking.park(runner.entry)
+    small = parking.offload(runner.entry)
     assert small is not None
     runner.evaluate([2] * 300)
-    parking.park(runner.entry)
+    parking.offload(runner.entry)
     reader = parking.restore(small)
     runner.evaluate([3] * 200)
-    parking.park(runner.entry)
+    parking.offload(runner.entry)
     assert small in parking
     other = oracle_runner()
     other.cache.adopt(reader)
@@ -118,7 +118,7 @@ def test_a_conversation_that_is_being_read_is_not_given_up(make_parking: Make) -
     del reader
     gc.collect()
     runner.evaluate([4] * 300)
-    parking.park(runner.entry)
+    parking.offload(runner.entry)
     assert small not in parking
 
 
@@ -126,7 +126,7 @@ def test_a_smaller_limit_holds_at_the_next_start(make_parking: Make) -> None:
     parking, runner = make_parking(), oracle_runner()
     for number in range(5):
         runner.evaluate([number + 1] * 50)
-        parking.park(runner.entry)
+        parking.offload(runner.entry)
     half = parking.bytes // 2
     parking = make_parking(limit=half)
     assert 0 < parking.bytes <= half
@@ -139,13 +139,13 @@ def test_a_second_process_parks_elsewhere(
     """It says so in a line; its folder goes with it, and the first one's stays as it is."""
     first, runner = make_parking(), oracle_runner()
     runner.evaluate([1] * 30)
-    first.park(runner.entry)
+    first.offload(runner.entry)
     second = DiskCache(first.folder.parent, PARTS, limit=PLENTY)
     assert second.folder != first.folder
     assert (first.is_kept, second.is_kept) == (True, False)
     assert len(second) == 0
     assert "another process parks" in caplog.text
-    second.park(runner.entry)
+    second.offload(runner.entry)
     folder = second.folder
     assert os.listdir(folder)
     second.close()
@@ -157,7 +157,7 @@ def test_a_private_folder_goes_with_its_owner() -> None:
     """It is removed when the parking is dropped; one of a killed process when another begins."""
     first, runner = DiskCache(None, PARTS, limit=PLENTY), oracle_runner()
     runner.evaluate([1] * 30)
-    parked = first.park(runner.entry)
+    parked = first.offload(runner.entry)
     folder = first.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     abandoned = folder.with_name("own-abandoned")
@@ -205,11 +205,11 @@ def test_a_lookup_among_many_is_that_of_a_search(make_parking: Make) -> None:
     runner = oracle_runner(["full", "recurrent"], checkpoint_interval=7, checkpoint_budget=3000)
     for _ in range(20):
         runner.evaluate([rng.randrange(1, 3) for _ in range(rng.randint(1, 40))])
-        parking.park(runner.entry)
+        parking.offload(runner.entry)
     for _ in range(100):
         prompt = np.array([rng.randrange(1, 3) for _ in range(rng.randint(1, 12))], np.int32)
         best = 0
-        for one in parking._shelf:
+        for one in parking._index:
             same = one.tokens[: len(prompt)] == prompt[: len(one.tokens)]
             shared = len(same) if same.all() else int(same.argmin())
             best = max(best, one.resumable(min(shared, len(prompt) - 1)))

@@ -40,7 +40,7 @@ def files(parking: DiskCache, kind: str = "") -> list[str]:
 
 def parked(parking: DiskCache, runner: Runner, **options: Any) -> StoredConversation:
     """Park the entry of a runner, which has to succeed."""
-    found = parking.park(runner.entry, **options)
+    found = parking.offload(runner.entry, **options)
     assert found is not None
     return found
 
@@ -60,7 +60,7 @@ def test_every_kind_of_layer_comes_back(
     answer(runner, PROMPT)
     answer(runner, [*PROMPT[:-3], 40, 41], 20)
     said = list(runner.entry.tokens)
-    make_parking().park(runner.entry)
+    make_parking().offload(runner.entry)
     for what, prompt in next_prompts(said).items():
         restored = oracle_runner(kinds, **options)
         parking = make_parking()
@@ -74,7 +74,7 @@ def test_every_kind_of_layer_comes_back(
         assert usage.cached_tokens == (found[1] if found is not None else 0), what
         assert restored.entry.is_true
         stayed = oracle_runner(kinds, **options)
-        whole = parking.restore(next(iter(parking._shelf)))
+        whole = parking.restore(next(iter(parking._index)))
         stayed.cache.adopt(whole, "the disk")
         assert answer(stayed, prompt)[1].cached_tokens == usage.cached_tokens, what
 
@@ -230,7 +230,7 @@ def test_a_regenerated_answer_replaces_the_old_one(make_parking: Make) -> None:
     first = parked(parking, runner)
     runner.evaluate([*range(1, 47), 99, 98])
     second = parked(parking, runner, replaces=first)
-    assert list(parking._shelf) == [second]
+    assert list(parking._index) == [second]
 
 
 def test_short_conversations_with_a_header_in_common_are_kept(make_parking: Make) -> None:
@@ -252,7 +252,7 @@ def test_many_short_turns_make_few_files(make_parking: Make) -> None:
         runner.evaluate(list(range(1, count + 1)))
         earlier = parked(parking, runner, replaces=earlier)
     assert len(files(parking, "rows")) <= 100 // 4 + 1
-    assert list(parking._shelf) == [earlier]
+    assert list(parking._index) == [earlier]
 
 
 def test_only_the_rows_before_the_cut_are_read(make_parking: Make) -> None:
@@ -275,12 +275,12 @@ def test_the_same_entry_is_parked_once(make_parking: Make) -> None:
     runner.evaluate(list(range(1, 50)))
     first = parked(parking, runner)
     times = {name: (parking.folder / name).stat().st_mtime_ns for name in files(parking)}
-    assert parking.park(runner.entry, replaces=first) is first
+    assert parking.offload(runner.entry, replaces=first) is first
     assert {name: (parking.folder / name).stat().st_mtime_ns for name in files(parking)} == times
 
 
 def test_an_empty_entry_is_not_parked(make_parking: Make) -> None:
-    assert make_parking().park(tiny_runner("llama").entry) is None
+    assert make_parking().offload(tiny_runner("llama").entry) is None
 
 
 def test_shifted_rows_are_nobody_elses(make_parking: Make) -> None:
@@ -313,7 +313,7 @@ def test_other_weights_or_settings_find_nothing(tmp_path: Path) -> None:
         parking = DiskCache(tmp_path, {"weights": part}, limit=10**9)
         found = parking.find(array(list(range(1, 60))))
         assert (found is not None) == (part == "one" and len(os.listdir(tmp_path)) == 2)
-        parking.park(runner.entry)
+        parking.offload(runner.entry)
         parking.close()
     assert len(os.listdir(tmp_path)) == 2
 

@@ -135,11 +135,11 @@ def test_what_is_written_is_read(
             )
         options: dict[str, Any] = {"limit": PLENTY, "pictures": names}
         parking = DiskCache(Path(folder) / "kept", PARTS, **options)
-        assert (parking.park(entry) is None) == (not said)
+        assert (parking.offload(entry) is None) == (not said)
         parking.close()
         parking = DiskCache(Path(folder) / "kept", PARTS, **options)
         assert len(parking) == bool(said)
-        for parked in list(parking._shelf):
+        for parked in list(parking._index):
             assert described(runner_with(new(), parking.restore(parked)).entry) == (
                 *before[:2],
                 before[2] if parked.states else [],
