@@ -61,8 +61,8 @@ class GreedyDual(Generic[Key]):
         """
         return min(worths, key=lambda key: self.value(key, worths[key]))
 
-    def give_up(self, key: Key, eviction_score: float) -> None:
-        """Note that `key` is given up to make room, and move the clock to its value."""
+    def evict(self, key: Key, eviction_score: float) -> None:
+        """Note that `key` is evicted, and move the clock to its value."""
         self.clock = max(self.clock, self.value(key, eviction_score))
         self.forget(key)
 

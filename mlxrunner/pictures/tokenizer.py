@@ -64,12 +64,10 @@ class SeeingTokenizer:
         """Take in a picture with the ids that it has in stored tokens. Raise PromptError."""
         self._sight.table.restore(picture)
 
-    def stored(self, tokens: Sequence[int] | TokenArray) -> dict[str, list[int]]:
-        """Return what the ids of pictures among `tokens` stand for, to be stored beside them.
-
-        Raise KeyError if one is of another model.
-        """
-        return PictureNames(self._sight.table).of(as_tokens(tokens))
+    @property
+    def names(self) -> PictureNames:
+        """The pictures of the model, in a form that holds in every process."""
+        return PictureNames(self._sight.table)
 
     def held(self, digest: bytes) -> Prepared | None:
         """Return a picture that is still held, by its digest; None if it has to be prepared."""

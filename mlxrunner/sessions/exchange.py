@@ -14,15 +14,16 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlxrunner.cache.disk.pieces import StoredEntry, host_copy, pack
+from mlxrunner.cache.disk.pieces import host_copy
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches, outline_of
-from mlxrunner.cache.layers.protocol import Exported, mismatch
+from mlxrunner.cache.layers.protocol import Exported, Saved, mismatch
 from mlxrunner.cache.tokens import TokenArray, as_tokens, has_pictures
 from mlxrunner.errors import ModelError, OptionError, PromptError, SessionError
 from mlxrunner.models.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.models.load import unread_model
 from mlxrunner.models.resolve import folder_if_here, lasting, resolve
+from mlxrunner.sessions.caches import prepared, stored_entry
 from mlxrunner.sessions.session import MAIN, Branch, History, Rendering, Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.system.folders import Folder
@@ -228,10 +229,10 @@ def export_session(name: str, file: Path, sessions: SessionStore | None = None) 
     if its model has changed since they were made.
     """
     sessions = sessions or SessionStore()
-    session, stored = sessions.load(name), sessions.load_cache(name)
-    if stored is None:
+    session, entry = sessions.load(name), stored_entry(sessions.folder_of(name))
+    if entry is None:
         raise SessionError(f"the session {name!r} was saved without caches")
-    entry, folder = StoredEntry(stored), resolve(session.model)
+    folder = resolve(session.model)
     if has_pictures(entry.tokens):
         raise SessionError(f"the session {name!r} has pictures, which no file of mlx-lm can name")
     model, known = unread_model(folder), fingerprint(folder)
@@ -248,7 +249,8 @@ def export_session(name: str, file: Path, sessions: SessionStore | None = None) 
             f"than {session.model} has now"
         )
     entry.check(outlines)
-    export_file(file, model, str(folder), options, Exported(entry.tokens, list(entry.layers), []))
+    layers = [one if isinstance(one, Saved) else one.read() for one in entry.layers]
+    export_file(file, model, str(folder), options, Exported(entry.tokens, layers, []))
     return len(entry.tokens)
 
 
@@ -281,8 +283,7 @@ def import_session(
     layouts_of(unread, options)  # raises OptionError for kv_bits that the model can't have
     entry = import_file(file, unread, options, tokens, folder, trust=trust)
     known = with_format(fingerprint(folder), outline_of(unread, options))
-    packed = pack(entry.export(), known)
-    with sessions.lock(name):
+    with sessions.lock(name) as held:
         present = Branch(None, History(rendering=Rendering("", tuple(entry.tokens))))
         sessions.save(
             name,
@@ -290,5 +291,5 @@ def import_session(
                 lasting(model), {MAIN: present}, fingerprint=known, settings={"kv_bits": kv_bits}
             ),
         )
-        sessions.save_cache(name, packed.arrays, packed.metadata)
+        sessions.save_cache(name, prepared(entry, held, known))
     return len(entry.tokens)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mlxrunner.cache.disk.pieces import Packed, StoredEntry, pack
-from mlxrunner.cache.tokens import TokenArray, as_tokens, has_pictures
+from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
-from mlxrunner.pictures.table import Picture
+from mlxrunner.pictures.table import Picture, PictureNames, PictureTable
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.runner import Runner
+from mlxrunner.sessions.caches import prepared, stored_entry
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.system.folders import Folder
@@ -97,10 +97,10 @@ class Saver:
 
     def _restore(self, name: str, known: Mapping[bytes, Picture]) -> str:
         try:
-            file = self.store.load_cache(name)
-            if file is None:
+            folder = self.store.folder_of(name)
+            entry = stored_entry(folder, folder.remove)  # a damaged piece is written again
+            if entry is None:
                 return "without caches: the first turn evaluates it anew"
-            entry = StoredEntry(file)
             if different := differences(entry.fingerprint, self._fingerprint):
                 raise SessionError(", ".join(PARTS[part] for part in different))
             if len(entry.tokens) > self.runner.context:
@@ -147,20 +147,22 @@ class Saver:
         """Note in a session which model made its tokens, and which pictures are among them."""
         session.fingerprint = dict(self._fingerprint)
         for branch in session.branches.values():
-            session.pictures |= self._pictures(as_tokens(branch.history.rendering.tokens)) or {}
+            tokens = as_tokens(branch.history.rendering.tokens)
+            if (names := self._pictures(tokens)) is not None:
+                session.pictures |= names.of(tokens)
 
-    def _pictures(self, tokens: TokenArray) -> dict[str, list[int]] | None:
-        """Return what the ids of pictures among `tokens` stand for; None if nothing says it."""
-        if not has_pictures(tokens):
-            return {}
+    def _pictures(self, tokens: TokenArray) -> PictureNames | None:
+        """Return what names the pictures among `tokens`; None if nothing does."""
         runner = self._runner()
         tokenizer = None if runner is None else runner.tokenizer
-        if not isinstance(tokenizer, SeeingTokenizer):
-            return None
+        names = PictureNames(PictureTable())
+        if isinstance(tokenizer, SeeingTokenizer):
+            names = tokenizer.names
         try:
-            return tokenizer.stored(tokens)
+            names.of(tokens)
         except KeyError:  # a model that is gone saw it
             return None
+        return names
 
     def _save_in_their_place(self, name: str, session: Session) -> None:
         """Save the text on a full disk: once the caches are written, or else after removing them.
@@ -210,18 +212,17 @@ class Saver:
         if not entry.tokens or pictures is None:
             self.store.drop_cache(name)
             return
-        packed = pack(entry.export(), self._fingerprint, self._kv_bits, pictures)
         with self.store.lock(name) as held:
+            write = prepared(entry, held, self._fingerprint, bits=self._kv_bits, pictures=pictures)
             self._writer = threading.Thread(
-                target=self._run, args=(name, [packed], held), name="saving a session"
+                target=self._run, args=(name, [write], held), name="saving a session"
             )
             self._writer.start()
 
-    def _run(self, name: str, packed: list[Packed], held: Folder) -> None:
+    def _run(self, name: str, write: list[Callable[[Folder], None]], held: Folder) -> None:
         """Write the caches. This runs in the thread, which keeps the session locked meanwhile."""
         try:
-            last = packed.pop()  # nobody else holds it
-            self.store.save_cache(name, last.arrays, last.metadata)
+            self.store.save_cache(name, write.pop())  # nobody else holds the copies
         except SessionError as error:
             self._failed = str(error)
 

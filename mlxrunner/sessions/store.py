@@ -1,13 +1,14 @@
-"""Sessions on disk: a folder each, with the text in one file and the caches in another.
+"""Sessions on disk: a folder each, with the text in one file and the caches in others.
 
     <data folder>/sessions/NAME/
         conversation.json    text, settings, tokens: small, and written first
-        cache.safetensors    the prefix-cache entry with its tokens: may be older, or missing
+        rows-, state-, talk-...safetensors   the prefix-cache entry with its tokens, in pieces: may
+                             be older, or missing; version 0.2 wrote one file, cache.safetensors
         state-N.json         the text before a command that took some of it away, the last ten
         picture-KEY.png      a picture that a message shows, by the SHA-256 of its name there
 
-The two files may be of different times: the caches know their tokens, which are compared with the
-next prompt. So losing the second file, or a crash between the two writes, costs no text. A lock on
+Text and caches may be of different times: the caches know their tokens, which are compared with the
+next prompt. So losing the caches, or a crash between the two writes, costs no text. A lock on
 the folder keeps others from writing a session that is open.
 """
 
@@ -29,11 +30,14 @@ from weakref import WeakValueDictionary
 from mlxrunner.errors import SessionError
 from mlxrunner.sessions.session import Session
 from mlxrunner.system.folders import Folder, data_folder
-from mlxrunner.system.tensorfile import Buffer, TensorFile, write
 from mlxrunner.system.writing import sealed, write_all
 
 NAME = re.compile(r"\w[\w.-]{0,47}")
 TEXT, CACHE = "conversation.json", "cache.safetensors"
+CACHE_FILE = re.compile(
+    r"\.?(cache|(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2})\.safetensors(\.new)?"
+)
+"""The names of the files of caches: pieces, and the one file of version 0.2."""
 STATE = re.compile(r"state-(\d{1,9})\.json")
 PICTURE = re.compile(r"picture-[0-9a-f]{16}\.png")
 MOST_STATES = 10
@@ -156,10 +160,8 @@ class SessionStore:
                         found[one] = content
         return found
 
-    def save_cache(
-        self, name: str, arrays: Mapping[str, Buffer], metadata: Mapping[str, str]
-    ) -> None:
-        """Write the caches of a session whose text is saved.
+    def save_cache(self, name: str, write: Callable[[Folder], object]) -> None:
+        """Write the caches of a session whose text is saved; see `mlxrunner.sessions.caches`.
 
         After a SessionError the old caches are still there.
         """
@@ -167,21 +169,11 @@ class SessionStore:
             self.lock(name) as folder,
             _as_session_error(f"the caches of the session {name!r} could not be saved"),
         ):
-            folder.write(CACHE, lambda fd: write(fd, arrays, metadata))
+            write(folder)
 
-    def load_cache(self, name: str) -> TensorFile | None:
-        """Return the open file of the caches, or None if there are none.
-
-        Raise SessionError if the session is missing or the file is damaged.
-        """
-        with self._open(name) as folder:
-            try:
-                fd = folder.open(CACHE)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                raise SessionError(f"the cache can't be read: {_reason(error)}") from error
-        return TensorFile(fd)
+    def folder_of(self, name: str) -> Folder:
+        """Return the open folder of a session. Raise SessionError if it is missing."""
+        return self._open(name)
 
     def drop_cache(self, name: str) -> None:
         """Remove the caches of a session. Its text stays."""
@@ -189,13 +181,16 @@ class SessionStore:
             self.lock(name) as folder,
             _as_session_error(f"the caches of the session {name!r} can't be removed"),
         ):
-            folder.remove(CACHE)
+            for file in filter(CACHE_FILE.fullmatch, folder.names()):
+                folder.remove(file)
 
     def nbytes(self, name: str) -> tuple[int, int]:
         """Return the sizes of the text with its pictures, and of the caches, in bytes."""
         with self._open(name) as folder, _as_session_error(f"the session {name!r} can't be read"):
-            pictures = filter(PICTURE.fullmatch, folder.names())
-            return folder.size(TEXT) + sum(map(folder.size, pictures)), folder.size(CACHE)
+            names = folder.names()
+            pictures, caches = filter(PICTURE.fullmatch, names), filter(CACHE_FILE.fullmatch, names)
+            sizes = folder.size(TEXT) + sum(map(folder.size, pictures))
+            return sizes, sum(map(folder.size, caches))
 
     def remove(self, name: str) -> None:
         """Remove a session. Raise SessionError if it is missing or open in a chat."""

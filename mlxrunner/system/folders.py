@@ -92,8 +92,7 @@ class Folder:
         try:
             return open_file(name, dir_fd=self._fd, follow=False)[0]
         except ReadError as error:
-            cause = error.__cause__
-            raise cause if isinstance(cause, OSError) else OSError(str(error)) from error
+            raise _os_error(error) from None
 
     def write(self, name: str, write: Callable[[int], None], *, sync: bool = True) -> None:
         """Replace the file `name` by what `write(fd)` writes to the descriptor `fd`.
@@ -158,3 +157,14 @@ class Folder:
         """Remove a file, if it is there."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
+
+
+def _os_error(error: ReadError) -> OSError:
+    """Return the OSError of a file that can't be read.
+
+    It is a new one: one that refers to itself, or to a local variable, keeps a directory open.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, OSError):
+        return OSError(str(error))
+    return OSError(cause.errno, cause.strerror, cause.filename)

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.bench.harness import load_or_make
-from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.errors import NotSupportedError, OptionError
@@ -34,6 +33,7 @@ from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
+from mlxrunner.sessions.caches import prepared, stored_entry
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.system import device
 from mlxrunner.verify.findings import FACTOR, Check, Difference, Findings
@@ -200,12 +200,11 @@ def restore(talk: Talk) -> Case:
     said = talk.say(talk.base, talk.answer)
     with TemporaryDirectory() as folder:
         sessions = SessionStore(Path(folder))
-        packed = pack(talk.runner.entry.export(), {})
-        with sessions.lock("verify"):
-            sessions.save_cache("verify", packed.arrays, packed.metadata)
-        file = sessions.load_cache("verify")
-        assert file is not None
-        talk.runner.cache.adopt(StoredEntry(file))
+        with sessions.lock("verify") as held:
+            sessions.save_cache("verify", prepared(talk.runner.entry, held, {}))
+            entry = stored_entry(held)
+        assert entry is not None
+        talk.runner.cache.adopt(entry)
         _ = talk.runner.entry  # read it now, before the file is removed
     return Case([*talk.base, *said, *talk.more()])
 

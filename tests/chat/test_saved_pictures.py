@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from support.chats import Typed, cold_answer, content, draw
+from support.saving import pieces
 from support.seeing import write_seeing
 
 from mlxrunner import Runner, SessionError
-from mlxrunner.cache.disk.pieces import pack
+from mlxrunner.cache.disk.pieces import head_file
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
@@ -82,7 +84,8 @@ def test_a_picture_that_is_not_what_its_name_says_stays_a_name(
 
 
 def cache_of(folder: Path) -> Path:
-    return folder / "sessions" / "zor" / "cache.safetensors"
+    (head,) = pieces(folder / "sessions" / "zor", "talk-")
+    return head
 
 
 def asked_last(typed: Typed) -> Any:
@@ -187,12 +190,12 @@ def test_damaged_names_of_pictures_cost_the_caches_only(
     stored = dict[str, Any]()
     if where == "caches":
 
-        def packed(entry: Any, fingerprint: Any, bits: Any, named: Any) -> Any:
-            found = pack(entry, fingerprint, bits)
-            found.metadata["pictures"] = json.dumps(damaged(named, drawn))
-            return found
+        def head(*arguments: Any, **named: Any) -> Any:
+            found = head_file(*arguments, **named)
+            pictures = damaged(found.about["pictures"], drawn)
+            return replace(found, about={**found.about, "pictures": pictures})
 
-        monkeypatch.setattr("mlxrunner.sessions.saver.pack", packed)
+        monkeypatch.setattr("mlxrunner.sessions.caches.head_file", head)
     saved_chat(seeing, pictures[0], tmp_path)
     if where == "text":
         stored = content(tmp_path, "zor")

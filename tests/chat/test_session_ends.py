@@ -16,20 +16,21 @@ import pexpect
 import pytest
 from support.chats import Talk, content
 from support.models import write_model
+from support.saving import pieces
 from support.waiting import PATIENCE_S, until
 
-from mlxrunner.sessions.store import CACHE, SessionStore
+from mlxrunner.sessions.store import SessionStore
 
 
 def test_a_damaged_cache_file_costs_a_cold_turn(talk: Talk, data: Path) -> None:
     """One line says so; the conversation goes on, and is whole again afterwards."""
     talk(["My name is Zorblin."], "--session", "zor")
-    file = data / "sessions" / "zor" / CACHE
+    file = pieces(data / "sessions" / "zor", "talk-")[0]
     file.write_bytes(file.read_bytes()[:-100])
     again = talk(["What is my name?"], "--session", "zor")
     assert again.stdout == "Your name is Zorblin.\n"
     assert again.stderr.startswith(
-        "session zor: 1 turn, its text is kept, its caches are dropped: the cache is truncated"
+        "session zor: 1 turn, its text is kept, its caches are dropped: talk-"
     )
     assert again.stderr.count("\n") == 1
     assert "69 tokens restored" in talk([], "--session", "zor").stderr

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from support.chats import HIT, Talk, content
 
 from mlxrunner import cli
-from mlxrunner.sessions.store import CACHE, TEXT
+from mlxrunner.sessions.store import TEXT, SessionStore
 
 
 def test_a_name_is_recalled_across_save_exit_and_session(talk: Talk, data: Path) -> None:
@@ -271,9 +271,9 @@ def test_names_that_are_none_are_one_line(talk: Talk, data: Path, line: str) -> 
 def test_text_only_and_fewer_bits(talk: Talk, data: Path) -> None:
     """--no-cache-file leaves the text; --session-kv-bits makes the file smaller."""
     talk(["My name is Zorblin."], "--session", "zor")
-    whole = (data / "sessions" / "zor" / CACHE).stat().st_size
+    whole = SessionStore(data / "sessions").nbytes("zor")[1]
     talk(["I have a dog."], "--session", "zor", "--session-kv-bits", "8")
-    assert (data / "sessions" / "zor" / CACHE).stat().st_size < whole
+    assert SessionStore(data / "sessions").nbytes("zor")[1] < whole
     talk(["I have a cat."], "--session", "zor", "--no-cache-file")
     assert os.listdir(data / "sessions" / "zor") == [TEXT]
     again = talk(["What is my name?"], "--session", "zor")

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 from support.engine import Engine
 from support.models import _TINY, tiny_config, tiny_model, write_model
+from support.saving import stored
 
 from mlxrunner import Runner, cli
-from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.models.facts import DEPENDS, depends_on_chunks, facts_of
@@ -121,12 +121,7 @@ def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
 
 
 def restore(runner: Runner, sessions: SessionStore) -> None:
-    packed = pack(runner.entry.export(), {})
-    with sessions.lock("one"):
-        sessions.save_cache("one", packed.arrays, packed.metadata)
-    file = sessions.load_cache("one")
-    assert file is not None
-    runner.cache.adopt(StoredEntry(file))
+    runner.cache.adopt(stored(sessions, runner.entry))
 
 
 @pytest.mark.parametrize("name", ["llama", *_TINY])

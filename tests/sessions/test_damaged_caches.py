@@ -1,4 +1,7 @@
-"""A file of caches that is damaged, foreign or hostile costs a cold turn, and is one line."""
+"""A file of caches that is damaged, foreign or hostile costs a cold turn, and is one line.
+
+The file is that of version 0.2.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.old_caches import write_old
 from support.prompts import PROMPT
 from support.saving import Make, answer, last, save
 
@@ -111,10 +115,13 @@ HEADERS: dict[str, Callable[[Header, bytearray], object]] = {
 
 @pytest.fixture
 def damaged(saver: Make, store: SessionStore) -> Callable[[], tuple[Runner, str]]:
-    """A saved session, to be damaged; then a runner that has loaded it, and what was said."""
+    """A session as version 0.2 saved it, to be damaged; then a runner that has loaded it."""
     runner = oracle_runner(["full", "full"])
     answer(runner, PROMPT)
-    save(saver(runner))
+    kept = saver(runner)
+    save(kept)
+    fingerprint = store.load("one").fingerprint
+    write_old(store.folder / "one", runner.entry.export(), fingerprint)
 
     def load() -> tuple[Runner, str]:
         restored = oracle_runner(["full", "full"])

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from support.models import tiny_config, tiny_model
+from support.saving import stored
 
 from mlxrunner import Runner
-from mlxrunner.cache.disk.pieces import StoredEntry, pack
+from mlxrunner.cache.disk.pieces import StoredEntry
 from mlxrunner.cache.layers.protocol import ArrayShape, Saved, combined, mismatch
 from mlxrunner.errors import SessionError
 from mlxrunner.models.facts import facts_of
+from mlxrunner.sessions.caches import SessionEntry
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import ByteTokenizer
 
@@ -81,13 +83,8 @@ def answer(runner: Runner, prompt: list[int]) -> list[tuple[int | None, float]]:
     return [(chunk.token, pytest.approx(chunk.logprob, abs=1e-4)) for chunk in chunks]
 
 
-def saved(store: SessionStore, runner: Runner) -> StoredEntry:
-    packed = pack(runner.entry.export(), {})
-    with store.lock("one"):
-        store.save_cache("one", packed.arrays, packed.metadata)
-    file = store.load_cache("one")
-    assert file is not None
-    return StoredEntry(file)
+def saved(store: SessionStore, runner: Runner) -> SessionEntry | StoredEntry:
+    return stored(store, runner.entry)
 
 
 @pytest.mark.exhaustive(10)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.sample import fewer
+from support.saving import pieces
 
 from mlxrunner import cli
-from mlxrunner.sessions.store import CACHE, TEXT
+from mlxrunner.sessions.store import TEXT
 
 Change = Callable[[random.Random, Path], None]
 DEEP = "[" * 5000 + "]" * 5000
@@ -79,7 +80,7 @@ def change_text(rng: random.Random, folder: Path) -> None:
 
 
 def change_bytes(rng: random.Random, folder: Path) -> None:
-    file = folder / rng.choice([TEXT, CACHE])
+    file = rng.choice([folder / TEXT, *pieces(folder)])
     found = bytearray(file.read_bytes())
     place = rng.randrange(min(len(found), 4000))
     if rng.random() < 0.5:
@@ -90,11 +91,11 @@ def change_bytes(rng: random.Random, folder: Path) -> None:
 
 
 def change_header(rng: random.Random, folder: Path) -> None:
-    file = folder / CACHE
+    file = rng.choice(pieces(folder))
     found = file.read_bytes()
     size = struct.unpack("<Q", found[:8])[0]
     header = json.loads(found[8 : 8 + size])
-    inner = rng.choice(["entry", "fingerprint", "crc32"])
+    inner = rng.choice(["about", "about", "crc32"])
     if rng.random() < 0.5:
         header["__metadata__"][inner] = encoded(
             changed(rng, json.loads(header["__metadata__"][inner]))
@@ -109,7 +110,7 @@ def change_header(rng: random.Random, folder: Path) -> None:
 
 def change_size(rng: random.Random, folder: Path) -> None:
     """Sparse: no disk is needed for it."""
-    os.truncate(folder / rng.choice([TEXT, CACHE]), rng.choice([0, 7, 8, 2**33, 2**40]))
+    os.truncate(rng.choice([folder / TEXT, *pieces(folder)]), rng.choice([0, 7, 8, 2**33, 2**40]))
 
 
 @pytest.fixture(scope="module")

@@ -33,17 +33,17 @@ def test_an_interrupt_while_reading_costs_nothing(
     saver(restored).load("one")
     from mlxrunner.system.tensorfile import StoredArray
 
-    original = StoredArray.read
+    original = StoredArray.read_into
 
-    def interrupted(array: StoredArray) -> bytearray:
-        if array.name == "layers.1.values":
+    def interrupted(array: StoredArray, views: Any) -> None:
+        if array.name == "1.values":
             raise KeyboardInterrupt
-        return original(array)
+        original(array, views)
 
-    monkeypatch.setattr(StoredArray, "read", interrupted)
+    monkeypatch.setattr(StoredArray, "read_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
         last(restored, [*said, 5])
-    monkeypatch.setattr(StoredArray, "read", original)
+    monkeypatch.setattr(StoredArray, "read_into", original)
     assert last(restored, [*said, 5]).cached_tokens == len(said)
 
 

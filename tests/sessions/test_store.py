@@ -11,23 +11,22 @@ import resource
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.errors import SessionError
+from mlxrunner.sessions.caches import stored_entry
 from mlxrunner.sessions.session import Branch, History, Position, Rendering, Session, SessionTurn
 from mlxrunner.sessions.store import CACHE, TEXT, SessionStore
 from mlxrunner.system.folders import Folder
-from mlxrunner.system.tensorfile import Buffer
-from mlxrunner.system.writing import sealed
+from mlxrunner.system.writing import sealed, write_all
 
 
 def session(text: str = "hello", tokens: int = 5) -> Session:
@@ -47,8 +46,12 @@ TURN: dict[str, object] = {
 BEGIN, END = {"characters": 0, "tokens": 0}, {"characters": 5, "tokens": 5}
 
 
-def buffer(value: int, size: int = 1000) -> Buffer:
-    return Buffer("float32", (size,), np.full(size, value, np.float32).view(np.uint8).data)
+PIECE = f"talk-{'0' * 32}-7.safetensors"
+
+
+def written(value: int, name: str = PIECE) -> Callable[[Folder], None]:
+    """Return a function that writes caches of 4000 bytes."""
+    return lambda folder: folder.write(name, lambda fd: write_all(fd, bytes([value]) * 4000))
 
 
 @contextmanager
@@ -74,13 +77,13 @@ def test_what_was_saved_is_loaded(store: SessionStore) -> None:
 def test_the_files_are_their_owners_alone(store: SessionStore) -> None:
     """Folders 0700, files 0600, and nothing else is there."""
     store.save("one", session())
-    store.save_cache("one", {"x": buffer(1)}, {"a": "b"})
+    store.save_cache("one", written(1))
     folder = store.folder / "one"
-    assert sorted(os.listdir(folder)) == [CACHE, TEXT]
+    assert sorted(os.listdir(folder)) == [TEXT, PIECE]
     modes = {
         path.name: path.stat().st_mode & 0o777 for path in (store.folder, folder, *folder.iterdir())
     }
-    assert modes == {"sessions": 0o700, "one": 0o700, TEXT: 0o600, CACHE: 0o600}
+    assert modes == {"sessions": 0o700, "one": 0o700, TEXT: 0o600, PIECE: 0o600}
 
 
 def test_the_users_folder_is_where_the_system_has_such_things(
@@ -118,7 +121,7 @@ def test_a_name_is_no_path(store: SessionStore, name: str) -> None:
     for act in (
         store.load,
         store.remove,
-        store.load_cache,
+        store.folder_of,
         store.exists,
         lambda name: store.save(name, session()),
     ):
@@ -160,11 +163,12 @@ def test_what_is_no_file_is_refused(store: SessionStore) -> None:
     store.save("one", session())
     (store.folder / "one" / TEXT).unlink()
     os.mkfifo(store.folder / "one" / TEXT)
-    os.mkfifo(store.folder / "one" / CACHE)
     with pytest.raises(SessionError, match="not a regular file"):
         store.load("one")
-    with pytest.raises(SessionError, match="not a regular file"):
-        store.load_cache("one")
+    for name in (CACHE, PIECE):
+        os.mkfifo(store.folder / "one" / name)
+        with pytest.raises(SessionError, match="not a regular file"):
+            stored_entry(store.folder_of("one"))
 
 
 @pytest.mark.parametrize(
@@ -332,23 +336,21 @@ def test_a_full_disk_costs_nothing_that_was_there(store: SessionStore) -> None:
     Nothing half-written stays.
     """
     store.save("one", session("old"))
-    store.save_cache("one", {"x": buffer(1)}, {})
+    store.save_cache("one", written(1))
     with files_of_at_most(2000):
         store.save("one", session("new"))
         with pytest.raises(
             SessionError, match=r"caches of the session 'one' could not be saved: File too large"
         ):
-            store.save_cache("one", {"x": buffer(2)}, {})
+            store.save_cache("one", written(2))
     with (
         files_of_at_most(10),
         pytest.raises(SessionError, match="the session 'one' could not be saved: File too large"),
     ):
         store.save("one", session("newest"))
     assert store.load("one").history.turns[0].user == "new"
-    file = store.load_cache("one")
-    assert file is not None
-    assert np.frombuffer(file.arrays["x"].read(), np.float32).tolist() == [1.0] * 1000
-    assert sorted(os.listdir(store.folder / "one")) == [CACHE, TEXT]
+    assert (store.folder / "one" / PIECE).read_bytes() == b"\1" * 4000
+    assert sorted(os.listdir(store.folder / "one")) == [TEXT, PIECE]
 
 
 def test_what_is_saved_is_on_the_disk_in_whole(
@@ -382,7 +384,7 @@ def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:
 def test_removing(store: SessionStore) -> None:
     """Everything of it goes; what is not there, or open elsewhere, is said."""
     store.save("one", session())
-    store.save_cache("one", {"x": buffer(1)}, {})
+    store.save_cache("one", written(1))
     with (
         SessionStore(store.folder).lock("one"),
         pytest.raises(SessionError, match="open in another chat"),
@@ -429,9 +431,10 @@ from pathlib import Path
 import numpy as np
 from mlxrunner.sessions.session import History, Position, Rendering, SessionTurn
 from mlxrunner.sessions.session import Branch, Session
-from mlxrunner.sessions.store import SessionStore
-from mlxrunner.system.tensorfile import Buffer
-from mlxrunner.system.writing import sealed
+from mlxrunner.sessions.store import CACHE, SessionStore
+from mlxrunner.system.tensorfile import Buffer, TensorFile
+from mlxrunner.system.tensorfile import write as write_arrays
+from mlxrunner.system.writing import sealed, write_all
 assert "mlx" not in sys.modules
 
 folder = Path(sys.argv[1])
@@ -447,8 +450,9 @@ def saving(first, saved):
 Branch(None, History(turns, Rendering("", (n,) * 2000)))}))
             os.write(saved, b"t")
             rows = np.full(300_000 + n, n, np.int32)
+            tokens = {"tokens": Buffer("int32", rows.shape, rows.view(np.uint8).data)}
             store.save_cache("one", \
-{"tokens": Buffer("int32", rows.shape, rows.view(np.uint8).data)}, {"n": str(n)})
+lambda folder: folder.write(CACHE, lambda fd: write_arrays(fd, tokens, {"n": str(n)})))
             os.write(saved, b"c")
 
 caches = 0
@@ -474,8 +478,8 @@ and session.messages[0]["content"] == f"turn {n}", n
     assert n >= kept
     found["newer text" if n > kept else "nothing new"] += 1
     kept = n
-    file = store.load_cache("one")
-    if file is not None:
+    if (folder / "one" / CACHE).exists():
+        file = TensorFile(store.folder_of("one").open(CACHE))
         stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
         assert len(stored) == 300_000 + stored[0] and (stored == stored[0]).all()
         assert caches <= stored[0] <= n
@@ -497,7 +501,7 @@ def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
     assert files <= 4
     store = SessionStore(tmp_path)
     store.save("one", session("after all"))
-    store.save_cache("one", {"x": buffer(1)}, {})
+    store.save_cache("one", written(1, CACHE))
     assert sorted(os.listdir(tmp_path / "one")) == [CACHE, TEXT]
 
 

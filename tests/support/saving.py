@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mlxrunner import Runner
+from mlxrunner.cache.disk.pieces import StoredEntry
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.pictures.table import PictureNames
+from mlxrunner.sessions.caches import SessionEntry, prepared, stored_entry
 from mlxrunner.sessions.saver import Saver
 from mlxrunner.sessions.session import Branch, History, Rendering, Session, SessionTurn
+from mlxrunner.sessions.store import CACHE_FILE, SessionStore
 
 Make = Callable[..., Saver]
 
@@ -43,3 +49,25 @@ def last(runner: Runner, prompt: list[int], n: int = 6) -> Any:
 def save(saver: Saver, name: str = "one") -> None:
     saver.save(name, session(saver.runner))
     saver.wait()
+
+
+def stored(
+    store: SessionStore,
+    entry: CacheEntry,
+    name: str = "one",
+    fingerprint: dict[str, str] | None = None,
+    pictures: PictureNames | None = None,
+) -> SessionEntry | StoredEntry:
+    """Write an entry as the caches of a session, and open them."""
+    with store.lock(name) as held:
+        write = prepared(entry, held, fingerprint or {}, pictures=pictures)
+        store.save_cache(name, write)
+        found = stored_entry(held)
+    assert found is not None
+    return found
+
+
+def pieces(session: Path, kind: str = "") -> list[Path]:
+    """Return the files of the caches in a session's folder, in the order of their names."""
+    found = [path for path in session.iterdir() if CACHE_FILE.fullmatch(path.name)]
+    return sorted(path for path in found if path.name.startswith(kind))

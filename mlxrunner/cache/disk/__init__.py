@@ -1,1 +1,1 @@
-"""Entries of the prefix cache on disk: their format, and parked conversations."""
+"""Entries of the prefix cache on disk: their format, and offloaded conversations."""

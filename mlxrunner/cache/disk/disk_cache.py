@@ -1,4 +1,4 @@
-"""Park conversations of one model on disk, and bring back the one that a prompt continues.
+"""Write conversations of one model to disk, and bring back the one that a prompt continues.
 
 What conversations share is stored once. Within the limit, those that are cheap to evaluate again
 for their bytes go first (`mlxrunner.cache.eviction`). The files are described in
@@ -49,7 +49,7 @@ from mlxrunner.system.folders import Folder, cache_folder
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
 """The names of this module's files. Whatever else is in the folder is left alone."""
 FAILURES = (OSError, MlxrunnerError, ValueError, TypeError, RuntimeError, MemoryError)
-"""Errors that cost the conversation that is parked, and nothing else."""
+"""Errors that cost the conversation that is written, and nothing else."""
 
 logger = logging.getLogger("mlxrunner")
 
@@ -84,16 +84,16 @@ class DiskCache:
         *,
         limit: int,
         outline: Sequence[Saved] | None = None,
-        on_given_up: OnEvicted = lambda parked: None,
+        on_evicted: OnEvicted = lambda conversation: None,
         pictures: PictureNames | None = None,
     ) -> None:
-        """Open the parking in `folder`, and find again what is parked there.
+        """Open the cache in `folder`, and find again what is there.
 
         Each model has a folder of its own in it. None: a private folder, which goes with this
         process. `fingerprint`: that of the model, with all settings that decide what its layers
         store. `limit`: most bytes of all files. `outline`: what `fingerprint` is completed by and
-        restored layers are compared with, if it is given. `on_given_up` is told which conversation
-        was given up to make room. `pictures`: those of a model that sees. Raise SessionError if the
+        restored layers are compared with, if it is given. `on_evicted` is told which conversation
+        was evicted. `pictures`: those of a model that sees. Raise SessionError if the
         folder can't be used.
         """
         format_ = None if outline is None else [outlined(layer) for layer in outline]
@@ -103,13 +103,13 @@ class DiskCache:
         self._place = (
             private_folder() if folder is None else kept_folder(folder, self._seed[:16].decode())
         )
-        self._index = DiskCacheIndex(self._place.folder.remove, limit, on_given_up)
+        self._index = DiskCacheIndex(self._place.folder.remove, limit, on_evicted)
         self._said = ""
         self._read_all()
 
-    def tell(self, on_given_up: OnEvicted) -> None:
-        """Call `on_given_up` from now on with each conversation that is given up to make room."""
-        self._index.on_given_up = on_given_up
+    def tell(self, on_evicted: OnEvicted) -> None:
+        """Call `on_evicted` from now on with each conversation that is evicted."""
+        self._index.on_evicted = on_evicted
 
     @property
     def folder(self) -> Path:
@@ -133,9 +133,9 @@ class DiskCache:
     def __len__(self) -> int:
         return len(self._index)
 
-    def __contains__(self, parked: object) -> bool:
-        """Return True if `parked` is still there."""
-        return parked in self._index
+    def __contains__(self, conversation: object) -> bool:
+        """Return True if `conversation` is still there."""
+        return conversation in self._index
 
     def offload(
         self, entry: CacheEntry, *, replaces: StoredConversation | None = None
@@ -144,32 +144,32 @@ class DiskCache:
 
         Earlier states of this conversation are dropped: all but their last few tokens are in the
         entry, and `replaces` names them, or they were restored, or the entry can be resumed
-        wherever they can. An entry that can't be parked is None, and one line of the log.
+        wherever they can. An entry that can't be written is None, and one line of the log.
         """
         work = self.offloading(entry, replaces)
         while True:
             try:
                 next(work)
             except StopIteration as done:
-                parked: StoredConversation | None = done.value
-                return parked
+                conversation: StoredConversation | None = done.value
+                return conversation
 
     def offloading(
         self, entry: CacheEntry, replaces: StoredConversation | None = None
     ) -> Generator[None, None, StoredConversation | None]:
-        """Park an entry as `park` does, and yield after each file.
+        """Write an entry as `offload` does, and yield after each file.
 
-        The entry must not change meanwhile. If the iterator is closed, nothing was parked.
+        The entry must not change meanwhile. If the iterator is closed, nothing was written.
         """
         try:
-            parked = yield from self._offloading(entry)
+            conversation = yield from self._offloading(entry)
         except FAILURES as error:
-            self._say(f"a conversation was not parked: {_reason(error)}")
+            self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
             return None
-        if parked is not None:
+        if conversation is not None:
             self._said = ""
-            self._index.drop_earlier(parked, replaces)
-        return parked
+            self._index.drop_earlier(conversation, replaces)
+        return conversation
 
     def lacks(self, tokens: TokenArray) -> int:
         """Return how many tokens of an exact conversation no file has."""
@@ -182,7 +182,7 @@ class DiskCache:
         """
         return self._index.find(prompt)
 
-    def restore(self, parked: StoredConversation, upto: int | None = None) -> RestoredEntry:
+    def restore(self, conversation: StoredConversation, upto: int | None = None) -> RestoredEntry:
         """Return the conversation as an entry that `CacheEntry.adopt` reads.
 
         `upto`: tokens that are needed. If all layers store rows, no others are read. If a
@@ -191,15 +191,15 @@ class DiskCache:
         are dropped then.
         """
         reader = PieceReader(self._place.folder, self._index.drop_users)
-        found = RestoredEntry(parked, upto, reader, self._outline)
-        if parked in self._index:
-            self._index.use(parked, found)
+        found = RestoredEntry(conversation, upto, reader, self._outline)
+        if conversation in self._index:
+            self._index.use(conversation, found)
         return found
 
-    def drop(self, parked: StoredConversation) -> None:
+    def drop(self, conversation: StoredConversation) -> None:
         """Remove a conversation, if it is there, and the files that no other one uses."""
-        if parked in self._index:
-            self._index.remove(parked)
+        if conversation in self._index:
+            self._index.remove(conversation)
 
     def close(self) -> None:
         """Unlock the folder, or remove it if it goes with this process."""
@@ -212,37 +212,39 @@ class DiskCache:
         layers = DividedLayers(entry.caches, exported.layers, len(exported.tokens))
         salt = "" if exported.is_exact else os.urandom(8).hex()
         form = form_of(entry, exported, layers, self._pictures)
-        parked = self._index.plan(self._seed + salt.encode(), form)
-        if (there := self._index.named(parked.name)) is not None:
+        conversation = self._index.plan(self._seed + salt.encode(), form)
+        if (there := self._index.named(conversation.name)) is not None:
             self._index.use(there)
             return there
-        self._index.claim(parked)
+        self._index.claim(conversation)
         try:
-            yield from self._writing(parked, exported, layers, salt)
-            self._index.add(parked)
+            yield from self._writing(conversation, exported, layers, salt)
+            self._index.add(conversation)
         except BaseException:
-            self._index.remove(parked)
+            self._index.remove(conversation)
             raise
-        return parked
+        return conversation
 
     def _writing(
-        self, parked: StoredConversation, exported: Exported, layers: DividedLayers, salt: str
+        self, conversation: StoredConversation, exported: Exported, layers: DividedLayers, salt: str
     ) -> Iterator[None]:
         """Make room for the files that are missing, and write them; the conversation's own last.
 
         Yield after each.
         """
         there, names = self._index.sizes, self._pictures
-        files = piece_files(parked, exported, layers, there, salt=salt, pictures=names)
+        files = piece_files(conversation, exported, layers, there, salt=salt, pictures=names)
         new = {file.name: file.nbytes for file in files}
         structure, sizes = layers.structure, {**there, **new}
-        files.append(head_file(parked, sizes, structure, layers.states, salt=salt, pictures=names))
-        new[parked.name] = files[-1].nbytes
-        self._index.make_room(sum(new.values()), parked)
+        files.append(
+            head_file(conversation, sizes, structure, layers.states, salt=salt, pictures=names)
+        )
+        new[conversation.name] = files[-1].nbytes
+        self._index.make_room(sum(new.values()), conversation)
         while files:
             file = files.pop(0)  # with the arrays that were copied to write it
             if file.name not in self._index.sizes:  # another one may have written it meanwhile
-                self._index.make_room(new[file.name], parked)
+                self._index.make_room(new[file.name], conversation)
                 yield from file.writing(self._place.folder)
                 self._index.wrote(file.name, new[file.name])
             del file
@@ -266,7 +268,7 @@ class DiskCache:
         damaged: list[str] = []
         for name in sorted(heads, key=lambda name: files[name].st_mtime_ns):
             try:
-                parked, sizes = self._read(PieceReader(folder, lambda name: None), name)
+                conversation, sizes = self._read(PieceReader(folder, lambda name: None), name)
                 for piece, size in sizes.items():
                     if piece not in files or files[piece].st_size != size:
                         raise SessionError(f"{piece} is missing or damaged")
@@ -275,7 +277,7 @@ class DiskCache:
                 continue
             for piece, size in {**sizes, name: files[name].st_size}.items():
                 index.wrote(piece, size)
-            index.add(parked)
+            index.add(conversation)
         if damaged:
             self._say(
                 f"{len(damaged)} of {len(heads)} conversations in {folder.path} can't be restored, "
@@ -324,12 +326,12 @@ class DiskCache:
             about = json.loads(file.metadata["about"])
             stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
             tokens = self._pictures.adopted(stored, about.get("pictures"))
-            parked, sizes = read_conversation(name, tokens, about)
+            conversation, sizes = read_conversation(name, tokens, about)
             seed = self._seed + str(about["salt"]).encode()
             digest = digests(seed, self._pictures.spelled(tokens), [len(tokens)])[len(tokens)]
             if name != file_name("talk", digest, len(tokens)):
                 raise SessionError("it belongs to another model, or has other tokens")
-            return parked, sizes
+            return conversation, sizes
 
     def _say(self, what: str) -> None:
         """Log a line, unless it is the same as the last one."""
@@ -376,10 +378,10 @@ def kept_folder(parent: Path, name: str) -> CacheFolder:
         folder = Folder(parent / name, make=True)
         found = folder.stat()
     except (OSError, ValueError) as error:  # a name may hold what no path can
-        raise SessionError(f"conversations can't be parked in {parent}: {_said(error)}") from error
+        raise SessionError(f"the disk cache can't be made in {parent}: {_said(error)}") from error
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise SessionError(
-            f"conversations can't be parked in {folder.path}: it has to be yours, and others may "
+            f"the disk cache can't be made in {folder.path}: it has to be yours, and others may "
             f"not write to it (it belongs to user {found.st_uid}, mode "
             f"{stat.S_IMODE(found.st_mode):04o}): chmod 700 it, or choose another folder"
         )
@@ -387,8 +389,8 @@ def kept_folder(parent: Path, name: str) -> CacheFolder:
         return CacheFolder(folder, is_private=False)
     folder.close()
     logger.warning(
-        "another process parks conversations of this model in %s: those of this one are parked "
-        "elsewhere, and go with it",
+        "another process uses the disk cache of this model in %s: this one uses another folder, "
+        "which goes with it",
         parent,
     )
     return private_folder()
@@ -409,7 +411,7 @@ def private_folder() -> CacheFolder:
             if folder.lock():  # or else another process took it for abandoned
                 return CacheFolder(folder, is_private=True)
     except (OSError, RuntimeError) as error:
-        raise SessionError(f"conversations can't be parked: {_said(error)}") from error
+        raise SessionError(f"the disk cache can't be made: {_said(error)}") from error
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -274,7 +274,7 @@ class _TreeNode(Generic[Key]):
 
 
 OnEvicted = Callable[[StoredConversation], None]
-"""A function that is told which conversation was given up to make room."""
+"""A function that is told which conversation was evicted."""
 
 
 @dataclass(frozen=True)
@@ -329,22 +329,22 @@ def plan(
 
 
 class DiskCacheIndex:
-    """Parked conversations and their files, of at most `limit` bytes."""
+    """Conversations and their files, of at most `limit` bytes."""
 
     def __init__(
         self,
         delete: Callable[[str], object],
         limit: int,
-        on_given_up: OnEvicted = lambda parked: None,
+        on_evicted: OnEvicted = lambda conversation: None,
     ) -> None:
         """Begin without conversations. `delete`: removes the file of a name."""
-        self.limit, self.on_given_up = limit, on_given_up
+        self.limit, self.on_evicted = limit, on_evicted
         self._remove_file = delete
         self.sizes: dict[str, int] = {}
         """Bytes of each file."""
         self.bytes = 0
         """Bytes of all files."""
-        self._parked: dict[str, StoredConversation] = {}
+        self._conversations: dict[str, StoredConversation] = {}
         self._users: dict[str, set[StoredConversation]] = {}
         self._exact, self._shifted = (
             PrefixTree[StoredConversation](),
@@ -359,67 +359,72 @@ class DiskCacheIndex:
         )
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._conversations)
 
     def __iter__(self) -> Iterator[StoredConversation]:
-        return iter(self._parked.values())
+        return iter(self._conversations.values())
 
-    def __contains__(self, parked: object) -> bool:
-        return isinstance(parked, StoredConversation) and self._parked.get(parked.name) is parked
+    def __contains__(self, conversation: object) -> bool:
+        return (
+            isinstance(conversation, StoredConversation)
+            and self._conversations.get(conversation.name) is conversation
+        )
 
     def named(self, name: str) -> StoredConversation | None:
-        return self._parked.get(name)
+        return self._conversations.get(name)
 
     def plan(self, seed: bytes, form: EntryForm) -> StoredConversation:
         """Name the files of a conversation: those that are there, and those to be written."""
         closest, shared = self.closest(form.tokens) if form.is_exact else (None, 0)
         return plan(seed, form, closest, shared)
 
-    def claim(self, parked: StoredConversation) -> None:
-        """Keep the files that `parked` is going to share."""
-        for name in parked.pieces:
-            self._users.setdefault(name, set()).add(parked)
+    def claim(self, conversation: StoredConversation) -> None:
+        """Keep the files that `conversation` is going to share."""
+        for name in conversation.pieces:
+            self._users.setdefault(name, set()).add(conversation)
 
     def wrote(self, name: str, nbytes: int) -> None:
         """Note that the file `name` of `nbytes` was written."""
         self.bytes += nbytes - self.sizes.get(name, 0)
         self.sizes[name] = nbytes
 
-    def add(self, parked: StoredConversation) -> None:
+    def add(self, conversation: StoredConversation) -> None:
         """Add a conversation whose files are all there."""
         self._mend()
-        self.claim(parked)
+        self.claim(conversation)
         self._is_whole = False
-        self._parked[parked.name] = parked
-        self._tree(parked).add(parked, parked.tokens)
-        self._dual.use(parked)
+        self._conversations[conversation.name] = conversation
+        self._tree(conversation).add(conversation, conversation.tokens)
+        self._dual.use(conversation)
         self._is_whole = True
 
-    def use(self, parked: StoredConversation, reader: object | None = None) -> None:
+    def use(self, conversation: StoredConversation, reader: object | None = None) -> None:
         """Note that a conversation is used. It is not given up while `reader` exists."""
-        self._dual.use(parked)
+        self._dual.use(conversation)
         if reader is not None:
-            self._read[reader] = parked
-            self._restored.add(parked)
+            self._read[reader] = conversation
+            self._restored.add(conversation)
 
-    def remove(self, parked: StoredConversation) -> None:
+    def remove(self, conversation: StoredConversation) -> None:
         """Remove a conversation, and the files that no other one uses; its own file first."""
         self._mend()
-        if parked in self:
+        if conversation in self:
             self._is_whole = False
-            del self._parked[parked.name]
-            self._tree(parked).remove(parked, parked.tokens)
-            self._dual.forget(parked)
+            del self._conversations[conversation.name]
+            self._tree(conversation).remove(conversation, conversation.tokens)
+            self._dual.forget(conversation)
             self._is_whole = True
-        if parked.name not in self._parked:  # another one may have been written meanwhile
-            self._delete(parked.name)
-        self.release(parked)
+        if (
+            conversation.name not in self._conversations
+        ):  # another one may have been written meanwhile
+            self._delete(conversation.name)
+        self.release(conversation)
 
-    def release(self, parked: StoredConversation) -> None:
+    def release(self, conversation: StoredConversation) -> None:
         """Undo `claim`: remove the files that nobody uses any more."""
-        for name in parked.pieces:
+        for name in conversation.pieces:
             users = self._users.get(name, set())
-            users.discard(parked)
+            users.discard(conversation)
             if not users:
                 self._users.pop(name, None)
                 self._delete(name)
@@ -427,20 +432,22 @@ class DiskCacheIndex:
     def drop_users(self, name: str) -> None:
         """Remove all conversations that use the damaged file `name`."""
         users = self._users.get(name, set()) | {
-            parked for parked in (self._parked.get(name),) if parked
+            conversation for conversation in (self._conversations.get(name),) if conversation
         }
-        for parked in users:
-            self.remove(parked)
+        for conversation in users:
+            self.remove(conversation)
 
-    def drop_earlier(self, parked: StoredConversation, replaces: StoredConversation | None) -> None:
-        """Remove what is an earlier state of `parked`: see `Parking.park`."""
+    def drop_earlier(
+        self, conversation: StoredConversation, replaces: StoredConversation | None
+    ) -> None:
+        """Remove what is an earlier state of `conversation`: see `DiskCache.offload`."""
         self._mend()
-        is_enough = parked.is_exact and parked.lowest == 1
+        is_enough = conversation.is_exact and conversation.lowest == 1
         pinned = set(self._read.values())
-        for shared, found in list(self._tree(parked).sharing(parked.tokens)):
+        for shared, found in list(self._tree(conversation).sharing(conversation.tokens)):
             for one in found:
                 if (
-                    one is not parked
+                    one is not conversation
                     and one not in pinned
                     and goes_on(shared, len(one.tokens))
                     and (one is replaces or one in self._restored or is_enough)
@@ -466,9 +473,9 @@ class DiskCacheIndex:
                 to, least = min(shared, len(prompt) - 1), best[1] if best else 0
                 if to <= least:
                     break
-                offset, parked = _most(found, to)
+                offset, conversation = _most(found, to)
                 if offset > least:
-                    best = parked, offset
+                    best = conversation, offset
         return best
 
     def make_room(self, need: int, by: StoredConversation | None = None) -> None:
@@ -486,24 +493,24 @@ class DiskCacheIndex:
             if not worths:
                 raise SessionError(f"{need:,} bytes more don't fit: the rest is being read")
             least = self._dual.least(worths)
-            self._dual.give_up(least, worths[least])
+            self._dual.evict(least, worths[least])
             self.remove(least)
-            self.on_given_up(least)
+            self.on_evicted(least)
 
-    def _worth(self, parked: StoredConversation) -> float:
-        """Return what it costs to evaluate again what only `parked` has, per byte."""
-        shared, nbytes = 0, self.sizes.get(parked.name, 0)
-        for piece, end in parked.used(len(parked.tokens)):
+    def _worth(self, conversation: StoredConversation) -> float:
+        """Return what it costs to evaluate again what only `conversation` has, per byte."""
+        shared, nbytes = 0, self.sizes.get(conversation.name, 0)
+        for piece, end in conversation.used(len(conversation.tokens)):
             if len(self._users[piece.name]) > 1:
                 shared = end
             else:
                 nbytes += self.sizes.get(piece.name, 0)
-        for state in parked.states:
+        for state in conversation.states:
             if len(self._users[state.name]) == 1:
                 nbytes += self.sizes.get(state.name, 0)
-            elif not parked.rows:
+            elif not conversation.rows:
                 shared = state.offset
-        return eviction_score(len(parked.tokens), nbytes, shared)
+        return eviction_score(len(conversation.tokens), nbytes, shared)
 
     def _mend(self) -> None:
         """Build trees and users again from the conversations, if an interrupt cut a change off."""
@@ -514,14 +521,14 @@ class DiskCacheIndex:
             PrefixTree[StoredConversation](),
         )
         users: dict[str, set[StoredConversation]] = {}
-        for parked in self:
-            self._tree(parked).add(parked, parked.tokens)
-            for name in parked.pieces:
-                users.setdefault(name, set()).add(parked)
+        for conversation in self:
+            self._tree(conversation).add(conversation, conversation.tokens)
+            for name in conversation.pieces:
+                users.setdefault(name, set()).add(conversation)
         self._users, self._is_whole = users, True
 
-    def _tree(self, parked: StoredConversation) -> PrefixTree[StoredConversation]:
-        return self._exact if parked.is_exact else self._shifted
+    def _tree(self, conversation: StoredConversation) -> PrefixTree[StoredConversation]:
+        return self._exact if conversation.is_exact else self._shifted
 
     def _delete(self, name: str) -> None:
         self.bytes -= self.sizes.pop(name, 0)
@@ -532,10 +539,10 @@ class DiskCacheIndex:
 def _most(found: list[StoredConversation], to: int) -> tuple[int, StoredConversation]:
     """Return the largest offset <= `to` that one of them can be resumed at, and that one."""
     most, best = 0, found[0]
-    for parked in found:
-        offset = to if to >= parked.lowest else parked.resumable(to)
+    for conversation in found:
+        offset = to if to >= conversation.lowest else conversation.resumable(to)
         if offset > most:
-            most, best = offset, parked
+            most, best = offset, conversation
             if most == to:
                 break
     return most, best

@@ -98,58 +98,6 @@ PACKED = ("packed", "scales", "biases")
 Array = TypeVar("Array")
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A copy of an entry in host memory, ready for `SessionStore.save_cache`."""
-
-    arrays: dict[str, Buffer]
-    """The tokens and the arrays of all layers and checkpoints, by name."""
-    metadata: dict[str, str]
-    """The structure of the entry and the fingerprint of the model, as JSON texts."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all arrays in bytes."""
-        return sum(buffer.data.nbytes for buffer in self.arrays.values())
-
-
-def pack(
-    entry: Exported,
-    fingerprint: Mapping[str, str],
-    bits: int | None = None,
-    pictures: Mapping[str, Sequence[int]] | None = None,
-) -> Packed:
-    """Return a copy of `entry` in host memory.
-
-    `fingerprint` is that of the model, and is stored with the entry. `bits` (4 or 8) stores keys
-    and values in fewer bits: what is restored is then close to the original, not equal. None stores
-    them exactly. `pictures`: what the ids of those among the tokens stand for.
-    """
-    packer = Packer(host_copy, bits)
-    packer.arrays["tokens"] = host_copy(mx.array(entry.tokens))
-    structure = {
-        "is_exact": entry.is_exact and bits is None,
-        "layers": [
-            packer.layer(f"layers.{index}", layer) for index, layer in enumerate(entry.layers)
-        ],
-        "checkpoints": [
-            {
-                "offset": item.offset,
-                "role": item.role,
-                "layers": [
-                    None if layer is None else packer.layer(f"checkpoints.{place}.{index}", layer)
-                    for index, layer in enumerate(item.layers)
-                ],
-            }
-            for place, item in enumerate(entry.checkpoints)
-        ],
-    }
-    metadata = {"entry": structure, "fingerprint": dict(fingerprint)}
-    if pictures:
-        metadata["pictures"] = dict(pictures)
-    return Packed(packer.arrays, {name: json.dumps(one) for name, one in metadata.items()})
-
-
 class Packer(Generic[Array]):
     """Collects the arrays of layers by name, as `store` makes them of MLX's."""
 
@@ -217,7 +165,7 @@ class StoredEntry:
             ]
             self.is_exact = structure.get("is_exact") is True
             self.pictures = json.loads(file.metadata.get("pictures", "{}"))
-            self.tokens = _tokens(file.arrays["tokens"])
+            self.tokens = stored_tokens(file.arrays["tokens"])
         except (
             KeyError,
             TypeError,
@@ -339,7 +287,8 @@ def _mismatch(layer: Saved, like: Saved, tokens: int) -> str | None:
         return "an array has no rows"
 
 
-def _tokens(array: StoredArray) -> TokenArray:
+def stored_tokens(array: StoredArray) -> TokenArray:
+    """Return the tokens in a file."""
     if array.dtype != "int32" or array.nbytes > MOST_TOKENS * 4:
         raise SessionError(
             f"the cache is damaged: its tokens are {array.dtype} {list(array.shape)}"
@@ -529,7 +478,7 @@ def piece_files(
             about: dict[str, Any] = {**shared, "after": None if before is None else before.name}
             rows = layers.rows(piece.begin, piece.end)
             spoken = _spoken(tokens[piece.begin : piece.end], about, pictures)
-            files.append((piece.end, 0, PieceFile(piece.name, {**rows, **spoken}, about)))
+            files.append((piece.end, 0, PieceFile(piece.name, {**spoken, **rows}, about)))
     for state, item in zip(conversation.states, exported.checkpoints, strict=False):
         if state.name not in there:
             packer = Packer(LazyArray, bits)
@@ -539,7 +488,7 @@ def piece_files(
             ]
             about = {**shared, "role": item.role, "layers": kept}
             spoken = {} if conversation.rows else _spoken(tokens[: state.offset], about, pictures)
-            file = PieceFile(state.name, {**packer.arrays, **spoken}, about)
+            file = PieceFile(state.name, {**spoken, **packer.arrays}, about)
             needed = [piece.end for piece, end in conversation.used(state.offset)]
             files.append((max(needed, default=state.offset), 1, file))
     return [file for _, _, file in sorted(files, key=lambda one: one[:2])]
@@ -691,7 +640,7 @@ def _views(array: np.ndarray[Any, Any]) -> list[memoryview]:
 
 
 class RestoredEntry:
-    """A `SavedEntry` that reads a parked conversation, layer by layer.
+    """A `SavedEntry` that reads a conversation on disk, layer by layer.
 
     It has all tokens, or those before a checkpoint, or any number if all layers have rows. Reading
     raises SessionError if a file is missing or damaged.
@@ -699,30 +648,30 @@ class RestoredEntry:
 
     def __init__(
         self,
-        parked: StoredConversation,
+        conversation: StoredConversation,
         upto: int | None,
         reader: PieceReader,
         outline: Sequence[Saved] | None,
     ) -> None:
-        self.parked, self.is_exact = parked, parked.is_exact
-        self._reader, self._outline = reader, outline
+        self.conversation, self.is_exact = conversation, conversation.is_exact
+        self._reader, self.outline = reader, outline
         self._state: StatePiece | None = None
-        self._length = len(parked.tokens)
+        self._length = len(conversation.tokens)
         upto = self._length if upto is None else min(upto, self._length)
-        if upto < self._length and parked.has_only_rows:
+        if upto < self._length and conversation.has_only_rows:
             self._length = upto
-        elif upto < parked.lowest:
-            self._state = parked.checkpoint(upto)
+        elif upto < conversation.lowest:
+            self._state = conversation.checkpoint(upto)
             self._length = 0 if self._state is None else self._state.offset
 
     @property
     def tokens(self) -> TokenArray:
-        return self.parked.tokens[: self._length]
+        return self.conversation.tokens[: self._length]
 
     @property
     def layers(self) -> Iterator[Saved | Unread]:
         """The layers, each read when it is reached, or when its rows are asked for."""
-        for index, found in enumerate(self._reader.about(self.parked.name)["layers"]):
+        for index, found in enumerate(self._reader.about(self.conversation.name)["layers"]):
             if "rows" in found:
                 yield _Unread(self, index, found)
             elif self._state is None:
@@ -734,7 +683,7 @@ class RestoredEntry:
 
     def _read(self, index: int, found: Structure, kept: Saved | None) -> Saved:
         """Read a layer. `kept`: that layer in the checkpoint, if one takes the place of the end."""
-        with self._reader.file(self.parked.name) as head:
+        with self._reader.file(self.conversation.name) as head:
             layer = self._layer(head, str(index), found, kept)
             self._check(index, layer, self._length)
             return read_layer(layer)
@@ -745,21 +694,41 @@ class RestoredEntry:
 
     def read_pieces(self, index: int, found: Structure) -> Iterator[Saved | None]:
         """Read the rows of a layer file by file. None comes after each array."""
-        for piece, end in self.parked.used(self._length):
-            with self._reader.file(self.parked.name):
+        for piece, end in self.conversation.used(self._length):
+            with self._reader.file(self.conversation.name):
                 layer = self._rows(str(index), found, [(piece, end)])
                 self._check(index, layer, end - piece.begin)
             arrays = {}
             for name, array in layer.arrays.items():
-                with self._reader.file(self.parked.name):
+                with self._reader.file(self.conversation.name):
                     arrays[name] = array.read()
                 yield None
             yield Saved(layer.kind, arrays)
 
+    def check_headers(self) -> None:
+        """Raise SessionError unless the arrays in all headers are those of `outline`."""
+        layers, outline = self._reader.about(self.conversation.name)["layers"], self.outline or ()
+        if len(layers) != len(outline):
+            raise SessionError(f"the cache has {len(layers)} layers, and the model {len(outline)}")
+        with self._reader.file(self.conversation.name) as head:
+            ends = [
+                self._layer(head, str(index), found, None) for index, found in enumerate(layers)
+            ]
+        groups: list[tuple[int, Sequence[Saved | None]]] = [(self._length, ends)]
+        for state in self.conversation.states:
+            with self._reader.file(state.name) as file:
+                groups.append((state.offset, self._kept(file)))
+        for offset, group in groups:
+            if len(group) != len(outline):
+                raise SessionError(f"the cache is damaged: a checkpoint has {len(group)} layers")
+            for index, layer in enumerate(group):
+                if layer is not None:
+                    self._check(index, layer, offset)
+
     def _check(self, index: int, layer: Saved, tokens: int) -> None:
-        like = None if self._outline is None else self._outline[index]
-        if like is not None and (why := mismatch(layer, like, tokens)):
-            raise SessionError(why)
+        like = None if self.outline is None else self.outline[index]
+        if like is not None and (why := _mismatch(layer, like, tokens)):
+            raise SessionError(f"the cache is damaged: {why}")
 
     def _rows(self, path: str, found: Structure, pieces: Sequence[tuple[RowsPiece, int]]) -> Saved:
         """Return a layer with the rows in `pieces`, not read yet."""
@@ -784,7 +753,7 @@ class RestoredEntry:
     @property
     def checkpoints(self) -> Iterator[SavedCheckpoint]:
         """The checkpoints, each read when it is reached."""
-        for state in self.parked.states:
+        for state in self.conversation.states:
             if state.offset <= self._length:
                 with self._reader.file(state.name) as file:
                     kept = [layer and read_layer(layer) for layer in self._kept(file)]
@@ -800,7 +769,7 @@ class RestoredEntry:
     def _layer(self, head: TensorFile, path: str, found: Structure, kept: Saved | None) -> Saved:
         """Return a layer, not read yet. `kept`: the layer in the checkpoint in its place."""
         if "rows" in found:
-            return self._rows(path, found, self.parked.used(self._length))
+            return self._rows(path, found, self.conversation.used(self._length))
         if "within" in found:
             parts = [
                 self._layer(head, f"{path}.{index}", part, kept and kept.parts[index])

@@ -42,7 +42,7 @@ RESTORING = 32
 class OffloadTarget(Protocol):
     """The disk cache, as the scheduler uses it: see `mlxrunner.cache.disk.disk_cache.DiskCache`."""
 
-    def tell(self, on_given_up: Callable[[Any], None]) -> None: ...
+    def tell(self, on_evicted: Callable[[Any], None]) -> None: ...
 
     def offload(self, entry: CacheEntry) -> Any | None: ...
 
@@ -154,7 +154,7 @@ class EvictionPolicy:
         parked = not is_kept and self._park(slot)
         if not is_kept and request is not None:
             request.evicted.append(Evicted(len(tokens), slot.number, cause, parked))
-        self._dual.give_up(slot.number, self._worth(slot))
+        self._dual.evict(slot.number, self._worth(slot))
         by = "the budget" if request is None else f"request {request.submitted}"
         slot.cache.reset(by, reason="evicted")
         if is_kept or parked:

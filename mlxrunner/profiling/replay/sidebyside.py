@@ -139,9 +139,9 @@ class ReplayedDiskCache:
             self._index.use(stored, found)
         return found
 
-    def tell(self, on_given_up: Callable[[StoredConversation], None]) -> None:
-        """Call `on_given_up` with each conversation that is given up to make room."""
-        self._index.on_given_up = on_given_up
+    def tell(self, on_evicted: Callable[[StoredConversation], None]) -> None:
+        """Call `on_evicted` with each conversation that is given up to make room."""
+        self._index.on_evicted = on_evicted
 
 
 def _form(held: CacheEntry, entry: CacheEntry) -> EntryForm:

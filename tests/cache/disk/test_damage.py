@@ -12,13 +12,14 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.damage import CONTENTS, KINDS, OWNERS, flip
 from support.sample import fewer
 
 from mlxrunner import Runner
@@ -29,13 +30,13 @@ from mlxrunner.testing import oracle_runner
 
 from .conftest import PARTS, PLENTY, Answer, Make, answer
 
-KINDS = ["full", "sliding", "recurrent", "composite"]
+LAYERS = ["full", "sliding", "recurrent", "composite"]
 HEADER = list(range(1, 40))
 TALKS = [[*HEADER, *range(60 + 20 * number, 70 + 20 * number)] for number in range(3)]
 
 
 def small_runner() -> Runner:
-    return oracle_runner(KINDS, rewind_slack=2, checkpoint_interval=12, checkpoint_budget=10**6)
+    return oracle_runner(LAYERS, rewind_slack=2, checkpoint_interval=12, checkpoint_budget=10**6)
 
 
 def park_all(parking: DiskCache, talks: list[list[int]] = TALKS) -> None:
@@ -74,73 +75,7 @@ def on_disk(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-Damage = Callable[[Path], object]
-
-
-def cut(share: float) -> Damage:
-    def apply(path: Path) -> None:
-        os.truncate(path, int(path.stat().st_size * share))
-
-    return apply
-
-
-def flip(share: float) -> Damage:
-    def apply(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[int((len(content) - 1) * share)] ^= 4
-        path.write_bytes(content)
-
-    return apply
-
-
-def replaced(path: Path) -> None:
-    """Put another file of the same kind, and of the same size if there is one, in its place."""
-    kind = path.name.partition("-")[0]
-    others = [other for other in path.parent.glob(f"{kind}-*") if other != path]
-    others.sort(key=lambda other: abs(other.stat().st_size - path.stat().st_size))
-    shutil.copy(others[0], path)
-
-
-def link(path: Path) -> None:
-    """Put a link to the same content in its place."""
-    moved = path.parent.parent / f"moved-{path.name}"
-    path.rename(moved)
-    path.symlink_to(moved)
-
-
-def fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def second_name(path: Path) -> None:
-    os.link(path, path.parent.parent / f"second-{path.name}")
-
-
-DAMAGES: dict[str, Damage] = {
-    "empty": cut(0),
-    "cut in the header": cut(0.1),
-    "cut at the end": cut(0.99),
-    "a bit in the length": flip(0),
-    "a bit in the header": flip(0.2),
-    "a bit in the middle": flip(0.6),
-    "a bit at the end": flip(1),
-    "missing": Path.unlink,
-    "another file": replaced,
-    "a link": link,
-    "a FIFO": fifo,
-    "a folder": folder,
-}
-STRANGE: dict[str, Damage] = {
-    "another owner": lambda path: os.chown(path, 12345, 12345),
-    "writable by others": lambda path: path.chmod(0o666),
-    "a second name": second_name,
-}
+DAMAGES = CONTENTS | KINDS
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
@@ -210,7 +145,7 @@ def test_files_that_others_could_have_made_are_not_used(make_parking: Make, what
     parking.close()
     names = sorted(os.listdir(parking.folder))
     for path in parking.folder.iterdir():
-        STRANGE[what](path)
+        OWNERS[what](path)
     parking = make_parking()
     assert len(parking) == 0
     assert os.listdir(parking.folder) == []
@@ -333,7 +268,7 @@ def test_a_full_disk_costs_the_conversation_and_a_line(
         assert parking.offload(runner.entry) is None
         assert parking.offload(runner.entry) is None
     assert [one.levelno for one in caplog.records] == [logging.WARNING]
-    assert "not parked: File too large" in caplog.text
+    assert "not written to the disk cache: File too large" in caplog.text
     assert (sorted(os.listdir(parking.folder)), parking.bytes) == (names, before)
     assert parking.offload(runner.entry) is not None
     with file_size_limit(1500):

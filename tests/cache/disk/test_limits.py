@@ -42,7 +42,7 @@ def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[s
     """Through turns, forks and edits of many conversations; answers stay right."""
     rng, given_up = random.Random(0), list[StoredConversation]()
     options = {"rewind_slack": 2, "checkpoint_interval": 12, "checkpoint_budget": 4000}
-    parking = make_parking(limit=40_000, on_given_up=given_up.append)
+    parking = make_parking(limit=40_000, on_evicted=given_up.append)
     desk = Desk(oracle_runner(kinds, **options), parking)
     talks, most = [some(rng, 30)], 0
     for _ in range(fewer(60, 40)):
@@ -62,7 +62,7 @@ def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
     """The conversation with less work per byte goes, though it was used last."""
     sizes = sizes_of(make_parking, [400, 30, 200])
     given_up: list[StoredConversation] = []
-    parking = make_parking(limit=sum(sizes), on_given_up=given_up.append)
+    parking = make_parking(limit=sum(sizes), on_evicted=given_up.append)
     runner = oracle_runner()
     for number, count in enumerate([400, 30, 200, 20]):
         runner.evaluate([number + 1] * count)
@@ -74,7 +74,7 @@ def test_what_was_never_used_again_goes_at_some_time(make_parking: Make) -> None
     """New conversations, each worth less, push the old one out in the end."""
     sizes = sizes_of(make_parking, [300, 60])
     given_up: list[StoredConversation] = []
-    parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 100, on_given_up=given_up.append)
+    parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 100, on_evicted=given_up.append)
     runner = oracle_runner()
     for number in range(60):
         runner.evaluate([number + 1] * (60 if number else 300))
@@ -144,7 +144,7 @@ def test_a_second_process_parks_elsewhere(
     assert second.folder != first.folder
     assert (first.is_kept, second.is_kept) == (True, False)
     assert len(second) == 0
-    assert "another process parks" in caplog.text
+    assert "another process uses the disk cache" in caplog.text
     second.offload(runner.entry)
     folder = second.folder
     assert os.listdir(folder)
@@ -188,14 +188,14 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cant_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SessionError, match="can't be parked in"):
+    with pytest.raises(SessionError, match="can't be made in"):
         DiskCache(tmp_path / "file" / "folder", PARTS, limit=PLENTY)
     parking = DiskCache(tmp_path, PARTS, limit=PLENTY)
     folder = parking.folder
     parking.close()
     folder.rmdir()
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SessionError, match="can't be parked in"):
+    with pytest.raises(SessionError, match="can't be made in"):
         DiskCache(tmp_path, PARTS, limit=PLENTY)
 
 

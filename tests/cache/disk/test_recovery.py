@@ -100,7 +100,7 @@ def test_a_conversation_after_a_shift_is_found_again(make_parking: Make) -> None
 
 @pytest.mark.parametrize("name", KINDS)
 def test_files_of_another_model_tell_no_conversation(name: str, make_parking: Make) -> None:
-    """Nor do files whose content is that of another name."""
+    """A file tells only what its own name says, too."""
     runner, disk = new(name), make_parking()
     answer(runner, PROMPT)
     disk.offload(runner.entry)

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.old_caches import write_old
 from support.reused import ALL, CHECKPOINTS, FEW, MIXES, NO_HELP, SLACK
 from support.sample import examples
+from support.saving import stored
 
 from mlxrunner import Runner
 from mlxrunner.cache.checkpoints import ROLES, CheckpointPlaces
 from mlxrunner.cache.disk.disk_cache import DiskCache
-from mlxrunner.cache.disk.pieces import StoredEntry, pack
+from mlxrunner.cache.disk.pieces import StoredEntry
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.pictures.table import PictureNames, PictureTable, has_pictures
+from mlxrunner.sessions.caches import SessionEntry, stored_entry
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import oracle_runner
@@ -93,6 +96,21 @@ def goes_on_equally(there: Runner, cold: Runner, prompt: list[int]) -> int:
     return usage.cached_tokens
 
 
+def session_of(
+    store: SessionStore, entry: CacheEntry, names: PictureNames
+) -> SessionEntry | StoredEntry:
+    return stored(store, entry, "s", PARTS, names)
+
+
+def old_session_of(store: SessionStore, entry: CacheEntry, names: PictureNames) -> StoredEntry:
+    """Return the entry in the one file that version 0.2 wrote."""
+    pictures = names.of(entry.tokens.array)
+    write_old(store.folder / "s", entry.export(), PARTS, None, pictures)
+    found = stored_entry(store.folder_of("s"))
+    assert isinstance(found, StoredEntry)
+    return found
+
+
 MIXED = st.sampled_from(list(MIXES.values())) | st.tuples(
     st.lists(st.sampled_from(ALL), min_size=1, max_size=3),
     st.sampled_from([NO_HELP, SLACK, CHECKPOINTS, FEW]),
@@ -120,19 +138,15 @@ def test_what_is_written_is_read(
         store = SessionStore(Path(folder) / "sessions")
         store.save("s", Session("oracle"))
         if said:
-            packed = pack(entry.export(), PARTS, None, names.of(entry.tokens.array))
-            store.save_cache("s", packed.arrays, packed.metadata)
-            file = store.load_cache("s")
-            assert file is not None
-            stored = StoredEntry(file)
-            stored.check(new().cache.outline())
-            stored.renumber({one.digest: one for one in PICTURES})
-            here = new()
-            here.cache.adopt(stored)
-            assert described(here.entry) == before
-            assert goes_on_equally(here, new(), [*cut, 7, 8]) == goes_on_equally(
-                runner_with(new(), stored), new(), [*cut, 7, 8]
-            )
+            for found in (session_of(store, entry, names), old_session_of(store, entry, names)):
+                found.check(new().cache.outline())
+                found.renumber({one.digest: one for one in PICTURES})
+                here = new()
+                here.cache.adopt(found)
+                assert described(here.entry) == before
+                assert goes_on_equally(here, new(), [*cut, 7, 8]) == goes_on_equally(
+                    runner_with(new(), found), new(), [*cut, 7, 8]
+                )
         options: dict[str, Any] = {"limit": PLENTY, "pictures": names}
         parking = DiskCache(Path(folder) / "kept", PARTS, **options)
         assert (parking.offload(entry) is None) == (not said)

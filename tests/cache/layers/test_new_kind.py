@@ -29,8 +29,8 @@ from support.reused import (
     tokens,
     usage_of,
 )
+from support.saving import stored
 
-from mlxrunner.cache.disk.pieces import StoredEntry, pack
 from mlxrunner.cache.layers import factory
 from mlxrunner.cache.layers.extents import EXTENTS, Everything, is_layer, read_extent
 from mlxrunner.cache.layers.protocol import describe
@@ -125,17 +125,12 @@ def test_a_saved_session_comes_back(tmp_path: Path) -> None:
     runner = oracle_runner(["trail", "full"], **CHECKPOINTS)
     answer = tokens(runner, PROMPT)
     before = runner.entry.checkpoints.offsets
-    packed = pack(runner.entry.export(), {})
     sessions = SessionStore(tmp_path)
-    with sessions.lock("one"):
-        sessions.save_cache("one", packed.arrays, packed.metadata)
     for prompt in ([*PROMPT, *answer, 5], [*PROMPT[:16], 6, 7]):
         other = oracle_runner(["trail", "full"], **CHECKPOINTS)
-        file = sessions.load_cache("one")
-        assert file is not None
-        stored = StoredEntry(file)
-        stored.check(other.cache.outline())
-        other.cache.adopt(stored)
+        found = stored(sessions, runner.entry)
+        found.check(other.cache.outline())
+        other.cache.adopt(found)
         assert other.entry.checkpoints.offsets == before
         chunks = list(other.generate(prompt, max_tokens=6))
         assert chunks[-1].usage.cached_tokens > 0

@@ -40,7 +40,7 @@ def test_what_is_never_used_again_goes_at_some_time() -> None:
     for number in range(1, 9):
         dual.use(number)
         key = dual.least({0: 5.0, number: 1.5})
-        dual.give_up(key, 5.0 if key == 0 else 1.5)
+        dual.evict(key, 5.0 if key == 0 else 1.5)
         given_up.append(key)
         if key == 0:
             break
@@ -52,11 +52,11 @@ def test_a_use_brings_a_key_up_to_the_clock_and_the_clock_never_goes_back() -> N
     dual = GreedyDual[str]()
     dual.use("old")
     dual.use("big")
-    dual.give_up("big", 4.0)
+    dual.evict("big", 4.0)
     assert dual.value("old", 1.0) == 1.0
     dual.use("old")
     assert dual.value("old", 1.0) == 5.0
-    dual.give_up("never used", 1.0)
+    dual.evict("never used", 1.0)
     assert dual.clock == 4.0
     dual.forget("old")
     assert dual.value("old", 1.0) == 1.0
