@@ -36,7 +36,7 @@ from mlxrunner.system.folders import Folder
 from mlxrunner.system.tensorfile import TensorFile
 
 
-def prepared(
+def cache_writer(
     entry: CacheEntry,
     folder: Folder,
     fingerprint: Mapping[str, str],

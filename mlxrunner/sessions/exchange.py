@@ -23,7 +23,7 @@ from mlxrunner.errors import ModelError, OptionError, PromptError, SessionError
 from mlxrunner.models.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.models.load import unread_model
 from mlxrunner.models.resolve import folder_if_here, lasting, resolve
-from mlxrunner.sessions.caches import prepared, stored_entry
+from mlxrunner.sessions.caches import cache_writer, stored_entry
 from mlxrunner.sessions.session import MAIN, Branch, History, Rendering, Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.system.folders import Folder
@@ -291,5 +291,5 @@ def import_session(
                 lasting(model), {MAIN: present}, fingerprint=known, settings={"kv_bits": kv_bits}
             ),
         )
-        sessions.save_cache(name, prepared(entry, held, known))
+        sessions.save_cache(name, cache_writer(entry, held, known))
     return len(entry.tokens)

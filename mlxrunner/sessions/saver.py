@@ -14,7 +14,7 @@ from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerpri
 from mlxrunner.pictures.table import Picture, PictureNames, PictureTable
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.caches import prepared, stored_entry
+from mlxrunner.sessions.caches import cache_writer, stored_entry
 from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.system.folders import Folder
@@ -213,7 +213,9 @@ class Saver:
             self.store.drop_cache(name)
             return
         with self.store.lock(name) as held:
-            write = prepared(entry, held, self._fingerprint, bits=self._kv_bits, pictures=pictures)
+            write = cache_writer(
+                entry, held, self._fingerprint, bits=self._kv_bits, pictures=pictures
+            )
             self._writer = threading.Thread(
                 target=self._run, args=(name, [write], held), name="saving a session"
             )

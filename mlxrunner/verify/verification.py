@@ -33,7 +33,7 @@ from mlxrunner.options import GenerateOptions
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.caches import prepared, stored_entry
+from mlxrunner.sessions.caches import cache_writer, stored_entry
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.system import device
 from mlxrunner.verify.findings import FACTOR, Check, Difference, Findings
@@ -201,7 +201,7 @@ def restore(talk: Talk) -> Case:
     with TemporaryDirectory() as folder:
         sessions = SessionStore(Path(folder))
         with sessions.lock("verify") as held:
-            sessions.save_cache("verify", prepared(talk.runner.entry, held, {}))
+            sessions.save_cache("verify", cache_writer(talk.runner.entry, held, {}))
             entry = stored_entry(held)
         assert entry is not None
         talk.runner.cache.adopt(entry)

@@ -10,7 +10,7 @@ from mlxrunner import Runner
 from mlxrunner.cache.disk.pieces import StoredEntry
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.pictures.table import PictureNames
-from mlxrunner.sessions.caches import SessionEntry, prepared, stored_entry
+from mlxrunner.sessions.caches import SessionEntry, cache_writer, stored_entry
 from mlxrunner.sessions.saver import Saver
 from mlxrunner.sessions.session import Branch, History, Rendering, Session, SessionTurn
 from mlxrunner.sessions.store import CACHE_FILE, SessionStore
@@ -60,7 +60,7 @@ def stored(
 ) -> SessionEntry | StoredEntry:
     """Write an entry as the caches of a session, and open them."""
     with store.lock(name) as held:
-        write = prepared(entry, held, fingerprint or {}, pictures=pictures)
+        write = cache_writer(entry, held, fingerprint or {}, pictures=pictures)
         store.save_cache(name, write)
         found = stored_entry(held)
     assert found is not None
