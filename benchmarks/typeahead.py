@@ -34,17 +34,17 @@ def serve(type_ahead: bool, progress: Path) -> None:
     from mlxrunner.bench.harness import random_runner
     from mlxrunner.chat import editor
     from mlxrunner.chat.conversation import Conversation
-    from mlxrunner.chat.reader import Draft
+    from mlxrunner.chat.reader import TypedText
     from mlxrunner.chat.repl import open_chat
 
-    class TimedDraft(Draft):
+    class TimedDraft(TypedText):
         ended = 0.0
 
         def finish(self) -> None:
             TimedDraft.ended = time.perf_counter()
             super().finish()
 
-    editor.Draft = TimedDraft  # type: ignore[misc]
+    editor.TypedText = TimedDraft  # type: ignore[misc]
     conversation = Conversation(random_runner(), options={"max_tokens": 1})
     chat, table = open_chat(conversation, plain=True, history=False, type_ahead=type_ahead)
     evaluate = conversation.evaluate
