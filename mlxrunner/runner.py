@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any, Unpack
 
 import mlx.core as mx
-import numpy as np
 
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.factory import check_quantized, make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.layers.rotate import rotators
-from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config.option import check_callable, check_flag, check_kind
-from mlxrunner.engine.answer import AnswerStream
+from mlxrunner.engine.answer import Clock
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.owner import Owned
 from mlxrunner.engine.pace import Pace
-from mlxrunner.engine.pipeline import Pipeline, Progress
-from mlxrunner.engine.requests import Request, prepare
-from mlxrunner.engine.run import Run, keep_only_what_can_be_evaluated, mark
-from mlxrunner.engine.sampling import LogitsProcessor
-from mlxrunner.engine.telling import Telling
-from mlxrunner.errors import BusyError, LogitsError
+from mlxrunner.engine.requests import Progress, Request, prepare
+from mlxrunner.engine.sampling import LogitsProcessor, NextToken
 from mlxrunner.loading import cache_options, load
-from mlxrunner.memory.plan import Demand, Plan
-from mlxrunner.memory.reserve import must_have_room
-from mlxrunner.models.facts import DEPENDS, ModelFacts
+from mlxrunner.memory.plan import Plan
+from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
-from mlxrunner.results import Chunk, Result, log_lookup
-from mlxrunner.speculation.sources import DraftSources
+from mlxrunner.parallel.one_slot import HEADROOM, OneSlot
+from mlxrunner.parallel.settings import EngineSettings
+from mlxrunner.results import Chunk, Result
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.prompt import Prompt, check_length, check_tokens, tokenize_prompt
+from mlxrunner.tokenizer.prompt import (
+    Prompt,
+    check_length,
+    check_tokens,
+    tokenize_prompt,
+)
 
-HEADROOM = 256
-"""Tokens for which room is made in advance when the length of an answer is unknown."""
+FIRST, FEWEST, PAUSE_S = 8, 2, 0.04
+"""Pieces of a prompt that is evaluated ahead.
+
+Tokens of the first piece, tokens of the smallest piece, and seconds that a piece may take.
+"""
 CHECKPOINT_BUDGET = 2**30
 """Bytes for checkpoints if no plan gives another number."""
 
 
-class Runner(Telling):
+class Runner(OneSlot):
     """Generates text with one model, and keeps what it evaluated for the next prompt.
 
     The thread that made the runner owns it: a call from another thread raises WrongThreadError. One
@@ -82,29 +79,16 @@ class Runner(Telling):
         self._settings = replace(
             chosen, checkpoint_budget=CHECKPOINT_BUDGET if budget is None else budget
         )
-        super().__init__("Runner")
-        self.model, self.tokenizer, self.facts, self.name = model, tokenizer, facts, name
-        self.context = chosen.context or facts.context
-        """Most tokens of a prompt and its answer together."""
-        self.pace: Pace | None = None
-        """Sizes the chunks of a prefill by the measured speed; None: `prefill_step` tokens each."""
+        self._options = cache_options(chosen, facts.context, whole=whole)
+        context = chosen.context or facts.context
+        engine = EngineSettings.of(max_sequences=1, **vars(self._settings))
+        engine = replace(engine, context=context, kv_cache_tokens=context, max_step_ms=0)
+        super().__init__(model, tokenizer, facts, self._options, engine)
+        self.name = name
         self.plan: Plan | None = None
         """The memory plan, if the model was loaded by `load`."""
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests, for `generate(prompt, **suggested_options)`."""
-        self.growing: Demand | None = None
-        """The memory that tokens need, if it is taken as the conversation grows."""
-        self._answers: weakref.WeakSet[Owned[Chunk]] = weakref.WeakSet()
-        self._options = cache_options(chosen, facts.context, whole=whole)
-        self._sight = getattr(model, "sight", None)
-        check_quantized(model, self._options)
-        self._cache = PrefixCache(
-            partial(make_layer_caches, model, self._options),
-            self._settings.checkpoint_budget or 0,
-            chosen.checkpoint_interval,
-        )
-        self.sources = DraftSources(facts)
-        self._message_ends = np.array(sorted(tokenizer.message_ends), np.int32)
 
     @classmethod
     def load(
@@ -153,40 +137,10 @@ class Runner(Telling):
         tokens = len(self._cache.entry.tokens)
         return f"Runner({self.name!r}, context={self.context}, entry of {tokens} tokens)"
 
-    def close(self) -> None:
-        """End the running request, free the entry, and drop the model.
-
-        It may be called again, also after an interrupt. Raise BusyError within a callback of the
-        running request.
-        """
-        if self.owner.is_closed:
-            return
-        self.owner.check()
-        answers = list(self._answers)
-        if any(answer.is_running for answer in answers):
-            raise BusyError()
-        for answer in answers:
-            answer.close()
-        self._enter()
-        self._cache.reset()
-        self._cache, self.sources = PrefixCache(list), DraftSources(self.facts)
-        self.model = self._sight = None
-        self.owner.close()
-        mx.clear_cache()
-
     @property
     def settings(self) -> dict[str, Any]:
         """The settings by the names of RunnerSettings, with the context in use."""
-        return dict(vars(self._settings))
-
-    @property
-    def prefill_step(self) -> int:
-        """Prompt tokens evaluated at once."""
-        return self._settings.prefill_step
-
-    @prefill_step.setter
-    def prefill_step(self, tokens: int) -> None:
-        self._settings = replace(self._settings, prefill_step=tokens)
+        return {**vars(self._settings), "prefill_step": self.prefill_step}
 
     @property
     def cache(self) -> EntryControl:
@@ -270,11 +224,7 @@ class Runner(Telling):
             processors=logits_processors,
         )
         self._must_have_room(len(request.tokens) + min(chosen.max_tokens or HEADROOM, HEADROOM))
-        lease = self._cache.begin(request.tokens)
-        self._note(request.discarded)
-        answer = Owned(self._run(Run(request, lease, progress)), self.owner)
-        self._answers.add(answer)
-        return answer
+        return self._answer(request, progress)
 
     def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
         """Evaluate `prompt` in advance, and return the number of tokens evaluated.
@@ -296,102 +246,15 @@ class Runner(Telling):
         ):
             return 0
         self._must_have_room(len(tokens))
-        lease = self._cache.begin(tokens, ahead=True)
-        try:
-            return self._evaluate(lease, cancelled)
-        finally:
-            lease.close()  # a second time: Ctrl-C may have cut off the first
-            self._forget_pictures()
-
-    def _evaluate(self, lease: EntryLease, cancelled: Callable[[], bool]) -> int:
-        with lease:
-            for cache in lease.caches:
-                cache.reserve(min(len(lease.prompt) + HEADROOM, self.context))
-            pipeline = Pipeline(
-                self.model,
-                lease,
-                self.prefill_step,
-                takes_checkpoints=mark(lease, self._message_ends),
-            )
-            try:
-                return pipeline.evaluate(cancelled)
-            except Exception:
-                keep_only_what_can_be_evaluated(lease)
-                raise
-
-    def _must_have_room(self, tokens: int) -> None:
-        """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""
-        if self.growing is not None:
-            must_have_room(self.growing, min(tokens, self.context), self.prefill_step)
-
-    def _prepare_entry(self, request: Request) -> None:
-        """Change the entry as `request` needs it, at its begin. Raise BusyError while one runs.
-
-        Nothing is reused if the model's answers depend on chunks. A prompt that was too long is
-        shortened, and so is the entry.
-        """
-        self._enter()
-        if self.facts.depends_on_chunks:
-            self._cache.reset(DEPENDS)
-        shift, discarded = request.shift, request.discarded
-        if shift is not None and discarded:
-            self._cache.prepare(request.prompt.tokens, shift.keep, discarded, self._rotate)
-
-    def _rotate(self, caches: Sequence[LayerCache], by: int) -> Any:
-        return rotators(self.model, caches, by)
-
-    def _chunks(self, run: Run) -> Iterator[Chunk]:
-        request, lease = run.request, run.lease
-        options, clock = request.options, request.clock
-        self._prepare_entry(request)
-        clock.lookup_began = time.perf_counter()
-        with lease:
-            self._note(request.discarded, run)
-            mx.reset_peak_memory()
-            run.active_bytes = mx.get_active_memory()
-            coming = min(request.limit, options.max_tokens or HEADROOM)
-            for cache in lease.caches:
-                cache.reserve(min(len(lease.prompt) + coming, self.context))
-            clock.lookup_s = time.perf_counter() - clock.lookup_began
-            lookup = lease.lookup
-            log_lookup(lookup.prompt_tokens, lookup.matched, lookup.cached)
-            pipeline = run.pipeline = Pipeline(
-                self.model,
-                lease,
-                self.prefill_step,
-                run.progress,
-                mark(lease, self._message_ends),
-                request.shift,
-                self._rotate,
-                None if self.facts.depends_on_chunks else self.pace,
-                self.sources.drafting(
-                    request.next_token, lease, "off" if self._sight else options.speculate
-                ),
-            )
-            answer = AnswerStream(self.tokenizer, lease.prompt, options, request.limit)
-            decoded = pipeline.run(request.next_token, request.limit)
-            try:
-                for chunk in answer.chunks(decoded, clock):
-                    if chunk.finish_reason is not None:
-                        break
-                    if answer.count % HEADROOM == 0:
-                        self._must_have_room(lease.recorded + HEADROOM)
-                    yield chunk
-            except LogitsError:
-                lease.free("logits that were NaN or infinite")
-                raise
-            except Exception:
-                keep_only_what_can_be_evaluated(lease)
-                raise
-            finally:
-                decoded.close()  # this records a token that is on its way
-                if self.owner.is_here:
-                    run.usage = run.counted(answer, pipeline, self._cache.entry)
-            run.finish_reason = chunk.finish_reason
-        self._untold = run
-        error = request.error_at(chunk)
-        if error is not None:
-            yield replace(chunk, finish_reason=None)
-            raise error
-        # Yield it last, so that a caller who sees the end of the answer sees the final entry.
-        yield replace(chunk, usage=run.usage)
+        options = GenerateOptions()
+        request = Request(
+            prompt=tokenized,
+            tokens=tokens,
+            options=options,
+            next_token=NextToken(options, self.facts.vocab),
+            clock=Clock(0.0, 0.0),
+            context=self.context,
+            limit=0,
+        )
+        pace = Pace(PAUSE_S, first=FIRST, fewest=FEWEST, growth=2)
+        return self._evaluate(request, pace, cancelled)

@@ -528,6 +528,12 @@ class PrefixCache:
         there = self.entry.tokens.array if self._early is None else self._early.tokens
         return leaving(there, prompt).copy()
 
+    def release(self) -> None:
+        """Close the lease that is open, if there is one."""
+        lease = None if self._lease is None else self._lease()
+        if lease is not None:
+            lease.close()
+
     def close_lease(self, lease: EntryLease) -> None:
         if not self.is_held_by(lease):
             return

@@ -18,7 +18,7 @@ from mlxrunner.chat.attachments import Album
 from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
 from mlxrunner.config.file import MODEL, Settings, values
 from mlxrunner.engine.pace import Pace
-from mlxrunner.engine.pipeline import Progress
+from mlxrunner.engine.requests import Progress
 from mlxrunner.errors import OptionError
 from mlxrunner.options import CHOOSING, sampling
 from mlxrunner.results import Chunk, Usage

@@ -13,6 +13,15 @@ from mlxrunner.results import Chunk, FinishReason
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.stream import StopScanner
 
+SEED_TOKENS = 16
+"""Most tokens in the last forward pass of a prefill.
+
+This pass gives the logits of the answer's first token. On most devices it takes no longer than a
+pass of one token.
+"""
+CLEAR_EVERY = 256
+"""Tokens of an answer after which MLX's unused buffers are freed."""
+
 
 @dataclass
 class Clock:

@@ -12,6 +12,7 @@ from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.engine.answer import Clock
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import FinishReason, Usage, logger
+from mlxrunner.speculation.drafting import Drafting
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 Finish = FinishReason | Literal["interrupted", "error"]
@@ -90,6 +91,14 @@ class Observation:
     scheduling: SchedulingRecord | None = None
     """The facts that a replay needs of a parallel request; None for a single request."""
     ended: float = field(default_factory=time.perf_counter)
+
+
+def drafted(drafting: Drafting | None) -> dict[str, Any]:
+    """Return the fields of a usage that tell of drafts."""
+    if drafting is None:
+        return {}
+    uses = [{"source": name, **vars(counts)} for name, counts in drafting.by_source.items()]
+    return {"draft_passes": drafting.passes, "drafts": uses}
 
 
 class Observer(Protocol):

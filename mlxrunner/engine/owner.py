@@ -86,6 +86,11 @@ class Owned(Iterator[T]):
         """True while the generator computes its next value, as seen from a callback."""
         return bool(self._inner.gi_running)
 
+    @property
+    def is_over(self) -> bool:
+        """True once the generator has ended."""
+        return self._inner.gi_frame is None
+
     def close(self) -> None:
         """Close the generator. A second call is allowed, also after the runner was closed."""
         self._check_idle()

@@ -15,9 +15,12 @@ class Pace:
     a request: the next one begins with the speed that was measured.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(
+        self, seconds: float, *, first: int = FIRST, fewest: int = FEWEST, growth: int = 16
+    ) -> None:
+        """Begin with `first` tokens. A piece has at least `fewest`, and `growth` times the last."""
         self.seconds = seconds
-        self._size = FIRST
+        self._size, self._fewest, self._growth = first, fewest, growth
 
     def size(self, most: int) -> int:
         """Return the tokens of the next piece, at most `most`."""
@@ -30,4 +33,4 @@ class Pace:
         """
         if 2 * tokens >= self._size or seconds > self.seconds:
             fitting = int(tokens * self.seconds / max(seconds, 1e-9))
-            self._size = max(FEWEST, min(fitting, 16 * self._size))
+            self._size = max(self._fewest, min(fitting, self._growth * self._size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,9 @@ from mlxrunner.tokenizer.prompt import (
     shift_of,
     tokenize_prompt,
 )
+
+Progress = Callable[[int, int], None]
+"""A function of two counts: the prompt tokens that are in the entry, and all prompt tokens."""
 
 
 @dataclass(eq=False, kw_only=True)

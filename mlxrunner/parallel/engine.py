@@ -24,10 +24,9 @@ import numpy as np
 from mlxrunner.cache.layers.factory import check_quantized
 from mlxrunner.config.option import check_flag, check_kind, listed, shown, with_current_names
 from mlxrunner.engine.answer import AnswerStream
-from mlxrunner.engine.observation import Observer, tell, usage_of
+from mlxrunner.engine.observation import Observer, drafted, tell, usage_of
 from mlxrunner.engine.owner import Closing, Owned, Owner
 from mlxrunner.engine.requests import prepare
-from mlxrunner.engine.run import drafted
 from mlxrunner.errors import CacheFullError, MlxrunnerError, NoFreeSlotError, OptionError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan

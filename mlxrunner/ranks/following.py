@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.engine.decode import CLEAR_EVERY
+from mlxrunner.engine.answer import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError
 from mlxrunner.models.files import ModelShard

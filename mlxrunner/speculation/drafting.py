@@ -232,7 +232,8 @@ class Drafting:
 
     def evaluated_again(self, rows: int) -> None:
         """Note a pass over tokens of the answer that were undone with wrong ones."""
-        self._experience.controller.pay(rows - 1, 0)
+        experience = self._experience
+        experience.budget.pay(experience.controller.costs.ratio(rows - 1), 0)
 
     def _forced_depth(self, most: int) -> int:
         return self._depth([self._experience.forced.share] * DEEPEST, most)

@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.engine import clock_passes_by
 from support.reused import RepeatingModel
 from support.sample import fewer
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.engine import decode
 from mlxrunner.speculation import lookup
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, SLOPE, Controller, DraftBudget
 from mlxrunner.speculation.lookup import TextLookup
@@ -65,8 +65,8 @@ def clocked_runner(
     monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
 ) -> tuple[Runner, Clocked]:
     model = Clocked(kinds, slope)
-    for module in (decode, device):
-        monkeypatch.setattr(module, "time", model)
+    monkeypatch.setattr(device, "time", model)
+    clock_passes_by(model, monkeypatch)
     return oracle_runner(model=model), model
 
 

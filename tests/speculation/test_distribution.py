@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.engine import Decoding
+from support.engine import StepController, sample_drafts, sample_drafts_by
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
@@ -75,6 +75,7 @@ def test_sampled_tokens_are_as_likely_as_the_model_says(
         guess_one_sided(monkeypatch)
     if guesses == "model":
         monkeypatch.setattr(Controller, "depth", lambda self, shares, most, first=1.0: min(most, 3))
+        monkeypatch.setattr(StepController, "may_draft", True)
         other = Chain(["full"])
         other.table = Chain.table + np.random.default_rng(1).normal(0, 1, (FEW, FEW))
         runner.sources.model = draft_model(other)
@@ -88,17 +89,17 @@ def test_sampled_tokens_are_as_likely_as_the_model_says(
 @pytest.mark.parametrize("guesses", ["repeats", "one-sided"])
 def test_a_naive_rule_would_be_noticed(guesses: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a guess with the guess's own probability, and samples from all tokens if not."""
-    dice, sample = random.Random(1), Decoding._sample
+    dice = random.Random(1)
 
-    def naive(self: Decoding, logits: mx.array, tokens: list[int]) -> list[Sampled]:
-        sampled = sample(self, logits, tokens)
-        likely = mx.softmax(logits[0] / TEMPERATURE, axis=-1).tolist()
-        for row, guess in enumerate(tokens[1:]):
+    def naive(request: Any, end: int, logits: mx.array, best: Any) -> list[Sampled]:
+        sampled: list[Sampled] = sample_drafts(request, end, logits, best)
+        likely = mx.softmax(logits / TEMPERATURE, axis=-1).tolist()
+        for row, guess in enumerate(request.draft):
             if dice.random() < likely[row][guess]:
                 sampled[row] = Sampled(mx.array([guess]))
         return sampled
 
-    monkeypatch.setattr(Decoding, "_sample", naive)
+    sample_drafts_by(naive, monkeypatch)
     if guesses == "one-sided":
         guess_one_sided(monkeypatch)
     assert chi_square(oracle_runner(model=Chain(["full"])), "lookup") > 2 * BOUND

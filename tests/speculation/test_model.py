@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.engine import StepController
 from support.reused import each_kind_and_all
 from support.sample import fewer
 
@@ -34,6 +35,7 @@ ways = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft whatever it costs: the oracle's passes cost next to nothing."""
     monkeypatch.setattr(Controller, "depth", lambda self, shares, most, first=1.0: min(most, 5))
+    monkeypatch.setattr(StepController, "may_draft", True)
 
 
 def model_of(kinds: list[str], context: int | None = None) -> DraftModel:

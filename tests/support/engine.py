@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from mlxrunner import ParallelRunner
-from mlxrunner.engine import pipeline
-from mlxrunner.engine.decode import Decoding
-from mlxrunner.engine.pipeline import SEED_TOKENS, Pipeline
+from mlxrunner.engine.answer import SEED_TOKENS
 from mlxrunner.parallel.engine import AHEAD, Engine, EngineHandle
 from mlxrunner.parallel.opening import SAMPLED, DraftPlan, largest_step
 from mlxrunner.parallel.rows.attention import SplitAttention
 from mlxrunner.parallel.rows.backend import WINDOWS_KEEP
 from mlxrunner.parallel.rows.batched import BatchedModel, PerTokenRope
 from mlxrunner.parallel.rows.proof import engine_for
+from mlxrunner.parallel.rows.sequential import SequentialModel
 from mlxrunner.parallel.samples import sample
 from mlxrunner.parallel.scheduling.batching import (
     FORGOTTEN,
@@ -27,6 +26,7 @@ from mlxrunner.parallel.scheduling.batching import (
     DispatchedStep,
     StepController,
 )
+from mlxrunner.parallel.scheduling.batching import sample as sample_drafts
 from mlxrunner.parallel.scheduling.pacing import StepCosts
 from mlxrunner.parallel.settings import OpenSettings
 
@@ -38,20 +38,20 @@ __all__ = [
     "WINDOWS_KEEP",
     "BatchBuilder",
     "BatchedModel",
-    "Decoding",
     "DispatchedStep",
     "DraftPlan",
     "Engine",
     "EngineHandle",
     "OpenSettings",
     "PerTokenRope",
-    "Pipeline",
+    "SequentialModel",
     "SplitAttention",
     "StepController",
     "StepCosts",
     "after_each_chunk",
     "backend",
     "claim_least",
+    "clock_passes_by",
     "engine_for",
     "engine_of",
     "largest_step",
@@ -62,6 +62,8 @@ __all__ = [
     "request_of",
     "sample",
     "sample_at_most",
+    "sample_drafts",
+    "sample_drafts_by",
     "scheduler",
     "tell_time_by",
 ]
@@ -89,28 +91,39 @@ def request_of(handle: EngineHandle) -> Any:
 
 def last_pass_of(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let the last pass of a prefill, which gives the first logits, have at most `count` tokens."""
-    patch.setattr("mlxrunner.engine.pipeline.SEED_TOKENS", count)
+    patch.setattr("mlxrunner.parallel.scheduling.batching.SEED_TOKENS", count)
 
 
 def after_each_chunk(call: Callable[[Any], None], patch: pytest.MonkeyPatch) -> None:
-    """Call `call` when a chunk of a prefill has been evaluated and not been recorded yet."""
-    evaluate = pipeline.evaluate
+    """Call `call` when a chunk of a prefill has been evaluated."""
+    wait = BatchBuilder.wait
 
-    def evaluate_and_call(caches: Any) -> None:
-        evaluate(caches)
-        call(caches)
+    def wait_and_call(composer: BatchBuilder, step: DispatchedStep) -> float | None:
+        seconds = wait(composer, step)
+        call(step)
+        return seconds
 
-    patch.setattr(pipeline, "evaluate", evaluate_and_call)
+    patch.setattr(BatchBuilder, "wait", wait_and_call)
+
+
+def clock_passes_by(clock: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let passes be timed by `clock`, in place of the module `time`."""
+    patch.setattr("mlxrunner.parallel.scheduling.batching.time", clock)
+
+
+def sample_drafts_by(sampler: Callable[..., Any], patch: pytest.MonkeyPatch) -> None:
+    """Let `sampler` sample behind each token of a draft, in place of `sample_drafts`."""
+    patch.setattr("mlxrunner.parallel.scheduling.batching.sample", sampler)
 
 
 def tell_time_by(clock: Callable[[], float], patch: pytest.MonkeyPatch) -> None:
     """Let the chunks of an evaluation ahead be timed by `clock`."""
-    patch.setattr("mlxrunner.engine.pipeline.time.perf_counter", clock)
+    patch.setattr("mlxrunner.parallel.scheduling.batching.time.perf_counter", clock)
 
 
 def move_no_keys(patch: pytest.MonkeyPatch) -> None:
     """Let no layer move its keys, so that a full context is evaluated again."""
-    for module in ("mlxrunner.parallel.rows.batched", "mlxrunner.runner"):
+    for module in ("mlxrunner.parallel.rows.batched", "mlxrunner.parallel.rows.sequential"):
         patch.setattr(f"{module}.rotators", lambda *_: None)
 
 

@@ -30,6 +30,8 @@ class Backend(ABC):
     An engine stores the keys and values of each sequence.
     """
 
+    is_single = False
+    """True if there is one sequence only, for a runner of one request at a time."""
     takes_checkpoints = True
     """False if there is no budget for checkpoints of its sequences."""
 

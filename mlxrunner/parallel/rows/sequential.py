@@ -15,8 +15,11 @@ from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.tokens import TokenArray, as_tokens
-from mlxrunner.engine.pipeline import SEED_TOKENS, Look
+from mlxrunner.engine.answer import SEED_TOKENS
 from mlxrunner.parallel.rows.backend import Backend, marker
+
+Look = Callable[[TokenArray, TokenArray], None]
+"""Tells a model that sees pictures the tokens in the caches, and those of the next call."""
 
 
 class SequentialModel(Backend):
@@ -24,13 +27,18 @@ class SequentialModel(Backend):
 
     can_split = False
 
-    def __init__(self, model: Any, options: CacheOptions, why: str = "") -> None:
-        """`why`: the reason for running `model` this way. `options`: those of its layer caches."""
+    def __init__(
+        self, model: Any, options: CacheOptions, why: str = "", *, is_single: bool = False
+    ) -> None:
+        """`why`: the reason for running `model` this way. `options`: those of its layer caches.
+
+        `is_single`: there is one sequence only, number 0.
+        """
         super().__init__([], options.rewind_slack)
+        self.is_single = is_single
         self.model, self._options, self._why = model, options, why
         self.sequences: dict[int, list[LayerCache]] = {}
         """The layer caches of each sequence."""
-        self._num_layers = len(make_layer_caches(model, options))
         self._prompts = PromptPasses()
         self._sees: Look | None = getattr(model, "look", None)
         self._before = self._coming = as_tokens([])
@@ -45,10 +53,10 @@ class SequentialModel(Backend):
 
     @property
     def ways(self) -> list[str]:
-        return ["one at a time"] * self._num_layers
+        return ["one at a time"] * len(make_layer_caches(self.model, self._options))
 
     def caches(self, sequence: int) -> list[LayerCache]:
-        if sequence not in self.sequences:
+        if self.is_single or sequence not in self.sequences:
             self.sequences[sequence] = make_layer_caches(self.model, self._options)
         return self.sequences[sequence]
 
@@ -59,19 +67,30 @@ class SequentialModel(Backend):
 
         Raise ValueError, with nothing changed, if there are tokens of several sequences.
         """
+        if self.is_single:
+            return self._forward(tokens, rows)
         if len(found := sorted(set(batch.sequences))) > 1:
             raise ValueError(f"a step of this model carries one sequence, not {found}")
         caches = make_layer_caches(self.model, self._options) if reserve else self.caches(found[0])
         *ahead, last = self._prompts.of(batch, rows, self.has_stops(caches))
         for count in ahead:
             self._look(0, count)
-            self._pass(tokens[:count], caches)
+            self._pass(tokens[:count], caches, has_logits=False)
         self._look(len(batch) - last, len(batch))
-        logits = self._pass(tokens[-last:], caches)
+        logits = self._pass(tokens[-last:], caches, has_logits=bool(rows))
         if not rows:
             return marker([cache.state for cache in caches])
         before = len(batch) - last
         return logits[0, mx.array([row - before for row in rows], mx.int32)]
+
+    def _forward(self, tokens: mx.array, rows: Sequence[int]) -> mx.array:
+        """Return the logits of the last `rows`, in a pass of the only sequence."""
+        count, caches = tokens.shape[0], self.sequences[0]
+        self._look(0, count)
+        logits = self._pass(tokens, caches, has_logits=bool(rows))
+        if not rows:
+            return marker([cache.state for cache in caches])
+        return logits[0, count - len(rows) :]
 
     def look(self, before: TokenArray, tokens: TokenArray) -> None:
         self._before, self._coming = before, tokens
@@ -82,14 +101,22 @@ class SequentialModel(Backend):
             before = np.concatenate([self._before, self._coming[:begin]])
             self._sees(before, self._coming[begin:end])
 
-    def _pass(self, tokens: mx.array, caches: Sequence[LayerCache]) -> mx.array:
-        """Run some tokens, and return their logits, which are computed only if they are used."""
-        for cache in caches:
+    def _pass(
+        self, tokens: mx.array, caches: Sequence[LayerCache], *, has_logits: bool
+    ) -> mx.array:
+        """Run some tokens, and return their logits, which are computed only if they are used.
+
+        Unless that is the case (`has_logits`), what is stored is evaluated layer by layer.
+        """
+        counting = [cache for cache in caches if cache.counts_forwards]
+        for cache in counting:
             cache.begin_forward()
         logits: mx.array = self.model(tokens[None], cache=[cache.model_cache for cache in caches])
-        for cache in caches:
-            cache.end_forward(len(tokens))
-            mx.async_eval(cache.state)  # type: ignore[no-untyped-call]
+        for cache in counting:
+            cache.end_forward(tokens.shape[0])
+        if not has_logits:
+            for cache in caches:
+                mx.async_eval(cache.state)  # type: ignore[no-untyped-call]
         return logits
 
     def rotate(

@@ -393,8 +393,11 @@ class SlotAssigner:
         return request.is_placed or request.source is not None
 
     def free(self, slot: Slot) -> None:
-        """Forget the tokens and the request of a slot."""
-        self.residents.clear(slot, "an error")
+        """Forget the request of a slot, and its tokens; a single slot keeps what is whole."""
+        if self._engine.is_single:
+            slot.cache.release()
+        else:
+            self.residents.clear(slot, "an error")
         slot.is_busy, slot.planned = False, slot.planned[:0]
 
     def make_cells_for_shift(self, request: ActiveRequest, begin: int) -> None:
@@ -470,7 +473,8 @@ class SlotAssigner:
         copied = None if source is slot else CopySource(source.cache, source.exact)
         self.residents.explain(slot.cache, prompt)
         slot.exact, slot.rests = END, False
-        lease = request.lease = slot.cache.begin(prompt, source=copied)
+        lease = slot.cache.begin(prompt, source=copied, ahead=request.is_ahead)
+        request.lease = lease
         lease.take()
         if copied is not None:
             self._engine.copied(source.number, slot.number, lease.lookup.cached)
@@ -478,6 +482,7 @@ class SlotAssigner:
         if request.clock.lookup_s:  # it waited: its lookup was timed before
             found = replace(found, rewind_s=0.0)
         request.place, request.is_placed, request.source = found.cached, True, None
+        request.evaluated_from = found.cached
         if not request.sampled:
             request.lookup = found
         if source is slot:
@@ -486,9 +491,11 @@ class SlotAssigner:
         self._engine.expect(slot.number, len(prompt) - found.cached + coming)
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
-            lease.mark(places_of(len(prompt), ends.tolist(), at=found.cached))
+            at = None if self._engine.is_single else found.cached
+            lease.mark(places_of(len(prompt), ends.tolist(), ahead=request.is_ahead, at=at))
             request.checkpoint_if_due()
-        log_lookup(len(prompt), found.matched, found.cached)
+        if not request.is_ahead:
+            log_lookup(len(prompt), found.matched, found.cached)
 
     def _place_again(self, request: ActiveRequest, ahead: Sequence[ActiveRequest]) -> None:
         """Choose again, from the present content of the slots. Without room the request waits.
@@ -583,9 +590,10 @@ class Preemptor:
         that the next one sees.
         """
         shift, slot, lease = request.shift, request.slot, request.lease
-        if shift is None or request.place < self._capacity:
+        if shift is None or request.place < shift.context:
             return
         keep, discard = shift.keep, shift.discard(request.place)
+        request.next_checkpoint = 0  # offsets move: ask again
         tokens = slot.tokens.array
         kept = np.concatenate([tokens[:keep], tokens[keep + discard :]])
         slot.planned, request.shifted = slot.planned[:0], request.shifted + discard
@@ -593,7 +601,8 @@ class Preemptor:
         if closes:
             self._assigner.make_cells_for_shift(request, keep + discard)
         if lease.shift(keep, discard, self._engine.rotate):
-            slot.exact = min(slot.exact, keep)
+            if not self._engine.is_single:
+                slot.exact = min(slot.exact, keep)
             if request.left:
                 request.todo = np.append(kept, request.todo[request.place :])
             request.place = request.moved = lease.recorded
@@ -602,6 +611,6 @@ class Preemptor:
         slot.exact, request.moved = END, 0
         left = lease.restart(kept)
         coming = request.todo[request.place :] if request.left else np.array(request.last)
-        request.place = lease.recorded
+        request.place = request.evaluated_from = lease.recorded
         request.todo = np.append(kept, coming)
         request.reevaluated += len(left)

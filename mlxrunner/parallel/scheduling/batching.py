@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.engine.answer import SEED_TOKENS
+from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.sampling import Decoded, Sampled, dispatch, plain
 from mlxrunner.errors import FormError, LogitsError
 from mlxrunner.models.facts import ModelFacts
@@ -60,6 +63,8 @@ class DispatchedStep:
     """Seconds that its dispatch took. A device without a long queue runs it meanwhile."""
     work_s: float
     """The same by `BatchBuilder.clock`."""
+    began: float = 0.0
+    """The moment of its dispatch, on `time.perf_counter`."""
 
     @property
     def begins_answers(self) -> bool:
@@ -74,11 +79,13 @@ class BatchBuilder:
         self, engine: Backend, requests: Sequence[ActiveRequest], most: int, pace: StepPace
     ) -> None:
         """Compose rows of at most `most` tokens of the running `requests`."""
-        self._engine, self._requests, self._most, self._pace = engine, requests, most, pace
+        self._engine, self._requests, self.most, self._pace = engine, requests, most, pace
+        self.piece_pace: Pace | None = None
+        """Sizes the pieces of a prompt for one slot; None: as many tokens as a step has."""
         self._turns = FairShare()
         self._was_prefill = False
-        self.clock = work_clock()
-        """Returns the seconds by which guesses are judged."""
+        self.clock: Callable[[], float] = lambda: 0.0
+        """Returns the seconds by which guesses are judged; 0 until something is guessed."""
         self._is_disturbed = False
         """True if other work took place while the last step was running."""
 
@@ -95,11 +102,47 @@ class BatchBuilder:
             return [_whole(*one) for one in self._alone(kept, others, budget)]
         if budget:
             undone = sum(request.waiting - 1 for request in decoding)
-            budget = min(budget, self._most - len(kept) - undone)
+            budget = min(budget, self.most - len(kept) - undone)
         wants = [self._want(request) for request in others]
         shares = self._turns.deal(budget, wants) if budget and others else [0] * len(others)
         carried = [(one, count) for one, count in zip(others, shares, strict=True) if count]
         return [_whole(*one) for one in [(request, 1) for request in kept] + carried]
+
+    def piece(self, request: ActiveRequest) -> ScheduledBatch:
+        """Return the tokens of the next step for the only request."""
+        request.draft = []
+        if request.left:
+            end = self._end(request)
+            if end == len(request.todo) and not request.is_ahead:
+                return [(request, end - request.place)]
+            most = self.most if self.piece_pace is None else self.piece_pace.size(self.most)
+            return [(request, min(most, end - request.place))]
+        return [_whole(request, 1)] if request.is_decoding else []
+
+    def note_span(self, request: ActiveRequest, step: DispatchedStep) -> None:
+        """Note that a step has ended, if it was a piece of the only request's prompt."""
+        if count := step.planned.prefill:
+            ended = time.perf_counter()
+            request.spans.append((step.began, ended, count))
+            if self.piece_pace is not None:
+                self.piece_pace.measure(count, ended - step.began)
+            mx.clear_cache()
+
+    def _end(self, request: ActiveRequest) -> int:
+        """Return the offset at which the next piece of the only request's prompt has to end.
+
+        A long one gets a pass of its own for its last token, because a pass computes the logits of
+        all its tokens. Checkpoints cut a prompt otherwise, and leave a short end, which is one
+        piece.
+        """
+        end = len(request.todo)
+        if request.shift is not None:
+            end = min(end, request.context)
+        if request.lease.needs_checkpoints:
+            stop = request.lease.next_stop
+            return min(end, stop) if stop > request.place else end
+        is_long = end - request.evaluated_from > SEED_TOKENS and end == len(request.todo)
+        return end - 1 if is_long and not request.is_ahead and request.place < end - 1 else end
 
     def errand_s(self) -> float:
         """Return the seconds that work beside the next step may take; 0: none now."""
@@ -147,7 +190,7 @@ class BatchBuilder:
         if any(request.priority == "interactive" for request in kept):
             return self._pace.allowance(len(kept), cells)
         wanted = sum(self._want(request).tokens for request in others)
-        return max(1, min(self._pace.allowance(0, cells, wanted), self._most - len(kept)))
+        return max(1, min(self._pace.allowance(0, cells, wanted), self.most - len(kept)))
 
     def _alone(
         self, kept: Sequence[ActiveRequest], others: Sequence[ActiveRequest], budget: int
@@ -157,7 +200,7 @@ class BatchBuilder:
         group = others if self._was_prefill else kept
         wants = [self._want(request) for request in group]
         turn = self._turns.deal(1, wants).index(1)
-        piece = self._most if budget >= self._most - len(kept) else budget
+        piece = self.most if budget >= self.most - len(kept) else budget
         return [(group[turn], min(wants[turn].tokens, piece if self._was_prefill else 1))]
 
     def _want(self, request: ActiveRequest) -> TokenDemand:
@@ -199,7 +242,7 @@ def wanted_rows(row: ScheduledBatch) -> tuple[list[int], list[tuple[ActiveReques
     sampling, end, rows = [], 0, 0
     for request, count in row:
         end += count
-        if request.left <= count:
+        if request.left <= count and not request.is_ahead:
             own = count if request.draft else 1
             wanted += range(end - own, end)
             sampling.append((request, range(rows, rows + own)))
@@ -209,7 +252,7 @@ def wanted_rows(row: ScheduledBatch) -> tuple[list[int], list[tuple[ActiveReques
 
 def stops_at(request: ActiveRequest, count: int) -> bool:
     """Return True if a piece of `count` tokens ends where the request wants a checkpoint."""
-    is_prefill, lease = request.left > count, request.lease
+    is_prefill, lease = request.left > count or request.is_ahead, request.lease
     return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count
 
 
@@ -303,10 +346,10 @@ class StepController(Controller):
 class DraftScheduler:
     """The drafts of all requests of a runner."""
 
-    def __init__(self, facts: ModelFacts | None, most: int) -> None:
+    def __init__(self, facts: ModelFacts | None, most: int | None) -> None:
         """Prepare drafts for the model of `facts`; None: there are none.
 
-        `most`: rows that drafts may add to a step.
+        `most`: rows that drafts may add to a step; None: any number.
         """
         budget = DraftBudget()
         self._controller = StepController(budget)
@@ -315,7 +358,9 @@ class DraftScheduler:
         """Seconds in which a model drafted all guesses of the step; None: they tell nothing."""
         experience = Experience(budget, of_steps=(self._controller, self._modelled))
         self.sources = None if facts is None else DraftSources(facts, experience)
-        self._most, self._clock = min(most, DEEPEST), work_clock()
+        self._most = DEEPEST if most is None else min(most, DEEPEST)
+        self.clock = work_clock()
+        """Returns the seconds by which guesses are judged."""
         self._is_used = self._is_always = self._may = False
 
     def begin(self, request: ActiveRequest) -> None:
@@ -325,7 +370,7 @@ class DraftScheduler:
                 request.next_token, request.lease, request.options.speculate
             )
         if request.drafting is not None:
-            request.drafting.clock = self._clock
+            request.drafting.clock = self.clock
             self._is_used = True
             self._is_always |= request.drafting.always
 
@@ -450,7 +495,7 @@ def taken(request: ActiveRequest, sampled: list[Sampled]) -> list[Chunk]:
 
     The slot keeps those tokens and goes back behind the wrong ones.
     """
-    tokens, chunks = _judge(request, sampled), list[Chunk]()
+    tokens, chunks = judge(request, sampled), list[Chunk]()
     for decoded in tokens:
         chunks.append(request.answer.take(decoded, request.clock))
         request.take(decoded.token)
@@ -460,7 +505,7 @@ def taken(request: ActiveRequest, sampled: list[Sampled]) -> list[Chunk]:
     return chunks
 
 
-def _judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
+def judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
     """Return the tokens that count: the guesses that are right, and the one behind them."""
     draft, decoded = request.draft, list[Decoded]()
     for one, guess in zip(sampled, [*draft, None], strict=True):
@@ -529,10 +574,11 @@ class BatchExecutor:
             ],
             [request.slot.number for request, count in row for _ in range(count)],
         )
-        tokens = mx.concatenate([request.coming_tokens(count) for request, count in row])
-        drafted = 0
+        coming = [request.coming_tokens(count) for request, count in row]
+        tokens = coming[0] if len(coming) == 1 else mx.concatenate(coming)
+        drafted, is_single = 0, self._engine.is_single
         for request, count in row:
-            if request.draft:
+            if request.draft or (is_single and count > 1 and not request.left):
                 request.lease.hold(count)
                 drafted += len(request.draft)
         if len(row) == 1:
@@ -544,6 +590,8 @@ class BatchExecutor:
         stops = [request for request, count in row if stops_at(request, count)]
         for request, count in row:
             request.advance(count)
+        if is_single:
+            request.logits = (request.place, logits) if wanted else None
         sampled = self._sample(sampling, logits)
         awaited = [array for _, own in sampled for one in own for array in one.arrays] or [logits]
         dispatch(awaited)
@@ -553,9 +601,72 @@ class BatchExecutor:
             dispatch(request.lease.checkpoint())
         for request, _ in sampling:
             if not request.said and not request.finished:
+                request.next_checkpoint = 0
                 request.checkpoint_if_due()
+            elif is_single and request.together and not request.draft:
+                request.checkpoint_if_due()  # its tokens were recorded with the dispatch
         more = len(batch) - len(row)
-        return DispatchedStep(planned, sampled, awaited, drafted, more, late, took, work_s)
+        return DispatchedStep(planned, sampled, awaited, drafted, more, late, took, work_s, began)
+
+    def run(self, request: ActiveRequest, tokens: list[int]) -> None:
+        """Run and record tokens of the answer that were delivered, with no token behind them."""
+        if not tokens:
+            return
+        lease, count = request.lease, len(tokens)
+        begin = lease.recorded
+        batch = Batch(list(range(begin, begin + count)), [request.slot.number] * count)
+        logits = self._engine.forward(mx.array(tokens, mx.int32), batch, [count - 1])
+        dispatch([logits])
+        lease.record(tokens)
+        request.place = lease.recorded
+        request.logits = (request.place, logits)
+        if request.drafting is not None:
+            request.drafting.evaluated_again(count)
+        request.checkpoint_if_due()
+
+    def run_pending(self, request: ActiveRequest) -> None:
+        """Run tokens that were undone with wrong guesses where the next pass may not cross.
+
+        That is an offset where a checkpoint is due, or the end of a full context.
+        """
+        if request.waiting < 2 or request.left or request.draft:
+            return
+        end, lease = request.context, request.lease
+        if lease.needs_checkpoints:
+            end = min(end, lease.checkpoint_due)
+        if request.place + request.waiting - 1 >= end:
+            pending = request.said[request.run : -1]
+            self.run(request, pending)
+            request.run += len(pending)
+
+    def finish(self, request: ActiveRequest) -> None:
+        """Leave the entry of the only request as it is without drafts.
+
+        All tokens of the answer are in it but those that nothing follows: the last one of its
+        limit, and the first one. The last one is in it by itself: a layer that goes back only to
+        where the last pass began then goes back as far, and one that drops old tokens when a pass
+        begins has dropped as many.
+        """
+        if request.drafting is None or not request.is_placed or request.left:
+            return
+        if request.draft:
+            request.keep(min(request.num_read - len(request.guessed), request.num_read - 1))
+            request.guessed.clear()
+        said, lease = request.said, request.lease
+        if len(said) < 2 or request.left:
+            return
+        rest, together = said[request.run : request.limit - 1], request.together
+        was_taken = False
+        if not rest and len(together) > 1:
+            behind = lease.recorded - 1
+            if not all(_ends_alone(cache, behind) for cache in lease.caches):
+                was_taken = lease.is_at_checkpoint
+                lease.accept(together[:-1])
+                rest = [*lease.pending, together[-1]]
+        self.run(request, rest[:-1])
+        self.run(request, rest[-1:])
+        if was_taken:
+            dispatch(lease.checkpoint())
 
     def _sample(
         self, requests: list[tuple[ActiveRequest, range]], logits: mx.array
@@ -584,6 +695,8 @@ class BatchExecutor:
             except LogitsError:  # the token before is not there: whoever reads it finds out
                 continue
             except Exception as error:
+                if self._engine.is_single:
+                    raise
                 self._endings.fail_alone(request, error)
                 continue
             request.sampled += 1
@@ -592,3 +705,9 @@ class BatchExecutor:
                 request.history = mx.concatenate([request.history, request.last])
             sampled.append((request, [token]))
         return sampled
+
+
+def _ends_alone(cache: LayerCache, behind: int) -> bool:
+    """Return True if `cache` is as after a pass of one token, which began at `behind`."""
+    extent = cache.extent
+    return cache.can_rewind(behind) and extent.rewound(behind).after(1) == extent

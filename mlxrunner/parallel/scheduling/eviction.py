@@ -79,6 +79,8 @@ class EvictionPolicy:
         where conversations go that find no place; None: they are lost.
         """
         self._engine, self._slots = engine, slots
+        self.is_single = engine.is_single
+        """True for a runner of one request at a time: its cache itself remembers what it lost."""
         self.memory, self.parking = memory, parking
         self._dual: GreedyDual[int] = GreedyDual()
         self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
@@ -270,6 +272,8 @@ class EvictionPolicy:
 
     def explain(self, cache: PrefixCache, prompt: TokenArray) -> None:
         """Let the next lookup of `cache` report the loss that `prompt` misses most."""
+        if self.is_single:
+            return
         self._remember_losses()
         shared = [common_prefix(loss.tokens, prompt) for loss in self._losses]
         if any(shared):
@@ -309,7 +313,7 @@ class EvictionPolicy:
 
     def _remember_losses(self) -> None:
         """Take over what the slots have lost: any later prompt may miss it."""
-        for slot in self._slots:
+        for slot in () if self.is_single else self._slots:
             if not slot.cache.is_busy and (loss := slot.cache.forget_loss()) is not None:
                 self._losses.append(loss)
 
@@ -386,7 +390,8 @@ class RequestFinalizer:
             request.drafting.close()
         slot = request.slot
         if request.is_placed:
-            slot.tokens.truncate(slot.exact)
+            if not self._residents.is_single:
+                slot.tokens.truncate(slot.exact)
             request.lease.close()
         self._residents.fit(request)
         request.ended = moment = self._moment()
@@ -401,7 +406,8 @@ class RequestFinalizer:
             min(len(request.tokens), len(slot.tokens)),
         )
         slot.planned, slot.exact = slot.planned[:0], END
-        slot.cache.entry.is_shifted = False  # only exact tokens are left
+        if not self._residents.is_single:
+            slot.cache.entry.is_shifted = False  # only exact tokens are left
         self._residents.use(slot)
         self._residents.fit()
 

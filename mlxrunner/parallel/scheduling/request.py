@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,10 @@ from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import EntryLease
 from mlxrunner.cache.tokens import TokenArray, as_tokens, words
 from mlxrunner.engine.answer import AnswerStream
-from mlxrunner.engine.observation import Ending, Observation, SchedulingRecord, finish_of
+from mlxrunner.engine.observation import Ending, Finish, Observation, SchedulingRecord, finish_of
 from mlxrunner.engine.requests import Request
-from mlxrunner.engine.sampling import dispatch
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.engine.sampling import Decoded, dispatch
+from mlxrunner.errors import LogitsError, MlxrunnerError
 from mlxrunner.parallel.scheduling.pacing import Priority
 from mlxrunner.parallel.scheduling.slots import Slot
 from mlxrunner.results import Chunk, FinishReason, Usage
@@ -43,6 +44,8 @@ class ActiveRequest(Request):
     """
     place: int = 0
     """Number of tokens whose forward pass was dispatched."""
+    evaluated_from: int = 0
+    """The offset from which on `todo` had to be evaluated."""
     sampled: int = 0
     """Number of the answer's tokens that were dispatched."""
     last: mx.array | None = None
@@ -59,6 +62,28 @@ class ActiveRequest(Request):
     """Number of the answer's tokens that are recorded in the slot, or were before a shift."""
     history: mx.array | None = None
     """All tokens so far, `[n]`; None if the sampling does not need them."""
+    guessed: deque[Decoded] = field(default_factory=deque)
+    """Tokens that were read together, with guesses, and are not delivered yet: for one slot."""
+    num_read: int = 0
+    """Number of tokens that were read together."""
+    late_error: LogitsError | None = None
+    """The error that ends it behind these."""
+    together: list[int] = field(default_factory=list)
+    """The tokens of the answer that the last pass has recorded, if there were several."""
+    spans: list[tuple[float, float, int]] = field(default_factory=list)
+    """Begin, end (on `time.perf_counter`) and tokens of each pass of its prefill, for one slot."""
+    next_checkpoint: float = 0
+    """The offset from which on a checkpoint may be due."""
+    logits: tuple[int, mx.array] | None = None
+    """The logits `[n, vocab]` of its last pass for one slot, and the offset behind it."""
+    is_ahead: bool = False
+    """True if the prompt is evaluated before its answer is asked for: there is none."""
+    reader: Callable[[], Any] = lambda: None
+    """A function that returns the iterator of its chunks; None once it is gone. For one slot."""
+    is_dropped: bool = False
+    """True if another thread has dropped its iterator."""
+    end: tuple[Usage, Finish, str | None] | None = None
+    """Its usage, how it has ended and the name of its error, until the observers are told."""
     chunks: deque[Chunk] = field(default_factory=deque)
     """The chunks that the caller has not taken yet."""
     priority: Priority = "interactive"
@@ -186,8 +211,11 @@ class ActiveRequest(Request):
         elif self.draft:
             self.sampled += len(self.draft) + 1  # `keep` has the true number
         elif self.run < len(self.said):  # it was read before
-            self.lease.record(self.said[self.run :])
+            self.together = self.said[self.run :]
+            self.lease.record(self.together)
             self.run = len(self.said)
+        else:
+            self.together = []
         self.place += count
         if len(self.todo) and not self.left:
             self.todo, self.run = self.todo[:0], self.sampled
@@ -209,7 +237,8 @@ class ActiveRequest(Request):
         """
         before, lease = self.lease.recorded, self.lease
         end = self.run + self.place - before - len(self.draft) + right
-        lease.accept(self.said[self.run : end])
+        self.together = self.said[self.run : end]
+        lease.accept(self.together)
         self.sampled, self.draft = len(self.said), []
         self.place = lease.recorded
         self.run += self.place - before
@@ -217,11 +246,25 @@ class ActiveRequest(Request):
             self.todo = as_tokens([*lease.tokens, *lease.pending, *self.said[end:]])
             self.restart()
 
+    def logits_behind(self, offset: int) -> mx.array | None:
+        """Return the logits `[1, vocab]` behind the first `offset` tokens, if they are there."""
+        if self.logits is None:
+            return None
+        end, rows = self.logits
+        row = rows.shape[0] - 1 - (end - offset)
+        return rows[row : row + 1] if 0 <= row < rows.shape[0] else None
+
     def checkpoint_if_due(self) -> None:
         """Take a checkpoint of the slot's present state if one is due."""
         lease = self.lease
-        if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
+        if lease.recorded < self.next_checkpoint:
+            return
+        if not lease.needs_checkpoints:
+            self.next_checkpoint = math.inf
+            return
+        if lease.recorded >= lease.checkpoint_due:
             dispatch(lease.checkpoint())
+        self.next_checkpoint = lease.checkpoint_due
 
     def go_back(self) -> None:
         """Return to the tokens that were read, between two steps. `restart` has to follow.
@@ -237,6 +280,7 @@ class ActiveRequest(Request):
 
     def restart(self) -> None:
         """Keep what the slot has of `todo`; the rest is evaluated again."""
+        self.next_checkpoint = 0  # offsets may have moved: ask again
         if self.is_placed:
             before = self.place
             self.lease.restart(self.todo[:-1])

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.errors import CacheFullError, LogitsError
 from mlxrunner.models.facts import ModelFacts
@@ -32,6 +33,7 @@ from mlxrunner.parallel.scheduling.batching import (
     DraftScheduler,
     ScheduledBatch,
     error_of,
+    judge,
     taken,
 )
 from mlxrunner.parallel.scheduling.eviction import (
@@ -95,7 +97,8 @@ class Scheduler:
         )
         pace = StepPace(settings.step, settings.max_step_ms if is_reusable else 0)
         self._composer = BatchBuilder(engine, self.requests, settings.step, pace)
-        self._drafts = DraftScheduler(facts, settings.step - settings.max_sequences)
+        spare = None if engine.is_single else settings.step - settings.max_sequences
+        self._drafts = DraftScheduler(facts, spare)
         self._passes = BatchExecutor(engine, self.residents, self._composer, self._endings)
         self._pending: DispatchedStep | None = None
         self._suspects: deque[list[ActiveRequest]] = deque()
@@ -114,6 +117,24 @@ class Scheduler:
         A replay needs both to find the same tokens in the same slots.
         """
         return self.ticks, self._calls
+
+    @property
+    def prefill_step(self) -> int:
+        """Most tokens of a step."""
+        return self._composer.most
+
+    @prefill_step.setter
+    def prefill_step(self, tokens: int) -> None:
+        self._composer.most = tokens
+
+    @property
+    def piece_pace(self) -> Pace | None:
+        """Sizes the pieces of a prompt for one slot; None: as many tokens as a step has."""
+        return self._composer.piece_pace
+
+    @piece_pace.setter
+    def piece_pace(self, pace: Pace | None) -> None:
+        self._composer.piece_pace = pace
 
     @property
     def sources(self) -> DraftSources | None:
@@ -136,21 +157,25 @@ class Scheduler:
         later.
         """
         self._calls += 1
-        self._mend()
+        self.mend()
         self._assigner.admit(request, self.moment)
 
-    def cancel(self, request: ActiveRequest) -> None:
-        """End a request without affecting the others."""
+    def cancel(self, request: ActiveRequest, error: str | None = None) -> None:
+        """End a request without affecting the others. `error`: the name of the caller's error."""
         self._calls += 1
         with self._whole():
             if not request.finished:
                 request.ending = "cancelled"
-                self._endings.retire(request)
+                self._finish(request)
+                self._endings.retire(request, error=error)
 
     def step(self) -> None:
         """Dispatch the next forward pass, then read the last one's tokens: first ones before."""
         self.ticks, self._calls = self.ticks + 1, 0
         with self._whole():
+            if self._engine.is_single:
+                self._step_alone(self.requests[0])
+                return
             self._run_errands()
             self._assigner.place_waiting()
             if self._suspects:
@@ -187,6 +212,75 @@ class Scheduler:
                 self._recover(before, row, error)
             self._endings.end_overdue()
 
+    def _step_alone(self, request: ActiveRequest) -> None:
+        """Run a step of the only request.
+
+        A piece of its prompt, its first token and a draft are read at once; each other token while
+        the next one is computed.
+        """
+        if request.guessed:
+            self._deliver_guessed(request)
+            return
+        if request.late_error is not None:
+            self._end_and_clear(request, request.late_error)
+            return
+        before, self._pending = self._pending, None
+        try:
+            self._passes.run_pending(request)
+            self._maker.make_room_for(self.requests)
+        except Exception as error:
+            self._fail_alone(request, None, error)
+            return
+        try:
+            row = self._composer.piece(request)
+            if waits := self._drafts.is_worth_waiting(row):
+                self._read(before)
+                before = None
+                if request.finished:
+                    return
+            row = self._drafts.add_to(row, self._passes.width)
+            step = self._passes.forward(row, waited=waits) if row else None
+            self._read(before)
+            before = None
+            if request.finished:
+                return
+            if step is not None and (step.planned.prefill or step.drafted):
+                self._read(step)
+                step = None
+            self._pending = step
+        except Exception as error:
+            self._fail_alone(request, before, error)
+        except BaseException:
+            self._record(request, before)
+            raise
+
+    def _record(self, request: ActiveRequest, before: DispatchedStep | None) -> None:
+        """Record a token whose forward pass was dispatched, and that was not read yet."""
+        lease = request.lease
+        if before is not None and request.place > lease.recorded and not request.draft:
+            for _, (sampled,) in before.sampled:
+                with suppress(LogitsError):
+                    lease.record((sampled.read(),))
+
+    def _fail_alone(
+        self, request: ActiveRequest, before: DispatchedStep | None, error: Exception
+    ) -> None:
+        """End the only request with an error. The entry is freed if it can't be evaluated."""
+        self._pending = None
+        try:
+            self._record(request, before)
+            mx.eval(self._engine.state())
+        except Exception as lost:
+            request.lease.free(f"{type(lost).__name__} while evaluating")
+        if not request.finished:
+            self._endings.fail_alone(request, error)
+
+    def _finish(self, request: ActiveRequest) -> None:
+        """Leave the entry of the only request as it is without drafts."""
+        if self._engine.is_single:
+            self._pending = None
+            self._passes.finish(request)
+
     def _run_errands(self) -> None:
         """Park and restore conversations, a piece at a time.
 
@@ -207,7 +301,7 @@ class Scheduler:
 
         The slots keep what was recorded before.
         """
-        self._mend()
+        self.mend()
         self._is_whole = False
         try:
             yield
@@ -216,7 +310,7 @@ class Scheduler:
             raise
         self._is_whole = True
 
-    def _mend(self) -> None:
+    def mend(self) -> None:
         """End all requests if a second interrupt has cut `forget_everything` short."""
         if not self._is_whole:
             self.forget_everything(KeyboardInterrupt())
@@ -258,12 +352,14 @@ class Scheduler:
         broken: list[tuple[ActiveRequest, LogitsError]] = []
         if step is not None:
             seconds, right = self._composer.wait(step), 0
+            if self._engine.is_single:
+                self._composer.note_span(self.requests[0], step)
             for request, sampled in step.sampled:
                 try:
                     if request.finished:
                         continue
                     if (wrong := error_of(request, sampled)) is not None:
-                        broken.append((request, wrong))
+                        right += self._deliver_right(request, sampled, wrong, broken)
                     else:
                         right += self._deliver(request, sampled)
                 except Exception as error:
@@ -334,7 +430,15 @@ class Scheduler:
         """Deliver a token, and those that were guessed right. Return the number of these."""
         if not request.said:
             self._drafts.begin(request)
+            if request.drafting is not None:
+                self._composer.clock = self._drafts.clock
         before: list[Chunk] = []
+        if request.draft and self._engine.is_single:
+            request.guessed.extend(judge(request, sampled))
+            request.num_read = len(request.guessed)
+            if not request.chunks:  # what was not shown is not in the entry of an early end
+                self._deliver_guessed(request)
+            return request.num_read - 1
         if request.draft:
             *before, chunk = taken(request, sampled)
             request.chunks.extend(before)
@@ -343,16 +447,53 @@ class Scheduler:
             chunk = request.answer.take(decoded, request.clock)
             request.take(decoded.token)
         request.checkpoint_if_due()
+        self._show(request, chunk)
+        return len(before)
+
+    def _deliver_right(
+        self,
+        request: ActiveRequest,
+        sampled: list[Sampled],
+        error: LogitsError,
+        broken: list[tuple[ActiveRequest, LogitsError]],
+    ) -> int:
+        """Deliver the guesses before a token that is `error`, for one slot.
+
+        Return their number. A request without any is `broken` at once.
+        """
+        right = next(place for place, one in enumerate(sampled) if one.error is not None)
+        if not right or not self._engine.is_single:
+            broken.append((request, error))
+            return 0
+        request.guessed.extend(one.decoded(one.read()) for one in sampled[:right])
+        request.num_read, request.late_error = right + 1, error
+        if not request.chunks:
+            self._deliver_guessed(request)
+        return right
+
+    def _deliver_guessed(self, request: ActiveRequest) -> None:
+        """Deliver one of the tokens that were read together."""
+        decoded = request.guessed.popleft()
+        chunk = request.answer.take(decoded, request.clock)
+        request.take(decoded.token)
+        is_last = not request.guessed and request.late_error is None
+        if chunk.finish_reason is None and is_last:
+            request.keep(request.num_read - 1)
+            request.checkpoint_if_due()
+        self._show(request, chunk)
+
+    def _show(self, request: ActiveRequest, chunk: Chunk) -> None:
+        """Give a chunk to the reader, and end the request after the last one."""
         if chunk.finish_reason is None:
             request.chunks.append(chunk)
-            return len(before)
+            return
+        self._finish(request)
         error = request.error_at(chunk)
         if error is not None:
             request.chunks.append(replace(chunk, finish_reason=None))
             self._endings.fail(request, error)
         else:
             self._endings.retire(request, chunk.finish_reason, last=chunk)
-        return len(before)
 
     def _recover(
         self, before: DispatchedStep | None, row: ScheduledBatch, error: Exception

@@ -2,7 +2,7 @@
 
 `mlxrunner.cache.entry` and `mlxrunner.cache.checkpoints` themselves make the decisions, on layers
 that have an extent and store nothing. This module has only the order in which a request asks for
-them, which is that of `mlxrunner.engine.pipeline`.
+them, which is that of `mlxrunner.parallel.scheduling`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlxrunner.profiling.tokenlog import LoggedRequest, are_ids
 MOST_MARKS = 32
 """The most kinds of thinking blocks that a token log may name."""
 SEED_TOKENS = 16
-"""The most tokens of a rest that is evaluated in one pass, as in `mlxrunner.engine.pipeline`."""
+"""The most tokens of a rest that is evaluated in one pass, as by a scheduler."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class Replay:
         return best
 
     def _prefill(self, lease: EntryLease, evaluated: int) -> None:
-        """Evaluate the prompt up to `evaluated`, chunk by chunk, as `Pipeline` does.
+        """Evaluate the prompt up to `evaluated`, chunk by chunk, as a runner does.
 
-        A pass that was interrupted there is not recorded.
+        An interrupt comes between two passes: one that was begun is recorded.
         """
         prompt, step = lease.prompt, self._process["prefill_step"]
         if lease.needs_checkpoints:
@@ -160,10 +160,10 @@ class Replay:
                 chunk = lease.remaining[: stop - lease.recorded]
                 if stop < len(prompt):
                     chunk = chunk[:step]
-                lease.begin_forward()
-                lease.end_forward(len(chunk))
                 if lease.recorded + len(chunk) > evaluated:
                     return
+                lease.begin_forward()
+                lease.end_forward(len(chunk))
                 lease.record(chunk)
             if lease.needs_checkpoints and stop < len(prompt):
                 lease.checkpoint()
