@@ -167,7 +167,7 @@ CALLED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Result.of([5]),  # type: ignore[list-item]
         "chunks: 5 is not a Chunk; give what Runner.generate",
     ),
-    "usage": (lambda: Usage.from_dict({}), "usage: 'completion_tokens' is wrong in {}; give what"),
+    "usage": (lambda: Usage.from_dict({}), "usage: 'evaluated_tokens' is wrong in {}; give what"),
 }
 
 
