@@ -140,7 +140,8 @@ class Runner(OneSlot):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings by the names of RunnerSettings, with the context in use."""
-        return {**vars(self._settings), "prefill_step": self.prefill_step}
+        chosen = vars(self._settings)
+        return chosen | {name: getattr(self, name) for name in chosen if hasattr(type(self), name)}
 
     @property
     def cache(self) -> EntryControl:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -252,7 +253,10 @@ class OneSlot(Closing):
         self._scheduler.step()
         error = request.error
         if isinstance(error, StepFailedError) and error.__cause__ is not None:
-            raise error.__cause__
+            try:
+                raise error.__cause__
+            finally:
+                del error  # the traceback holds this frame, which would hold the traceback
 
     def _end(self, request: ActiveRequest) -> None:
         """End a request and tell of it. In another thread, leave that to the owner's next call."""
@@ -301,6 +305,9 @@ class OneSlot(Closing):
             if self.observers:
                 tell(self.observers, self, lambda: self._observation(request, usage, finish, error))
         request.logits = None  # they are large, and nobody else needs them
+        if self._sight is not None:
+            request.prompt = replace(request.prompt, views=None)
+            request.error = None  # its traceback holds the pictures, too
 
     def _observation(
         self, request: ActiveRequest, usage: Usage, finish: Finish, error: str | None

@@ -55,9 +55,9 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from mlxrunner.cli import main
-from support.engine import OneAtATime
+from mlxrunner.parallel.rows.sequential import SequentialModel
 
-forward, file = OneAtATime._pass, Path(sys.argv.pop(1))
+forward, file = SequentialModel._pass, Path(sys.argv.pop(1))
 
 def slowly(self, *arguments, **options):
     for _ in range(100):
@@ -65,7 +65,7 @@ def slowly(self, *arguments, **options):
             time.sleep(0.01)
     return forward(self, *arguments, **options)
 
-OneAtATime._pass = slowly
+SequentialModel._pass = slowly
 main()
 """
 
