@@ -180,11 +180,11 @@ def fail_at_times(runner: ParallelRunner) -> None:
     chance, engine = random.Random(13), backend(engine_of(runner))
     run = engine._pass
 
-    def may_fail(tokens: Any, caches: Any) -> Any:
+    def may_fail(tokens: Any, caches: Any, **options: Any) -> Any:
         number = chance.randrange(80)
         if number == 0:
             raise BrokenError
-        logits = run(tokens, caches)
+        logits = run(tokens, caches, **options)
         if number == 1:
             raise BrokenError
         return logits
