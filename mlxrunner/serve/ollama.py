@@ -23,7 +23,6 @@ from mlxrunner.batch.openai_format import ANY_OBJECT, TURN, TokenLogprob, finite
 from mlxrunner.config.option import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.models.resolve import HUB_ID, folder_if_here, pull
-from mlxrunner.models.resolve import pull as pull_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.serve.delivery import (
     AnswerCall,
@@ -559,7 +558,7 @@ class PullRequest(ModelRequest):
     stream: bool = Field(default=True)
 
 
-def router(answers: AnswerBackend, pull: Pull = pull_model) -> APIRouter:
+def router(answers: AnswerBackend, pull: Pull = pull) -> APIRouter:
     """Return the routes. `pull` downloads models."""
     routes = APIRouter(route_class=route_class("req_", any_type=True), tags=["ollama"])
 

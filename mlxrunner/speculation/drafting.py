@@ -34,7 +34,7 @@ WAITS, RATE = 0.15, 1 / 16
 
 
 @dataclass
-class DraftCounts:
+class SourceCounts:
     """Tokens that one source drafted, and those of them that were right."""
 
     drafted: int = 0
@@ -120,7 +120,7 @@ class Drafting:
         """Returns the seconds by which costs are compared."""
         self.source, self._forced_share = "", 1.0
         """The source of the last draft."""
-        self.by_source: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
+        self.by_source: defaultdict[str, SourceCounts] = defaultdict(SourceCounts)
         self.passes = 0
         """Forward passes that checked a draft."""
 

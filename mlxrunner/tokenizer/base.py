@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -239,7 +240,7 @@ def with_bos(tokens: list[int], bos: int | None) -> list[int]:
     return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
 
 
-class TemplateTokenizer:
+class TemplateTokenizer(ABC):
     """The part of a tokenizer that renders a model's chat template, and knows what ends answers."""
 
     _template: ChatTemplate
@@ -268,9 +269,9 @@ class TemplateTokenizer:
         named = {token_of(text) for text in END_OF_MESSAGE} - {None}
         self.message_ends: frozenset[int] = self.stop_tokens | cast(set[int], named)
 
+    @abstractmethod
     def _is_mark(self, token: int) -> bool:
         """Return True for a token that is not text."""
-        raise NotImplementedError
 
     def render(
         self,

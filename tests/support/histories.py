@@ -24,7 +24,7 @@ from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result, Usage
-from mlxrunner.speculation.drafting import DraftCounts
+from mlxrunner.speculation.drafting import SourceCounts
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -398,7 +398,7 @@ class Guesses:
 
     def __init__(self, answer: list[int], rng: random.Random, seen: Counter[str]) -> None:
         self.answer, self.rng, self.seen, self.place = answer, rng, seen, 0
-        self.by_source: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
+        self.by_source: defaultdict[str, SourceCounts] = defaultdict(SourceCounts)
         self.passes = 0
         self.source, self.model_s = "lookup", None
 

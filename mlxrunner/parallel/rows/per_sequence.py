@@ -138,11 +138,11 @@ class PerSequenceLayer:
         """View one layer. `cache_of` returns its cache of a sequence, which is like `like`."""
         self.step, self.cache_of = step, cache_of
         self.can_stack = type(like) is RecurrentCache
-        self.parts = [_Part(self, index) for index in range(len(like.parts))]
+        self.parts = [_CompositePart(self, index) for index in range(len(like.parts))]
         self.groups: list[tuple[Group, LayerCache | Stack]] = []
         """The groups in which the mixers of the layer run in this step, each with its cache."""
 
-    def __getitem__(self, index: int) -> _Part:
+    def __getitem__(self, index: int) -> _CompositePart:
         """Return a part of a composite cache."""
         return self.parts[index]
 
@@ -211,7 +211,7 @@ class Chunks(PerSequenceLayer):
         return (seen // inner.chunk_size == own // inner.chunk_size) & (seen <= own)
 
 
-class _Part(PerSequenceLayer):
+class _CompositePart(PerSequenceLayer):
     """One part of a composite cache that runs as a whole."""
 
     def __init__(self, whole: PerSequenceLayer, index: int) -> None:

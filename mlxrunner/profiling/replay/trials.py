@@ -27,7 +27,7 @@ from mlxrunner.profiling.replay.simulate import (
 )
 from mlxrunner.profiling.report.report import skipped_words
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
-from mlxrunner.speculation.drafting import DraftCounts, Drafting, Experience
+from mlxrunner.speculation.drafting import Drafting, Experience, SourceCounts
 
 ENTRIES = (2, 4, 8)
 """The usual numbers of entries to try."""
@@ -544,7 +544,7 @@ class Guesses:
         """The tokens of answers that were run: so many passes there are without guesses."""
         self.passes = 0
         """The forward passes with guesses."""
-        self.by_source: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
+        self.by_source: defaultdict[str, SourceCounts] = defaultdict(SourceCounts)
         self._before: dict[str, TokenArray] = {}
 
     def add(self, logged: LoggedRequest, *, is_beside: bool) -> None:
