@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,17 +15,19 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.cache.layers.protocol import LayerCache, SavedEntry
+from mlxrunner.engine.control import EntryControl
 from mlxrunner.errors import ModelError
 from mlxrunner.models.files import ModelShard, ShardingWay, read_config, take_all
 from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import resolve
 from mlxrunner.models.sharding import be_rank
-from mlxrunner.ranks.engine import SharedModel
+from mlxrunner.parallel.rows.sequential import SequentialModel
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
-from mlxrunner.ranks.leading import LOAD, LeadingModel, RankTokens, undisturbed
-from mlxrunner.ranks.runner import FirstRunner
+from mlxrunner.ranks.leading import COPY, DROP, LOAD, LeadingModel, RankTokens, undisturbed
 from mlxrunner.ranks.wire import END, GUARD_PATIENCE_S, Wire
 from mlxrunner.results import logger
 from mlxrunner.runner import Runner
@@ -183,3 +185,60 @@ class Ranks:
             else:
                 if reply["number"] == self._number:  # not of an order that was interrupted
                     return reply
+
+
+class FirstRunner(Runner):
+    """A runner whose passes other ranks run, too. They have no saved entries."""
+
+    @property
+    def cache(self) -> EntryControl:
+        """Operations on the entry; a saved one is not adopted."""
+        return _Control(**vars(super().cache))
+
+
+class _Control(EntryControl):
+    def adopt(self, saved: SavedEntry, source: str = "a file") -> None:
+        self.enter()
+        self.entries.reset()
+        self.explain_loss("entry_freed", f"{source} has the part of one rank", saved.tokens)
+
+
+WHY = "ranks that share a model run one request in a step"
+
+
+class SharedModel(LeadingModel):
+    """A model that brings the engine of its conversations."""
+
+    def own_engine(self, options: CacheOptions) -> LeadingEngine:
+        """Return the engine, with layer caches of `options`."""
+        engine = LeadingEngine(self, options, WHY)
+        self.caches = lambda: engine.sequences
+        return engine
+
+
+class LeadingEngine(SequentialModel):
+    """The first rank's engine. The other ranks run its steps, and copy and drop what it does."""
+
+    model: SharedModel
+
+    def copied(self, source: int, target: int, count: int) -> None:
+        self.model.tell([COPY, source, target, count])
+        self.model.held.of(self.model)[target] = count
+
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        """Return None: no keys are moved."""
+        return None
+
+    def close(self) -> None:
+        """Forget all sequences, and let the other ranks drop their parts of the model.
+
+        The last pass ends first: the others are in it, too.
+        """
+        if self.sequences:
+            with suppress(RuntimeError):  # a rank is lost: the guard says so
+                mx.synchronize()
+            with suppress(ModelError):  # another model has taken its place
+                self.model.tell(DROP)
+        super().close()

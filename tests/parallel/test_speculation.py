@@ -35,7 +35,7 @@ from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result
 from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts
-from mlxrunner.speculation.lookup import TextLookup
+from mlxrunner.speculation.drafting import TextLookup
 from mlxrunner.testing import interrupt_at
 
 STATES = ["qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"]

@@ -17,9 +17,9 @@ from support.sample import fewer
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.speculation import lookup
+from mlxrunner.speculation import drafting
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, SLOPE, Controller, DraftBudget
-from mlxrunner.speculation.lookup import TextLookup
+from mlxrunner.speculation.drafting import TextLookup
 from mlxrunner.speculation.model import DraftModel
 from mlxrunner.system import device
 from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
@@ -206,7 +206,7 @@ def test_a_draft_model_that_is_wrong_does_not_read_the_answer_again_and_again(
     monkeypatch: pytest.MonkeyPatch, cost: float
 ) -> None:
     """Where it was silent for long it has much to read, which costs more than its guess."""
-    monkeypatch.setattr(lookup, "FEWEST", lookup.MOST + 1)  # only the draft model guesses
+    monkeypatch.setattr(drafting, "FEWEST", drafting.MOST + 1)  # only the draft model guesses
     runner, model = clocked_runner(monkeypatch, ["full"], 0.05)
     runner.sources.model = draft = _Wrong(model, cost, reading=0.04)
     prompt, whole, lost = PROMPT * 7, 0, 0.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.speculation.lookup import FEWEST, MOST, TextLookup
+from mlxrunner.speculation.drafting import FEWEST, MOST, TextLookup
 
 
 def tokens(*found: int) -> TokenArray:

@@ -19,7 +19,7 @@ from mlxrunner.parallel.rows.backend import WINDOWS_KEEP
 from mlxrunner.parallel.rows.batched import BatchedModel, PerTokenRope
 from mlxrunner.parallel.rows.proof import engine_for
 from mlxrunner.parallel.rows.sequential import SequentialModel
-from mlxrunner.parallel.samples import sample
+from mlxrunner.parallel.runner import sample
 from mlxrunner.parallel.scheduling.batching import (
     FORGOTTEN,
     BatchBuilder,
@@ -147,4 +147,4 @@ def offer_bytes(count: int, patch: pytest.MonkeyPatch) -> None:
 
 def sample_at_most(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let an answer of no given length, one of several, have `count` tokens."""
-    patch.setattr("mlxrunner.parallel.samples.DEFAULT_MAX_TOKENS", count)
+    patch.setattr("mlxrunner.parallel.runner.DEFAULT_MAX_TOKENS", count)
