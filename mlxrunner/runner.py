@@ -141,6 +141,7 @@ class Runner(OneSlot):
     def settings(self) -> dict[str, Any]:
         """The settings by the names of RunnerSettings, with the context in use."""
         chosen = vars(self._settings)
+        # A setting that is a property, too, may have been changed since.
         return chosen | {name: getattr(self, name) for name in chosen if hasattr(type(self), name)}
 
     @property
