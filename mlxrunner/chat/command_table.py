@@ -1,4 +1,4 @@
-"""The commands of a chat: their description, their context, and the parsing of typed text.
+"""The commands of a chat: their description, and the parsing of typed text.
 
 /help, completion and the table in docs/chat.md are made from a `CommandTable`. This knows nothing
 about what the commands do.
@@ -10,15 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.chat.attachments import Attachments
-    from mlxrunner.chat.conversation import Branches, Conversation, UndoHistory
-    from mlxrunner.runner import Runner
-    from mlxrunner.sessions.session import History
+    from mlxrunner.chat.repl import Chat
 
 
 PATH = "PATH"
@@ -33,84 +30,7 @@ _COMMAND = re.compile(r"\s*(/(?:[\w-]+|\?))(?:\s+(.*))?", re.DOTALL)
 _CONTINUED = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 
 
-class ChatContext(Protocol):
-    """The chat that a command works on."""
-
-    conversation: Conversation
-    branches: Branches
-    attachments: Attachments
-    undo_history: UndoHistory
-    model: str
-    """The name from which the model was loaded."""
-    loading: dict[str, Any]
-    """Options of `Runner.load`."""
-    show_thinking: bool
-    """True to show thinking, False to hide it."""
-    begun: str
-    """The text that the next line begins with."""
-
-    @property
-    def runner(self) -> Runner: ...
-
-    def say(self, text: str, *, is_verbatim: bool = False, is_dim: bool = False) -> None:
-        """Print a note, which is not an answer.
-
-        `is_verbatim` keeps its lines and spaces as they are. `is_dim` sets it apart from answers.
-        """
-        ...
-
-    def recall(self) -> None:
-        """Show the model and the last turn, if a user is at the terminal."""
-        ...
-
-    def write(self, text: str) -> str:
-        """Return `text` as the user leaves it in an editor of their own.
-
-        Raise PromptError without a terminal, and MlxrunnerError if the editor fails.
-        """
-        ...
-
-    def edit(self, text: str, after: History | None) -> str | None:
-        """Return `text` as the user changes it, or None if the user changes nothing or gives up.
-
-        Meanwhile the text is evaluated as the message after `after`, unless that is None. Raise
-        PromptError without a terminal.
-        """
-        ...
-
-    def send(self, text: str, after: History | None = None) -> None:
-        """Send `text` with the attachments and the files that it names, as `answer` does."""
-        ...
-
-    def see(self, path: str) -> str:
-        """Return the name that shows a picture file to the model, in any message of the user.
-
-        The model is loaded again if it was loaded without its eyes. Raise PictureError if the file
-        can't be used.
-        """
-        ...
-
-    def open_eyes(self) -> None:
-        """Load the model again if it was loaded without its eyes.
-
-        Raise PromptError if it sees no pictures, and what its loading raises.
-        """
-        ...
-
-    def answer(self, text: str, after: History | None = None, **options: Any) -> None:
-        """Send `text` as it is, and print the answer.
-
-        It follows `after`, by default the present history. If there is no answer, the present
-        history stays.
-        """
-        ...
-
-    def reload(self, name: str, **changes: Any) -> None:
-        """Load another model, or the same one with other options."""
-        ...
-
-
-def _nothing(chat: ChatContext, before: str) -> Iterable[str]:
+def _nothing(chat: Chat, before: str) -> Iterable[str]:
     return ()
 
 
@@ -124,9 +44,9 @@ class Command:
     """The argument as /help shows it, or "" if the command takes none."""
     help: str
     """One line for /help."""
-    run: Callable[[ChatContext, str], None]
+    run: Callable[[Chat, str], None]
     """Runs the command: `run(chat, argument)`. The chat prints an MlxrunnerError in one line."""
-    words: Callable[[ChatContext, str], Iterable[str]] = _nothing
+    words: Callable[[Chat, str], Iterable[str]] = _nothing
     """Returns the words that complete the argument: `words(chat, before)`.
 
     `before` is the part of the argument before the word that is being typed.

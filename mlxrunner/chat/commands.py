@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrunner.chat.attachments import picture_paths, read_text
-from mlxrunner.chat.command_table import PATH, ChatContext, Command, flagged, quoted, whole_number
+from mlxrunner.chat.command_table import PATH, Command, flagged, quoted, whole_number
 from mlxrunner.chat.conversation import UndoState
 from mlxrunner.chat.markdown import code_blocks
 from mlxrunner.chat.rendering import POLICIES
@@ -47,6 +47,7 @@ from mlxrunner.terminal.text import count_of, seconds, size
 
 if TYPE_CHECKING:
     from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.chat.repl import Chat
 
 
 SETTABLE = dict(chat_options())
@@ -81,7 +82,7 @@ def parse_settings(text: str) -> dict[str, Any]:
     return options
 
 
-def set_(chat: ChatContext, argument: str) -> None:
+def set_(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if name == "parameter" and value:  # as ollama has it
         name, _, value = value.strip().partition(" ")
@@ -98,7 +99,9 @@ def set_(chat: ChatContext, argument: str) -> None:
     if not value:
         chat.say(f"{name} = {_shown(chat, name)}")
     elif name == "context":
-        chat.reload(chat.model, context=None if value == DEFAULT else CONTEXT.parse(name, value))
+        chat.loaded.change(
+            chat.model, context=None if value == DEFAULT else CONTEXT.parse(name, value)
+        )
         chat.say(
             f"loaded again with a context of {chat.runner.context} tokens; "
             "the conversation is evaluated again"
@@ -119,12 +122,12 @@ def set_(chat: ChatContext, argument: str) -> None:
         chat.say(f"{name} = {_shown(chat, name)}")
 
 
-def show_settings(chat: ChatContext) -> None:
+def show_settings(chat: Chat) -> None:
     for name in ("context", "history", *SETTABLE):
         chat.say(f"{name:20}{_shown(chat, name):16}({_source(chat, name)})")
 
 
-def show(chat: ChatContext, argument: str) -> None:
+def show(chat: Chat, argument: str) -> None:
     if argument:
         show_message(chat, argument)
         return
@@ -153,7 +156,7 @@ def show(chat: ChatContext, argument: str) -> None:
         chat.say(f"{number:4} {message['role']:10}{line[:100]}{' ...' if len(line) > 100 else ''}")
 
 
-def show_message(chat: ChatContext, argument: str) -> None:
+def show_message(chat: Chat, argument: str) -> None:
     messages = chat.conversation.messages
     number = whole_number(argument, default=len(messages))
     if number > len(messages):
@@ -166,7 +169,7 @@ def show_message(chat: ChatContext, argument: str) -> None:
     chat.say(message["content"], is_verbatim=True)
 
 
-def system(chat: ChatContext, argument: str) -> None:
+def system(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
     if argument:
         is_none = argument in ('""', "''")
@@ -176,7 +179,7 @@ def system(chat: ChatContext, argument: str) -> None:
         chat.say(f"the conversation stays: {conversation.outlook()}")
 
 
-def think(chat: ChatContext, argument: str) -> None:
+def think(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
     if argument in ("show", "hide"):
         chat.show_thinking = argument == "show"
@@ -191,22 +194,22 @@ def think(chat: ChatContext, argument: str) -> None:
     chat.say(f"thinking is {'shown' if chat.show_thinking else 'hidden'}; it is {switched}")
 
 
-def _has_switch(chat: ChatContext) -> bool:
+def _has_switch(chat: Chat) -> bool:
     probe: Any = chat.conversation.history.messages(None) or [{"role": "user", "content": "x"}]
     return (
         len({chat.runner.tokenizer.render(probe, enable_thinking=on) for on in (True, False)}) > 1
     )
 
 
-def model(chat: ChatContext, argument: str) -> None:
+def model(chat: Chat, argument: str) -> None:
     if argument:
         config = read_config_file()
         name = config.name_of(argument)
-        chat.reload(name, **_loading_changes(chat, config, name))
+        chat.loaded.change(name, **_loading_changes(chat, config, name))
     chat.say(f"model: {chat.model}, context of {chat.runner.context} tokens")
 
 
-def _loading_changes(chat: ChatContext, config: Config, name: str) -> dict[str, Any]:
+def _loading_changes(chat: Chat, config: Config, name: str) -> dict[str, Any]:
     """Return what the config file says about loading the model `name`, unless the user has said it.
 
     What it says about the present model ends with that model.
@@ -222,7 +225,7 @@ def _loading_changes(chat: ChatContext, config: Config, name: str) -> dict[str, 
     }
 
 
-def _shown(chat: ChatContext, name: str) -> str:
+def _shown(chat: Chat, name: str) -> str:
     if name == "context":
         return str(chat.runner.context)
     if name == "history":
@@ -234,7 +237,7 @@ def _shown(chat: ChatContext, name: str) -> str:
     return "(none)" if value is None else str(value)
 
 
-def _source(chat: ChatContext, name: str) -> str:
+def _source(chat: Chat, name: str) -> str:
     """Return where the value of a setting comes from."""
     if name == "context":
         of_file = read_config_file().options("chat", chat.model).get(name)
@@ -258,7 +261,7 @@ def _known(name: str, names: tuple[str, ...]) -> str:
     return name
 
 
-def setting_words(chat: ChatContext, before: str) -> Iterable[str]:
+def setting_words(chat: Chat, before: str) -> Iterable[str]:
     """Return the names of all settings, or the values of the one that `before` names."""
     names = (*SETTABLE, GREEDILY, "context", "history")
     if not before:
@@ -268,17 +271,17 @@ def setting_words(chat: ChatContext, before: str) -> Iterable[str]:
     return values.get(name, (DEFAULT,)) if name in names and name != GREEDILY else ()
 
 
-def _model_names(chat: ChatContext, before: str) -> Iterable[str]:
+def _model_names(chat: Chat, before: str) -> Iterable[str]:
     from mlxrunner.models.resolve import cached_models
 
     return [*EMBEDDED, *read_config_file().aliases, *(found.name for found in cached_models())]
 
 
-def _prompt_names(chat: ChatContext, before: str) -> Iterable[str]:
+def _prompt_names(chat: Chat, before: str) -> Iterable[str]:
     return [f"{NAMED}{name}" for name in read_config_file().prompts]
 
 
-def _think_words(chat: ChatContext, before: str) -> Iterable[str]:
+def _think_words(chat: Chat, before: str) -> Iterable[str]:
     return ("show", "hide", "on", "off")
 
 
@@ -324,7 +327,7 @@ SETTING_COMMANDS = (
 )
 
 
-def undo(chat: ChatContext, argument: str) -> None:
+def undo(chat: Chat, argument: str) -> None:
     taken = chat.conversation.undo(whole_number(argument, default=1))
     if not taken:
         raise OptionError("there is no turn to take back")
@@ -335,7 +338,7 @@ def undo(chat: ChatContext, argument: str) -> None:
     )
 
 
-def redo(chat: ChatContext, argument: str) -> None:
+def redo(chat: Chat, argument: str) -> None:
     conversation, name = chat.conversation, chat.branches.current
     present = conversation.branch
     branch = chat.undo_history.pop(name, present)
@@ -350,7 +353,7 @@ def redo(chat: ChatContext, argument: str) -> None:
     chat.say(f"brought back, {turns}: {conversation.outlook()}{kept}")
 
 
-def edit(chat: ChatContext, argument: str) -> None:
+def edit(chat: Chat, argument: str) -> None:
     """Edit the message with a number of /show: the user's are odd, the answers even."""
     messages, history = chat.conversation.messages, chat.conversation.history
     if not messages:
@@ -375,7 +378,7 @@ def edit(chat: ChatContext, argument: str) -> None:
         chat.send(text, history.cut(turn))
 
 
-def retry(chat: ChatContext, argument: str) -> None:
+def retry(chat: Chat, argument: str) -> None:
     history = chat.conversation.history
     if not history.turns:
         raise OptionError("there is no answer to try again")
@@ -396,7 +399,7 @@ def retry(chat: ChatContext, argument: str) -> None:
     chat.answer(last.user, history.cut(len(earlier)), **options)
 
 
-def branch(chat: ChatContext, argument: str) -> None:
+def branch(chat: Chat, argument: str) -> None:
     drop, name = flagged(argument, "-d")
     if drop:
         dropped = count_of(len(chat.branches.drop(name).history.turns), "turn")
@@ -409,14 +412,14 @@ def branch(chat: ChatContext, argument: str) -> None:
             chat.say(f"{'*' if name == chat.branches.current else ' '} {name}")
 
 
-def switch(chat: ChatContext, argument: str) -> None:
+def switch(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
     conversation.switch_to(chat.branches.switch(argument, conversation.branch))
     turns = count_of(len(conversation.history.turns), "turn")
     chat.say(f"on branch {argument}, {turns}: {conversation.outlook()}")
 
 
-def clear(chat: ChatContext, argument: str) -> None:
+def clear(chat: Chat, argument: str) -> None:
     had_turns = bool(chat.conversation.history.turns)
     chat.conversation.clear()
     chat.attachments.clear()
@@ -424,11 +427,11 @@ def clear(chat: ChatContext, argument: str) -> None:
     chat.say(f"cleared: {chat.conversation.outlook()}{back}")
 
 
-def _names(chat: ChatContext, before: str) -> Iterable[str]:
+def _names(chat: Chat, before: str) -> Iterable[str]:
     return chat.branches
 
 
-def _retry_words(chat: ChatContext, before: str) -> Iterable[str]:
+def _retry_words(chat: Chat, before: str) -> Iterable[str]:
     return (GREEDILY, *(f"{name}=" for name in SETTABLE))
 
 
@@ -462,7 +465,7 @@ TURN_COMMANDS = (
 )
 
 
-def attach(chat: ChatContext, argument: str) -> None:
+def attach(chat: Chat, argument: str) -> None:
     drop, name = flagged(argument, "-d")
     attached = chat.attachments.texts
     if drop and name and name not in attached:
@@ -478,7 +481,7 @@ def attach(chat: ChatContext, argument: str) -> None:
         chat.say("no file goes with the next message")
 
 
-def show_picture(chat: ChatContext, argument: str) -> None:
+def show_picture(chat: Chat, argument: str) -> None:
     drop, given = flagged(argument, "-d")
     waiting = chat.attachments.pictures
     if drop:
@@ -494,7 +497,7 @@ def show_picture(chat: ChatContext, argument: str) -> None:
         chat.say("no picture goes with the next message")
 
 
-def copy_answer(chat: ChatContext, argument: str) -> None:
+def copy_answer(chat: Chat, argument: str) -> None:
     if argument not in ("", "code"):
         raise OptionError(f"/copy {argument}: /copy copies the last answer, /copy code its code")
     turns = len(chat.conversation.history.turns)
@@ -512,18 +515,18 @@ def copy_answer(chat: ChatContext, argument: str) -> None:
     raise OptionError("no answer has a block of code: /copy copies the last answer whole")
 
 
-def _answer(chat: ChatContext, number: int) -> str:
+def _answer(chat: Chat, number: int) -> str:
     """Return the answer of turn `number` (from 0) without its thinking."""
     history = chat.conversation.history
     asked = chat.conversation.renderer.asked(history, number)
     return without_thinking(history.turns[number].answer, asked.text)
 
 
-def write_outside(chat: ChatContext, argument: str) -> None:
+def write_outside(chat: Chat, argument: str) -> None:
     chat.begun = quoted(chat.write(argument))
 
 
-def export(chat: ChatContext, argument: str) -> None:
+def export(chat: Chat, argument: str) -> None:
     force, name = flagged(argument, "-f")
     if not name:
         raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
@@ -587,7 +590,7 @@ FILE_COMMANDS = (
 )
 
 
-def stats(chat: ChatContext, argument: str) -> None:
+def stats(chat: Chat, argument: str) -> None:
     conversation, usages = chat.conversation, chat.conversation.usages
     if not usages:
         chat.say("no turn yet")
@@ -675,7 +678,7 @@ def drafted(usage: Usage) -> str:
     return f", {right} of them guessed right in {passes}"
 
 
-def explain(chat: ChatContext, argument: str) -> None:
+def explain(chat: Chat, argument: str) -> None:
     if not chat.conversation.usages:
         chat.say("no turn yet")
         return

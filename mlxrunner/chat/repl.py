@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from mlxrunner.chat.attachments import Attachments, picture_paths
 from mlxrunner.chat.command_table import (
     GOODBYES,
-    ChatContext,
     Command,
     CommandTable,
     is_open,
@@ -78,7 +77,7 @@ PIECE_S = 0.4
 
 @dataclass
 class Chat:
-    """The loop, and the chat that the commands work on: see `ChatContext`."""
+    """The loop, and the chat that the commands work on."""
 
     conversation: Conversation
     reader: Reader = field(default_factory=StdinReader)
@@ -114,7 +113,7 @@ class Chat:
     def __post_init__(self) -> None:
         if self.interactive:
             self.conversation.piece_s = PIECE_S
-        self._loaded = ChatModel(self, self._try)
+        self.loaded = ChatModel(self, self._try)
         self._table = CommandTable()
         self._typeahead = self._type_ahead()
 
@@ -136,7 +135,7 @@ class Chat:
         while True:
             try:
                 with self.interrupts.listening():
-                    failed = self._try(self._complete_model) or failed
+                    failed = self._try(self.loaded.complete) or failed
                     begun, self.begun = self.begun, ""
                     text = self._read(self._typeahead, begun)
                     failed = self._try(partial(self._do, text)) or failed
@@ -224,7 +223,10 @@ class Chat:
             act(self)
 
     def say(self, text: str, *, is_verbatim: bool = False, is_dim: bool = False) -> None:
-        """Print a note, which is not an answer, on stderr: see `ChatContext.say`."""
+        """Print a note, which is not an answer, on stderr.
+
+        `is_verbatim` keeps its lines and spaces as they are. `is_dim` sets it apart from answers.
+        """
         sys.stdout.flush()
         text = wrapped(text) if self.interactive and not is_verbatim else text
         is_dim = is_dim and sys.stderr.isatty()
@@ -234,7 +236,7 @@ class Chat:
         sys.stderr.flush()
 
     def recall(self) -> None:
-        """Show the model and the last turn: see `ChatContext.recall`."""
+        """Show the model and the last turn, if a user is at the terminal."""
         if not self.interactive:
             return
         self.say(f"model {self.model}, context of {self.runner.context} tokens")
@@ -245,13 +247,20 @@ class Chat:
             self.say(f"{mark}{text}", is_verbatim=True, is_dim=True)
 
     def write(self, text: str) -> str:
-        """Return `text` as the user leaves it in an editor: see `ChatContext.write`."""
+        """Return `text` as the user leaves it in an editor of their own.
+
+        Raise PromptError without a terminal, and MlxrunnerError if the editor fails.
+        """
         if not self.interactive:
             raise PromptError("there is no terminal for an editor")
         return edit_outside(text, self.keyboard)
 
     def edit(self, text: str, after: History | None) -> str | None:
-        """Return `text` as the user changes it: see `ChatContext.edit`."""
+        """Return `text` as the user changes it, or None if the user changes nothing or gives up.
+
+        Meanwhile the text is evaluated as the message after `after`, unless that is None. Raise
+        PromptError without a terminal.
+        """
         if not self.interactive:
             raise PromptError("there is no line editor without a terminal")
         idle = TypedText.wait_until_over if after is None else self._type_ahead(after)
@@ -272,24 +281,25 @@ class Chat:
                 self.attachments.clear()
 
     def see(self, path: str) -> str:
-        """Return the name that shows a picture: see `ChatContext.see`."""
+        """Return the name that shows a picture file to the model, in any message of the user.
+
+        The model is loaded again if it was loaded without its eyes. Raise PictureError if the file
+        can't be used.
+        """
         album, before = self.conversation.album, self.conversation.history
         name, is_new = album.add(path)
         if self.interactive and sys.stderr.isatty() and shows_pictures(os.environ):
             sys.stderr.write(inline(*album.small(name), os.environ))
-        self.open_eyes()
+        self.loaded.open_eyes()
         if is_new and any(name in turn.user for turn in before.turns):  # as a text until now
-            self._loaded.forget_tokens()
+            self.loaded.forget_tokens()
         return name
 
-    def open_eyes(self) -> None:
-        """Load the model again if it was loaded without its eyes: see `ChatContext.open_eyes`."""
-        self._loaded.open_eyes()
-
     def answer(self, text: str, after: History | None = None, **options: Any) -> None:
-        """Send `text` as it is, and print the answer: see `ChatContext.answer`.
+        """Send `text` as it is, and print the answer. It follows `after`, by default the history.
 
-        `options` take precedence over the conversation's own.
+        If there is no answer, the present history stays. `options` take precedence over the
+        conversation's own.
         """
         first = (self.conversation.history if after is None else after).first
         if after is not None:
@@ -339,14 +349,6 @@ class Chat:
         if self.conversation.history is not before:
             for act in self.after_turn:
                 act(self)
-
-    def reload(self, name: str, **changes: Any) -> None:
-        """Load another model, or other options: see `ChatContext.reload`."""
-        self._loaded.change(name, **changes)
-
-    def _complete_model(self) -> None:
-        """Complete a change of models that an interrupt or an error has cut off."""
-        self._loaded.complete()
 
 
 class ChatModel:
@@ -515,13 +517,13 @@ HELP = (
 def commands(*more: Command) -> CommandTable:
     """Return the table of all commands, with `more` before /help."""
 
-    def show_help(chat: ChatContext, argument: str) -> None:
+    def show_help(chat: Chat, argument: str) -> None:
         if argument not in ("", "all"):
             raise OptionError(f"/help {argument}: /help shows the daily commands, /help all all")
         for line in (*table.help(is_whole=argument == "all"), *HELP):
             chat.say(line)
 
-    def leave(chat: ChatContext, argument: str) -> None:
+    def leave(chat: Chat, argument: str) -> None:
         raise EOFError
 
     table = CommandTable(

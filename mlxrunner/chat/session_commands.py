@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mlxrunner.chat.attachments import NAME
-from mlxrunner.chat.command_table import ChatContext, Command
+from mlxrunner.chat.command_table import Command
 from mlxrunner.chat.commands import SETTABLE
 from mlxrunner.chat.conversation import Conversation, UndoState
 from mlxrunner.chat.rendering import POLICIES
@@ -47,7 +47,7 @@ class _Saved:
     def of(cls, session: Session, saved_at: float) -> _Saved:
         return cls(session.to_json(), dict(session.branches), saved_at)
 
-    def dropped(self, chat: ChatContext, now: Session) -> list[tuple[str, Branch]]:
+    def dropped(self, chat: Chat, now: Session) -> list[tuple[str, Branch]]:
         """Return the saved branches, with their names, whose turns no branch of `now` has.
 
         Branches that the user has dropped are left out.
@@ -173,7 +173,7 @@ class Saving:
         chat.after_turn.append(self._after_turn)
         chat.after_command.append(self._after_command)
 
-    def end(self, chat: ChatContext) -> None:
+    def end(self, chat: Chat) -> None:
         """Save what has changed since the last turn."""
         if self.name is not None:
             with self._naming_safe_turns(chat, self.name):
@@ -188,14 +188,14 @@ class Saving:
         if self._runner_saver is not None:
             self._runner_saver.wait()
 
-    def _after_turn(self, chat: ChatContext) -> None:
+    def _after_turn(self, chat: Chat) -> None:
         if self.name is not None:
             with self._naming_safe_turns(chat, self.name):
                 self._store(chat, self.name)
         elif self._keeps_unnamed:
             self._store_unnamed(chat)
 
-    def _store_unnamed(self, chat: ChatContext) -> None:
+    def _store_unnamed(self, chat: Chat) -> None:
         """Save the text of a chat that has no session. If that fails, say so, and keep it no more.
 
         The chat gets its name, and its folder, with the first turn.
@@ -215,7 +215,7 @@ class Saving:
             self._keeps_unnamed, self._unnamed = False, None
             chat.say(f"this chat is not kept from now on: {error}")
 
-    def _save_states(self, chat: ChatContext, name: str) -> None:
+    def _save_states(self, chat: Chat, name: str) -> None:
         """Write what commands took away, and what is not there yet, to the disk."""
         for state in chat.undo_history.unsaved():
             saved = Session(
@@ -225,7 +225,7 @@ class Saving:
             chat.undo_history.saved(state)
 
     @contextmanager
-    def _naming_safe_turns(self, chat: ChatContext, name: str) -> Iterator[None]:
+    def _naming_safe_turns(self, chat: Chat, name: str) -> Iterator[None]:
         """Add to an error which turns are on the disk nevertheless."""
         try:
             yield
@@ -239,12 +239,12 @@ class Saving:
                 f"{error}; on the disk: {which} {count_of(turns, 'turn')}"
             ) from error
 
-    def _after_command(self, chat: ChatContext) -> None:
+    def _after_command(self, chat: Chat) -> None:
         if self.name is not None:
             self._keep_dropped(chat, self.name)
             self._save_states(chat, self.name)
 
-    def _keep_dropped(self, chat: ChatContext, name: str) -> None:
+    def _keep_dropped(self, chat: Chat, name: str) -> None:
         """Keep as branches the turns that the next save of the session `name` would drop."""
         saved = self._saved.get(name)
         for branch, dropped in saved.dropped(chat, self._session(chat)) if saved else ():
@@ -254,7 +254,7 @@ class Saving:
                 f"what was saved is kept as branch {kept} ({turns}): /switch {kept} goes back to it"
             )
 
-    def _save(self, chat: ChatContext, argument: str) -> None:
+    def _save(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, self.name)
         must_be_free(self.store, name)
         with self.store.lock(name):
@@ -271,7 +271,7 @@ class Saving:
         tokens = f", {len(chat.runner.entry.tokens)} tokens" if self._caches else ""
         chat.say(f"saved as {name}: {_turns(chat)}{tokens}")
 
-    def _load(self, chat: ChatContext, argument: str) -> None:
+    def _load(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, None)
         goes_over = self.name not in (None, name)
         if not force and self._unnamed is not None:
@@ -302,7 +302,7 @@ class Saving:
         chat.say(line)
         chat.recall()
 
-    def _resume(self, chat: ChatContext, name: str, *, settings: bool) -> str:
+    def _resume(self, chat: Chat, name: str, *, settings: bool) -> str:
         """Restore a session in the chat, and return a line about it."""
         back, known = bring_back(chat, self.store, self.store.load(name), name)
         session, caches = self._saver.load(name, chat.conversation.tokenizer, known)
@@ -328,7 +328,7 @@ class Saving:
         undone = f"; {changed} of its states for /undo changed, too" if changed else ""
         return f"session {name}: {_turns(chat)}, {caches}{_where_turns_are(chat)}{back}{undone}"
 
-    def _store(self, chat: ChatContext, name: str, *, force: bool = False) -> None:
+    def _store(self, chat: Chat, name: str, *, force: bool = False) -> None:
         """Save the chat. With `force`, keep nothing of what was saved under the name before."""
         if not force:
             self._keep_dropped(chat, name)
@@ -343,7 +343,7 @@ class Saving:
             if session.saved_at:  # the text is on the disk, even if the caches are not
                 self._saved[name] = replace(saved, saved_at=session.saved_at)
 
-    def _is_unsaved(self, chat: ChatContext) -> bool:
+    def _is_unsaved(self, chat: Chat) -> bool:
         """Return True if the chat has turns that no session has in their present state."""
         session = self._session(chat)
         has_turns = any(branch.history.turns for branch in session.branches.values())
@@ -356,12 +356,12 @@ class Saving:
             return saved is None or saved.saved_at != self.store.load(name).saved_at
         return True
 
-    def _session(self, chat: ChatContext) -> Session:
+    def _session(self, chat: Chat) -> Session:
         """Return the present chat as a session."""
         branches = chat.branches.others | {chat.branches.current: chat.conversation.branch}
         return Session(lasting(chat.model), branches, chat.branches.current, settings_of(chat))
 
-    def _watch_runner(self, chat: ChatContext) -> None:
+    def _watch_runner(self, chat: Chat) -> None:
         """Save the entry of the runner that was just loaded, from now on.
 
         Its fingerprint is taken at once, because the files of the model may change later.
@@ -379,7 +379,7 @@ class Saving:
             raise RuntimeError("the chat has not begun")
         return self._runner_saver
 
-    def _names(self, chat: ChatContext, before: str) -> Iterable[str]:
+    def _names(self, chat: Chat, before: str) -> Iterable[str]:
         return self.store.names()
 
 
@@ -396,11 +396,11 @@ def _forced(argument: str, default: str | None) -> tuple[bool, str]:
     return force, names[0]
 
 
-def _turns(chat: ChatContext) -> str:
+def _turns(chat: Chat) -> str:
     return count_of(len(chat.conversation.history.turns), "turn")
 
 
-def _where_turns_are(chat: ChatContext) -> str:
+def _where_turns_are(chat: Chat) -> str:
     """Return a note that names the longest branch if the present one is empty, or ""."""
     others = {name: len(branch.history.turns) for name, branch in chat.branches.others.items()}
     longest = max(others, key=others.__getitem__, default=None)
@@ -410,7 +410,7 @@ def _where_turns_are(chat: ChatContext) -> str:
     return f"; branch {longest} has {turns}: /switch {longest} goes to it"
 
 
-def settings_of(chat: ChatContext) -> dict[str, Any]:
+def settings_of(chat: Chat) -> dict[str, Any]:
     """Return the settings that a session keeps beside its text, as JSON values."""
     conversation = chat.conversation
     return {
@@ -474,7 +474,7 @@ def must_be_wanted(name: str | None, before: str, model: str, keyboard: Keyboard
     )
 
 
-def load_with_context(chat: ChatContext, session: Session) -> None:
+def load_with_context(chat: Chat, session: Session) -> None:
     """Load the model again with the context that a session of it has set.
 
     If that fails, print why; the context then stays as it is.
@@ -483,14 +483,14 @@ def load_with_context(chat: ChatContext, session: Session) -> None:
     if context in (None, chat.loading.get("context")) or session.model != lasting(chat.model):
         return
     try:
-        chat.reload(chat.model, context=context)
+        chat.loaded.change(chat.model, context=context)
     except MlxrunnerError as error:
         chat.say(f"its context of {context} tokens is left out: {error}")
     else:
         chat.say(f"loaded again with a context of {context} tokens")
 
 
-def apply(chat: ChatContext, settings: dict[str, Any], *, begun: bool) -> None:
+def apply(chat: Chat, settings: dict[str, Any], *, begun: bool) -> None:
     """Restore saved settings in a chat; the model stays.
 
     Unless the chat has `begun`, restore only `show_thinking`: `put_back` has restored the others.
@@ -540,7 +540,7 @@ def _usable(options: dict[str, Any]) -> dict[str, Any]:
     return usable
 
 
-def keep(chat: ChatContext, store: SessionStore, name: str) -> None:
+def keep(chat: Chat, store: SessionStore, name: str) -> None:
     """Write the pictures that the chat's messages show beside its session `name`.
 
     Raise SessionError if that fails.
@@ -551,7 +551,7 @@ def keep(chat: ChatContext, store: SessionStore, name: str) -> None:
 
 
 def bring_back(
-    chat: ChatContext, store: SessionStore, session: Session, name: str
+    chat: Chat, store: SessionStore, session: Session, name: str
 ) -> tuple[str, dict[bytes, Picture]]:
     """Show the pictures of `session`, saved as `name`, again, before the chat goes on with it.
 
@@ -567,7 +567,7 @@ def bring_back(
         back = [one for one, content in found.items() if album.bring_back(one, content)]
         if not back:
             return "", {}
-        chat.open_eyes()
+        chat.loaded.open_eyes()
         prepared = album.prepare(back, chat.conversation.runner.tokenizer)
     except MlxrunnerError as error:
         return f"; its pictures are not shown: {error}", {}
@@ -577,7 +577,7 @@ def bring_back(
     )
 
 
-def _texts(chat: ChatContext) -> list[str]:
+def _texts(chat: Chat) -> list[str]:
     """Return the messages of the user in all branches."""
     others = [one.history for one in chat.branches.others.values()]
     return [turn.user for history in (chat.conversation.history, *others) for turn in history.turns]

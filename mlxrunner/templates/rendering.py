@@ -1,7 +1,4 @@
-"""Read the chat templates of a model directory, and render them.
-
-A template is rendered in this process, or in a child process with limits if it may be costly.
-"""
+"""Read the chat templates of a model directory, and render them in child processes with limits."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 from typing import Any, cast
 
 from mlxrunner.errors import ModelError, PromptError, ReadError, TemplateLimitError
@@ -41,8 +38,8 @@ PLAIN = 2
 """The version of `marshal` without references, so that nothing is in a value twice."""
 MOST_WAITING = 2
 """Most child processes that wait for a render."""
-MOST_COSTLY = 64
-"""Most templates that are known to be costly."""
+PATIENCE_S = 0.1
+"""Seconds to wait for a child process that is in use before another one is started."""
 
 Render = Callable[..., str]
 """A function of `(messages, add_generation_prompt, **variables)` that returns the text."""
@@ -54,6 +51,7 @@ def jinja_renderer(template: str | Mapping[str, str], special: dict[str, str]) -
     `special` holds the variables that are the same for every conversation, such as `bos_token`.
     """
     templates = {"default": template} if isinstance(template, str) else template
+    PROCESSES.prepare()
 
     def render(
         messages: Sequence[PlainMessage], add_generation_prompt: bool, /, **variables: Any
@@ -87,15 +85,7 @@ def render_jinja(
         request = marshal.dumps((template, given), PLAIN)
     except ValueError:  # something is no plain data
         request = marshal.dumps((template, plain(given)), PLAIN)
-    if template not in _costly:
-        try:
-            _, variables = marshal.loads(request)
-            return sandbox.render_metered(template, variables, len(request))
-        except sandbox.CostlyError:
-            if len(_costly) == MOST_COSTLY:
-                _costly.clear()
-            _costly.add(template)
-    return _processes.render(request)
+    return PROCESSES.render(request)
 
 
 def plain(value: Any) -> Any:
@@ -213,15 +203,22 @@ class TemplateError(Exception):
 class RenderProcesses:
     """Child processes that render templates within limits.
 
-    One is started when none waits, and ends with this process. Any thread may use them, and so may
-    a process that was forked.
+    One is started when none is free in time, and ends with this process. Any thread may use them,
+    and so may a process that was forked.
     """
 
     def __init__(self, seconds: float) -> None:
         """Allow `seconds` of processor time for each render."""
         self._seconds = seconds
-        self._lock, self._owner = Lock(), 0
+        self._free, self._owner = Condition(), 0
         self._waiting: list[subprocess.Popen[bytes]] = []
+        self._used = 0
+        """The number of processes that render."""
+
+    def prepare(self) -> None:
+        """Start the first process, which takes as long as its imports, unless there is one."""
+        with suppress(TemplateLimitError):
+            self._put(self._take())
 
     def render(self, request: bytes) -> str:
         """Return the text for `(template, variables)`, as `marshal` writes both.
@@ -235,11 +232,11 @@ class RenderProcesses:
         except BrokenPipeError:
             answer = b""
         except BaseException:  # an interrupt: the answer would be taken for that of the next one
-            _end(child)
+            self._put(child, is_whole=False)
             raise
         if not answer:
             has_time = child.wait() != -signal.SIGPROF
-            _end(child)
+            self._put(child, is_whole=False)
             raise TemplateLimitError(
                 "it was stopped when it took too much memory"
                 if has_time
@@ -255,23 +252,35 @@ class RenderProcesses:
 
     def close(self) -> None:
         """End all processes that wait."""
-        with self._lock:
+        with self._free:
             waiting, self._waiting = self._waiting, []
         for child in waiting if self._owner == os.getpid() else ():
             _end(child)
 
     def _take(self) -> subprocess.Popen[bytes]:
-        with self._lock:
+        with self._free:
             if self._owner != os.getpid():  # those of the process that was forked are not ours
-                self._owner, self._waiting = os.getpid(), []
+                self._owner, self._waiting, self._used = os.getpid(), [], 0
+            if self._used and not self._waiting:
+                self._free.wait(PATIENCE_S)
             child = self._waiting.pop() if self._waiting else None
-        return child if child is not None and child.poll() is None else self._started()
+            self._used += 1
+        if child is not None and child.poll() is None:
+            return child
+        try:
+            return self._started()
+        except BaseException:
+            with self._free:
+                self._used -= 1
+            raise
 
-    def _put(self, child: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            is_kept = len(self._waiting) < MOST_WAITING
+    def _put(self, child: subprocess.Popen[bytes], *, is_whole: bool = True) -> None:
+        with self._free:
+            self._used -= 1
+            is_kept = is_whole and len(self._waiting) < MOST_WAITING
             if is_kept:
                 self._waiting.append(child)
+                self._free.notify()
         if not is_kept:
             _end(child)
 
@@ -293,7 +302,7 @@ class RenderProcesses:
             )
         except (OSError, ValueError) as error:
             raise TemplateLimitError(
-                f"it may take long, and the process to render it could not be started: {error}"
+                f"the process to render it could not be started: {error}"
             ) from error
 
 
@@ -305,7 +314,5 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             cast(Any, pipe).close()
 
 
-_costly: set[str] = set()
-"""Templates that were found to be costly."""
-_processes = RenderProcesses(sandbox.MOST_PROCESSOR_SECONDS)
-atexit.register(_processes.close)
+PROCESSES = RenderProcesses(sandbox.MOST_PROCESSOR_SECONDS)
+atexit.register(PROCESSES.close)

@@ -17,6 +17,7 @@ from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.rendering import (
     FALLBACK_STOPS,
+    PROCESSES,
     chosen_template,
     read_json,
     read_templates,
@@ -332,6 +333,7 @@ def _bound_template(wrapper: Any) -> None:
         )
 
     tokenizer.apply_chat_template = apply_chat_template
+    PROCESSES.prepare()
 
 
 def _spell(piece: str) -> bytes:

@@ -261,10 +261,10 @@ def test_a_model_that_is_loaded_again_has_other_ids(
 
         monkeypatch.setattr(Runner, "load", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            chat.reload(str(model), context=900)
-        chat._complete_model()
+            chat.loaded.change(str(model), context=900)
+        chat.loaded.complete()
     else:
-        chat.reload(str(model), context=900)
+        chat.loaded.change(str(model), context=900)
     assert not chat.conversation.history.shows_pictures
     assert not any(one.history.shows_pictures for one in chat.branches.others.values())
     typed.type(f"/image {pictures[2]}", "So?")

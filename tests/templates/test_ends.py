@@ -16,6 +16,7 @@ from support.turn_templates import ENDS, write_turns
 
 from mlxrunner import Runner
 from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.templates import rendering
 from mlxrunner.templates.probe import CALL_ID, TOOL
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
@@ -115,12 +116,16 @@ def test_no_token_is_added_without_special_tokens(tmp_path: Path) -> None:
     assert names(tokenizer) == set()
 
 
-def test_a_template_that_is_stopped_adds_nothing(tmp_path: Path) -> None:
+def test_a_template_that_is_stopped_adds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It costs one render, and the model loads."""
     endless = (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}<|end|>"
     )
+    monkeypatch.setattr(rendering, "PROCESSES", made := rendering.RenderProcesses(0.1))
     assert names(load_tokenizer(write_turns(tmp_path, endless))) == set()
+    made.close()
 
 
 def test_all_files_name_ends(tmp_path: Path) -> None:

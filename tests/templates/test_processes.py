@@ -1,8 +1,7 @@
-"""Child processes render what may be costly, and end with the process that has started them."""
+"""Child processes render templates, and end with the process that has started them."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,11 +17,12 @@ from mlxrunner.errors import TemplateLimitError
 from mlxrunner.templates import rendering
 from mlxrunner.templates.rendering import RenderProcesses, TemplateError, render_jinja
 
-COSTLY = "{{ messages[0].content.center(9) }}"
+TEMPLATE = "{{ messages[0].content.center(9) }}"
 PROGRAM = """
 import os, sys
-from mlxrunner.templates.rendering import _processes, render_jinja
-print(render_jinja({costly!r}, [{{"content": "hi"}}], True), _processes._waiting[0].pid, flush=True)
+from mlxrunner.templates.rendering import PROCESSES, render_jinja
+text = render_jinja({template!r}, [{{"content": "hi"}}], True)
+print(text, PROCESSES._waiting[0].pid, flush=True)
 """
 
 
@@ -30,13 +30,13 @@ print(render_jinja({costly!r}, [{{"content": "hi"}}], True), _processes._waiting
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RenderProcesses]:
     """Child processes of each test's own."""
     made = RenderProcesses(5)
-    monkeypatch.setattr(rendering, "_processes", made)
+    monkeypatch.setattr(rendering, "PROCESSES", made)
     yield made
     made.close()
 
 
 def render(text: str) -> str:
-    return render_jinja(COSTLY, [{"content": text}], True)
+    return render_jinja(TEMPLATE, [{"content": text}], True)
 
 
 def pids(processes: RenderProcesses) -> list[int]:
@@ -49,14 +49,14 @@ def is_gone(pid: int) -> bool:
     return found.stdout.strip()[:1] in ("", "Z")
 
 
-def test_a_template_that_is_not_costly_starts_none(processes: RenderProcesses) -> None:
-    """One that is starts one, which renders again."""
-    assert render_jinja("{{ messages[0].content }}", [{"content": "hi"}], True) == "hi"
-    assert pids(processes) == []
-    assert render("hi") == "    hi   "
+def test_a_process_renders_again(processes: RenderProcesses) -> None:
+    """The first render starts it, unless it was prepared."""
+    processes.prepare()
     first = pids(processes)
+    assert render("hi") == "    hi   "
     assert render("ho") == "    ho   "
     assert pids(processes) == first
+    assert len(first) == 1
 
 
 def test_an_error_of_a_template_is_its_own(processes: RenderProcesses) -> None:
@@ -137,7 +137,7 @@ def test_a_process_ends_with_the_one_that_has_started_it(end: str, tmp_path: Pat
     """Also if another process still holds its pipe; a closed stdin and no home are no matter."""
     more = "if not os.fork(): os.close(1); os.read(int(sys.argv[1]), 1); os._exit(0)\n"
     waiting, ending = os.pipe()
-    code = PROGRAM.format(costly=COSTLY) + (more if "fork" in end else "")
+    code = PROGRAM.format(template=TEMPLATE) + (more if "fork" in end else "")
     code += "" if end == "exit" else "sys.stdin = open(int(sys.argv[1])); sys.stdin.read()\n"
     folder = tmp_path / "home"
     folder.mkdir(mode=0o500)
@@ -161,8 +161,7 @@ def test_a_process_ends_with_the_one_that_has_started_it(end: str, tmp_path: Pat
 
 
 def test_a_machine_that_starts_no_processes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line; other templates are rendered."""
+    """In one line."""
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(TemplateLimitError, match="the process to render it could not be started"):
         render("hi")
-    assert json.loads(render_jinja("{{ messages|tojson }}", [{"content": "hi"}], True))

@@ -75,18 +75,16 @@ def test_a_template_has_the_names_that_it_has_in_transformers() -> None:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     theirs: Any = _compile_jinja_template("").environment
-    for ours in (sandbox.Sandbox(), sandbox.MeteredSandbox()):
-        assert isinstance(ours, type(theirs))
-        assert ours.filters.keys() >= theirs.filters.keys()
-        assert ours.tests == theirs.tests
-        assert ours.globals.keys() == theirs.globals.keys()
-        assert [one.tags for one in ours.iter_extensions()] == [
-            one.tags for one in theirs.iter_extensions()
-        ]
-        for name in ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "finalize"):
-            assert getattr(ours, name) == getattr(theirs, name)
-    filters = sandbox.Sandbox().filters
-    assert filters.keys() == theirs.filters.keys()
+    ours = sandbox.Sandbox()
+    assert isinstance(ours, type(theirs))
+    assert ours.tests == theirs.tests
+    assert ours.globals.keys() == theirs.globals.keys()
+    tags = [[one.tags for one in box.iter_extensions()] for box in (ours, theirs)]
+    assert tags[0] == tags[1]
+    for name in ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "finalize"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.filters.keys() == theirs.filters.keys()
+    filters = ours.filters
     assert all(filters[name] is theirs.filters[name] for name in filters if name != "tojson")
 
 
@@ -102,58 +100,14 @@ def test_the_templates_of_the_other_tests_make_the_same_text(templates: dict[str
 
 
 AGAIN = "{% for i in range(100000) %}"
-DOUBLED = (
-    "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = TWICE %}{% endfor %}{{ "
-    "ns.x }}"
-)
 LARGE = {
     "padding": "{{ 'a'.center(5 * 10**9) }}",
-    "padding, constant": "{{ 'a'|center(5000000000) }}",
     "repeated text": "{{ 'x' * 10**10 }}",
-    "repeated list": "{{ [1] * 10**10 }}",
-    "doubled by ~": DOUBLED.replace("START", "'a'").replace("TWICE", "ns.x ~ ns.x"),
-    "doubled by +": DOUBLED.replace("START", "'a'").replace("TWICE", "ns.x + ns.x"),
-    "doubled lists": DOUBLED.replace("START", "[1]").replace("TWICE", "[ns.x, ns.x]"),
-    "doubled dictionaries": DOUBLED.replace("START", "{}").replace(
-        "TWICE", "{'a': ns.x, 'b': ns.x}"
-    ),
+    "doubled": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}"
+    "{% endfor %}{{ ns.x }}",
     "written in loops": AGAIN + AGAIN + "x" * 50 + "{% endfor %}{% endfor %}",
-    "kept in loops": "{% set x %}"
-    + AGAIN
-    + AGAIN
-    + "x" * 5000
-    + "{% endfor %}{% endfor %}{% endset %}{{ x|length }}",
-    "number": "{{ 9999 ** 9999 ** 99 }}",
-    "product": "{{ 2**4000 * 2**4000 }}",
-    "width in a format": "{{ '%099999999d' % 1 }}",
-    "width in a method": "{{ '{:>9999999999}'.format(1) }}",
-    "computed width": "{{ '{:{w}}'.format(1, w=10**10) }}",
-    "computed width, old": "{{ '%*d' % (10**9, 1) }}",
-    "fields": "{{ ('{0}' * 9999).format('x' * 200000) }}",
     "replaced": "{{ ('a' * 200000).replace('a', 'b' * 200000) }}",
-    "nothing replaced": "{{ ('a' * 200000)|replace('', 'b' * 200000) }}",
-    "joined": "{{ range(100000)|join('x' * 200000) }}",
-    "joined by a method": "{{ ('x' * 200000).join(range(100000)|map('string')) }}",
-    "indented": "{{ ('\\n' * 200000)|indent(9000) }}",
-    "filled": "{{ [1]|batch(10**9, 'x')|list }}",
-    "sliced": "{{ [1]|slice(10**9)|list }}",
-    "rounded": "{{ 1|round(10**9, 'ceil') }}",
-    "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
-    "stripped": "{{ ('a' * 200000).strip('b' * 100000 ~ 'a') }}",
-    "searched backwards": "{{ ('a' * 200000).rfind('b' ~ 'a' * 100000) }}",
-    "tags": "{{ ('<' * 200000)|striptags }}",
-    "lists added": "{{ (range(100000)|batch(1)|list)|sum(start=[]) }}",
-    "tabs": "{{ ('\\t' * 200000).expandtabs(9999) }}",
-    "translated": "{{ ('a' * 200000).translate({97: 'b' * 200000}) }}",
     "keys": "{{ dict.fromkeys(range(100000), 'x' * 10000) }}",
-    "spelled": "{{ messages[3].content" + "|list|string" * 30 + " }}",
-    "spelled by ~": "{{ " + "('' ~ " * 30 + "messages[3].content" + "|list)" * 30 + " }}",
-    "a method of another name": "{% set ns = namespace(strip='x'.center) %}"
-    "{{ ns.strip(9999999999) }}",
-    "namespaces": "{% set a = namespace(x=1) %}"
-    + "{% set a = namespace(x=a, y=a) %}" * 60
-    + "{{ a }}",
-    "in all": "".join(f"{{% set v{i} = 'x' * 200000 %}}" for i in range(400)),
 }
 
 
@@ -177,36 +131,23 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("template", [*LARGE.values(), *ENDLESS.values()], ids=LARGE | ENDLESS)
-def test_this_process_renders_nothing_that_may_be_costly(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No memory is taken, and each iteration looks at the clock."""
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.05)
-    with pytest.raises(sandbox.CostlyError):
-        sandbox.render_metered(template, {"messages": MESSAGES}, 1000)
-
-
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RenderProcesses]:
     """Child processes with little time."""
     made = RenderProcesses(0.1)
-    monkeypatch.setattr(rendering, "_processes", made)
+    monkeypatch.setattr(rendering, "PROCESSES", made)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["padding", "repeated text", "doubled by +", "written in loops", "replaced", "keys", *ENDLESS],
-)
+@pytest.mark.parametrize("template", (LARGE | ENDLESS).values(), ids=LARGE | ENDLESS)
 def test_a_template_without_end_is_stopped_and_takes_nothing_from_the_next(
-    name: str, processes: RenderProcesses
+    template: str, processes: RenderProcesses
 ) -> None:
     """By the time of the processor, which a busy machine does not shorten, or by its memory."""
     for _ in range(2):
         with pytest.raises(TemplateLimitError, match="it was stopped "):
-            render_jinja((LARGE | ENDLESS)[name], MESSAGES, True)
+            render_jinja(template, MESSAGES, True)
     assert render_jinja("{{ 'x'.center(3) }}{{ messages[0].role }}", MESSAGES, True) == " x system"
     assert render_jinja("{{ messages[0].role }}", MESSAGES, True) == "system"
 
