@@ -24,7 +24,7 @@ from typing import Any
 from mlxrunner.profiling.divergence import RecentPrompts
 from mlxrunner.results import Usage
 from mlxrunner.serve import openai
-from mlxrunner.serve.events import AnswerEnd, AnswerEvent, CacheReport, ServerRequest, TextDelta
+from mlxrunner.serve.events import AnswerEnd, AnswerEvent, ServerRequest, TextDelta
 from mlxrunner.serve.manager import prompt_record
 from mlxrunner.serve.middleware import AccessRules
 from mlxrunner.serve.prompts.builder import PromptBuilder
@@ -150,7 +150,7 @@ class OneWord:
         self.asked = asked
         usage = Usage.from_dict({**dict.fromkeys(EMPTY, 0), "outcome": "hit", "reason": None})
         yield TextDelta("Done")
-        yield AnswerEnd("stop", usage, CacheReport("hit", None, 0, 0))
+        yield AnswerEnd("stop", usage)
 
 
 RECENT = RecentPrompts()

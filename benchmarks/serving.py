@@ -62,9 +62,8 @@ def serve(pipe: Connection, folder: Path) -> None:
     """
     from mlxrunner.options import ServeSettings
     from mlxrunner.serve.events import ServerRequest
-    from mlxrunner.serve.loader import ModelLoader
     from mlxrunner.serve.manager import ModelManager
-    from mlxrunner.serve.models import ModelNames
+    from mlxrunner.serve.models import ModelLoader, ModelNames
     from mlxrunner.serve.server import UvicornServer, application, listen
     from mlxrunner.serve.watch import RequestLog
 

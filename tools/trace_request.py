@@ -22,9 +22,8 @@ from typing import Any
 import mlxrunner
 from mlxrunner.options import ServeSettings
 from mlxrunner.serve import server
-from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.models import ModelLoader, ModelNames
 from mlxrunner.serve.watch import RequestLog
 
 PACKAGE = str(Path(mlxrunner.__file__).parent) + "/"
@@ -99,7 +98,7 @@ def run(port: int, trace: ThreadsTrace | None) -> None:
 def main() -> None:
     """Serve the demo model until the client has printed."""
     trace = None if sys.argv[1:] == ["time"] else ThreadsTrace()
-    settings = ServeSettings(slots=2, parks=False, port=0)
+    settings = ServeSettings(slots=2, disk_cache=False, port=0)
     loader, log = ModelLoader(settings=settings), RequestLog()
     manager = ModelManager(ModelNames("demo"), loader, log.watch, log.ended)
     if trace is not None:

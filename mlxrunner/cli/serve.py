@@ -31,8 +31,8 @@ from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
 
 if TYPE_CHECKING:
-    from mlxrunner.serve.loader import ModelLoader, ServedModel
     from mlxrunner.serve.manager import ModelManager
+    from mlxrunner.serve.models import ModelLoader, ServedModel
     from mlxrunner.serve.watch import RequestLog
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
@@ -111,7 +111,7 @@ def serve(
 
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
         from mlxrunner.serve import server
-        from mlxrunner.serve.loader import ModelLoader
+        from mlxrunner.serve.models import ModelLoader
         from mlxrunner.serve.watch import RequestLog
 
     server.check_access(settings)

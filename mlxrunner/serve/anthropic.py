@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,16 +11,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field
 
-from mlxrunner.serve.delivery import (
-    AnswerCall,
-    EventWriter,
-    WholeAnswer,
-    client_of,
-    route_class,
-    stream_answers,
-    while_connected,
-    whole_answers,
-)
 from mlxrunner.serve.errors import THREAD_NOT_FOUND, anthropic_error
 from mlxrunner.serve.events import (
     AnswerEnd,
@@ -30,23 +20,27 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
+    ToolCallEvent,
     ToolChoice,
-)
-from mlxrunner.serve.fields import (
-    RequestBody,
-    SentContent,
-    headers,
-    plain,
-    present,
-    report,
-    shown_messages,
-    unread,
+    field_error,
 )
 from mlxrunner.serve.models import AnswerBackend
 from mlxrunner.serve.openai import options_of
+from mlxrunner.serve.protocol import (
+    EventWriter,
+    RequestBody,
+    SentContent,
+    WholeAnswer,
+    client_of,
+    deliver,
+    plain,
+    present,
+    report,
+    route_class,
+    shown_messages,
+    unread,
+    while_connected,
+)
 from mlxrunner.templates.parts import Parts, item_text, parts_of
 
 BETWEEN = "\n"
@@ -164,12 +158,12 @@ def _refuse_thread(body: CountTokensRequest) -> None:
     """
     match (body.model_extra or {}).get("thread"):
         case {"type": "continue", "previous_message_id": previous}:
-            raise ApiError(
-                404,
-                f"thread: {previous!r:.80} is not kept here, as no thread is: send the whole "
+            raise field_error(
+                "thread",
+                f"{previous!r:.80} is not kept here, as no thread is: send the whole "
                 'conversation, with {"type": "create"} or without a thread',
+                status=404,
                 code=THREAD_NOT_FOUND,
-                param="thread",
             )
 
 
@@ -183,11 +177,10 @@ def _refuse_space(number: int, last: Mapping[str, Any]) -> None:
         content = content[-1].get("text", "")
     if last["role"] == "assistant" and not last.get("tool_calls") and content != content.rstrip():
         where = f"messages.{number}.content"
-        raise ApiError(
-            400,
-            f"{where}: final assistant content cannot end with trailing whitespace, and it ends "
+        raise field_error(
+            where,
+            f"final assistant content cannot end with trailing whitespace, and it ends "
             f"with {content[-12:]!r}: leave the white space at its end out",
-            param=where,
         )
 
 
@@ -215,7 +208,7 @@ def _tool(number: int, tool: AnthropicTool) -> dict[str, Any]:
     """Return a tool in OpenAI's form. Its schema keeps the order of its keys."""
     if not tool.name:
         where = f"tools.{number}.name"
-        raise ApiError(400, f"{where}: a tool needs a name", param=where)
+        raise field_error(where, "a tool needs a name")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -231,15 +224,11 @@ def _choice(choice: AnthropicToolChoice | None, known: set[str]) -> ToolChoice:
     if choice.type == "none":
         return ToolChoice("none")
     if not known:
-        raise ApiError(400, "tool_choice: there are no tools to choose", param="tool_choice")
+        raise field_error("tool_choice", "there are no tools to choose")
     if choice.type == "any":
         return ToolChoice("required")
     if choice.name not in known:
-        raise ApiError(
-            400,
-            f"tool_choice.name: {choice.name!r:.80} is not among the tools",
-            param="tool_choice.name",
-        )
+        raise field_error("tool_choice.name", f"{choice.name!r:.80} is not among the tools")
     return ToolChoice("named", choice.name)
 
 
@@ -324,7 +313,7 @@ def _result(where: str, block: dict[str, Any], *, is_last: bool) -> dict[str, An
     if not isinstance(call, str):
         name = f"{where}.tool_use_id"
         if is_last:
-            raise ApiError(400, f"{name}: it has to be the id of a tool_use block", param=name)
+            raise field_error(name, "it has to be the id of a tool_use block")
         call = ""
     content = parts_of(f"{where}.content", block.get("content"), BETWEEN)
     if block.get("is_error") and not any(content):
@@ -358,32 +347,17 @@ def usage_body(ended: AnswerEnd, *, is_marked: bool) -> dict[str, Any]:
     }
 
 
-def message_body(
-    asked: ServerRequest, answer: WholeAnswer, *, is_marked: bool, left_out: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return the message of a whole answer."""
-    ended = answer.end
-    return {
-        **_head(asked),
-        "content": [_block(asked, part) for part in answer.parts],
-        "stop_reason": STOP_REASONS[ended.reason],
-        "stop_sequence": ended.stop_sequence,
-        "usage": usage_body(ended, is_marked=is_marked),
-        "mlxrunner": report(ended, left_out),
-    }
-
-
 def _head(asked: ServerRequest) -> dict[str, Any]:
     return {"id": asked.id, "type": "message", "role": "assistant", "model": asked.model}
 
 
-def _block(asked: ServerRequest, part: TextDelta | ThinkingDelta | AnswerCall) -> dict[str, Any]:
+def _block(asked: ServerRequest, part: TextDelta | ThinkingDelta | ToolCallEvent) -> dict[str, Any]:
     match part:
         case TextDelta(text):
             return {"type": "text", "text": text}
         case ThinkingDelta(text):
             return {"type": "thinking", "thinking": text, "signature": asked.id}
-        case AnswerCall():
+        case ToolCallEvent():
             given = json.loads(part.arguments or "{}")
             return {"type": "tool_use", "id": part.id, "name": part.name, "input": given}
 
@@ -397,15 +371,27 @@ PING = frame({"type": "ping"})
 """The heartbeat."""
 
 
-class MessageStreamWriter(EventWriter):
-    """Writes the events of one answer as frames."""
+class MessageWriter(EventWriter):
+    """Writes one answer as a message, or its events as frames."""
 
     def __init__(self, asked: ServerRequest, *, is_marked: bool, left_out: tuple[str, ...]) -> None:
-        """Begin a stream. The arguments are those of `message_body`."""
+        """Write the answer to `asked`. `is_marked`: see `usage_body`."""
         self._asked, self._is_marked, self._left_out = asked, is_marked, left_out
         self._index = -1
         self._open: str | None = None
         """The type of the block that is open."""
+
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        """Return the message of a whole answer."""
+        ended = answers[0].end
+        return {
+            **_head(self._asked),
+            "content": [_block(self._asked, part) for part in answers[0].parts],
+            "stop_reason": STOP_REASONS[ended.reason],
+            "stop_sequence": ended.stop_sequence,
+            "usage": usage_body(ended, is_marked=self._is_marked),
+            "mlxrunner": report(ended, self._left_out),
+        }
 
     def begin(self) -> Iterator[bytes]:
         """Yield the first frame. What was reused is known only at the end."""
@@ -429,12 +415,10 @@ class MessageStreamWriter(EventWriter):
                 if text:
                     empty = {"thinking": "", "signature": ""}
                     yield from self._piece("thinking", empty, {"thinking": text})
-            case ToolCallStart(_, call_id, name):
+            case ToolCallEvent(_, call_id, name, arguments):
                 yield from self._close()
                 yield self._begin("tool_use", {"id": call_id, "name": name, "input": {}})
-            case ToolCallDelta(_, text):
-                yield self._delta("input_json_delta", {"partial_json": text})
-            case ToolCallEnd():
+                yield self._delta("input_json_delta", {"partial_json": arguments})
                 yield from self._close()
             case AnswerEnd():
                 yield from self._end(event)
@@ -495,13 +479,8 @@ def router(answers: AnswerBackend) -> APIRouter:
         body.model = body.model or answers.card("").name
         user = body.metadata and body.metadata.user_id
         asked = read(body, client_of(request, user), request.state.id)
-        marked, out = marks_cache(body), left_out(body)
-        if body.stream:
-            writer = MessageStreamWriter(asked, is_marked=marked, left_out=out)
-            return await stream_answers(request, answers, [asked], writer)
-        (answer,) = await whole_answers(request, answers, [asked])
-        written = message_body(asked, answer, is_marked=marked, left_out=out)
-        return JSONResponse(written, headers=headers(asked, answer.end))
+        writer = MessageWriter(asked, is_marked=marks_cache(body), left_out=left_out(body))
+        return await deliver(request, answers, [asked], writer, streams=body.stream)
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:

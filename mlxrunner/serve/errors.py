@@ -32,7 +32,7 @@ from mlxrunner.errors import (
     TimeLimitError,
 )
 from mlxrunner.results import logger
-from mlxrunner.serve.events import ApiError, ServerRequest
+from mlxrunner.serve.events import ApiError
 from mlxrunner.terminal.text import SHOWN
 
 ANTHROPIC = {
@@ -115,10 +115,6 @@ def openai_error(refused: ApiError) -> dict[str, Any]:
 
 SOON = 5
 """Seconds after which a client may ask again for what is not there at the moment."""
-MOST_MESSAGES = 20_000
-MOST_TOOLS = 2_000
-MOST_STOPS = 1_000
-"""Most stop strings: each token of the answer is compared with all, and other requests wait."""
 TOO_LONG = "context_length_exceeded"
 STATUS: tuple[tuple[type[MlxrunnerError], int, str], ...] = (
     (ContextLengthError, 400, TOO_LONG),
@@ -164,39 +160,6 @@ def _engine_error(error: BaseException) -> ApiError:
     logger.debug("where it failed", exc_info=error)
     message = f"internal error ({type(error).__name__}); the server's log says more"
     return ApiError(500, message, code="internal")
-
-
-def check_counts(asked: ServerRequest) -> None:
-    """Raise ApiError for more messages, tools or stop strings than any conversation has."""
-    stops = asked.options.get("stop") or ()
-    for name, given, most in (
-        ("stop", () if isinstance(stops, str) else stops, MOST_STOPS),
-        ("messages", asked.messages, MOST_MESSAGES),
-        ("tools", asked.tools, MOST_TOOLS),
-    ):
-        if len(given) > most:
-            raise ApiError(
-                400,
-                f"{name}: there are {len(given)}, and {most} are the most: send fewer",
-                param=name,
-            )
-
-
-def too_long(tokens: int, room: int, *, is_least: bool = False) -> ApiError:
-    """Return the refusal of a prompt of `tokens` tokens where `room` is the most there is.
-
-    `is_least`: it was not tokenized, because it has at least so many.
-
-    Clients such as Claude Code and opencode shorten the conversation when an error has the words
-    "prompt is too long".
-    """
-    count = f"at least {tokens}" if is_least else tokens
-    return ApiError(
-        400,
-        f"the prompt is too long: it has {count} tokens, and the context has room for {room} with "
-        "the answer: shorten it, or start the server with a longer --context or more --memory",
-        code=TOO_LONG,
-    )
 
 
 def _line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlxrunner.batch.openai_format import TokenLogprob
+from mlxrunner.profiling.divergence import Cause
 from mlxrunner.profiling.schema import NoteKind
 from mlxrunner.results import Usage
 
@@ -32,20 +33,8 @@ class AnswerNote:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueWait:
-    """The request waits, for a slot or for its model; `why` says so in a few words."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class PromptProgress:
-    """The prompt is being evaluated."""
-
-    reached: int
-    """Tokens of the prompt that are evaluated or reused."""
-    total: int
-    """Tokens of the prompt."""
+class Ping:
+    """Nothing has come for a while: the request waits, or its prompt is being evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,71 +53,15 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallStart:
-    """The model calls a tool. The events of two calls never mix."""
+class ToolCallEvent:
+    """The model calls a tool."""
 
     index: int
     """Number of the call in this answer, from 0."""
     id: str
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A piece of the JSON text of a call's arguments. The pieces together are a valid object."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
-    """A call is complete."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheReport:
-    """The tokens that the request reused, and the reason why not more."""
-
-    outcome: Literal["hit", "partial", "miss"]
-    reason: str | None
-    cached: int
-    """Prompt tokens that were reused."""
-    lost: int
-    """Most tokens that could have been reused in addition, if not for `reason`."""
-    cause: str | None = None
-    """A known cause on the client's side, such as "billing-header", or None."""
-    remedy: str | None = None
-    """A remedy, in one sentence."""
-    message: int | None = None
-    """The number of the message that `cause` is about, from 0; None if it is about none."""
-    rules: tuple[str, ...] = ()
-    """The names of the rules that changed the prompt."""
-
-    @property
-    def header(self) -> str:
-        """The value of the header `x-mlxrunner-cache`."""
-        parts = [f"outcome={self.outcome}", f"cached={self.cached}", f"lost={self.lost}"]
-        named: dict[str, object] = {"reason": self.reason, "cause": self.cause}
-        named |= {"message": self.message, "rules": ",".join(self.rules) or None}
-        said = (f"{name}={value}" for name, value in named.items() if value is not None)
-        return "; ".join([*parts, *said])
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The field `mlxrunner` beside the usage of a response."""
-        return {
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "cached_tokens": self.cached,
-            "lost_tokens": self.lost,
-            "cause": self.cause,
-            "remedy": self.remedy,
-            "message": self.message,
-            "rules": list(self.rules),
-        }
+    arguments: str
+    """The JSON text of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +70,10 @@ class AnswerEnd:
 
     reason: EndReason
     usage: Usage
-    cache: CacheReport
+    rules: tuple[str, ...] = ()
+    """The names of the rules that changed the prompt."""
+    cause: Cause | None = None
+    """A known cause on the client's side why not more was reused."""
     stop_sequence: str | None = None
     """The stop string before which the answer ended; only if `reason` is "stop_sequence"."""
     thinking_tokens: int = 0
@@ -147,21 +83,13 @@ class AnswerEnd:
     """The types of what the prompt has as short texts, since the model can't be shown it."""
 
 
-AnswerEvent = (
-    QueueWait
-    | PromptProgress
-    | ThinkingDelta
-    | TextDelta
-    | ToolCallStart
-    | ToolCallDelta
-    | ToolCallEnd
-    | AnswerEnd
-)
+AnswerPart = ThinkingDelta | TextDelta | ToolCallEvent
+AnswerEvent = Ping | AnswerPart | AnswerEnd
 
 
-def joined(events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:
-    """Yield `events`, neighbouring texts as one, and neighbouring thoughts as one."""
-    last: AnswerEvent | None = None
+def joined(events: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
+    """Yield parts of an answer, neighbouring texts as one, and neighbouring thoughts as one."""
+    last: AnswerPart | None = None
     for event in events:
         if isinstance(event, TextDelta) and isinstance(last, TextDelta):
             last = TextDelta(last.text + event.text, last.tokens + event.tokens)
@@ -191,6 +119,13 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.retry_after = retry_after
+
+
+def field_error(
+    name: str, why: str, *, status: int = 400, code: str = "invalid_request"
+) -> ApiError:
+    """Return the refusal of the field `name` of a body."""
+    return ApiError(status, f"{name}: {why}", code=code, param=name)
 
 
 ProtocolName = Literal["anthropic", "chat", "completions", "responses", "ollama"]
@@ -256,8 +191,6 @@ class ServerRequest:
     """Options of `GenerateOptions`: max_tokens, temperature, stop, seed, schema, logprobs, ..."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
-    deadline: float | None = None
-    """Seconds after which the answer is given up."""
     keep_alive: float | None = None
     """Seconds for which the model stays loaded afterwards; None: as the server is set."""
     is_whole: bool = False

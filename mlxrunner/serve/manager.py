@@ -25,21 +25,28 @@ from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.parallel.handle import Handle, news_of
 from mlxrunner.profiling.divergence import Cause, PromptRecord, RecentPrompts, cause_of
 from mlxrunner.results import Chunk, Usage
-from mlxrunner.serve.errors import SOON, api_error_of, check_counts, too_long
+from mlxrunner.serve.errors import SOON, TOO_LONG, api_error_of
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
     AnswerNote,
     ApiError,
-    CacheReport,
     EndReason,
-    PromptProgress,
-    QueueWait,
+    Ping,
     ServerRequest,
+    field_error,
     joined,
 )
-from mlxrunner.serve.loader import ModelLoader, ServedModel
-from mlxrunner.serve.models import ModelCard, ModelNames, ModelSlot, ModelSlots, card_of, look_at
+from mlxrunner.serve.models import (
+    ModelCard,
+    ModelLoader,
+    ModelNames,
+    ModelSlot,
+    ModelSlots,
+    ServedModel,
+    card_of,
+    look_at,
+)
 from mlxrunner.serve.prompts.answer_tokens import digest, message_digest
 from mlxrunner.serve.prompts.builder import BuiltPrompt
 from mlxrunner.serve.prompts.lru import MemoizedFunction, footprint
@@ -51,6 +58,10 @@ LONGEST_WAIT = 120
 """Most seconds after which a refused client is told to ask again."""
 OnEnd = Callable[[str, AnswerNote | None], None]
 """A function that is told how the answer to a request ended."""
+MOST_MESSAGES = 20_000
+MOST_TOOLS = 2_000
+MOST_STOPS = 1_000
+"""Most stop strings: each token of the answer is compared with all, and other requests wait."""
 TOOL_DIGEST_BYTES = 64_000_000
 """Most bytes of remembered digests of tools."""
 REMEMBERED = 32
@@ -206,12 +217,12 @@ class ModelManager:
         beats = Heartbeat()
         if place.opened is None and place.loading is not None:
             async for _ in beats.until(place.loading):
-                yield QueueWait(f"{self.names.show(place.name)} is being loaded")
+                yield Ping()
         opened = await _loaded(place)
         making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._recent))
         try:
             async for _ in beats.until(making):
-                yield QueueWait("the prompt is being prepared")
+                yield Ping()
         except BaseException:  # the client has left
             making.add_done_callback(_end_unread)
             raise
@@ -228,7 +239,7 @@ class ModelManager:
                     come = await reader.next(beats.left)
                 except TimeoutError:
                     beats.begin_again()
-                    yield _progress(handle, len(made.prompt.tokens))
+                    yield Ping()
                     continue
                 if not come:
                     raise _stopping()
@@ -250,6 +261,35 @@ class ModelManager:
             if chunks and not is_kept:
                 keep = partial(opened.maker.keep, made, chunks, is_cut=True)
                 asyncio.get_running_loop().run_in_executor(None, keep)
+
+
+def check_counts(asked: ServerRequest) -> None:
+    """Raise ApiError for more messages, tools or stop strings than any conversation has."""
+    stops = asked.options.get("stop") or ()
+    for name, given, most in (
+        ("stop", () if isinstance(stops, str) else stops, MOST_STOPS),
+        ("messages", asked.messages, MOST_MESSAGES),
+        ("tools", asked.tools, MOST_TOOLS),
+    ):
+        if len(given) > most:
+            raise field_error(name, f"there are {len(given)}, and {most} are the most: send fewer")
+
+
+def too_long(tokens: int, room: int, *, is_least: bool = False) -> ApiError:
+    """Return the refusal of a prompt of `tokens` tokens where `room` is the most there is.
+
+    `is_least`: it was not tokenized, because it has at least so many.
+
+    Clients such as Claude Code and opencode shorten the conversation when an error has the words
+    "prompt is too long".
+    """
+    count = f"at least {tokens}" if is_least else tokens
+    return ApiError(
+        400,
+        f"the prompt is too long: it has {count} tokens, and the context has room for {room} with "
+        "the answer: shorten it, or start the server with a longer --context or more --memory",
+        code=TOO_LONG,
+    )
 
 
 def _stopping() -> ApiError:
@@ -347,12 +387,6 @@ async def _loaded(place: ModelSlot) -> ServedModel:
     return place.opened
 
 
-def _progress(handle: Handle, tokens: int) -> AnswerEvent:
-    """Say how far a request is that has no new token."""
-    reached = handle.reached
-    return PromptProgress(reached, tokens) if reached else QueueWait("all slots are taken")
-
-
 def _end(
     opened: ServedModel,
     asked: ServerRequest,
@@ -373,7 +407,8 @@ def _end(
     return AnswerEnd(
         ended,
         usage,
-        cache_report(usage, begun.made.rules, begun.cause(usage)),
+        begun.made.rules,
+        begun.cause(usage),
         stop_sequence=stop if ended == "stop_sequence" else None,
         thinking_tokens=splitter.thinking_tokens,
         note=splitter.note,
@@ -393,20 +428,6 @@ def _stop_sequence(
     text = opened.loaded.tokenizer.decode(tokens)
     found = [(text.index(stop), stop) for stop in stops if stop in text]
     return min(found)[1] if found else None
-
-
-def cache_report(usage: Usage, rules: Sequence[str], cause: Cause | None) -> CacheReport:
-    """Return what a request reused, and why not more."""
-    return CacheReport(
-        usage.outcome,
-        usage.reason,
-        usage.cached_tokens,
-        usage.cache.lost_tokens,
-        None if cause is None else cause.name,
-        None if cause is None else cause.remedy,
-        None if cause is None else cause.message,
-        tuple(rules),
-    )
 
 
 T = TypeVar("T")

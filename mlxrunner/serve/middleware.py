@@ -1,4 +1,4 @@
-"""Look at each request before any protocol: who may ask, and how large a body may be."""
+"""Bound connections and requests before any protocol: who may ask, how much, and how slowly."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlxrunner.serve.errors import error_response
+from mlxrunner.results import logger
+from mlxrunner.serve.errors import SOON, error_response
 from mlxrunner.serve.events import ApiError
+from mlxrunner.system.open_files import limit
 
 MOST_BYTES = 64 * 2**20
 """Most bytes of a body: a context of a million tokens is about 4 MB."""
@@ -37,8 +41,6 @@ MOST_SECONDS = 30.0
 """Most seconds without a new part of a body."""
 SLOWEST = 8192
 """Bytes of a body that have to come in a second, once MOST_SECONDS are over."""
-SOON = 5
-"""Seconds after which a client may ask again if there is no room for its body."""
 _PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]|[-+.\w]+', re.DOTALL)
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -371,3 +373,124 @@ def form_of(body: bytes) -> tuple[int, int]:
             depth += 1
             most = max(most, depth)
     return most, parts
+
+
+EVERY_S = 60.0
+"""Seconds from one line to the next."""
+KEPT = 32
+"""Most files that no connection gets; a quarter of the limit, if that is less."""
+
+
+class ConnectionLimit:
+    """Closes connections that would take the last files of this process, and says so in the log.
+
+    The server needs some for its own work: it parks conversations, loads models and imports
+    modules. uvicorn's `limit_concurrency` is a number of connections, whatever else has files open,
+    and answers with a text only when a whole request has come.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._next = -float("inf")
+
+    def closes(self, file: int) -> bool:
+        """Return True if a connection has to be closed: its `file` is one of those that are kept.
+
+        A system gives the lowest number that is free.
+        """
+        most = limit()
+        if most < 0 or file < most - min(KEPT, most // 4):
+            return False
+        if self._now() >= self._next:
+            self._next = self._now() + EVERY_S
+            logger.warning(
+                "no more connections can be accepted: all %d files that this process may have open "
+                "are in use, or kept for its own work; raise the limit with ulimit -n NUMBER "
+                "(LimitNOFILE= in a systemd unit) before the server starts",
+                most,
+            )
+        return True
+
+
+class HttpConnection(H11Protocol):
+    """A connection that is closed if no whole header of a request comes in time.
+
+    It is also closed if its client does not read its answer, goes on with a body that was answered
+    already, or sends much ahead of an answer. uvicorn has a limit for silence after an answer only
+    (`timeout_keep_alive`), and waits for ever for all of these. Each such connection takes a file
+    descriptor, and a place among the requests that may wait.
+    """
+
+    patience = MOST_SECONDS
+    """Seconds until a header is whole, from the beginning of the connection or its first byte."""
+    ahead = 2**16
+    """Most bytes that may come before the request in front of them is answered.
+
+    They have to be read: nothing else says that a client has left.
+    """
+    unread = 60.0
+    """Seconds for which a client may read nothing, once no more can be written."""
+    shortage = ConnectionLimit()
+    """All connections share the files of this process."""
+    _limit: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the seconds until the first header; close a connection that is one too many."""
+        super().connection_made(transport)
+        if self.shortage.closes(transport.get_extra_info("socket").fileno()):
+            transport.abort()
+            return
+        self._count()
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, and count the seconds of a header that is not whole."""
+        super().data_received(data)
+        if self.conn.their_state is h11.DONE:
+            if len(self.conn.trailing_data[0]) > self.ahead:
+                self.transport.abort()
+            self.flow.resume_reading()  # which uvicorn has paused
+        self._count()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, a part of whose header may have come already."""
+        super().on_response_complete()
+        self._count()
+
+    def pause_writing(self) -> None:
+        """Count the seconds from the moment at which no more can be written."""
+        super().pause_writing()
+        self._timer = self.loop.call_later(self.unread, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Write again: the client has read."""
+        super().resume_writing()
+        self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End what was asked for on this connection."""
+        super().connection_lost(exc)
+        self._stop_timer()
+        self._stop_counting()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _count(self) -> None:
+        """Count while something is awaited. Silence between requests has a limit of its own."""
+        if not self._is_owed():
+            self._stop_counting()
+        elif self._limit is None:
+            self._limit = self.loop.call_later(self.patience, self.transport.close)
+
+    def _is_owed(self) -> bool:
+        """Return True if a header has to come, or the rest of a body that is answered already."""
+        if self.conn.their_state is h11.IDLE:
+            return self.cycle is None or bool(self.conn.trailing_data[0])
+        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+
+    def _stop_counting(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None

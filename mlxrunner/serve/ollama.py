@@ -24,18 +24,6 @@ from mlxrunner.config.option import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.models.resolve import HUB_ID, folder_if_here, pull
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.delivery import (
-    AnswerCall,
-    EventWriter,
-    WholeAnswer,
-    client_of,
-    end,
-    route_class,
-    stream,
-    stream_answers,
-    while_connected,
-    whole_answers,
-)
 from mlxrunner.serve.errors import api_error_of
 from mlxrunner.serve.events import (
     AnswerEnd,
@@ -45,25 +33,31 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
-from mlxrunner.serve.fields import (
-    OPTIONS,
-    HistoryText,
-    RequestBody,
-    SentContent,
-    headers,
-    plain,
-    present,
-    report,
-    shown_messages,
-    text_of,
-    unread,
+    ToolCallEvent,
+    field_error,
 )
 from mlxrunner.serve.models import AnswerBackend, ModelCard
 from mlxrunner.serve.openai import checked_effort, options_of
+from mlxrunner.serve.protocol import (
+    OPTIONS,
+    EventWriter,
+    HistoryText,
+    RequestBody,
+    SentContent,
+    WholeAnswer,
+    client_of,
+    deliver,
+    end,
+    plain,
+    present,
+    report,
+    route_class,
+    shown_messages,
+    stream,
+    text_of,
+    unread,
+    while_connected,
+)
 from mlxrunner.templates.parts import UNREAD_PICTURE, Parts, Shown, StandIn, parts_of
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -137,12 +131,10 @@ def read(
     held(extra, TURN)
     for name in OPTIONS & (extra.keys() - TURN):
         if not is_neutral(extra[name]):
-            raise ApiError(
-                400, f"{name}: send it as a member of options, where it is heeded", param=name
-            )
+            raise field_error(name, "send it as a member of options, where it is heeded")
     is_raw = isinstance(body, OllamaGenerateRequest) and body.raw
     if isinstance(body, OllamaGenerateRequest) and body.raw and body.images:
-        raise ApiError(400, "images: a raw prompt has no place for pictures", param="images")
+        raise field_error("images", "a raw prompt has no place for pictures")
     messages, replaced = shown_messages(() if is_raw else list(_messages(body)))
     level = body.think if isinstance(body.think, str) else None
     thinking = body.think if isinstance(body.think, bool) else None
@@ -186,11 +178,9 @@ def seconds_of(given: float | str | None) -> float | None:
         except ValueError:
             given = math.nan
     if not math.isfinite(given):
-        raise ApiError(
-            400,
-            'keep_alive: it has to be seconds, or a duration such as "5m" or "1h30m"; negative: '
-            "for ever",
-            param="keep_alive",
+        raise field_error(
+            "keep_alive",
+            'it has to be seconds, or a duration such as "5m" or "1h30m"; negative: for ever',
         )
     return given
 
@@ -256,9 +246,7 @@ def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             case {"function": {"name": str()}} if tool.get("type") in (None, "function"):
                 continue
         where = f"tools.{number}"
-        raise ApiError(
-            400, f"{where}: it has to be a function with a name, not {tool!r:.80}", param=where
-        )
+        raise field_error(where, f"it has to be a function with a name, not {tool!r:.80}")
     return [{"type": "function", "function": without_nulls(tool["function"])} for tool in given]
 
 
@@ -284,13 +272,13 @@ def _options(body: OllamaRequest) -> dict[str, Any]:
     elif body.format == "json":
         options["schema"] = ANY_OBJECT
     elif body.format:
-        raise ApiError(
-            400, f'format: {body.format!r:.80} is neither "json" nor a schema', param="format"
-        )
+        raise field_error("format", f'{body.format!r:.80} is neither "json" nor a schema')
     GenerateOptions.of(**options)
     return options
 
 
+NDJSON = "application/x-ndjson"
+"""The media type of a stream of lines."""
 NS = 1_000_000_000
 """Nanoseconds of a second."""
 
@@ -313,6 +301,8 @@ def stamp(seconds: float) -> str:
 class OllamaWriter(EventWriter):
     """Writes an answer as an object, or as a line for each piece. A call comes when whole."""
 
+    media_type = NDJSON
+
     def __init__(
         self, asked: ServerRequest, name: str, *, is_chat: bool, left_out: Sequence[str] = ()
     ) -> None:
@@ -320,13 +310,12 @@ class OllamaWriter(EventWriter):
         self._asked, self._name, self._is_chat = asked, name, is_chat
         self._left_out = left_out
         self._began = time.monotonic()
-        self._call = AnswerCall("", "")
 
     def piece(
         self,
         text: str = "",
         thought: str = "",
-        calls: Sequence[AnswerCall] = (),
+        calls: Sequence[ToolCallEvent] = (),
         tokens: Sequence[TokenLogprob] = (),
     ) -> dict[str, Any]:
         """Return an object that is not the last one."""
@@ -362,8 +351,9 @@ class OllamaWriter(EventWriter):
             "mlxrunner": report(ended, self._left_out),
         }
 
-    def whole(self, answer: WholeAnswer) -> dict[str, Any]:
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
         """Return the object of a whole answer."""
+        (answer,) = answers
         body = self.piece(answer.text, answer.thought, answer.calls, answer.tokens)
         return body | self.end(answer.end)
 
@@ -380,12 +370,8 @@ class OllamaWriter(EventWriter):
             case ThinkingDelta(text):
                 if text:
                     yield line(self.piece(thought=text))
-            case ToolCallStart(_, call_id, name):
-                self._call = AnswerCall(call_id, name)
-            case ToolCallDelta(_, text):
-                self._call.arguments += text
-            case ToolCallEnd():
-                yield line(self.piece(calls=[self._call]))
+            case ToolCallEvent():
+                yield line(self.piece(calls=[event]))
             case AnswerEnd():
                 yield line(self.piece() | self.end(event))
             case _:
@@ -396,7 +382,7 @@ class OllamaWriter(EventWriter):
         return line({"error": refused.message})
 
 
-def _call(number: int, call: AnswerCall) -> dict[str, Any]:
+def _call(number: int, call: ToolCallEvent) -> dict[str, Any]:
     given = json.loads(call.arguments or "{}")
     return {"id": call.id, "function": {"index": number, "name": call.name, "arguments": given}}
 
@@ -534,10 +520,6 @@ async def lines(
         await events.aclose()
 
 
-NDJSON = "application/x-ndjson"
-"""The media type of a stream of lines."""
-
-
 class ModelRequest(RequestBody):
     """A body that names a model. Older clients say `name`."""
 
@@ -548,7 +530,7 @@ class ModelRequest(RequestBody):
     def given(self) -> str:
         """The name. Raise ApiError if there is none."""
         if not (self.model or self.name):
-            raise ApiError(400, "model: it has to be the name of a model", param="model")
+            raise field_error("model", "it has to be the name of a model")
         return self.model or self.name
 
 
@@ -571,10 +553,7 @@ def router(answers: AnswerBackend, pull: Pull = pull) -> APIRouter:
             seconds = seconds_of(body.keep_alive)
             await while_connected(request, answers.hold(asked.model, seconds))
             return JSONResponse(writer.empty("unload" if seconds == 0 else "load"))
-        if body.stream:
-            return await stream_answers(request, answers, [asked], writer, NDJSON)
-        (found,) = await whole_answers(request, answers, [asked])
-        return JSONResponse(writer.whole(found), headers=headers(asked, found.end))
+        return await deliver(request, answers, [asked], writer, streams=body.stream)
 
     @routes.post("/api/chat")
     async def chat(body: OllamaChatRequest, request: Request) -> Response:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,9 +17,11 @@ from pydantic import BeforeValidator, Field
 from mlxrunner.batch.openai_format import (
     EFFORTS,
     READ,
+    TokenLogprob,
     chat_logprobs,
     completion_usage,
     form_of,
+    text_logprobs,
     translate,
 )
 from mlxrunner.config.names import SAME
@@ -26,14 +29,6 @@ from mlxrunner.config.option import as_whole, names, shown, without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.delivery import (
-    EventWriter,
-    WholeAnswer,
-    client_of,
-    route_class,
-    stream_answers,
-    whole_answers,
-)
 from mlxrunner.serve.errors import error_response, openai_error
 from mlxrunner.serve.events import (
     AnswerEnd,
@@ -43,31 +38,33 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
+    ToolCallEvent,
     ToolChoice,
+    field_error,
 )
-from mlxrunner.serve.fields import (
+from mlxrunner.serve.models import AnswerBackend, ModelCard
+from mlxrunner.serve.protocol import (
+    EventWriter,
     HistoryText,
     RequestBody,
     SentContent,
-    headers,
+    WholeAnswer,
+    client_of,
+    deliver,
     plain,
     present,
     report,
+    route_class,
     shown_messages,
     text_of,
     unread,
 )
-from mlxrunner.serve.models import AnswerBackend, ModelCard
 from mlxrunner.templates.parts import Parts, item_text, parts_of
 
 OPTIONS = frozenset(names(GenerateOptions))
 """The names of our options, which a body may have, too."""
 FORMS = ("schema", "choices")
 """Our options that vLLM's `structured_outputs` stands for."""
-CHOICE = "tool_choice"
 MOST_ANSWERS = 16
 """The most answers that one request may ask for."""
 
@@ -151,7 +148,7 @@ def checked_effort(effort: str | None, param: str) -> str | None:
     if effort is None or effort in EFFORTS:
         return effort
     known = ", ".join(EFFORTS)
-    raise ApiError(400, f"{param}: {effort!r:.80} is not known, only {known}", param=param)
+    raise field_error(param, f"{effort!r:.80} is not known, only {known}")
 
 
 def with_seed(options: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -174,15 +171,11 @@ def choice_of(given: Any, tools: Tools) -> tuple[ToolChoice, Tools]:
         case _:
             return _choice_of(given, tools), tools
     if mode not in ("auto", "required"):
-        raise ApiError(
-            400, f"tool_choice: mode {shown(mode)} is neither auto nor required", param=CHOICE
-        )
+        raise field_error("tool_choice", f"mode {shown(mode)} is neither auto nor required")
     wanted = [name for tool in allowed for name in _named(tool)]
     unknown = set(wanted) - {tool["function"]["name"] for tool in tools}
     if unknown:
-        raise ApiError(
-            400, f"tool_choice: {min(unknown)!r:.80} is not among the tools", param=CHOICE
-        )
+        raise field_error("tool_choice", f"{min(unknown)!r:.80} is not among the tools")
     few = [tool for tool in tools if tool["function"]["name"] in wanted]
     return _choice_of(mode, few), few
 
@@ -209,16 +202,15 @@ def _choice_of(given: Any, tools: Tools) -> ToolChoice:
         case {"type": "function", "name": str(name)}:
             choice = ToolChoice("named", name)
         case _:
-            raise ApiError(
-                400,
-                f"tool_choice: {shown(given)} is not supported; it has to be none, auto or "
+            raise field_error(
+                "tool_choice",
+                f"{shown(given)} is not supported; it has to be none, auto or "
                 "required, or an object of the type function or allowed_tools",
-                param=CHOICE,
             )
     known = [tool["function"]["name"] for tool in tools]
     if not known or choice.name not in (None, *known):
         named = "there are no tools" if not known else f"{choice.name!r:.80} is not among the tools"
-        raise ApiError(400, f"tool_choice: {named}", param=CHOICE)
+        raise field_error("tool_choice", f"{named}")
     return choice
 
 
@@ -319,9 +311,7 @@ def _thinking(extra: dict[str, Any]) -> tuple[bool | None, str | None]:
             case {"enabled": bool(value)} if name == "reasoning":
                 said = value
             case value if not is_neutral(value):
-                raise ApiError(
-                    400, f"{name}: {shown(value)} is not known; send reasoning_effort", param=name
-                )
+                raise field_error(name, f"{shown(value)} is not known; send reasoning_effort")
     return said, level
 
 
@@ -339,7 +329,7 @@ def left_out(body: ChatCompletionRequest) -> tuple[str, ...]:
 def _tool(number: int, tool: ChatTool) -> dict[str, Any]:
     if tool.function is None or not isinstance(tool.function.get("name"), str):
         where = f"tools.{number}.function"
-        raise ApiError(400, f"{where}: it has to be an object with a name", param=where)
+        raise field_error(where, "it has to be an object with a name")
     return {"type": "function", "function": without_nulls(tool.function)}
 
 
@@ -369,7 +359,7 @@ def _answered(number: int, message: ChatMessage, waiting: list[str], count: int)
     given = message.tool_call_id
     if given is None and not waiting and number == count - 1:
         name = f"messages.{number}.tool_call_id"
-        raise ApiError(400, f"{name}: it has to be the id of a tool call", param=name)
+        raise field_error(name, "it has to be the id of a tool call")
     found = given if given is not None else next(iter(waiting), f"call_{number}")
     if found in waiting:
         waiting.remove(found)
@@ -450,18 +440,7 @@ def usage_body(ends: Sequence[AnswerEnd]) -> dict[str, Any]:
     return used | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
 
-def completion_body(
-    asked: ServerRequest, answers: Sequence[WholeAnswer], left_out: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return the object of whole answers."""
-    return head(asked, "chat.completion", int(time.time())) | {
-        "choices": [_choice(asked, number, answer) for number, answer in enumerate(answers)],
-        "usage": usage_body([answer.end for answer in answers]),
-        "mlxrunner": report(answers[0].end, left_out),
-    }
-
-
-def _choice(asked: ServerRequest, number: int, answer: WholeAnswer) -> dict[str, Any]:
+def _answer_message(answer: WholeAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message["content"] = answer.text or None
@@ -475,13 +454,7 @@ def _choice(asked: ServerRequest, number: int, answer: WholeAnswer) -> dict[str,
         ]
     if answer.thought:
         message["reasoning_content"] = answer.thought
-    wanted = asked.options.get("logprobs") is not None
-    return {
-        "index": number,
-        "message": message,
-        "logprobs": _logprobs(answer.tokens) if wanted else None,
-        "finish_reason": FINISH_REASONS[answer.end.reason],
-    }
+    return message
 
 
 def _logprobs(tokens: Any) -> dict[str, Any]:
@@ -503,12 +476,14 @@ class ChunkWriter(EventWriter):
         """Return the usage of all answers."""
         return usage_body(ends)
 
+    def _used(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
+        return {"usage": self.usage(ends), "mlxrunner": report(ends[0], self._left_out)}
+
     def finish(self) -> Iterator[bytes]:
         """Yield the usage, if it is wanted, and the end."""
         if self._has_usage:
             ends = [self._ends[number] for number in range(len(self._several))]
-            more = {"usage": self.usage(ends), "mlxrunner": report(ends[0], self._left_out)}
-            yield self.frame([], **more)
+            yield self.frame([], **self._used(ends))
         yield DONE
 
     def error(self, refused: ApiError) -> bytes:
@@ -528,8 +503,23 @@ class ChunkWriter(EventWriter):
         return self.frame([choice], mlxrunner=report(self._ends[0], self._left_out))
 
 
-class ChatStreamWriter(ChunkWriter):
-    """Writes the events of answers as chunks of chat completions."""
+class ChatWriter(ChunkWriter):
+    """Writes answers as chat completions, or as the stream of their chunks."""
+
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        """Return the object of whole answers."""
+        first, wanted = self._several[0], self._several[0].options.get("logprobs") is not None
+        choices = [
+            {
+                "index": number,
+                "message": _answer_message(answer),
+                "logprobs": _logprobs(answer.tokens) if wanted else None,
+                "finish_reason": FINISH_REASONS[answer.end.reason],
+            }
+            for number, answer in enumerate(answers)
+        ]
+        found = head(first, "chat.completion", self._created) | {"choices": choices}
+        return found | self._used([answer.end for answer in answers])
 
     def begin(self) -> Iterator[bytes]:
         """Yield the chunks that say who speaks."""
@@ -545,15 +535,12 @@ class ChatStreamWriter(ChunkWriter):
             case ThinkingDelta(text):
                 if text:
                     yield self._chunk(index, {"reasoning_content": text})
-            case ToolCallStart(number, call_id, name):
+            case ToolCallEvent(number, call_id, name, arguments):
                 function = {"name": name, "arguments": ""}
                 call = {"index": number, "id": call_id, "type": "function", "function": function}
                 yield self._chunk(index, {"tool_calls": [call]})
-            case ToolCallDelta(number, text):
-                piece = {"index": number, "function": {"arguments": text}}
+                piece = {"index": number, "function": {"arguments": arguments}}
                 yield self._chunk(index, {"tool_calls": [piece]})
-            case ToolCallEnd():
-                pass
             case AnswerEnd():
                 reason = FINISH_REASONS[event.reason]
                 yield self.end(index, event, self._choice(index, {}, None, reason))
@@ -578,14 +565,9 @@ def router(answers: AnswerBackend) -> APIRouter:
         body.model = body.model or answers.card("").name
         client = client_of(request, body.prompt_cache_key or body.user)
         several = read(body, client, request.state.id)
-        out = left_out(body)
-        if body.stream:
-            kind = "chat.completion.chunk"
-            writer = ChatStreamWriter(kind, several, usage=body.has_usage, left_out=out)
-            return await stream_answers(request, answers, several, writer)
-        found = await whole_answers(request, answers, several)
-        written = completion_body(several[0], found, out)
-        return JSONResponse(written, headers=headers(several[0], found[0].end))
+        kind = "chat.completion.chunk"
+        writer = ChatWriter(kind, several, usage=body.has_usage, left_out=left_out(body))
+        return await deliver(request, answers, several, writer, streams=body.stream)
 
     return routes
 
@@ -635,3 +617,156 @@ def _anthropic(card: ModelCard) -> dict[str, Any]:
     created = datetime.fromtimestamp(card.modified, UTC).isoformat()
     named = {"id": card.name, "type": "model", "display_name": card.name, "created_at": created}
     return {**named, "max_input_tokens": card.context or None}
+
+
+RAW = READ - {"tools", "tool_choice", "parallel_tool_calls", "documents"}
+"""The fields that may come with raw text. A chat template would write the others."""
+
+
+class CompletionRequest(SampledRequest):
+    """The body of a request for completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    best_of: int | None = None
+    logprobs: int | None = None
+
+
+def read_completion(
+    body: CompletionRequest, client: Client, request_id: str
+) -> list[ServerRequest]:
+    """Return what a body asks for: `n` requests for each prompt. Raise ApiError."""
+    extra = dict(body.model_extra or {})
+    if extra.get("add_special_tokens") is True:
+        del extra["add_special_tokens"]  # as they are where the model wants them
+    extra = held(extra, RAW)
+    if body.best_of not in (None, body.n):
+        raise field_error(
+            "best_of", f"{body.best_of} is not supported, only the same number as n: {body.n}"
+        )
+    prompts = _raw_prompts(body.prompt)
+    if len(prompts) * body.n > MOST_ANSWERS:
+        raise field_error(
+            "prompt",
+            f"{len(prompts)} prompts with n={body.n} are more than {MOST_ANSWERS} answers: "
+            "send them in several requests, or use mlxrunner batch",
+        )
+    if body.echo:
+        _check_echo(body, prompts)
+    options, _ = options_of({**extra, "logprobs": body.logprobs}, counts_logprobs=True)
+    return [
+        ServerRequest(
+            protocol="completions",
+            model=body.model,
+            prompt=prompt,
+            options=with_seed(options, number),
+            client=client,
+            id=request_id if number == place == 0 else f"{request_id}-{place * body.n + number}",
+        )
+        for place, prompt in enumerate(prompts)
+        for number in range(body.n)
+    ]
+
+
+def _raw_prompts(given: str | Sequence[Any]) -> list[str | list[int]]:
+    """Return the prompts: one, or several. Raise ApiError for one that is empty."""
+    one = isinstance(given, str) or (given and isinstance(given[0], int))
+    prompts: list[Any] = [given] if one else list(given)
+    if not prompts or not all(prompts):
+        raise field_error("prompt", "it is empty")
+    return prompts
+
+
+def _check_echo(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> None:
+    if body.logprobs is not None or not all(isinstance(prompt, str) for prompt in prompts):
+        raise field_error("echo", "it is not supported with logprobs, or with a prompt of tokens")
+
+
+class CompletionWriter(ChunkWriter):
+    """Writes answers as completions, or as the stream of their chunks."""
+
+    def __init__(self, body: CompletionRequest, several: Sequence[ServerRequest]) -> None:
+        left_out = unread(body.model_extra or {})
+        super().__init__("text_completion", several, usage=body.has_usage, left_out=left_out)
+        self._body = body
+        self._offsets = [len(self._echoed(number)) for number in range(len(several))]
+
+    def _echoed(self, number: int) -> str:
+        """Return the prompt that comes before the answer; empty if it is not wanted."""
+        return str(self._several[number].prompt) if self._body.echo else ""
+
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        """Return the object of whole answers."""
+        choices = [
+            self._choice(
+                number,
+                self._echoed(number) + _raw_text(answer),
+                answer.tokens,
+                FINISH_REASONS[answer.end.reason],
+            )
+            for number, answer in enumerate(answers)
+        ]
+        found = head(self._several[0], "text_completion", self._created) | {"choices": choices}
+        return found | self._used([answer.end for answer in answers])
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield the prompts, if they are wanted."""
+        for number in range(len(self._several)):
+            if self._echoed(number):
+                yield self._chunk(number, self._echoed(number))
+
+    def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
+        """Yield the chunks of an event. A heartbeat is a comment and a chunk without text."""
+        match event:
+            case TextDelta(text, tokens):
+                if text or tokens:
+                    yield self._chunk(index, text, tokens)
+            case ThinkingDelta(text):
+                yield self._chunk(index, text)
+            case AnswerEnd():
+                choice = self._choice(index, "", (), FINISH_REASONS[event.reason])
+                yield self.end(index, event, choice)
+            case _:
+                yield b": heartbeat\n\n" + self._chunk(index, "")
+
+    def usage(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
+        """Return the usage of all answers. Each prompt is counted once."""
+        each = ends[:: self._body.n]
+        return completion_usage(
+            sum(end.usage.prompt_tokens for end in each),
+            sum(end.usage.cached_tokens for end in each),
+            sum(end.usage.completion_tokens for end in ends),
+        )
+
+    def _chunk(self, index: int, text: str, tokens: Sequence[TokenLogprob] = ()) -> bytes:
+        return self.frame([self._choice(index, text, tokens, None)])
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = text_logprobs(tokens) if tokens else None
+        if logprobs is not None:
+            ends = [*accumulate((len(one.text) for one in tokens), initial=self._offsets[index])]
+            logprobs["text_offset"], self._offsets[index] = ends[:-1], ends[-1]
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _raw_text(answer: WholeAnswer) -> str:
+    """Return all text of an answer: nothing in raw text is thinking."""
+    return "".join(one.text for one in answer.parts if not isinstance(one, ToolCallEvent))
+
+
+def completions_router(answers: AnswerBackend) -> APIRouter:
+    """Return the routes of completions."""
+    routes = APIRouter(route_class=route_class("cmpl-"), tags=["openai"])
+
+    @routes.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Go on with raw text, as a completion or as a stream of chunks."""
+        body.model = body.model or answers.card("").name
+        client = client_of(request, body.prompt_cache_key or body.user)
+        several = read_completion(body, client, request.state.id)
+        writer = CompletionWriter(body, several)
+        return await deliver(request, answers, several, writer, streams=body.stream)
+
+    return routes

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -28,14 +27,6 @@ from mlxrunner.batch.openai_format import (
     sealed,
 )
 from mlxrunner.config.request_fields import held
-from mlxrunner.serve.delivery import (
-    EventWriter,
-    client_of,
-    events_of,
-    route_class,
-    stream_answers,
-    while_connected,
-)
 from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
@@ -44,20 +35,24 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
-from mlxrunner.serve.fields import (
-    RequestBody,
-    headers,
-    present,
-    report,
-    shown_messages,
-    unread,
+    ToolCallEvent,
+    field_error,
 )
 from mlxrunner.serve.models import AnswerBackend
 from mlxrunner.serve.openai import OpenAIRequest, checked_effort, choice_of, options_of
+from mlxrunner.serve.protocol import (
+    EventWriter,
+    RequestBody,
+    WholeAnswer,
+    client_of,
+    deliver,
+    present,
+    report,
+    route_class,
+    shown_messages,
+    unread,
+    while_connected,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles of messages."""
@@ -212,7 +207,7 @@ def _tools(
 def _function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool as a chat has it, where the function is an object of its own."""
     if not isinstance(tool.get("name"), str):
-        raise ApiError(400, f"{where}.name: a function needs a name", param=f"{where}.name")
+        raise field_error(f"{where}.name", "a function needs a name")
     known = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in known if tool.get(name) is not None}
     return {"type": "function", "function": function}
@@ -223,11 +218,10 @@ def _check_roles(messages: list[dict[str, Any]]) -> None:
         if message["role"] == "function":
             message["role"] = "tool"  # as it was called before there were tools
         if message["role"] not in ROLES:
-            raise ApiError(
-                400,
-                f"input: role {message['role']!r:.80} is not known, it has to be one of "
+            raise field_error(
+                "input",
+                f"role {message['role']!r:.80} is not known, it has to be one of "
                 f"{', '.join(ROLES)}",
-                param="input",
             )
 
 
@@ -289,12 +283,11 @@ class ResponseStore:
         """Return the response to go on from. Raise ApiError if it is not kept."""
         found = self.find(name)
         if found is None:
-            raise ApiError(
-                400,
-                f"previous_response_id: {name!r:.80} is not kept: it was never stored, or "
+            raise field_error(
+                "previous_response_id",
+                f"{name!r:.80} is not kept: it was never stored, or "
                 "forgotten since; send the whole conversation as input",
                 code="previous_response_not_found",
-                param="previous_response_id",
             )
         return found
 
@@ -323,28 +316,36 @@ def _usage(ended: AnswerEnd) -> dict[str, Any]:
     return body
 
 
-class ResponseStreamWriter(EventWriter):
-    """Writes the events of one answer as theirs."""
+class ResponseWriter(EventWriter):
+    """Writes one answer as a response, or its events as theirs."""
 
     def __init__(
         self,
         body: ResponseRequest,
         conversation: ResponseConversation,
-        keep: Callable[[dict[str, Any]], None],
+        kept: ResponseStore,
     ) -> None:
-        """Begin a stream. `keep` is called with the response at its end."""
+        """Write the answer to `conversation`, and add it to `kept` unless that is refused."""
         self._body, self._conversation = body, conversation
         self._created = int(time.time())
         self._output: list[dict[str, Any]] = []
         """The items that are complete."""
-        self._id, self._keep = conversation.asked.id.removeprefix("resp_"), keep
+        self._id, self._kept = conversation.asked.id.removeprefix("resp_"), kept
+        self._response: dict[str, Any] = {}
         self._sequence = 0
         self._kind: str | None = None
         """The type of the item that is open."""
         self._text = ""
         """The text, thought or arguments of that item so far."""
         self._tokens: list[TokenLogprob] = []
-        self._call = ToolCallStart(0, "", "")
+        self._call = ToolCallEvent(0, "", "", "")
+
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        """Return the response of a whole answer. The frames are of no use."""
+        for event in answers[0].events:
+            for _ in self.write(0, event):
+                pass
+        return self._response
 
     def begin(self) -> Iterator[bytes]:
         """Yield the events that come first."""
@@ -363,14 +364,12 @@ class ResponseStreamWriter(EventWriter):
                     yield from self._open("reasoning")
                     self._text += text
                     yield self._piece("response.reasoning_text.delta", delta=text)
-            case ToolCallStart():
+            case ToolCallEvent():
                 yield from self._close()
                 self._call = event
                 yield from self._open("function_call")
-            case ToolCallDelta(_, text):
-                self._text += text
-                yield self._part("response.function_call_arguments.delta", delta=text)
-            case ToolCallEnd():
+                self._text = event.arguments
+                yield self._part("response.function_call_arguments.delta", delta=event.arguments)
                 yield from self._close()
             case AnswerEnd():
                 yield from self._end(event)
@@ -507,8 +506,9 @@ class ResponseStreamWriter(EventWriter):
     def _end(self, ended: AnswerEnd) -> Iterator[bytes]:
         status = "incomplete" if ended.reason == "length" else "completed"
         yield from self._close(status)
-        response = self._object(status, ended)
-        self._keep(response)
+        self._response = response = self._object(status, ended)
+        if self._body.is_kept:
+            self._kept.add(response, self._conversation.items, self._conversation.before)
         yield self._event(f"response.{status}", response=response)
 
 
@@ -534,18 +534,8 @@ def router(answers: AnswerBackend) -> APIRouter:
         """Answer a conversation, as a response or as a stream of events."""
         body.model = body.model or answers.card("").name
         conversation = asked_for(body, request)
-        asked, ends = conversation.asked, list[dict[str, Any]]()
-
-        def keep(response: dict[str, Any]) -> None:
-            ends.append(response)
-            if body.is_kept:
-                kept.add(response, conversation.items, conversation.before)
-
-        writer = ResponseStreamWriter(body, conversation, keep)
-        if body.stream:
-            return await stream_answers(request, answers, [asked], writer)
-        ended = await while_connected(request, _whole(answers, asked, writer))
-        return JSONResponse(ends[0], headers=headers(asked, ended))
+        writer = ResponseWriter(body, conversation, kept)
+        return await deliver(request, answers, [conversation.asked], writer, streams=body.stream)
 
     @routes.post("/v1/responses/input_tokens")
     async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
@@ -583,19 +573,3 @@ def _stored(kept: ResponseStore, name: str) -> StoredResponse:
     if found is None:
         raise ApiError(404, f"the response {name!r:.80} is not kept", code="not_found")
     return found
-
-
-async def _whole(
-    answers: AnswerBackend, asked: ServerRequest, writer: ResponseStreamWriter
-) -> AnswerEnd:
-    """Write the whole answer, and return its end. The frames are of no use."""
-    ended: AnswerEnd | None = None
-    async with aclosing(events_of(answers, replace(asked, is_whole=True))) as events:
-        async for event in events:
-            for _ in writer.write(0, event):
-                pass
-            if isinstance(event, AnswerEnd):
-                ended = event
-    if ended is None:
-        raise RuntimeError("the answer has no end")
-    return ended

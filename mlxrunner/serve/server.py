@@ -9,42 +9,36 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-import h11
 import uvicorn
 import uvloop
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import HANDLED_SIGNALS
 
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import OptionError
 from mlxrunner.options import ServeSettings
 from mlxrunner.parallel.thread import has_work
-from mlxrunner.results import logger
-from mlxrunner.serve import anthropic, completions, ollama, openai, responses
+from mlxrunner.serve import anthropic, ollama, openai, responses
 from mlxrunner.serve.errors import api_error_of, error_response
 from mlxrunner.serve.events import ApiError
-from mlxrunner.serve.loader import ServedModel, parking_folder
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.middleware import (
-    MOST_SECONDS,
     AccessMiddleware,
     AccessRules,
+    HttpConnection,
     hosts_of,
     is_loopback,
 )
-from mlxrunner.serve.models import AnswerBackend
+from mlxrunner.serve.models import AnswerBackend, ServedModel, parking_folder
 from mlxrunner.serve.prompts.rules import RULES
 from mlxrunner.serve.watch import RequestLog, watch_router
-from mlxrunner.system.open_files import limit
 from mlxrunner.terminal.signals import say_now, uninterrupted
 from mlxrunner.terminal.text import size
 
@@ -170,127 +164,6 @@ def welcome(
 
 def _key(settings: ServeSettings) -> str:
     return "the server's key" if settings.api_key else "any key"
-
-
-EVERY_S = 60.0
-"""Seconds from one line to the next."""
-KEPT = 32
-"""Most files that no connection gets; a quarter of the limit, if that is less."""
-
-
-class ConnectionLimit:
-    """Closes connections that would take the last files of this process, and says so in the log.
-
-    The server needs some for its own work: it parks conversations, loads models and imports
-    modules. uvicorn's `limit_concurrency` is a number of connections, whatever else has files open,
-    and answers with a text only when a whole request has come.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._next = -float("inf")
-
-    def closes(self, file: int) -> bool:
-        """Return True if a connection has to be closed: its `file` is one of those that are kept.
-
-        A system gives the lowest number that is free.
-        """
-        most = limit()
-        if most < 0 or file < most - min(KEPT, most // 4):
-            return False
-        if self._now() >= self._next:
-            self._next = self._now() + EVERY_S
-            logger.warning(
-                "no more connections can be accepted: all %d files that this process may have open "
-                "are in use, or kept for its own work; raise the limit with ulimit -n NUMBER "
-                "(LimitNOFILE= in a systemd unit) before the server starts",
-                most,
-            )
-        return True
-
-
-class HttpConnection(H11Protocol):
-    """A connection that is closed if no whole header of a request comes in time.
-
-    It is also closed if its client does not read its answer, goes on with a body that was answered
-    already, or sends much ahead of an answer. uvicorn has a limit for silence after an answer only
-    (`timeout_keep_alive`), and waits for ever for all of these. Each such connection takes a file
-    descriptor, and a place among the requests that may wait.
-    """
-
-    patience = MOST_SECONDS
-    """Seconds until a header is whole, from the beginning of the connection or its first byte."""
-    ahead = 2**16
-    """Most bytes that may come before the request in front of them is answered.
-
-    They have to be read: nothing else says that a client has left.
-    """
-    unread = 60.0
-    """Seconds for which a client may read nothing, once no more can be written."""
-    shortage = ConnectionLimit()
-    """All connections share the files of this process."""
-    _limit: asyncio.TimerHandle | None = None
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the seconds until the first header; close a connection that is one too many."""
-        super().connection_made(transport)
-        if self.shortage.closes(transport.get_extra_info("socket").fileno()):
-            transport.abort()
-            return
-        self._count()
-
-    def data_received(self, data: bytes) -> None:
-        """Read what has come, and count the seconds of a header that is not whole."""
-        super().data_received(data)
-        if self.conn.their_state is h11.DONE:
-            if len(self.conn.trailing_data[0]) > self.ahead:
-                self.transport.abort()
-            self.flow.resume_reading()  # which uvicorn has paused
-        self._count()
-
-    def on_response_complete(self) -> None:
-        """Go on with the next request, a part of whose header may have come already."""
-        super().on_response_complete()
-        self._count()
-
-    def pause_writing(self) -> None:
-        """Count the seconds from the moment at which no more can be written."""
-        super().pause_writing()
-        self._timer = self.loop.call_later(self.unread, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """Write again: the client has read."""
-        super().resume_writing()
-        self._stop_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End what was asked for on this connection."""
-        super().connection_lost(exc)
-        self._stop_timer()
-        self._stop_counting()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _count(self) -> None:
-        """Count while something is awaited. Silence between requests has a limit of its own."""
-        if not self._is_owed():
-            self._stop_counting()
-        elif self._limit is None:
-            self._limit = self.loop.call_later(self.patience, self.transport.close)
-
-    def _is_owed(self) -> bool:
-        """Return True if a header has to come, or the rest of a body that is answered already."""
-        if self.conn.their_state is h11.IDLE:
-            return self.cycle is None or bool(self.conn.trailing_data[0])
-        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
-
-    def _stop_counting(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
 
 
 class UvicornServer(uvicorn.Server):
@@ -427,7 +300,7 @@ def routers(answers: AnswerBackend) -> list[APIRouter]:
         anthropic.router(answers),
         openai.router(answers),
         responses.router(answers),
-        completions.router(answers),
+        openai.completions_router(answers),
         ollama.router(answers),
         openai.models_router(answers),
     ]

@@ -24,8 +24,8 @@ from mlxrunner.profiling.report.summary import Summary, place_of
 from mlxrunner.profiling.schema import Event, remedy
 from mlxrunner.serve.errors import PrintableResponse
 from mlxrunner.serve.events import AnswerNote, ApiError
-from mlxrunner.serve.loader import ServedModel
 from mlxrunner.serve.manager import ModelManager
+from mlxrunner.serve.models import ServedModel
 from mlxrunner.terminal.text import moment, number, percent, size
 from mlxrunner.tokenizer.prompt import Caller
 

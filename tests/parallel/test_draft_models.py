@@ -28,7 +28,7 @@ from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result, Usage
-from mlxrunner.serve.loader import ModelLoader
+from mlxrunner.serve.models import ModelLoader
 from mlxrunner.speculation.model import DraftModel
 from mlxrunner.speculation.sources import MOST_ANSWERS, DraftCachePool
 

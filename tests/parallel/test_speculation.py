@@ -33,7 +33,7 @@ from mlxrunner import ParallelRunner
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result
-from mlxrunner.serve.loader import ModelLoader
+from mlxrunner.serve.models import ModelLoader
 from mlxrunner.speculation.controller import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts
 from mlxrunner.speculation.drafting import TextLookup
 from mlxrunner.testing import interrupt_at

@@ -13,8 +13,7 @@ from support.waiting import until
 
 from mlxrunner.serve.events import (
     ApiError,
-    PromptProgress,
-    QueueWait,
+    Ping,
     TextDelta,
     ThinkingDelta,
     ToolChoice,
@@ -72,14 +71,14 @@ def test_a_message(client: anthropic.Anthropic, answers: Scripted) -> None:
 def test_a_stream_builds_the_same_message(client: anthropic.Anthropic, answers: Scripted) -> None:
     """Thinking, text and two calls; heartbeats are frames of their own."""
     answers.script = [
-        QueueWait("for a slot"),
-        PromptProgress(10, 50),
+        Ping(),
+        Ping(),
         ThinkingDelta("Let me "),
         ThinkingDelta("see."),
         TextDelta("I'll "),
         TextDelta("read."),
-        *call(0, "Read", '{"path": ', '"a"}'),
-        *call(1, "Read", '{"path": "b"}'),
+        call(0, "Read", '{"path": "a"}'),
+        call(1, "Read", '{"path": "b"}'),
         ended("tool_calls"),
     ]
     whole = client.messages.create(**ASK)
@@ -112,7 +111,7 @@ def frames(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 def test_heartbeats_are_pings(url: str, answers: Scripted) -> None:
     """They come after the start of the message and before its first block."""
-    answers.script = [QueueWait("for a slot"), PromptProgress(1, 2), *HELLO]
+    answers.script = [Ping(), Ping(), *HELLO]
     text = httpx.post(f"{url}/v1/messages?beta=true", json=ASK | {"stream": True}).text
     events = frames(text)
     assert [name for name, _ in events] == [

@@ -17,9 +17,7 @@ from mlxrunner.serve.events import (
     AnswerNote,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
+    ToolCallEvent,
 )
 from mlxrunner.serve.tools.formats import BARE, HERMES, OWN, CallFormat, parsed_by_mlx_lm
 from mlxrunner.serve.tools.reader import AnswerSplitter, call_id, reader_of
@@ -70,10 +68,8 @@ def parts_of(events: Sequence[AnswerEvent]) -> Parts:
     parts: Parts = []
     for event in events:
         match event:
-            case ToolCallStart(_, _, name):
-                parts.append((name, None))
-            case ToolCallDelta(_, text):
-                parts[-1] = (parts[-1][0], json.loads(text))
+            case ToolCallEvent(_, _, name, arguments):
+                parts.append((name, json.loads(arguments)))
             case ThinkingDelta(text) | TextDelta(text):
                 kind = "thought" if isinstance(event, ThinkingDelta) else "text"
                 if parts and parts[-1][0] == kind:
@@ -234,19 +230,15 @@ def test_any_text_is_split_without_an_error(name: str, data: st.DataObject) -> N
 
 
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:
-    """Before the answer goes on, in three events, with an id that the request decides."""
+    """Before the answer goes on, with an id that the request decides."""
     call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
     reader = reader_of(HERMES, TOOLS)
     splitter = AnswerSplitter(reader, "request", lambda tokens: "?")
     assert [*splitter.add(Chunk("I look. ", 1))] == [TextDelta("I look.")]
     identity = call_id("request", 0)
-    assert [*splitter.add(Chunk(call, 1))] == [
-        ToolCallStart(0, identity, "look"),
-        ToolCallDelta(0, '{"at": 1}'),
-        ToolCallEnd(0),
-    ]
+    assert [*splitter.add(Chunk(call, 1))] == [ToolCallEvent(0, identity, "look", '{"at": 1}')]
     events = [*splitter.add(Chunk(call, 1))]
-    assert events[0] == ToolCallStart(1, call_id("request", 1), "look")
+    assert events == [ToolCallEvent(1, call_id("request", 1), "look", '{"at": 1}')]
     assert identity.startswith("call_")
     assert call_id("request", 1) != identity != call_id("other", 0)
 
@@ -255,7 +247,7 @@ def test_the_models_own_ids_are_kept() -> None:
     """Mistral and Kimi write them; the second call with the same one gets another."""
     one = '{"name": "look", "arguments": {}, "id": "abcdef123"}'
     events, _ = events_of("mistral", [f"[TOOL_CALLS][{one}, {one}]"])
-    ids = [event.id for event in events if isinstance(event, ToolCallStart)]
+    ids = [event.id for event in events if isinstance(event, ToolCallEvent)]
     assert ids == ["abcdef123", call_id("request", 1)]
 
 

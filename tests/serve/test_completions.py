@@ -11,7 +11,7 @@ from support.scripted import HELLO, Scripted, asking, ended
 from support.waiting import until
 
 from mlxrunner.batch.openai_format import TokenLogprob
-from mlxrunner.serve.events import ApiError, PromptProgress, TextDelta, ThinkingDelta
+from mlxrunner.serve.events import ApiError, Ping, TextDelta, ThinkingDelta
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
 
 def test_a_stream(client: openai.OpenAI, answers: Scripted) -> None:
     """The pieces, heartbeats without text, the usage; nothing in raw text is thinking."""
-    answers.script = [PromptProgress(1, 2), ThinkingDelta("a "), TextDelta("b"), ended("length")]
+    answers.script = [Ping(), ThinkingDelta("a "), TextDelta("b"), ended("length")]
     chunks = list(
         client.completions.create(
             model="tiny", prompt="Once", stream=True, stream_options={"include_usage": True}

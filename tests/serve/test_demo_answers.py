@@ -11,9 +11,8 @@ import pytest
 from support.scripted import serving
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.models import ModelLoader, ModelNames
 from mlxrunner.serve.server import application
 from mlxrunner.serve.watch import RequestLog
 

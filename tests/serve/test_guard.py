@@ -32,10 +32,11 @@ from mlxrunner.serve.middleware import (
     VALUE,
     AccessMiddleware,
     AccessRules,
+    HttpConnection,
     form_of,
     hosts_of,
 )
-from mlxrunner.serve.server import HttpConnection, make_app
+from mlxrunner.serve.server import make_app
 
 
 def router(seen: list[Any]) -> APIRouter:

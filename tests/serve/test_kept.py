@@ -16,8 +16,7 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallStart,
+    ToolCallEvent,
 )
 from mlxrunner.serve.prompts.answer_tokens import (
     AnswerTokenCache,
@@ -126,24 +125,23 @@ class Client:
         thought = "".join(event.text for event in events if isinstance(event, ThinkingDelta))
         if self.sends_thinking and thought:
             message["reasoning_content"] = thought
-        began = [event for event in events if isinstance(event, ToolCallStart)]
-        written = [event for event in events if isinstance(event, ToolCallDelta)]
-        if began:
+        calls = [event for event in events if isinstance(event, ToolCallEvent)]
+        if calls:
             message["tool_calls"] = [
                 {
                     "id": one.id,
                     "type": "function",
                     "function": {
                         "name": one.name,
-                        "arguments": json.dumps(json.loads(other.text), separators=(",", ":")),
+                        "arguments": json.dumps(json.loads(one.arguments), separators=(",", ":")),
                     },
                 }
-                for one, other in zip(began, written, strict=True)
+                for one in calls
             ]
         self.messages.append(message)
         self.messages += [
             {"role": "tool", "tool_call_id": one.id, "content": f"result of {one.id}"}
-            for one in began
+            for one in calls
         ]
         return tokens[:-1]
 

@@ -8,18 +8,17 @@ import pytest
 from pydantic import ValidationError
 
 from mlxrunner.serve.anthropic import MessageRequest
-from mlxrunner.serve.completions import CompletionRequest
-from mlxrunner.serve.errors import (
+from mlxrunner.serve.events import ApiError, ServerRequest
+from mlxrunner.serve.manager import (
     MOST_MESSAGES,
     MOST_STOPS,
     MOST_TOOLS,
     check_counts,
 )
-from mlxrunner.serve.events import ApiError, ServerRequest
-from mlxrunner.serve.fields import RequestBody
 from mlxrunner.serve.middleware import MOST_PARTS, check_form
 from mlxrunner.serve.ollama import OllamaChatRequest
-from mlxrunner.serve.openai import ChatCompletionRequest
+from mlxrunner.serve.openai import ChatCompletionRequest, CompletionRequest
+from mlxrunner.serve.protocol import RequestBody
 from mlxrunner.serve.responses import ResponseRequest
 
 WRONG = [3.5] * 500

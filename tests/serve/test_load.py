@@ -22,10 +22,10 @@ from support.program import program
 from support.waiting import until
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
-from mlxrunner.serve.server import HttpConnection, UvicornServer, application, listen
+from mlxrunner.serve.middleware import HttpConnection
+from mlxrunner.serve.models import ModelLoader, ModelNames
+from mlxrunner.serve.server import UvicornServer, application, listen
 from mlxrunner.serve.watch import RequestLog
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"

@@ -22,8 +22,7 @@ from mlxrunner.serve.events import (
     ServerRequest,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallStart,
+    ToolCallEvent,
     ToolChoice,
 )
 from mlxrunner.serve.prompts.builder import BuiltPrompt, PromptBuilder
@@ -95,10 +94,9 @@ def test_a_forced_call_is_a_call_of_a_tool(
     made = maker.make(request)
     answer = constrained(maker, made, "mslow97")
     events = events_of(maker, made, request, answer)
-    (began,) = (event for event in events if isinstance(event, ToolCallStart))
-    assert began.name == "move"
-    (written,) = (event for event in events if isinstance(event, ToolCallDelta))
-    assert json.loads(written.text) == {"at": 99, "how": "slow"}
+    (called,) = (event for event in events if isinstance(event, ToolCallEvent))
+    assert called.name == "move"
+    assert json.loads(called.arguments) == {"at": 99, "how": "slow"}
     assert not [event for event in events if isinstance(event, TextDelta) and event.text]
     assert made.prompt.text == made.rendered
     assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
@@ -128,8 +126,8 @@ def test_a_forced_call_of_a_tool_without_parameters_ends(
     made = maker.make(request)
     answer = constrained(maker, made, '"')
     events = events_of(maker, made, request, answer)
-    (written,) = (event for event in events if isinstance(event, ToolCallDelta))
-    assert json.loads(written.text) == {}
+    (called,) = (event for event in events if isinstance(event, ToolCallEvent))
+    assert json.loads(called.arguments) == {}
 
 
 def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
@@ -145,8 +143,8 @@ def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
         pieces = [maker.tokenizer.decode([token]) for token in tokens]
         maker.keep(made, [Chunk(text, one) for text, one in zip(pieces, tokens, strict=True)])
         events = events_of(maker, made, request, answer)
-        (written,) = (event for event in events if isinstance(event, ToolCallDelta))
-        call = {"id": "c", "function": {"name": "look", "arguments": written.text}}
+        (called,) = (event for event in events if isinstance(event, ToolCallEvent))
+        call = {"id": "c", "function": {"name": "look", "arguments": called.arguments}}
         after = maker.make(
             asked(
                 messages=[
@@ -232,7 +230,7 @@ def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(
     made = opening.make(request)
     assert made.rendered.endswith("<think>\n\n</think>\n\n<tool_call>\n")
     events = events_of(opening, made, request, '{"name": "look", "arguments": {"at": 10}}')
-    assert isinstance(events[0], ToolCallStart)
+    assert isinstance(events[0], ToolCallEvent)
 
 
 def test_a_request_without_calls_keeps_its_tools(makers: dict[str, PromptBuilder]) -> None:
@@ -282,10 +280,10 @@ def test_what_is_wrong_with_messages_is_said(
 
 
 def test_options_and_variables_are_passed_on(makers: dict[str, PromptBuilder]) -> None:
-    """Thinking and effort are variables of the template, the deadline is an option."""
+    """Thinking and effort are variables of the template."""
     maker = makers["qwen3"]
-    made = maker.make(asked(thinking=False, options={"max_tokens": 3}, deadline=2.5))
-    assert made.options == {"max_tokens": 3, "deadline": 2.5}
+    made = maker.make(asked(thinking=False, options={"max_tokens": 3}))
+    assert made.options == {"max_tokens": 3}
     assert made.rendered.endswith("<think>\n\n</think>\n\n")
     assert "Reasoning: high" in makers["gpt-oss"].make(asked(effort="high")).rendered
 
@@ -317,10 +315,9 @@ def test_a_loaded_model_has_a_maker() -> None:
     chunks = list(runner.generate(made.prompt, **made.options))
     events = [event for chunk in chunks for event in splitter.add(chunk)]
     events += splitter.finish()
-    (began,) = (event for event in events if isinstance(event, ToolCallStart))
-    assert began.name in ("look", "move")
-    (written,) = (event for event in events if isinstance(event, ToolCallDelta))
-    assert 10 <= json.loads(written.text)["at"] <= 99
+    (called,) = (event for event in events if isinstance(event, ToolCallEvent))
+    assert called.name in ("look", "move")
+    assert 10 <= json.loads(called.arguments)["at"] <= 99
     maker.keep(made, chunks)
     assert len(maker.kept) == 1
     plain = tokenize_prompt(loaded.tokenizer, USER)

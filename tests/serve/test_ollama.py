@@ -18,7 +18,7 @@ from support.waiting import until
 
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.errors import ModelError
-from mlxrunner.serve.events import ApiError, PromptProgress, QueueWait, TextDelta, ThinkingDelta
+from mlxrunner.serve.events import ApiError, Ping, TextDelta, ThinkingDelta
 from mlxrunner.serve.ollama import router, seconds_of
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -64,14 +64,14 @@ def test_a_chat(client: ollama.Client, url: str, answers: Scripted) -> None:
 def test_a_stream(client: ollama.Client, answers: Scripted) -> None:
     """Heartbeats are empty lines of a message; a call comes when it is whole."""
     answers.script = [
-        QueueWait("for a slot"),
-        PromptProgress(1, 2),
+        Ping(),
+        Ping(),
         ThinkingDelta("Let me "),
         ThinkingDelta("see."),
         TextDelta("I'll "),
         TextDelta("read."),
-        *call(0, "read", '{"path": ', '"a"}'),
-        *call(1, "read", '{"path": "b"}'),
+        call(0, "read", '{"path": "a"}'),
+        call(1, "read", '{"path": "b"}'),
         ended("tool_calls"),
     ]
     lines = list(client.chat("tiny", HI, tools=[READ], stream=True, think=True))
@@ -98,8 +98,8 @@ def test_what_came_out_goes_in_again(client: ollama.Client, answers: Scripted) -
     """Calls get ids, and results theirs, though the messages have none."""
     answers.script = [
         ThinkingDelta("See."),
-        *call(0, "read", "{}"),
-        *call(1, "read", "{}"),
+        call(0, "read", "{}"),
+        call(1, "read", "{}"),
         ended(),
     ]
     message = client.chat("tiny", HI).message

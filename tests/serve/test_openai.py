@@ -19,8 +19,7 @@ from support.waiting import until
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.serve.events import (
     ApiError,
-    PromptProgress,
-    QueueWait,
+    Ping,
     TextDelta,
     ThinkingDelta,
     ToolChoice,
@@ -39,8 +38,8 @@ CALLS = [
     ThinkingDelta("Let me "),
     ThinkingDelta("see."),
     TextDelta("I'll read."),
-    *call(0, "read", '{"path": ', '"a"}'),
-    *call(1, "read", '{"path": "b"}'),
+    call(0, "read", '{"path": "a"}'),
+    call(1, "read", '{"path": "b"}'),
     ended("tool_calls", thinking_tokens=2),
 ]
 """An answer with thinking, text and two calls."""
@@ -94,7 +93,7 @@ def test_an_answer_names_the_model_if_the_request_names_none(
 
 def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scripted) -> None:
     """Text, thinking and two calls, and the usage in the last chunk."""
-    answers.script = [QueueWait("for a slot"), PromptProgress(1, 2), *CALLS]
+    answers.script = [Ping(), Ping(), *CALLS]
     whole = client.chat.completions.create(**ASK, tools=[READ])
     with client.chat.completions.stream(
         **ASK, tools=[READ], stream_options={"include_usage": True}
@@ -130,7 +129,7 @@ def frames(text: str) -> list[str]:
 
 def test_heartbeats_count_for_every_client(url: str, answers: Scripted) -> None:
     """Each is a comment and a chunk without content."""
-    answers.script = [QueueWait("for a slot"), *HELLO]
+    answers.script = [Ping(), *HELLO]
     text = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"stream": True}).text
     role, comment, empty, *_, last, done = frames(text)
     assert json.loads(role.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
@@ -515,7 +514,7 @@ def test_langchain(url: str, answers: Scripted) -> None:
         ("read", {"path": "b"}),
     ]
     assert answers.last.tool_choice == ToolChoice("named", "read")
-    answers.script = [QueueWait("for a slot"), *HELLO]
+    answers.script = [Ping(), *HELLO]
     parts = list(model.stream([HumanMessage("Hi")], stream_usage=True))
     joined: Any = AIMessageChunk(content="")
     for part in parts:

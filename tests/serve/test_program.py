@@ -167,7 +167,7 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
     """The server does not wait for it, and ends in order."""
     code = (
         "import sys, threading\n"
-        "from mlxrunner.serve.loader import ModelLoader\n"
+        "from mlxrunner.serve.models import ModelLoader\n"
         "from mlxrunner.cli import main\n"
         "load = ModelLoader.load\n"
         "def stuck(self, name, *more):\n"

@@ -11,13 +11,13 @@ import httpx
 import pytest
 from support.program import program
 
-from mlxrunner.serve.server import EVERY_S, KEPT, ConnectionLimit
+from mlxrunner.serve.middleware import EVERY_S, KEPT, ConnectionLimit
 
 CODE = """\
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 6000))
 from mlxrunner.cli import main
-from mlxrunner.serve.server import HttpConnection
+from mlxrunner.serve.middleware import HttpConnection
 connect = HttpConnection.connection_made
 def made(self, transport):
     resource.setrlimit(resource.RLIMIT_NOFILE, (60, 6000))

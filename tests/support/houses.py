@@ -12,9 +12,8 @@ from typing import Any
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.options import ServeSettings
 from mlxrunner.serve.events import AnswerEvent, ServerRequest
-from mlxrunner.serve.loader import ModelLoader, ServedModel
 from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.models import ModelLoader, ModelNames, ServedModel
 from mlxrunner.serve.watch import RequestLog
 
 CHATML = (

@@ -20,13 +20,10 @@ from mlxrunner.serve.events import (
     AnswerEnd,
     AnswerEvent,
     ApiError,
-    CacheReport,
     EndReason,
     ServerRequest,
     TextDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
+    ToolCallEvent,
 )
 from mlxrunner.serve.models import ModelCard
 from mlxrunner.serve.server import routers
@@ -44,8 +41,6 @@ CARD = ModelCard(
     expires=1_900_000_000.0,
 )
 """The model that the server says it has, unless a test says another."""
-REPORT = CacheReport("partial", "prefix_changed", cached=30, lost=7, rules=("billing-header",))
-"""The report of each answer."""
 
 
 def usage(prompt: int = 50, completion: int = 5, cached: int = 30) -> Usage:
@@ -53,7 +48,7 @@ def usage(prompt: int = 50, completion: int = 5, cached: int = 30) -> Usage:
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
     flat: dict[str, Any] = dict.fromkeys(_NAMES, 0) | counts
     flat |= {"evaluated_tokens": prompt - cached, "prefill_s": 0.5, "decode_s": 0.25}
-    flat |= {"outcome": "partial", "reason": None}
+    flat |= {"outcome": "partial", "reason": "prefix_changed", "lost_tokens": 7}
     return Usage.from_dict(flat)
 
 
@@ -66,13 +61,12 @@ prefetched_tokens
 
 def ended(reason: EndReason = "stop", **more: Any) -> AnswerEnd:
     """Return the last event of an answer."""
-    return AnswerEnd(reason, usage(), REPORT, **more)
+    return AnswerEnd(reason, usage(), ("billing-header",), **more)
 
 
-def call(index: int, name: str, *pieces: str) -> list[AnswerEvent]:
-    """Return the events of a tool call whose arguments come in pieces."""
-    arguments = [ToolCallDelta(index, piece) for piece in pieces]
-    return [ToolCallStart(index, f"call_{index}", name), *arguments, ToolCallEnd(index)]
+def call(index: int, name: str, arguments: str) -> AnswerEvent:
+    """Return the event of a tool call."""
+    return ToolCallEvent(index, f"call_{index}", name, arguments)
 
 
 HELLO: list[AnswerEvent] = [TextDelta("Hel"), TextDelta("lo"), ended()]

@@ -12,7 +12,7 @@ from support.models import write_tokenizer
 
 from mlxrunner.engine.constrain import Constraint
 from mlxrunner.results import Chunk
-from mlxrunner.serve.events import AnswerEvent, ServerRequest, ToolCallDelta, ToolCallStart
+from mlxrunner.serve.events import AnswerEvent, ServerRequest, ToolCallEvent
 from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
@@ -384,6 +384,6 @@ def events_of(maker: PromptBuilder, request: ServerRequest, answer: str) -> list
 
 def calls_of(events: Sequence[AnswerEvent]) -> Iterator[tuple[str, Any]]:
     """Yield the name and the arguments of each call."""
-    names = [event.name for event in events if isinstance(event, ToolCallStart)]
-    written = [json.loads(event.text) for event in events if isinstance(event, ToolCallDelta)]
-    return zip(names, written, strict=True)
+    for event in events:
+        if isinstance(event, ToolCallEvent):
+            yield event.name, json.loads(event.arguments)

@@ -23,7 +23,7 @@ from mlxrunner.models.load import LoadedModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.pictures.vision_encoder import Prepared
 from mlxrunner.results import Chunk
-from mlxrunner.serve.events import ApiError, ServerRequest
+from mlxrunner.serve.events import ApiError, ServerRequest, field_error
 from mlxrunner.serve.prompts.answer_tokens import (
     UNKNOWN,
     AnswerTokenCache,
@@ -163,7 +163,7 @@ class PromptBuilder:
             if asked.prompt is None:
                 return self._conversation(asked, time.perf_counter(), context)
             prompt = tokenize_prompt(self.tokenizer, asked.prompt, context=context)
-            return BuiltPrompt(prompt, _options(asked), opens=prompt.text[-TAIL:])
+            return BuiltPrompt(prompt, dict(asked.options), opens=prompt.text[-TAIL:])
         except (PictureError, ContextLengthError):
             raise  # they have codes of their own
         except MlxrunnerError as error:
@@ -244,7 +244,7 @@ class PromptBuilder:
         prompt = TokenizedPrompt(tokens, "messages", said, whole, variables, seconds)
         return BuiltPrompt(
             replace(prompt, constraint=constraint, pictures=len(views), views=views),
-            _options(asked) | self._limits(asked, call),
+            {**asked.options, **self._limits(asked, call)},
             rules,
             tuple(sorted({*asked.replaced, *unseen})),
             opens,
@@ -290,11 +290,10 @@ class PromptBuilder:
         for _ in reader.add(text[header:]):
             pass
         if reader.is_thinking and (call is not None or asked.options.keys() & FORMS):
-            raise ApiError(
-                400,
-                "messages: the last message is thinking without an end, and the answer has to be "
+            raise field_error(
+                "messages",
+                "the last message is thinking without an end, and the answer has to be "
                 "a tool call or of a given form: end the thinking, or leave the message out",
-                param="messages",
             )
 
     def _lead(
@@ -492,13 +491,6 @@ def _variables(asked: ServerRequest, draft: PromptDraft) -> dict[str, Any]:
     if asked.effort is not None:
         variables.setdefault("reasoning_effort", asked.effort)
     return variables
-
-
-def _options(asked: ServerRequest) -> dict[str, Any]:
-    options = dict(asked.options)
-    if asked.deadline is not None:
-        options["deadline"] = asked.deadline
-    return options
 
 
 MOST_DIGEST_BYTES = 4_000_000

@@ -41,6 +41,35 @@ class PromptDraft:
     """The system messages for which `PLACE` stands in the messages."""
 
 
+_Rewrite = Callable[[PromptDraft, TemplateProbe], PromptDraft]
+
+
+@dataclass(frozen=True)
+class RewriteRule:
+    """A rule, as docs/serve-prefixes.md lists it."""
+
+    name: str
+    does: str
+    """The effect, in one sentence."""
+    reason: str
+    clients: str
+    """The clients or models that it is for."""
+    apply: _Rewrite
+    """Its effect: a function that returns the same draft if there is nothing to change."""
+
+
+RULES: list[RewriteRule] = []
+"""The rules, in the order in which they stand below and act."""
+
+
+def _rule(name: str, does: str, reason: str, clients: str) -> Callable[[_Rewrite], _Rewrite]:
+    def add(apply: _Rewrite) -> _Rewrite:
+        RULES.append(RewriteRule(name, does, reason, clients, apply))
+        return apply
+
+    return add
+
+
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 
 
@@ -51,8 +80,13 @@ def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
     return [*first, *map(dict, messages[count:])]
 
 
-def leave_out_billing(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Leave out the billing header."""
+@_rule(
+    "billing-header",
+    "Leaves out the line `x-anthropic-billing-header: ...` that begins the system prompt.",
+    "It changes with the client's version and request, and no model needs it.",
+    "Claude Code",
+)
+def _leave_out_billing(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     first = draft.messages[: system_count(draft.messages)]
     if not any(_BILLING.match(message["content"]) for message in first):
         return draft
@@ -62,8 +96,13 @@ def leave_out_billing(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     return replace(draft, messages=messages or stripped)
 
 
-def leave_out_marks(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Leave out marks for caches in the descriptions of tools."""
+@_rule(
+    "cache-control",
+    "Leaves `cache_control` marks out of the descriptions of tools.",
+    "They move from request to request, and a template may write them.",
+    "Claude Code, Cline",
+)
+def _leave_out_marks(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     tools = list(map(_unmarked, draft.tools))
     return draft if tools == draft.tools else replace(draft, tools=tools)
 
@@ -77,8 +116,13 @@ def _without(value: Any, name: str) -> Any:
 _unmarked = MemoizedFunction(lambda tool: _without(tool, "cache_control"), MOST_BYTES)
 
 
-def order_keys(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Write the keys of the tools' JSON in one order."""
+@_rule(
+    "tool-keys",
+    "Writes the keys of the tools' JSON in one order; the tools stay in theirs.",
+    "Some clients write the same tool with other orders of keys each time.",
+    "clients whose dictionaries have no order (Go, Swift)",
+)
+def _order_keys(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     tools = list(map(_in_order, draft.tools))
     is_same = all(a is b or sign(a) == sign(b) for a, b in zip(tools, draft.tools, strict=True))
     return draft if is_same else replace(draft, tools=tools)
@@ -100,8 +144,13 @@ def _ordered(value: Any) -> Any:
 _in_order = MemoizedFunction(_ordered, MOST_BYTES)
 
 
-def developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Give developers the role of the system, if the template has no developers."""
+@_rule(
+    "developer-as-system",
+    "Gives messages of role `developer` the role `system`.",
+    "The template has no such role, and would leave them out or refuse them.",
+    "Codex; templates other than that of gpt-oss",
+)
+def _developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if probe.names_developer or all(one["role"] != "developer" for one in draft.messages):
         return draft
     messages = [
@@ -111,8 +160,13 @@ def developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft
     return replace(draft, messages=messages)
 
 
-def join_systems(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Join the system messages that begin, if the template takes only one."""
+@_rule(
+    "two-systems",
+    "Joins system messages at the beginning into one.",
+    "The template takes only one, or writes only the first.",
+    "Codex, Claude Code; Gemma, Mistral, gpt-oss",
+)
+def _join_systems(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     count = system_count(draft.messages)
     if count < 2 or (probe.keeps_two_systems and not probe.names_developer):
         return draft
@@ -121,8 +175,13 @@ def join_systems(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     return replace(draft, messages=[first, *draft.messages[count:]])
 
 
-def write_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Describe tools in the system prompt, if the template does not write them."""
+@_rule(
+    "tools-as-text",
+    "Describes tools at the end of the system prompt, and writes calls and results as text.",
+    "The template does not write tools, so the model would not know of them.",
+    "all with tools; Gemma 3, Phi-4",
+)
+def _write_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if not draft.tools or probe.writes_tools:
         return draft
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in draft.tools)
@@ -169,8 +228,13 @@ def _call_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return kept | {"content": "\n".join(text for text in texts if text)}
 
 
-def write_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Write calls and results as text, if the template does not write them."""
+@_rule(
+    "calls-as-text",
+    "Writes calls and results of tools as text, each in its place.",
+    "The template refuses them or leaves them out in a request that describes no tools.",
+    "opencode's and Claude Code's compaction",
+)
+def _write_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     writes = probe.writes_calls if draft.tools else probe.writes_calls_without_tools
     has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
     if writes or not has_calls:
@@ -182,8 +246,14 @@ NO_RESULT = "[no result]"
 """Stands for the result of a call that the conversation has none for."""
 
 
-def pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Put each result behind its call, if the template takes none alone."""
+@_rule(
+    "results-behind-calls",
+    "Puts each result behind its call; a call without one gets `[no result]`, and a result "
+    "without a call becomes a text of the user.",
+    "The template refuses a call without its result, or a result without its call.",
+    "all with tools, after an interruption or a compaction; Mistral, gpt-oss",
+)
+def _pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
     if not has_calls or probe.takes_unpaired:
         return draft
@@ -218,8 +288,13 @@ def _result_of(
     return None
 
 
-def text_in_thinking(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Append the text before a call to the thinking, if the template takes only one of them."""
+@_rule(
+    "text-in-thinking",
+    "Appends the text before a call to the thinking before it.",
+    "The template refuses text and thinking in one message with a call.",
+    "all with tools; gpt-oss",
+)
+def _text_in_thinking(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if not any(_thinks_and_says(one) for one in draft.messages) or probe.takes_text_and_thinking:
         return draft
     messages: Messages = []
@@ -241,8 +316,13 @@ def _thinks_and_says(message: Mapping[str, Any]) -> str | None:
 CHANNEL = "<|channel|>"
 
 
-def without_channels(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Break up the tags of channels in answers, if the template refuses them there."""
+@_rule(
+    "channel-tags",
+    "Writes the tag `<|channel|>` in earlier answers as `<channel>`.",
+    "The template refuses an answer with such a tag, and so each later request.",
+    "agents that work on chat templates; gpt-oss",
+)
+def _without_channels(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if not any(CHANNEL in text for one in draft.messages for text in _said(one).values()):
         return draft
     if probe.takes_channels:
@@ -263,8 +343,13 @@ def _said(message: Mapping[str, Any]) -> dict[str, str]:
     return {name: message[name] for name in names if message.get(name)}
 
 
-def one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Write several calls as several messages, if the template takes only one."""
+@_rule(
+    "one-call-a-message",
+    "Writes several calls of one message as several messages, each before its result.",
+    "The template refuses a message with two calls.",
+    "all with tools; Llama 3",
+)
+def _one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if probe.takes_two_calls or all(len(m.get("tool_calls", ())) < 2 for m in draft.messages):
         return draft
     messages: Messages = []
@@ -283,8 +368,13 @@ def one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     return replace(draft, messages=messages)
 
 
-def leave_out_text_beside_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Leave out the texts of messages with calls, if the template has no place for them."""
+@_rule(
+    "text-beside-calls",
+    "Leaves out the text of an assistant's message that has calls.",
+    "The template leaves it out, and refuses it as a message of its own before the calls.",
+    "all with tools; Mistral",
+)
+def _leave_out_text_beside_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if probe.takes_text_beside_calls:
         return draft
     messages = [
@@ -294,8 +384,15 @@ def leave_out_text_beside_calls(draft: PromptDraft, probe: TemplateProbe) -> Pro
     return replace(draft, messages=messages)
 
 
-def keep_system_in_place(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Write later system messages where they stand, if the template does not."""
+@_rule(
+    "system-in-the-middle",
+    "Writes a later system message where it stands: with the template's own header for system "
+    "messages, or else in the user's message, within `<system-reminder>`.",
+    "The template refuses it, leaves it out, or moves it to the front, which changes the "
+    "beginning of all that was evaluated.",
+    "Claude Code; Qwen 3.5, Gemma, Mistral, gpt-oss, DeepSeek",
+)
+def _keep_system_in_place(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     first = system_count(draft.messages)
     later = (one["role"] for one in draft.messages[first:])
     if probe.keeps_systems or not any(role in SYSTEM_ROLES for role in later):
@@ -327,8 +424,13 @@ def _pictures(*messages: Mapping[str, Any]) -> dict[str, Any]:
     return {"pictures": found} if found else {}
 
 
-def join_roles(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Join neighbouring messages of one role, if the template wants them in turn."""
+@_rule(
+    "same-roles",
+    "Joins neighbouring messages of the same role.",
+    "The template wants user and assistant in turn.",
+    "all; Gemma, Mistral",
+)
+def _join_roles(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if not probe.joins_roles:
         return draft
     messages: Messages = []
@@ -347,8 +449,13 @@ def join_roles(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     return replace(draft, messages=messages)
 
 
-def begin_with_user(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Put an empty message of the user first, if the template needs one there."""
+@_rule(
+    "assistant-first",
+    "Puts an empty message of the user before an assistant, or a result, that begins.",
+    "The template refuses a conversation that the user does not begin.",
+    "chat programs with a greeting; Gemma, Mistral, Llama 3 with tools",
+)
+def _begin_with_user(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     at = system_count(draft.messages)
     is_first = at < len(draft.messages) and draft.messages[at]["role"] != "user"
     if not is_first or probe.takes_assistant_first:
@@ -357,8 +464,13 @@ def begin_with_user(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     return replace(draft, messages=[*draft.messages[:at], empty, *draft.messages[at:]])
 
 
-def answer_after_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Put an empty answer between result and user, if the template needs one."""
+@_rule(
+    "user-after-tools",
+    "Puts an empty message of the assistant between a tool's result and the user's message.",
+    "The template refuses a user who writes right after a result.",
+    "Claude Code; Mistral",
+)
+def _answer_after_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if probe.takes_user_after_tools:
         return draft
     messages: Messages = []
@@ -369,8 +481,13 @@ def answer_after_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     return replace(draft, messages=messages)
 
 
-def shorten_ids(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    """Shorten the ids of calls, if the template refuses long ones."""
+@_rule(
+    "short-call-ids",
+    "Replaces the ids of calls by nine letters and digits.",
+    "The template refuses others.",
+    "all with tools; Mistral",
+)
+def _shorten_ids(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if not probe.needs_short_ids:
         return draft
     messages = []
@@ -406,148 +523,6 @@ def written(text: str, draft: PromptDraft, probe: TemplateProbe) -> str:
     return re.sub(f"(?:{re.escape(user)})?{place}", put, text)
 
 
-@dataclass(frozen=True)
-class RewriteRule:
-    """A rule, as docs/serve-prefixes.md lists it."""
-
-    name: str
-    does: str
-    """The effect, in one sentence."""
-    reason: str
-    clients: str
-    """The clients or models that it is for."""
-    apply: Callable[[PromptDraft, TemplateProbe], PromptDraft]
-    """Its effect: a function that returns the same draft if there is nothing to change."""
-    is_on: bool = True
-
-
-RULES: tuple[RewriteRule, ...] = (
-    RewriteRule(
-        "billing-header",
-        "Leaves out the line `x-anthropic-billing-header: ...` that begins the system prompt.",
-        "It changes with the client's version and request, and no model needs it.",
-        "Claude Code",
-        leave_out_billing,
-    ),
-    RewriteRule(
-        "cache-control",
-        "Leaves `cache_control` marks out of the descriptions of tools.",
-        "They move from request to request, and a template may write them.",
-        "Claude Code, Cline",
-        leave_out_marks,
-    ),
-    RewriteRule(
-        "tool-keys",
-        "Writes the keys of the tools' JSON in one order; the tools stay in theirs.",
-        "Some clients write the same tool with other orders of keys each time.",
-        "clients whose dictionaries have no order (Go, Swift)",
-        order_keys,
-    ),
-    RewriteRule(
-        "developer-as-system",
-        "Gives messages of role `developer` the role `system`.",
-        "The template has no such role, and would leave them out or refuse them.",
-        "Codex; templates other than that of gpt-oss",
-        developer_as_system,
-    ),
-    RewriteRule(
-        "two-systems",
-        "Joins system messages at the beginning into one.",
-        "The template takes only one, or writes only the first.",
-        "Codex, Claude Code; Gemma, Mistral, gpt-oss",
-        join_systems,
-    ),
-    RewriteRule(
-        "tools-as-text",
-        "Describes tools at the end of the system prompt, and writes calls and results as text.",
-        "The template does not write tools, so the model would not know of them.",
-        "all with tools; Gemma 3, Phi-4",
-        write_tools,
-    ),
-    RewriteRule(
-        "calls-as-text",
-        "Writes calls and results of tools as text, each in its place.",
-        "The template refuses them or leaves them out in a request that describes no tools.",
-        "opencode's and Claude Code's compaction",
-        write_calls,
-    ),
-    RewriteRule(
-        "results-behind-calls",
-        "Puts each result behind its call; a call without one gets `[no result]`, and a result "
-        "without a call becomes a text of the user.",
-        "The template refuses a call without its result, or a result without its call.",
-        "all with tools, after an interruption or a compaction; Mistral, gpt-oss",
-        pair_results,
-    ),
-    RewriteRule(
-        "text-in-thinking",
-        "Appends the text before a call to the thinking before it.",
-        "The template refuses text and thinking in one message with a call.",
-        "all with tools; gpt-oss",
-        text_in_thinking,
-    ),
-    RewriteRule(
-        "channel-tags",
-        "Writes the tag `<|channel|>` in earlier answers as `<channel>`.",
-        "The template refuses an answer with such a tag, and so each later request.",
-        "agents that work on chat templates; gpt-oss",
-        without_channels,
-    ),
-    RewriteRule(
-        "one-call-a-message",
-        "Writes several calls of one message as several messages, each before its result.",
-        "The template refuses a message with two calls.",
-        "all with tools; Llama 3",
-        one_call_a_message,
-    ),
-    RewriteRule(
-        "text-beside-calls",
-        "Leaves out the text of an assistant's message that has calls.",
-        "The template leaves it out, and refuses it as a message of its own before the calls.",
-        "all with tools; Mistral",
-        leave_out_text_beside_calls,
-    ),
-    RewriteRule(
-        "system-in-the-middle",
-        "Writes a later system message where it stands: with the template's own header for system "
-        "messages, or else in the user's message, within `<system-reminder>`.",
-        "The template refuses it, leaves it out, or moves it to the front, which changes the "
-        "beginning of all that was evaluated.",
-        "Claude Code; Qwen 3.5, Gemma, Mistral, gpt-oss, DeepSeek",
-        keep_system_in_place,
-    ),
-    RewriteRule(
-        "same-roles",
-        "Joins neighbouring messages of the same role.",
-        "The template wants user and assistant in turn.",
-        "all; Gemma, Mistral",
-        join_roles,
-    ),
-    RewriteRule(
-        "assistant-first",
-        "Puts an empty message of the user before an assistant, or a result, that begins.",
-        "The template refuses a conversation that the user does not begin.",
-        "chat programs with a greeting; Gemma, Mistral, Llama 3 with tools",
-        begin_with_user,
-    ),
-    RewriteRule(
-        "user-after-tools",
-        "Puts an empty message of the assistant between a tool's result and the user's message.",
-        "The template refuses a user who writes right after a result.",
-        "Claude Code; Mistral",
-        answer_after_tools,
-    ),
-    RewriteRule(
-        "short-call-ids",
-        "Replaces the ids of calls by nine letters and digits.",
-        "The template refuses others.",
-        "all with tools; Mistral",
-        shorten_ids,
-    ),
-)
-"""The rules, in the order in which they act."""
-
-
 def apply(
     draft: PromptDraft,
     probe: TemplateProbe,
@@ -560,7 +535,7 @@ def apply(
     """
     acted, without = [], set(off)
     for rule in rules:
-        if rule.is_on and rule.name not in without:
+        if rule.name not in without:
             after = rule.apply(draft, probe)
             if after is draft:
                 continue

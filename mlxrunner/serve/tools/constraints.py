@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mlxrunner.engine.constrain import HEAD, JSON_STYLE, Constraint, check_form, literal, matcher_of
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.serve.events import AnswerNote, ApiError, ToolChoice
+from mlxrunner.serve.events import AnswerNote, ToolChoice, field_error
 from mlxrunner.serve.tools.formats import (
     ANY,
     ANY_TEXT,
@@ -28,6 +28,7 @@ from mlxrunner.serve.tools.formats import (
     is_strict,
     name_of,
     rules_of,
+    strict_error,
 )
 from mlxrunner.templates.thinking import THINKING_TAGS, ThinkingSplitter
 from mlxrunner.tokenizer import Tokenizer
@@ -249,20 +250,18 @@ class StrictCalls:
 def _check(tool: Mapping[str, Any], spelling: ToolCallSyntax) -> None:
     """Raise ApiError if the calls of a strict tool can't be held to its name and schema."""
     if not re.fullmatch(spelling.names, name_of(tool)):
-        message = (
-            f"tools: {name_of(tool)!r:.80} is strict, and this model's form of calls has no such "
-            "names: change it, or leave out strict"
+        raise strict_error(
+            tool, "this model's form of calls has no such names: change it, or leave out strict"
         )
-        raise ApiError(400, message, param="tools")
     try:
         check_form(GenerateOptions.of(schema=arguments_of(tool)))
     except OptionError as error:
         why = str(error).removeprefix("schema: ")
-        message = (
-            f"tools: {name_of(tool)!r:.80} is strict, and its arguments can't be held to its "
-            f"schema: {why}: change the schema, or leave out strict"
-        )
-        raise ApiError(400, message, param="tools") from error
+        raise strict_error(
+            tool,
+            f"its arguments can't be held to its schema: {why}: change the schema, or leave out "
+            "strict",
+        ) from error
 
 
 class Beginnings:
@@ -392,7 +391,7 @@ def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> For
     named = [tool for tool in tools if choice.mode == "required" or name_of(tool) == choice.name]
     if not named:
         what = "no tools are given" if not tools else f"no tool is called {choice.name!r:.80}"
-        raise ApiError(400, f"tool_choice: a call is required, and {what}", param="tool_choice")
+        raise field_error("tool_choice", f"a call is required, and {what}")
     closed = closed_thinking(text)
     if form.kind == "channels" and len(named) == 1:
         header = (

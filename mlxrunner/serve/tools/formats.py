@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from mlxrunner.engine.constrain import JSON_STYLE, literal
-from mlxrunner.serve.events import ApiError
+from mlxrunner.serve.events import ApiError, field_error
 from mlxrunner.system.mlx_lm_internals import tool_parser, tool_parser_name
 from mlxrunner.tokenizer import Tokenizer
 
@@ -448,11 +448,16 @@ def _check_name(tool: Mapping[str, Any], name: str) -> None:
 
 
 def _refused(tool: Mapping[str, Any], why: str) -> ApiError:
-    message = (
-        f"tools: {name_of(tool)!r:.80} is strict, and its arguments can't be held to its schema in "
-        f"this model's form of calls: {why}: change it, or leave out strict"
+    return strict_error(
+        tool,
+        f"its arguments can't be held to its schema in this model's form of calls: {why}: change "
+        "it, or leave out strict",
     )
-    return ApiError(400, message, param="tools")
+
+
+def strict_error(tool: Mapping[str, Any], why: str) -> ApiError:
+    """Return the refusal of a strict tool."""
+    return field_error("tools", f"{name_of(tool)!r:.80} is strict, and {why}")
 
 
 ANY_TEXT: Sequence[tuple[str, str]] = (

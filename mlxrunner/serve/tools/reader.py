@@ -12,13 +12,11 @@ from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.results import Chunk
 from mlxrunner.serve.events import (
     CUT_OFF,
-    AnswerEvent,
     AnswerNote,
+    AnswerPart,
     TextDelta,
     ThinkingDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
+    ToolCallEvent,
 )
 from mlxrunner.serve.tools.formats import AnswerPiece, CallFormat, ParsedCall, Tools, name_of
 from mlxrunner.templates.segments import common
@@ -443,7 +441,7 @@ class AnswerSplitter:
             return AnswerNote("calls-left-out", left_out)
         return self._reader.note or self._note
 
-    def add(self, chunk: Chunk) -> Iterator[AnswerEvent]:
+    def add(self, chunk: Chunk) -> Iterator[AnswerPart]:
         """Take the next chunk, and yield the events that are certain now."""
         if self._reader.is_thinking:
             self.thinking_tokens += 1
@@ -452,7 +450,7 @@ class AnswerSplitter:
         text, self._before = self._before + chunk.text, ""
         yield from self._events(self._reader.add(text) if text else [])
 
-    def finish(self, *, is_whole: bool = True) -> Iterator[AnswerEvent]:
+    def finish(self, *, is_whole: bool = True) -> Iterator[AnswerPart]:
         """End the answer, and yield the rest. `is_whole`: the model ended it, not a limit."""
         after = self._after if is_whole else ""
         yield from self._events(self._reader.add(after) if after else [])
@@ -460,7 +458,7 @@ class AnswerSplitter:
         if self._tokens:
             yield TextDelta("", self._take_tokens())
 
-    def _events(self, pieces: Iterable[AnswerPiece]) -> Iterator[AnswerEvent]:
+    def _events(self, pieces: Iterable[AnswerPiece]) -> Iterator[AnswerPart]:
         for piece in pieces:
             if piece.call is not None:
                 self._unsaid = {"text": "", "thought": ""}
@@ -484,7 +482,7 @@ class AnswerSplitter:
         self._unsaid[piece.kind] = held[count:] if is_same else ""
         return piece._replace(text=piece.text[count:]) if is_same else piece
 
-    def _call(self, call: ParsedCall) -> Iterator[AnswerEvent]:
+    def _call(self, call: ParsedCall) -> Iterator[AnswerPart]:
         index = len(self.calls)
         if self.is_done:
             self._left_out += 1
@@ -493,9 +491,7 @@ class AnswerSplitter:
         if identity is None or identity in {known for known, _ in self.calls}:
             identity = call_id(self._request, index)
         self.calls.append((identity, call))
-        yield ToolCallStart(index, identity, call.name)
-        yield ToolCallDelta(index, call.arguments)
-        yield ToolCallEnd(index)
+        yield ToolCallEvent(index, identity, call.name, call.arguments)
 
     def _token(self, chunk: Chunk, token: int, logprob: float) -> TokenLogprob:
         top = tuple(

@@ -14,6 +14,7 @@ from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.serve.events import AnswerEnd, ApiError, Client, ServerRequest, TextDelta
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.protocol import headers, report
 from mlxrunner.serve.watch import RequestLog, explained
 
 
@@ -26,12 +27,9 @@ def test_an_answer_and_the_next_turn(folder: Path) -> None:
             again = await events_of(house, asked())
             assert isinstance(first, AnswerEnd)
             assert isinstance(again[-1], AnswerEnd)
-            assert (first.reason, first.cache.outcome, first.cache.reason) == (
-                "length",
-                "miss",
-                "empty",
-            )
-            assert again[-1].cache.cached == first.usage.prompt_tokens - 1
+            used = first.usage
+            assert (first.reason, used.outcome, used.reason) == ("length", "miss", "empty")
+            assert again[-1].usage.cached_tokens == first.usage.prompt_tokens - 1
             assert [type(event) for event in again[:-1]] == [TextDelta] * (len(again) - 1)
             count = await house.count(asked())
             assert count == first.usage.prompt_tokens
@@ -52,12 +50,13 @@ def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
                 one = replace(one, messages=[system, *one.messages])
                 ended = (await events_of(house, one))[-1]
                 assert isinstance(ended, AnswerEnd)
-                reports.append(ended.cache)
-        assert [report.cause for report in reports] == ["first-request", None, "changing-date"]
-        assert "cause=changing-date" in reports[2].header
-        assert "message 0" in str(reports[2].body["remedy"])
-        assert [report.body["message"] for report in reports] == [None, None, 0]
-        assert reports[2].header.endswith("cause=changing-date; message=0")
+                reports.append(report(ended))
+                said = headers(one, ended)["x-mlxrunner-cache"]
+        causes = [found["cause"] for found in reports]
+        assert causes == ["first-request", None, "changing-date"]
+        assert "message 0" in str(reports[2]["remedy"])
+        assert [found["message"] for found in reports] == [None, None, 0]
+        assert said.endswith("cause=changing-date; message=0")
 
     in_house(run())
 
@@ -191,21 +190,21 @@ def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
         await house.close()
         return ended
 
-    report = asyncio.run(run()).cache
+    found = report(asyncio.run(run()))
     record.close()
-    assert (report.cause, report.outcome) == ("changing-date", "partial")
+    assert (found["cause"], found["outcome"]) == ("changing-date", "partial")
     event = find_event([tmp_path / "events.jsonl"], "msg_22")
     assert event.caller is not None
     assert (event.caller.cause, event.caller.remedy, event.caller.message) == (
-        report.cause,
-        report.remedy,
+        found["cause"],
+        found["remedy"],
         0,
     )
     known = record.event("msg_22")
     assert known is not None
     said = " ".join(explained(known).split())
     assert "cause: changing-date in message 0" in said
-    assert f"What to change: {report.remedy}" in said
+    assert f"What to change: {found['remedy']}" in said
 
 
 @pytest.mark.parametrize("model", ["claude-haiku-4-5", "claude-opus-4-1[1m]", "claude-x:latest"])

@@ -63,7 +63,7 @@ def test_a_client_that_leaves(folder: Path, way: str) -> None:
             assert place.users == 0
             ended = (await events_of(house, asked("x" * 100)))[-1]
             assert isinstance(ended, AnswerEnd)
-            assert ended.cache.cached > 100
+            assert ended.usage.cached_tokens > 100
 
     in_house(run())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.loader import ModelLoader
+from mlxrunner.serve.models import ModelLoader
 from tests.support.models import write_model
 
 CONTEXT = 500

@@ -25,9 +25,8 @@ from mlxrunner.errors import OptionError
 from mlxrunner.options import ServeSettings
 from mlxrunner.pictures import vision_encoder
 from mlxrunner.serve.events import AnswerEnd, ApiError, ServerRequest, TextDelta
-from mlxrunner.serve.loader import ModelLoader
 from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.models import ModelLoader, ModelNames
 from mlxrunner.serve.watch import RequestLog
 
 SHAPES = Path(__file__).parents[3] / "docs" / "images" / "shapes.png"
@@ -136,7 +135,7 @@ def test_conversations_go_on_after_a_restart(
             for number, talk in enumerate(talks):
                 text, ended = await answered(house, talk)
                 assert text == cold(runner, talk)
-                assert ended.cache.cached >= told[number]
+                assert ended.usage.cached_tokens >= told[number]
                 told[number] = ended.usage.prompt_tokens
                 question = {"role": "user", "content": QUESTIONS[2 * start]}
                 talk += [{"role": "assistant", "content": text}, question]
@@ -174,7 +173,7 @@ def test_random_conversations_are_answered_as_cold(kind: str, seed: int, tmp_pat
                     await stream.aclose()
                 text, ended = await answered(house, messages)
                 assert text == cold(runner, messages)
-                kept += ended.cache.cached
+                kept += ended.usage.cached_tokens
                 said = text if has_words else "Fine."
                 messages = [*messages, {"role": "assistant", "content": said}]
             assert kept > 100
@@ -207,10 +206,10 @@ def test_a_changed_picture_is_named(tmp_path: Path) -> None:
 
     in_house(keep())
     record.close()
-    cache = found[0].cache
-    assert (cache.cause, cache.message) == ("picture-changed", 0)
-    assert cache.remedy is not None
-    assert cache.remedy.startswith("Send picture 2 of message 0 back as it was")
+    cause = found[0].cause
+    assert cause is not None
+    assert (cause.name, cause.message) == ("picture-changed", 0)
+    assert cause.remedy.startswith("Send picture 2 of message 0 back as it was")
     last = events.read_text().splitlines()[-1]
     assert '"part":"picture"' in last
     assert '"picture":2' in last
@@ -279,7 +278,7 @@ def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
             await answered(house, [{"role": "user", "content": [shown(1), said(QUESTIONS[0])]}])
             inside = (folder / "shapes of mine.png").as_uri()
             _, ended = await answered(house, by_url(inside))
-            assert ended.cache.outcome == "hit"
+            assert ended.usage.outcome == "hit"
             for outside in (
                 (folder / "link.png").as_uri(),
                 f"{folder.as_uri()}/../outside.png",
