@@ -80,6 +80,8 @@ def run(port: int, trace: ThreadsTrace | None) -> None:
                 trace.is_on = turn == TRACED
             began = time.process_time()
             answer = client.ask()
+            if trace:
+                trace.is_on = False
             if turn >= TRACED:
                 seconds.append(time.process_time() - began)
             else:

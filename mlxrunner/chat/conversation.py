@@ -28,6 +28,7 @@ from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.terminal.text import count_of
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, system_tokens
+from mlxrunner.tokenizer.stream import AnswerTokens
 
 UNSTABLE = 4
 """Number of tokens at the end of a draft that the next key may change."""
@@ -299,24 +300,16 @@ class Conversation:
     ) -> tuple[SessionTurn, Rendering]:
         """Return the turn, and the rendering up to its end.
 
-        The rendering has the tokens whose text was shown. It lacks those of half a character, of a
-        stop string, and after that.
+        The rendering has the tokens whose text was shown.
         """
-        tokenizer, text = self.runner.tokenizer, "".join(chunk.text for chunk in shown)
-        tokens = [chunk.token for chunk in shown if chunk.token is not None]
         before = words(as_tokens(asked.tokens[-8:])).tolist()
-        stream, rendered, count, closing = tokenizer.stream(before), "", 0, ""
-        for number, token in enumerate(tokens, 1):
-            if token in tokenizer.stop_tokens and rendered == text and number == len(tokens):
-                closing, count = tokenizer.decode([token]), number
-                break
-            piece = stream.add(token)
-            if not text.startswith(rendered + piece):
-                break
-            if piece:
-                rendered, count = rendered + piece, number
-        turn = SessionTurn(user, text, asked.end, closing=closing)
-        return turn, asked.and_then(rendered + closing, tokens[:count])
+        answer = AnswerTokens.of(shown, self.runner.tokenizer, before)
+        tokens = answer.tokens.tolist()
+        if answer.closing_token is not None:
+            tokens.append(answer.closing_token)
+        text = "".join(chunk.text for chunk in shown)
+        turn = SessionTurn(user, text, asked.end, closing=answer.closing)
+        return turn, asked.and_then(answer.text + answer.closing, tokens)
 
 
 MOST = 50

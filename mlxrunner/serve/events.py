@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,22 +85,6 @@ class AnswerEnd:
 
 AnswerPart = ThinkingDelta | TextDelta | ToolCallEvent
 AnswerEvent = Ping | AnswerPart | AnswerEnd
-
-
-def joined(events: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
-    """Yield parts of an answer, neighbouring texts as one, and neighbouring thoughts as one."""
-    last: AnswerPart | None = None
-    for event in events:
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            last = TextDelta(last.text + event.text, last.tokens + event.tokens)
-        elif isinstance(event, ThinkingDelta) and isinstance(last, ThinkingDelta):
-            last = ThinkingDelta(last.text + event.text)
-        else:
-            if last is not None:
-                yield last
-            last = event
-    if last is not None:
-        yield last
 
 
 class ApiError(Exception):

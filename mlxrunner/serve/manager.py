@@ -35,7 +35,6 @@ from mlxrunner.serve.events import (
     Ping,
     ServerRequest,
     field_error,
-    joined,
 )
 from mlxrunner.serve.models import (
     ModelCard,
@@ -51,7 +50,7 @@ from mlxrunner.serve.prompts.answer_tokens import digest, message_digest
 from mlxrunner.serve.prompts.builder import BuiltPrompt
 from mlxrunner.serve.prompts.lru import MemoizedFunction, footprint
 from mlxrunner.serve.prompts.rules import without_billing
-from mlxrunner.serve.tools.reader import AnswerSplitter
+from mlxrunner.serve.tools.reader import AnswerSplitter, joined
 from mlxrunner.tokenizer.prompt import Caller
 
 LONGEST_WAIT = 120

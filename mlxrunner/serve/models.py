@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,7 +83,7 @@ class ModelNames:
     has_claude: bool = True
     """True if a name of Anthropic's that no model has here means the first model."""
 
-    @property
+    @cached_property
     def shown(self) -> str:
         """The name that clients see of the first model: a folder's is its last part."""
         place = Path(lasting(self.first))

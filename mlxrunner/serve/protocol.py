@@ -56,9 +56,9 @@ from mlxrunner.serve.events import (
     TextDelta,
     ThinkingDelta,
     ToolCallEvent,
-    joined,
 )
 from mlxrunner.serve.models import AnswerBackend
+from mlxrunner.serve.tools.reader import joined
 from mlxrunner.templates.parts import PartError, arguments_of_call, parts_of, settled
 from mlxrunner.terminal.text import one_line
 

@@ -1,11 +1,21 @@
-"""Text that grows token by token, in whole characters, and stop strings in it."""
+"""Text that grows token by token, in whole characters, stop strings in it, and the tokens of it."""
 
 from __future__ import annotations
 
 import codecs
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.results import Chunk
+from mlxrunner.templates.segments import common
 from mlxrunner.templates.thinking import overlap
+
+if TYPE_CHECKING:
+    from mlxrunner.tokenizer.base import Tokenizer
 
 INCOMPLETE = "\ufffd"
 LONGEST_CHARACTER = 4
@@ -111,3 +121,44 @@ class StopScanner:
         """Return the text that was held back and is not a stop string."""
         held, self._held = self._held, ""
         return held
+
+
+class AnswerTokens(NamedTuple):
+    """The tokens of an answer as they were generated, as far as their text was shown."""
+
+    text: str
+    """The text of the tokens."""
+    tokens: TokenArray
+    ends: Sequence[int]
+    """The number of characters up to each token's end."""
+    closing: str = ""
+    """The text of the token that ended the answer, or nothing."""
+    closing_token: int | None = None
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[Chunk], tokenizer: Tokenizer, context: Sequence[int]
+    ) -> AnswerTokens:
+        """Return the tokens of an answer behind the tokens `context`.
+
+        Those of half a character, of a stop string, and after that are left out.
+        """
+        shown = "".join(chunk.text for chunk in chunks)
+        tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+        last = tokens.pop() if tokens and tokens[-1] in tokenizer.stop_tokens else None
+        texts = [chunk.text for chunk in chunks[: len(tokens)]]
+        if last is None or "".join(texts) != shown:
+            stream = tokenizer.stream(context)
+            texts = [stream.add(token) for token in tokens]
+        whole = cls("".join(texts), as_tokens(tokens), array("q", accumulate(map(len, texts))))
+        if last is not None and whole.text == shown:
+            return whole._replace(closing=tokenizer.decode([last]), closing_token=last)
+        end, count = whole.within(common(whole.text, shown))
+        return cls(shown[:end], whole.tokens[:count], whole.ends[:count])
+
+    def within(self, most: int) -> tuple[int, int]:
+        """Return the most characters, up to `most`, that tokens end with, and those tokens."""
+        count = bisect_right(self.ends, most)
+        end = self.ends[count - 1] if count else 0
+        # Later tokens with the same end begin a character.
+        return end, bisect_left(self.ends, end) + 1 if end else 0

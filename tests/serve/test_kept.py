@@ -20,13 +20,13 @@ from mlxrunner.serve.events import (
 )
 from mlxrunner.serve.prompts.answer_tokens import (
     AnswerTokenCache,
-    AnswerTokens,
     PromptEncoder,
     TokenSpan,
     common_end,
 )
 from mlxrunner.serve.prompts.builder import BuiltPrompt, PromptBuilder
 from mlxrunner.serve.tools.reader import ParsedAnswer
+from mlxrunner.tokenizer.stream import AnswerTokens
 
 FAMILIES = ("qwen3", "qwen3.5", "llama3", "mistral", "gpt-oss", "glm", "deepseek", "gemma3")
 TOOL = {
@@ -431,7 +431,7 @@ def said(text: str) -> ParsedAnswer:
 
 def answer_of(text: str) -> AnswerTokens:
     """Return an answer of a token for each letter."""
-    return AnswerTokens(text, as_tokens(list(map(ord, text))), list(range(1, len(text) + 1)), "")
+    return AnswerTokens(text, as_tokens(list(map(ord, text))), list(range(1, len(text) + 1)))
 
 
 def test_kept_answers_are_bounded() -> None:

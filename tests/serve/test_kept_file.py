@@ -27,25 +27,23 @@ from mlxrunner.serve.prompts.answer_tokens import (
 )
 from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.tools.reader import ParsedAnswer
+from mlxrunner.tokenizer.stream import AnswerTokens
 from tests.serve.test_kept import FAMILIES, MERGED, Client, call_text
 
 
 def turn_of(text: str, **more: Any) -> CachedAnswer:
     tokens = as_tokens([ord(letter) for letter in text])
     said = ParsedAnswer("thought", text, (("look", '{"at":1}', None), ("see", "{}", "id")), 3)
-    values: dict[str, Any] = {"length": 7, "before": b"b" * 16, "closing": "<end>", "said": said}
-    return CachedAnswer(
-        **values | {"text": text, "tokens": tokens, "ends": array("q", range(len(text)))} | more
-    )
+    answer = AnswerTokens(text, tokens, array("q", range(len(text))), "<end>")
+    return CachedAnswer(7, b"b" * 16, answer, said, **more)
 
 
 def same(one: CachedAnswer, other: CachedAnswer) -> bool:
-    names = ("length", "before", "text", "closing", "said", "is_cut", "forms")
+    names = ("length", "before", "said", "is_cut", "forms")
     return (
         all(getattr(one, name) == getattr(other, name) for name in names)
-        and one.tokens.tolist() == other.tokens.tolist()
-        and one.tokens.dtype == other.tokens.dtype
-        and list(one.ends) == list(other.ends)
+        and str(one.answer) == str(other.answer)
+        and one.answer.tokens.dtype == other.answer.tokens.dtype
         and str(one.known) == str(other.known)
     )
 
@@ -122,7 +120,7 @@ def test_an_answer_that_takes_too_much_is_not_kept(
     file = AnswerTokenFile(tmp_path, 20_000)
     for text in ("short", "x" * 30_000, "last"):
         file.add(b"l", turn_of(text))
-    assert [turn.text for _, turn in file.read()] == ["short", "last"]
+    assert [turn.answer.text for _, turn in file.read()] == ["short", "last"]
     assert "of at most 10,000 bytes" in caplog.text
 
 
@@ -132,7 +130,7 @@ def test_a_file_is_bounded(tmp_path: Path) -> None:
     for number in range(200):
         AnswerTokenFile(tmp_path, most).add(b"l", turn_of(f"{number}"))
         assert (tmp_path / NAME).stat().st_size <= most
-    found = [turn.text for _, turn in AnswerTokenFile(tmp_path, most).read()]
+    found = [turn.answer.text for _, turn in AnswerTokenFile(tmp_path, most).read()]
     assert 10 < len(found) < 190
     assert found == [f"{number}" for number in range(200 - len(found), 200)]
 

@@ -83,5 +83,5 @@ def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_no_limit_closes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system may have no limit."""
-    monkeypatch.setattr("mlxrunner.serve.server.limit", lambda: -1)
+    monkeypatch.setattr("mlxrunner.serve.middleware.limit", lambda: -1)
     assert not ConnectionLimit().closes(100_000)

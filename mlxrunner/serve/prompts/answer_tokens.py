@@ -13,12 +13,11 @@ import json
 import os
 from array import array
 from base64 import b64decode, b64encode
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ import numpy as np
 
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError, ReadError
-from mlxrunner.results import Chunk, logger
+from mlxrunner.results import logger
 from mlxrunner.serve.prompts.lru import ENTRY, LRUCache, footprint
 from mlxrunner.serve.tools.reader import Calls, ParsedAnswer
 from mlxrunner.system.reading import read_bytes
@@ -36,6 +35,7 @@ from mlxrunner.templates.segments import common, common_end
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.base import left_over
 from mlxrunner.tokenizer.limits import check_text
+from mlxrunner.tokenizer.stream import AnswerTokens
 
 UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""
@@ -93,10 +93,7 @@ class AnswerTokenCache:
         turn = CachedAnswer(
             len(prompt),
             _hash(prompt).digest(),
-            answer.text,
-            answer.tokens,
-            answer.ends,
-            answer.closing,
+            answer,
             said,
             is_cut,
         )
@@ -108,12 +105,12 @@ class AnswerTokenCache:
         with self._lock:
             for number in tuple(self._places.get(link, ())):
                 known = self._turns[link, number]
-                if (known.before, known.text) != (turn.before, turn.text):
+                if (known.before, known.answer.text) != (turn.before, turn.answer.text):
                     continue
                 self._places[link].remove(number)
                 self._places[link].append(number)
                 self._turns.move_to_end((link, number))
-                if np.array_equal(known.tokens, turn.tokens):
+                if np.array_equal(known.answer.tokens, turn.answer.tokens):
                     _learn(known, turn.known)
                     return False
                 self._nbytes -= known.nbytes  # the newest spelling is the one that is cached
@@ -197,9 +194,9 @@ def _fill(
     text: str, number: int, turn: CachedAnswer, without: Callable[[int], str | None], read: Read
 ) -> TokenSpan | None:
     """Return the place of `turn`, message `number`, in `text`; None if it says something else."""
-    begin = turn.length
-    if text.startswith(turn.text + turn.closing, begin):
-        return TokenSpan(begin, begin + len(turn.text), turn.text, turn.tokens)
+    begin, (said, tokens, _, closing, _) = turn.length, turn.answer
+    if text.startswith(said + closing, begin):
+        return TokenSpan(begin, begin + len(said), said, tokens)
     for form, fill in [*turn.known.items()]:  # another thread may add one
         if text.startswith(form, begin):
             return fill
@@ -209,12 +206,12 @@ def _fill(
     if turn.is_cut:
         return turn.fill(begin, text[begin:end])
     # The end token of a call may end like that of a text, which stands in `unknown`.
-    at = text.rfind(turn.closing, begin, end + len(turn.closing)) if turn.closing else -1
-    if at >= 0 and not text[at + len(turn.closing) : end].strip():
+    at = text.rfind(closing, begin, end + len(closing)) if closing else -1
+    if at >= 0 and not text[at + len(closing) : end].strip():
         end = at
     filled = _checked(begin, end, turn, read(text[:begin], text[begin:end]))
-    if filled is not None and turn.closing and text.startswith(turn.closing, end):
-        _learn(turn, {text[begin:end] + turn.closing: filled})
+    if filled is not None and closing and text.startswith(closing, end):
+        _learn(turn, {text[begin:end] + closing: filled})
     return filled
 
 
@@ -232,12 +229,12 @@ def _checked(begin: int, end: int, turn: CachedAnswer, said: ParsedAnswer) -> To
     if said.text != own.text or not _are_same(own.calls, said.calls):
         return None
     if said.thinking == own.thinking:
-        return TokenSpan(begin, end, turn.text, turn.tokens)
+        return TokenSpan(begin, end, turn.answer.text, turn.answer.tokens)
     rest = turn.after_thinking() if not said.begins else None
     if rest is None:
         return None
     at, first = rest
-    return TokenSpan(begin, end, turn.text[at:], turn.tokens[first:])
+    return TokenSpan(begin, end, turn.answer.text[at:], turn.answer.tokens[first:])
 
 
 def _are_same(own: Calls, written: Calls) -> bool:
@@ -246,56 +243,6 @@ def _are_same(own: Calls, written: Calls) -> bool:
         mine[:2] == call[:2] and mine[2] in (None, call[2])
         for mine, call in zip(own, written, strict=True)
     )
-
-
-class AnswerTokens(NamedTuple):
-    """The tokens of an answer, and their text."""
-
-    text: str
-    tokens: TokenArray
-    ends: Sequence[int]
-    closing: str
-
-    @classmethod
-    def of(
-        cls,
-        chunks: Sequence[Chunk],
-        tokenizer: Tokenizer,
-        context: Sequence[int],
-        *,
-        is_cut: bool = False,
-    ) -> AnswerTokens:
-        """Return the answer that `chunks` make, up to a stop string, behind `context`.
-
-        It is empty if it ends within a token. `is_cut`: its client left before its end.
-        """
-        text = "".join(chunk.text for chunk in chunks)
-        tokens = [chunk.token for chunk in chunks if chunk.token is not None]
-        if is_cut:
-            texts = _texts(tokenizer, tokens, context)
-            return cls("".join(texts), as_tokens(tokens), _ends(texts), "")
-        closing = ""
-        if tokens and tokens[-1] in tokenizer.stop_tokens:
-            closing = tokenizer.decode([tokens.pop()])
-        ends = _ends([chunk.text for chunk in chunks])[: len(tokens)]
-        if "".join(chunk.text for chunk in chunks[: len(tokens)]) != text or not closing:
-            ends = _ends(_texts(tokenizer, tokens, context))
-            if len(text) not in ends:
-                return cls("", as_tokens([]), [], "")
-            count = ends.index(len(text)) + 1
-            tokens, ends = tokens[:count], ends[:count]
-        return cls(text, as_tokens(tokens), ends, closing)
-
-
-def _texts(tokenizer: Tokenizer, tokens: Sequence[int], context: Sequence[int]) -> list[str]:
-    """Return the text that each token completes."""
-    stream = tokenizer.stream(context)
-    return [stream.add(token) for token in tokens]
-
-
-def _ends(texts: Sequence[str]) -> Sequence[int]:
-    """Return the number of characters up to each text's end."""
-    return array("q", accumulate(map(len, texts)))
 
 
 def _hash(text: str) -> Any:
@@ -318,13 +265,7 @@ class CachedAnswer:
     """Characters of the text that it continues."""
     before: bytes
     """Digest of that text."""
-    text: str
-    """The text of its tokens, without the token that ended it."""
-    tokens: TokenArray
-    ends: Sequence[int]
-    """The number of characters up to each token's end."""
-    closing: str
-    """The text of the token that ended it, or nothing."""
+    answer: AnswerTokens
     said: ParsedAnswer
     is_cut: bool = False
     """True if the client left before its end."""
@@ -340,9 +281,10 @@ class CachedAnswer:
 
         None if there is none, or if no token ends there.
         """
-        at = len(self.text) - len(self.text[self.said.begins :].lstrip())
-        index = bisect_left(self.ends, at)
-        if self.said.begins == 0 or index >= len(self.ends) or self.ends[index] != at:
+        text, _, ends, *_ = self.answer
+        at = len(text) - len(text[self.said.begins :].lstrip())
+        index = bisect_left(ends, at)
+        if self.said.begins == 0 or index >= len(ends) or ends[index] != at:
             return None
         return at, index + 1
 
@@ -353,11 +295,10 @@ class CachedAnswer:
         """
         found = []
         for at, first in filter(None, ((0, 0), self.after_thinking())):
-            most = bisect_right(self.ends, at + common(self.text[at:], said))
-            end = self.ends[most - 1] if most else 0
-            count = bisect_left(self.ends, end) + 1  # tokens behind it begin a character
+            text, tokens, *_ = self.answer
+            end, count = self.answer.within(at + common(text[at:], said))
             if end > at:
-                whole = self.text[at:end], self.tokens[first:count]
+                whole = text[at:end], tokens[first:count]
                 found.append(TokenSpan(begin, begin + end - at, *whole))
         return max(found, key=lambda fill: fill.end, default=None)
 
@@ -428,10 +369,10 @@ def _line(link: bytes, turn: CachedAnswer) -> bytes:
         "link": link.hex(),
         "length": turn.length,
         "before": turn.before.hex(),
-        "text": turn.text,
-        "tokens": _packed(turn.tokens),
-        "ends": _packed(turn.ends),
-        "closing": turn.closing,
+        "text": turn.answer.text,
+        "tokens": _packed(turn.answer.tokens),
+        "ends": _packed(turn.answer.ends),
+        "closing": turn.answer.closing,
         "said": asdict(turn.said),
         "is_cut": turn.is_cut,
         "known": [[form, *_span_fields(fill)] for form, fill in [*turn.known.items()]],
@@ -452,15 +393,17 @@ def _read(line: bytes) -> tuple[bytes, CachedAnswer] | None:
         written: TokenSpan(begin, end, text, as_tokens(_numbers(tokens)))
         for written, begin, end, text, tokens in value.pop("known")
     }
-    parts: dict[str, Any] = {
-        "before": bytes.fromhex(value.pop("before")),
-        "tokens": as_tokens(_numbers(value.pop("tokens"))),
-        "ends": array("q", _numbers(value.pop("ends")).tolist()),
-        "said": ParsedAnswer(**said),
-        "known": known,
-        "forms": len(known),
-    }
-    return link, CachedAnswer(**value, **parts)
+    answer = AnswerTokens(
+        value["text"],
+        as_tokens(_numbers(value["tokens"])),
+        array("q", _numbers(value["ends"]).tolist()),
+        value["closing"],
+    )
+    before, parsed = bytes.fromhex(value["before"]), ParsedAnswer(**said)
+    turn = CachedAnswer(
+        value["length"], before, answer, parsed, value["is_cut"], known, forms=len(known)
+    )
+    return link, turn
 
 
 def _span_fields(fill: TokenSpan) -> tuple[int, int, str, str]:

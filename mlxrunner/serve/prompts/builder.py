@@ -27,7 +27,6 @@ from mlxrunner.serve.events import ApiError, ServerRequest, field_error
 from mlxrunner.serve.prompts.answer_tokens import (
     UNKNOWN,
     AnswerTokenCache,
-    AnswerTokens,
     PromptEncoder,
     TokenSpan,
     chain,
@@ -59,6 +58,7 @@ from mlxrunner.templates.probe import TemplateProbe
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, end_texts, tokenize_prompt
+from mlxrunner.tokenizer.stream import AnswerTokens
 
 MOST_BYTES = 32_000_000
 """Most bytes of messages that are remembered, as they came and as they were checked."""
@@ -184,7 +184,7 @@ class PromptBuilder:
             self.tokenizer.decode,
             parallel=asked.parallel_calls,
             around=(before, after),
-            note=self._strict.note(asked.tools) if form is self.form else None,
+            note=self._strict.note(asked.tools) if asked.tools and form is self.form else None,
             said=made.lead if made.forced is None else "",
             again=lambda: reader_of(form, asked.tools, made.opens),
         )
@@ -201,7 +201,9 @@ class PromptBuilder:
         before = made.prompt.tokens[: len(made.prompt.tokens) - len(made.lead_tokens)]
         context = words(before[-8:]).tolist()
         chunks = [*_chunks_of(made.lead_tokens, self.tokenizer, context), *chunks]
-        answer = AnswerTokens.of(chunks, self.tokenizer, context, is_cut=is_cut)
+        answer = AnswerTokens.of(chunks, self.tokenizer, context)
+        if not is_cut and answer.text != "".join(chunk.text for chunk in chunks):
+            return  # it ends within a token
         said = ParsedAnswer.of(answer.text, self.form, made.tools, made.opens)
         self.kept.keep(made.link, made.rendered, answer, said, is_cut=is_cut)
 
@@ -226,7 +228,9 @@ class PromptBuilder:
         )
         # Words that are continued are the model's own tokens, or the template's, but not of both.
         fills = [fill for fill in fills if fill.end <= header or fill.end == len(text)]
-        call = forced(asked.tool_choice, asked.tools, self.form, text)
+        choice, call = asked.tool_choice, None
+        if choice.mode in ("required", "named"):
+            call = forced(choice, asked.tools, self.form, text)
         closed = call.closed if call is not None else _closing(asked, text)
         rendered = text + (call.opening if call is not None else closed)
         tokens, whole = self._encoder.encode(rendered, fills, context)
@@ -387,7 +391,8 @@ class PromptBuilder:
         self, asked: ServerRequest, tokens: TokenArray, opens: str
     ) -> StartConstraint | None:
         """Return what holds the calls of strict tools, unless another form holds the answer."""
-        if asked.tool_choice.mode != "auto" or asked.options.keys() & FORMS:
+        is_free = asked.tool_choice.mode == "auto" and not asked.options.keys() & FORMS
+        if not (asked.tools and is_free):
             return None
         return self._strict.constraint(asked.tools, words(tokens[-8:]).tolist(), opens)
 

@@ -381,13 +381,11 @@ class ForcedCall:
     """True if prompt and answer together are the model's own form of a call."""
 
 
-def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> ForcedCall | None:
-    """Return the call that `choice` asks for, or None if it asks for none.
+def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> ForcedCall:
+    """Return the call that `choice` asks for: any that is required, or the one that it names.
 
     `text`: the prompt. Raise ApiError for a tool that is not there.
     """
-    if choice.mode not in ("required", "named"):
-        return None
     named = [tool for tool in tools if choice.mode == "required" or name_of(tool) == choice.name]
     if not named:
         what = "no tools are given" if not tools else f"no tool is called {choice.name!r:.80}"

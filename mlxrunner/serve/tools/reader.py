@@ -504,6 +504,22 @@ class AnswerSplitter:
         return tokens
 
 
+def joined(events: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
+    """Yield parts of an answer, neighbouring texts as one, and neighbouring thoughts as one."""
+    last: AnswerPart | None = None
+    for event in events:
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            last = TextDelta(last.text + event.text, last.tokens + event.tokens)
+        elif isinstance(event, ThinkingDelta) and isinstance(last, ThinkingDelta):
+            last = ThinkingDelta(last.text + event.text)
+        else:
+            if last is not None:
+                yield last
+            last = event
+    if last is not None:
+        yield last
+
+
 def _held_back(
     reader: AnswerReader | ChannelReader, other: AnswerReader | ChannelReader, said: str
 ) -> dict[str, str]:
