@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlxrunner.config.request_fields import RequestField
 
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -63,23 +66,27 @@ def _field_names() -> str:
 
 
 def _refused_fields() -> str:
-    """List the fields that would change an answer, with the values that don't."""
+    """List the fields that would change an answer by what to send instead."""
     from mlxrunner.config.request_fields import REFUSED
 
-    rows = [
-        f"| `{name}` | {one.apis} | {', '.join(_code(json.dumps(v)) for v in one.neutral)} | "
-        f"{_escaped(one.why)} |"
-        for name, one in sorted(REFUSED.items())
-    ]
-    return _table("field | of | passes | instead", rows)
+    return _grouped("instead", REFUSED)
 
 
 def _ignored_fields() -> str:
-    """List the fields that change no answer."""
+    """List the fields that change no answer, by the reason."""
     from mlxrunner.config.request_fields import IGNORED
 
-    rows = [f"| `{name}` | {one.apis} | {one.why} |" for name, one in sorted(IGNORED.items())]
-    return _table("field | of | why", rows)
+    return _grouped("why", IGNORED)
+
+
+def _grouped(title: str, table: Mapping[str, RequestField]) -> str:
+    """List fields with equal texts in one row, each with the values that pass in brackets."""
+    groups: dict[str, list[str]] = {}
+    for name, one in sorted(table.items()):
+        passes = ", ".join(_code(json.dumps(value)) for value in one.neutral)
+        groups.setdefault(one.why, []).append(f"`{name}`" + f" ({passes})" * bool(passes))
+    rows = [f"| {', '.join(names)} | {_escaped(why)} |" for why, names in groups.items()]
+    return _table(f"field | {title}", rows)
 
 
 def _request_options() -> str:

@@ -209,32 +209,27 @@ class Side:
     message: Annotated[
         Count | None,
         about(
-            "Number of the message, from 0. In `previous` the answer counts as one more message. "
-            "null: the prompt was not made of messages, or this side has ended."
+            "Number of the message, from 0; the answer in `previous` counts as one. null: the "
+            "prompt has no messages, or this side has ended."
         ),
     ]
-    role: Annotated[
-        str | None, about("Its role (system, user, assistant, tool ...); null where message is.")
-    ]
+    role: Annotated[str | None, about("Role of the message, such as user; null where message is.")]
     part: Annotated[
         PartName | None,
-        about(
-            "The part of the message. null: unknown (the prompt was given as token ids), or this "
-            "side has ended."
-        ),
+        about("Part of the message; null: unknown, or this side has ended."),
     ]
     tokens: Annotated[
         list[Hash],
         Meta(max_length=16),
         about(
-            "Up to 16 tokens from the index on, each as a keyed hash. Within one process equal "
+            "Up to 16 tokens from the index on, as keyed hashes. Within one process, equal "
             "hashes are equal tokens; the key is never stored."
         ),
     ]
-    text: Annotated[str | None, about("The same tokens decoded, only with --log-text.")]
+    text: Annotated[str | None, about("The same tokens as text, only with --log-text.")]
     picture: Annotated[
         Ordinal | None,
-        about("Number of the picture in its message, from 1; null: no picture begins there."),
+        about("Number of the picture in its message, from 1; null: no picture."),
     ] = None
 
 
@@ -242,30 +237,26 @@ class Side:
 class SharedTokens:
     """The last tokens before a divergence, which both sides have."""
 
-    tokens: Annotated[
-        list[Hash], Meta(max_length=8), about("Up to 8 tokens, each as a keyed hash.")
-    ]
-    text: Annotated[str | None, about("The same tokens decoded, only with --log-text.")]
+    tokens: Annotated[list[Hash], Meta(max_length=8), about("Up to 8 tokens, as keyed hashes.")]
+    text: Annotated[str | None, about("The same tokens as text, only with --log-text.")]
 
 
 @dataclass
 class Divergence:
     """The place where the prompt leaves the entry."""
 
-    index: Annotated[Count, about("Index of the first token that differs.")]
+    index: Annotated[Count, about("Index of the first different token.")]
     message: Annotated[
         Count | None,
-        about("The message of that token: that of `current`, or of `previous` if the prompt ends."),
+        about("Its message in `current`, or in `previous` if the prompt ends there."),
     ]
-    role: Annotated[str | None, about("The role of that message.")]
-    part: Annotated[PartName | None, about("The part of that message.")]
-    common: Annotated[SharedTokens, about("The last up to 8 tokens before the index.")]
+    role: Annotated[str | None, about("Role of that message.")]
+    part: Annotated[PartName | None, about("Part of that message.")]
+    common: Annotated[SharedTokens, about("The last tokens before the index.")]
     previous: Annotated[Side, about("The entry's side, from the index on.")]
-    current: Annotated[
-        Side, about("The prompt's side, from the index on; the fields are those of `previous`.")
-    ]
+    current: Annotated[Side, about("The prompt's side, with the fields of `previous`.")]
     picture: Annotated[
-        Ordinal | None, about("Number of the picture in that message, from 1; null: none.")
+        Ordinal | None, about("Number of the picture in that message, from 1; null: no picture.")
     ] = None
 
     def place(self) -> str:
@@ -283,15 +274,15 @@ class Span:
     """A stretch of a request's time."""
 
     name: Annotated[
-        Literal["tokenize", "lookup", "rewind", "prefill", "decode"], about("Name of the work.")
+        Literal["tokenize", "lookup", "rewind", "prefill", "decode"], about("Kind of work.")
     ]
-    start_s: Annotated[Measure, about("Start, after the start of the request.", "seconds")]
+    start_s: Annotated[Measure, about("Start, relative to the request.", "seconds")]
     duration_s: Annotated[Measure, about("Duration.", "seconds")]
     tokens: Annotated[
         Count,
         about(
             "tokenize, lookup: of the prompt; rewind: dropped; prefill: of the chunk; decode: of "
-            "the answer after its first.",
+            "the answer, without its first.",
             "tokens",
         ),
     ]
@@ -304,29 +295,23 @@ class Verify:
     equal: Annotated[
         bool | None,
         about(
-            "true: the entry was right; false: it was wrong, and was freed; null: untested, since "
-            "the effect of one wrong token is within the tolerance."
+            "true: the entry was right; false: it was wrong and freed; null: untested, because "
+            "the tolerance covers one wrong token."
         ),
     ]
-    tokens: Annotated[Count, about("Answer tokens that were compared.", "tokens")]
+    tokens: Annotated[Count, about("Answer tokens compared.", "tokens")]
     first_difference: Annotated[
         Count | None,
-        about(
-            "Number of the first answer token that differs by more than the tolerance explains; "
-            "null: none."
-        ),
+        about("Number of the first answer token that differs beyond the tolerance; null: none."),
     ]
     logits_difference: Annotated[Measure, about("Largest difference of the last logits.")]
-    tolerance: Annotated[Measure, about("The largest difference that counts as none.")]
+    tolerance: Annotated[Measure, about("Largest difference that counts as equal.")]
     wrong_token: Annotated[
         Measure | None,
-        about(
-            "Difference of the last logits that one wrong token makes, measured once in a process. "
-            "Missing in older events."
-        ),
+        about("Difference of the last logits after one wrong token, measured once per process."),
     ] = None
     seconds: Annotated[
-        Measure, about("Time of the comparison; it is in no other time of the event.", "seconds")
+        Measure, about("Time of the comparison, not part of any other time.", "seconds")
     ]
 
 
@@ -337,17 +322,13 @@ class BatchLine:
     number: Annotated[
         Ordinal,
         about(
-            "Number of the line among those of all inputs that are not empty, from 1; each try of "
-            "it has the same."
+            "Number of the line among the non-empty lines of all inputs, from 1; retries have "
+            "the same."
         ),
     ]
     lines: Annotated[Ordinal, about("Lines of the input.", "lines")]
-    refused: Annotated[
-        Count, about("Those of them that can't be run. They make no request.", "lines")
-    ]
-    order: Annotated[
-        Literal["prefix", "input"], about("The order in which the lines run, as of --order.")
-    ]
+    refused: Annotated[Count, about("Lines refused without a request.", "lines")]
+    order: Annotated[Literal["prefix", "input"], about("Value of --order.")]
 
 
 NoteKind = Literal["call-unread", "call-cut", "calls-left-out", "not-strict"]
@@ -358,39 +339,32 @@ NoteKind = Literal["call-unread", "call-cut", "calls-left-out", "not-strict"]
 class ClientRequest:
     """The request of a client of `mlxrunner serve`."""
 
-    request: Annotated[
-        str, about("Id of the request, as in the header x-request-id of its response.")
-    ]
-    client: Annotated[str, about("Name of the client's program; empty: it does not say.")]
-    session: Annotated[
-        str | None, about("The client's own name of the conversation; null: it gives none.")
-    ]
-    rules: Annotated[
-        tuple[str, ...], about("Names of the rules of the server that changed the prompt.")
-    ] = ()
+    request: Annotated[str, about("Request id, as in the header x-request-id.")]
+    client: Annotated[str, about("Name of the client program; empty: unknown.")]
+    session: Annotated[str | None, about("The client's id of the conversation; null: none.")]
+    rules: Annotated[tuple[str, ...], about("Rules of the server that changed the prompt.")] = ()
     cause: Annotated[
         str | None,
-        about("Known cause on the client's side for which little was reused; null: none is known."),
+        about("Cause of the miss on the client's side; null: unknown."),
     ] = None
-    remedy: Annotated[str | None, about("What to do about the cause; null without one.")] = None
+    remedy: Annotated[str | None, about("Remedy for the cause; null: none.")] = None
     message: Annotated[
-        Count | None, about("Number of the message that the cause is about, from 0; null: none.")
+        Count | None, about("Number of the message with the cause, from 0; null: none.")
     ] = None
     note: Annotated[
         NoteKind | None,
         about(
-            "Remark on the answer; null without one. call-unread: a tool call is in the text, "
-            "because it could not be read; call-cut: because the answer ended within it; "
-            "calls-left-out: the client wanted one call, and there were more; not-strict: calls of "
-            "strict tools can't be held to their schemas in this model's form."
+            "Remark on the answer. call-unread: a tool call could not be parsed and is in the "
+            "text; call-cut: the answer ended within a call, which is in the text; "
+            "calls-left-out: calls after the first were left out, as the client asked; "
+            "not-strict: this model's call format can't be constrained to strict schemas."
         ),
     ] = None
     replaced: Annotated[
         tuple[str, ...],
         about(
-            "Types of the parts and items of the conversation that stand in the prompt as short "
-            "texts, because the model can't be shown them: picture, document, web_search_call ... "
-            "Missing in older events."
+            "Types of content that the model can't be shown, replaced by short texts: picture, "
+            "document, web_search_call ..."
         ),
     ] = ()
 
@@ -402,27 +376,25 @@ class DraftCounts:
     source: Annotated[
         Literal["lookup", "earlier", "form", "model"],
         about(
-            "lookup: the text itself, where it repeats; earlier: the text that the entry held "
-            "before; form: what a schema or choices leave no other text for; model: a draft model."
+            "lookup: repeated text; earlier: the text that the entry held before; form: the only "
+            "text that a schema or choices allow; model: a draft model."
         ),
     ]
-    drafted: Annotated[Count, about("Tokens that were checked.", "tokens")]
-    accepted: Annotated[Count, about("Tokens that were right.", "tokens")]
+    drafted: Annotated[Count, about("Drafted tokens.", "tokens")]
+    accepted: Annotated[Count, about("Drafted tokens that were accepted.", "tokens")]
 
 
 @dataclass
 class Eviction:
     """A conversation that was given up to make room for the request."""
 
-    tokens: Annotated[Count, about("Tokens that it had.", "tokens")]
-    slot: Annotated[Count, about("Number of the slot that held it.")]
+    tokens: Annotated[Count, about("Tokens of the conversation.", "tokens")]
+    slot: Annotated[Count, about("Number of its slot.")]
     cause: Annotated[
         Literal["slot", "memory"],
-        about("The need of the request: slot, a slot of its own; memory, the bytes."),
+        about("slot: the request needed a slot; memory: it needed bytes."),
     ]
-    parked: Annotated[
-        bool, about("true: it is on disk, and comes back with its next request; false: it is lost.")
-    ]
+    parked: Annotated[bool, about("true: it is in the disk cache; false: it was discarded.")]
 
 
 def _place(side: Side | Divergence) -> str:
@@ -455,14 +427,12 @@ SLOWEST_RATE = 0.05
 class Event:
     """The tokens that one request reused, the reason why not more, and the cost."""
 
-    schema: Annotated[Literal["mlxrunner/events"], about("The kind of this line.")]
-    version: Annotated[
-        Literal[1], about("Version of the fields. Readers skip and count lines of other versions.")
-    ]
+    schema: Annotated[Literal["mlxrunner/events"], about("Kind of the line.")]
+    version: Annotated[Literal[1], about("Version of the fields.")]
     id: Annotated[
         str,
         Meta(pattern=r"^[0-9a-f]{12,20}(?!\n)$"),
-        about("Identifies the request: its number, and then its process."),
+        about("Identifies the request: its number, then its process."),
     ]
     time: Annotated[
         str,
@@ -472,14 +442,14 @@ class Event:
     process: Annotated[
         str,
         Meta(pattern=r"^[0-9a-f]{8}(?!\n)$"),
-        about("Identifies the profile that wrote the line: one per process and runner."),
+        about("Identifies the profile that wrote the line, one per process and runner."),
     ]
-    command: Annotated[str, about("generate, chat, batch, serve, or python for the library.")]
-    model: Annotated[str, about("The model as it was named.")]
+    command: Annotated[str, about("generate, chat, batch, serve or python.")]
+    model: Annotated[str, about("Name of the model, as given.")]
     max_sequences: Annotated[
         Ordinal,
         about(
-            "Requests that the runner can run at once. With more than one, the times of requests "
+            "Requests that the runner can run at once. With more than one, times of requests "
             "overlap.",
             "requests",
         ),
@@ -488,140 +458,123 @@ class Event:
         str,
         Meta(pattern=r"^[0-9a-f]{16}(?!\n)$"),
         about(
-            "Digest of the model's architecture, of the shapes and a sample of its weights, and of "
-            "the options that decide what is stored; not of its tokenizer and chat template. Times "
-            "of equal fingerprints can be compared."
+            "Digest of the architecture, the weights (shapes and a sample) and the options of "
+            "the caches; not of tokenizer and chat template. Times of equal fingerprints can be "
+            "compared."
         ),
     ]
-    number: Annotated[Ordinal, about("Number of the request among those of `process`, from 1.")]
-    prompt_kind: Annotated[
-        Literal["messages", "text", "tokens"], about("The form in which the prompt was given.")
-    ]
+    number: Annotated[Ordinal, about("Number of the request in its process, from 1.")]
+    prompt_kind: Annotated[Literal["messages", "text", "tokens"], about("Type of the prompt.")]
     messages: Annotated[
         Ordinal | None,
-        about("Messages in the prompt; null if it was not made of messages.", "messages"),
+        about("Messages in the prompt; null without messages.", "messages"),
     ]
     finish: Annotated[
         Literal["stop", "length", "interrupted", "error"],
         about(
-            "Reason for the end of the request. interrupted: by Ctrl-C, a cancelled request or a "
-            "closed iterator; error: by an exception."
+            "End of the request. interrupted: by Ctrl-C, a cancelled request or a closed iterator."
         ),
     ]
     error: Annotated[
-        str | None, about("Name of the exception if finish is error; its text is never logged.")
+        str | None, about("Name of the exception if finish is error. Its text is never logged.")
     ]
-    entry_tokens: Annotated[
-        Count, about("Length of the entry, as the request before had left it.", "tokens")
-    ]
+    entry_tokens: Annotated[Count, about("Length of the entry before the request.", "tokens")]
     entry_tokens_after: Annotated[Count, about("Length of the entry after the request.", "tokens")]
     prompt_tokens: Annotated[Count, about("Length of the prompt.", "tokens")]
     matched_tokens: Annotated[
         Count,
         about(
-            "Longest common prefix of the prompt and the entry, as the request before had left it.",
+            "Longest common prefix of prompt and entry.",
             "tokens",
         ),
     ]
     cached_tokens: Annotated[
         Count,
         about(
-            "Prompt tokens that this request did not evaluate: saved_tokens + prefetched_tokens.",
+            "Prompt tokens from the cache: saved_tokens + prefetched_tokens.",
             "tokens",
         ),
     ]
     prefetched_tokens: Annotated[
         Count,
         about(
-            "Cached tokens that were evaluated in advance, after the request before, as a chat "
-            "does while its user types. Somebody had to evaluate them, so they are not saved.",
+            "Cached tokens that were evaluated in advance since the last request, as a chat does "
+            "while its user types.",
             "tokens",
         ),
     ]
     evaluated_tokens: Annotated[
         Count,
         about(
-            "Prompt tokens that this request ran through the model: prompt_tokens - cached_tokens, "
-            "or fewer if its prefill was ended early.",
+            "Prompt tokens that this request evaluated: prompt_tokens - cached_tokens, or fewer "
+            "if the prefill was interrupted.",
             "tokens",
         ),
     ]
-    trimmed_tokens: Annotated[
-        Count, about("Tokens dropped from the entry to get back to the cached ones.", "tokens")
-    ]
+    trimmed_tokens: Annotated[Count, about("Tokens dropped from the entry to rewind it.", "tokens")]
     completion_tokens: Annotated[Count, about("Length of the answer.", "tokens")]
-    shifted_tokens: Annotated[
-        Count, about("Tokens dropped from the middle because the context was full.", "tokens")
-    ]
+    shifted_tokens: Annotated[Count, about("Tokens dropped from a full context.", "tokens")]
     reevaluated_tokens: Annotated[
         Count,
         about(
-            "Tokens evaluated again because of a shift, where a layer could not move them.",
+            "Tokens evaluated again after a shift, where a layer could not move them.",
             "tokens",
         ),
     ]
     lost_tokens: Annotated[
         Count,
         about(
-            "Prompt tokens evaluated because of `reason`: how many more could have been reused at "
-            "most without it. For a line of a batch: those of its tokens that earlier lines had "
-            "evaluated, which another order or a cache could have kept; the sum is all that was "
-            "evaluated beyond the tree of all prefixes. 0 for empty, prompt_shorter, interrupted "
-            "(the rest had to be evaluated in any case) and restored.",
+            "Prompt tokens that could have been reused without `reason`. In a batch: tokens that "
+            "other lines had evaluated; the sum is what was evaluated beyond the tree of all "
+            "prefixes. 0 for empty, prompt_shorter, interrupted and restored.",
             "tokens",
         ),
     ]
     outcome: Annotated[
         Literal["hit", "partial", "miss"],
         about(
-            "hit: all that could be reused was; partial: less; miss: nothing. It is judged by "
-            "saved_tokens: what was evaluated in advance makes no hit."
+            "hit: everything that could be reused was; partial: less; miss: nothing. Tokens "
+            "evaluated in advance don't count."
         ),
     ]
     reason: Annotated[
         ReasonName | None,
         about(
-            "The reason for which not more was reused, or restored if the entry came from a file; "
-            "null: nothing was lost. mlxrunner.profiling.schema has a sentence and a remedy for "
-            "each."
+            "Reason why not more was reused, or restored if the entry came from a file; null: "
+            "nothing was lost."
         ),
     ]
     evicted_by: Annotated[
         str | None,
         about(
-            "The cause of a lost entry (entry_freed, verify_failed), the change (model_changed: "
-            "'demo -> other'; options_changed: 'kv_bits: None -> 8'), the request that the entry "
-            "made room for (evicted: 'request 12', as in its `submitted`, 'the budget', or "
-            "'disk_cache_bytes': it was offloaded to disk and evicted there), or the file that the "
-            "entry came from (restored)."
+            "Cause of a lost entry: the change ('demo -> other', 'kv_bits: None -> 8'), the "
+            "request that needed the room ('request 12', as in `submitted`), 'the budget', or "
+            "'disk_cache_bytes' (evicted from disk). For restored: the file."
         ),
     ]
     trim_limited_by: Annotated[
-        str | None, about("Kind of the layer that could not go back to the match.")
+        str | None, about("Kind of the layer that could not be trimmed to the match.")
     ]
     checkpoint: Annotated[
-        Count | None, about("Offset of the checkpoint that was used; null if none was.", "tokens")
+        Count | None, about("Offset of the checkpoint that was used; null: none.", "tokens")
     ]
-    used_bytes: Annotated[
-        Count, about("Part of the entry's caches that holds tokens, after the request.", "bytes")
-    ]
+    used_bytes: Annotated[Count, about("Bytes of the entry's tokens after the request.", "bytes")]
     cache_bytes: Annotated[
-        Count, about("Bytes allocated for caches and checkpoints, after the request.", "bytes")
+        Count, about("Bytes allocated for caches and checkpoints after the request.", "bytes")
     ]
     peak_bytes: Annotated[Count, about("Peak of all MLX memory during the request.", "bytes")]
     saved_tokens: Annotated[
         Count,
         about(
-            "Prompt tokens that the entry saved from being evaluated again: cached_tokens - "
-            "prefetched_tokens.",
+            "Reused tokens: cached_tokens - prefetched_tokens.",
             "tokens",
         ),
     ]
     saved_s: Annotated[
         Measure | None,
         about(
-            "Estimated time to evaluate the saved tokens, from a curve fitted to the prefills of "
-            "this process; null while too little was measured.",
+            "Estimated time to evaluate the saved tokens, from the prefills of this process; "
+            "null while too little was measured, or with parallel requests.",
             "seconds",
         ),
     ]
@@ -629,114 +582,102 @@ class Event:
         str,
         Meta(pattern=r"^(cold|warm)-(miss|partial|hit|restored)(?!\n)$"),
         about(
-            "cold: the first request of its process, warm: a later one; then the outcome, or "
-            "restored for the first request on an entry that came from a file."
+            "cold: first request of its process, warm: a later one; then the outcome, or "
+            "restored for the first request on an entry from a file."
         ),
     ]
     divergence: Annotated[
         Divergence | None,
         about(
-            "The place where the prompt leaves the entry; null if it does not (nothing was lost, "
-            "or there was no entry)."
+            "Place where the prompt leaves the entry; null: nothing was lost, or there was no "
+            "entry."
         ),
     ]
     tokenize_s: Annotated[Measure, about("Time to render and tokenize the prompt.", "seconds")]
     lookup_s: Annotated[
         Measure,
         about(
-            "Time to find the common prefix and rewind the layers; the spans tell the two apart.",
+            "Time to find the common prefix and rewind the layers.",
             "seconds",
         ),
     ]
     prefill_s: Annotated[
         Measure | None,
-        about("Time from the first chunk to the first token; null if there was none.", "seconds"),
+        about("Time from the first chunk to the first token; null: no token.", "seconds"),
     ]
     ttft_s: Annotated[
         Measure | None,
-        about("Time from the request to the first token; null if there was none.", "seconds"),
+        about("Time to first token; null: no token.", "seconds"),
     ]
     decode_s: Annotated[
         Measure | None,
-        about("Time from the first token to the last; null if there was none.", "seconds"),
+        about("Time from the first token to the last; null: no token.", "seconds"),
     ]
-    total_s: Annotated[Measure, about("Time from the request to its end.", "seconds")]
+    total_s: Annotated[Measure, about("Time of the whole request.", "seconds")]
     profile_s: Annotated[
-        Measure, about("Time to make this event; it is in no other time of the event.", "seconds")
+        Measure, about("Time to make this event, not part of any other time.", "seconds")
     ]
     prefill_rate: Annotated[
         Measure | None,
-        about("Speed over the prompt tokens that were evaluated; null if unknown.", "tokens/s"),
+        about("Prompt processing speed over evaluated tokens; null: unknown.", "tokens/s"),
     ]
     decode_rate: Annotated[
         Measure | None,
         about(
-            "Speed over the answer without its first token, which belongs to the prefill; null "
-            "with fewer than two tokens.",
+            "Generation speed without the first token; null with fewer than two tokens.",
             "tokens/s",
         ),
     ]
     request_bytes: Annotated[
         Count,
         about(
-            "Peak of this request alone: peak_bytes less the memory in use when it began.", "bytes"
+            "Peak of this request alone: peak_bytes minus the memory in use at its start.", "bytes"
         ),
     ]
     spans: Annotated[
         list[Span],
         about(
-            "The stretches of the request, by their begin. There is a prefill span for each chunk, "
-            "the last of which ends with the first token; after a shift that evaluated tokens "
-            "again, some lie inside decode."
+            "Time spans of the request, in order: tokenize, lookup, rewind, one prefill per "
+            "chunk, decode."
         ),
     ]
     verify: Annotated[
         Verify | None,
-        about("The same request run again cold (--verify-cache); null if it was not chosen."),
+        about("Comparison with a cold run (--verify-cache); null: not chosen."),
     ]
     line: Annotated[
         BatchLine | None,
-        about("The line of a batch; null for other requests. Missing in older events."),
+        about("Line of a batch; null for other requests."),
     ] = None
     submitted: Annotated[
         Ordinal | None,
         about(
-            "Number of the request among those that a runner of several at once began, from 1; "
-            "null for a runner of one at a time. Missing in older events."
+            "Number of the request in a parallel runner, from 1; null for a runner of one at a "
+            "time."
         ),
     ] = None
     restored_tokens: Annotated[
         Count,
         about(
-            "Cached tokens that came back from disk, where the conversation had been parked. "
-            "Missing in older events.",
+            "Cached tokens that were read from the disk cache.",
             "tokens",
         ),
     ] = 0
     draft_passes: Annotated[
         Count,
-        about(
-            "Forward passes that checked guessed tokens of the answer, several at once. Missing in "
-            "older events."
-        ),
+        about("Forward passes that checked drafted tokens."),
     ] = 0
     drafts: Annotated[
         tuple[DraftCounts, ...],
-        about("Guessed tokens of the answer, by their source. Missing in older events."),
+        about("Drafted tokens (speculative decoding), by source."),
     ] = ()
     evicted: Annotated[
         tuple[Eviction, ...],
-        about(
-            "The conversations that were given up to make room for this request. Missing in older "
-            "events."
-        ),
+        about("Conversations evicted to make room for this request."),
     ] = ()
     caller: Annotated[
         ClientRequest | None,
-        about(
-            "The client of `mlxrunner serve` and its request; null for other commands. Missing in "
-            "older events."
-        ),
+        about("Client of `mlxrunner serve`; null for other commands."),
     ] = None
 
     @classmethod
