@@ -29,11 +29,17 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from support.prompts import DOCUMENT, SYSTEM, shared_prefixes
 
 from mlxrunner.batch.execution import BatchRequest, run_batch
+from mlxrunner.batch.order import sort_key
 from mlxrunner.batch.plan import MOST
 from mlxrunner.batch.prompts import cost
-from mlxrunner.batch.records import sort_key
-from mlxrunner.bench.harness import SameDecoder, random_runner
-from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
+from mlxrunner.bench.harness import (
+    Comparison,
+    SameDecoder,
+    less_is_better,
+    print_json,
+    print_table,
+    random_runner,
+)
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner

@@ -25,8 +25,7 @@ import numpy as np
 
 from mlxrunner.batch.order import LineCosts, cut, extra_of
 from mlxrunner.batch.plan import costs_of
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 
 LINES, QUESTIONS = 10_000_000, 100
 SYSTEM, ANSWER = 200, 64

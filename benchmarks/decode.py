@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from parallel import random_llama
 
-from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
+from mlxrunner.bench.harness import Comparison, less_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner

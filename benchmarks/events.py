@@ -21,7 +21,7 @@ from typing import Any
 
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.bench.measurements import Comparison, excess, print_json, print_table
+from mlxrunner.bench.harness import Comparison, excess, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.runner import Runner

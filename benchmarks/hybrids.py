@@ -23,7 +23,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
 from mlxrunner import Runner
-from mlxrunner.bench.measurements import Comparison, more_is_better, print_json, print_table
+from mlxrunner.bench.harness import Comparison, more_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer

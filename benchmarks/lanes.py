@@ -19,8 +19,13 @@ import numpy as np
 
 from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.batch.work import MAX_BATCH
-from mlxrunner.bench.harness import random_runner
-from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
+from mlxrunner.bench.harness import (
+    Comparison,
+    less_is_better,
+    print_json,
+    print_table,
+    random_runner,
+)
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner
 

@@ -27,8 +27,7 @@ from mlxrunner.batch.inputs import lines_of_records, read_records
 from mlxrunner.batch.options import ORDERS, BatchOptions
 from mlxrunner.batch.plan import survey
 from mlxrunner.batch.prompts import cost, tokenize_lines
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.models.load import tokenizer_of
 
 LENGTH, SHARED, BEGINNINGS = 500, 250, 50

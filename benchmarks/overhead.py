@@ -19,14 +19,18 @@ from mlx_lm.models.cache import KVCache
 
 from mlxrunner.bench.harness import (
     Backend,
+    Comparison,
     Tokens,
     alternate,
+    excess,
     in_turn,
+    less_is_better,
     our_backend,
+    print_json,
+    print_table,
     some_tokens,
     wait,
 )
-from mlxrunner.bench.measurements import Comparison, excess, less_is_better, print_json, print_table
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.runner import Runner

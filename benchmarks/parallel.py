@@ -24,7 +24,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxrunner.bench.measurements import (
+from mlxrunner.bench.harness import (
     Comparison,
     less_is_better,
     more_is_better,

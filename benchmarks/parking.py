@@ -24,7 +24,7 @@ import numpy as np
 from arguments import llama_of, parser_of
 from parallel import random_llama
 
-from mlxrunner.bench.measurements import (
+from mlxrunner.bench.harness import (
     Comparison,
     less_is_better,
     print_json,

@@ -30,8 +30,7 @@ from arguments import parser_of
 from support.ranks import free_port, write_hosts
 from untrained import write_untrained
 
-from mlxrunner.bench.harness import Tokens
-from mlxrunner.bench.measurements import Comparison, print_json, print_table, spread
+from mlxrunner.bench.harness import Comparison, Tokens, print_json, print_table, spread
 from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts

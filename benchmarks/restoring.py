@@ -26,7 +26,7 @@ import numpy as np
 from arguments import llama_of, parser_of
 from parallel import random_llama
 
-from mlxrunner.bench.measurements import Comparison, less_is_better, print_json, print_table
+from mlxrunner.bench.harness import Comparison, less_is_better, print_json, print_table
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.saver import Saver

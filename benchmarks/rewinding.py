@@ -25,13 +25,17 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.bench.harness import SameDecoder, Tokens, in_turn, our_backend, wait
-from mlxrunner.bench.measurements import (
+from mlxrunner.bench.harness import (
     Comparison,
+    SameDecoder,
+    Tokens,
+    in_turn,
     less_is_better,
     more_is_better,
+    our_backend,
     print_json,
     print_table,
+    wait,
 )
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner

@@ -18,14 +18,17 @@ from typing import Any
 
 from mlxrunner.bench.harness import (
     Backend,
+    Comparison,
     Tokens,
     in_turn,
     measure,
+    more_is_better,
     our_backend,
+    print_json,
+    print_table,
     some_tokens,
     wait,
 )
-from mlxrunner.bench.measurements import Comparison, more_is_better, print_json, print_table
 from mlxrunner.models.load import load_model
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner

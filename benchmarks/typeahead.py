@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pexpect
 
-from mlxrunner.bench.measurements import less_is_better, print_json, print_table
+from mlxrunner.bench.harness import less_is_better, print_json, print_table
 
 KEYS = "the quick brown fox"
 

@@ -20,8 +20,7 @@ from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import EarlierLines, again, messages_of, shows, tokenize_lines
-from mlxrunner.batch.records import StoredLine, place_of
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.config.option import check_kind, listed
 from mlxrunner.errors import (

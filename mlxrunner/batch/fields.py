@@ -21,7 +21,7 @@ from mlxrunner.batch.openai_format import (
     unknown,
 )
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.records import Format
+from mlxrunner.batch.store import Format
 from mlxrunner.config.names import MEANT, SAME, did_you_mean
 from mlxrunner.config.option import names, without_nulls
 from mlxrunner.config.request_fields import held

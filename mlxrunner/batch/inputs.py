@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from mlxrunner.batch.fields import checked_id, format_of, read_fields
 from mlxrunner.batch.openai_format import kind
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.records import Format, Place, place_of
+from mlxrunner.batch.store import Format, Place, place_of
 from mlxrunner.batch.tables import (
     FEATHER,
     HUB,

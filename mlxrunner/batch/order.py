@@ -24,8 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.batch.records import shared_tokens
+from mlxrunner.cache.tokens import TokenArray, common_prefix
 
+LONG_KEY = 1000
+"""The bytes of a sort key above which numpy finds a common prefix faster than whole numbers do."""
 NONE = -1
 FREE = 0.05
 """The share of the tokens of one machine that a cut may evaluate again to be more even."""
@@ -37,6 +39,28 @@ EVENNESS = 0.1
 """The tokens evaluated again that are worth one token less between a part and the even share."""
 BLOCK = 2**16
 """The lines that are added up at a time, so that few sums are in memory."""
+
+
+def sort_key(tokens: TokenArray) -> bytes:
+    """Return the tokens as bytes that sort like the tokens, prefixes first.
+
+    Each token takes 4 bytes, the most significant one first.
+    """
+    return tokens.astype(">u4").tobytes()
+
+
+def tokens_of(key: bytes) -> TokenArray:
+    """Return the tokens of a `sort_key`."""
+    return np.frombuffer(key, ">u4").astype(np.int32)
+
+
+def shared_tokens(one: bytes, other: bytes) -> int:
+    """Return the tokens of the longest common prefix of two sort keys."""
+    size = min(len(one), len(other))
+    if size > LONG_KEY:
+        return common_prefix(np.frombuffer(one, np.int32), np.frombuffer(other, np.int32))
+    differing = int.from_bytes(one[:size]) ^ int.from_bytes(other[:size])
+    return (8 * size - differing.bit_length()) // 32
 
 
 def run_order(lines: Iterable[tuple[int, bytes]], count: int) -> array[int]:

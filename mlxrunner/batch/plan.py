@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.order import LineCosts, cut, extra_of
+from mlxrunner.batch.order import LineCosts, cut, extra_of, shared_tokens
 from mlxrunner.batch.prompts import PromptCost, cost
-from mlxrunner.batch.records import BriefLine, LineCounts, StoredLine, shared_tokens
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import BriefLine, LineCounts, Store, StoredLine
 from mlxrunner.cache.tokens import Shift, TokenArray
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.system.folders import cache_folder

@@ -26,8 +26,7 @@ import numpy as np
 
 from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.records import LineCounts, StoredLine, place_of
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import LineCounts, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError

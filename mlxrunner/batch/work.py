@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from mlxrunner.batch.answers import error_of, write_line
 from mlxrunner.batch.execution import Execution, Outcome, Outcomes
 from mlxrunner.batch.job import (
     ANSWERS,
@@ -37,7 +36,7 @@ from mlxrunner.batch.job import (
     store_to_plan,
 )
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.output import AnswerWriter
+from mlxrunner.batch.output import AnswerWriter, error_of, write_line
 from mlxrunner.batch.plan import (
     BatchPlan,
     CostRecorder,
@@ -53,8 +52,7 @@ from mlxrunner.batch.plan import (
     survey,
 )
 from mlxrunner.batch.prompts import EarlierLines, tokenize_lines
-from mlxrunner.batch.records import CUT, BriefLine, LineCounts
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import CUT, BriefLine, LineCounts, Store
 from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,

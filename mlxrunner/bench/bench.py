@@ -24,17 +24,20 @@ from mlx_lm.utils import get_total_parameters
 from mlxrunner.bench.harness import (
     Backend,
     Begin,
+    Figure,
+    Measurements,
     PromptCacheBackend,
     alternate,
     in_turn,
+    less_is_better,
     load_or_make,
     measure,
     mlx_lm_backend,
+    more_is_better,
     our_backend,
     some_tokens,
     wait,
 )
-from mlxrunner.bench.measurements import Figure, Measurements, less_is_better, more_is_better
 from mlxrunner.engine.observation import Observation
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.loading import plan_model

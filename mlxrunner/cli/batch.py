@@ -134,13 +134,13 @@ def merge(outputs: tuple[str, ...], output: str, quiet: bool) -> None:
     `mlxrunner batch` without --shard takes it with --resume and --retry-failed. Exit code 0 if
     every line was answered, 3 if some failed, 2 if nothing was written.
     """
-    from mlxrunner.batch.merge import merge as merged
+    from mlxrunner.batch.job import merge_shards
     from mlxrunner.batch.output import PARQUET, check_parquet, lines_path, write_parquet
 
     table = output if output.lower().endswith(PARQUET) else None
     if table is not None:
         check_parquet(table, goes_on=False)
-    whole = merged(outputs, output if table is None else lines_path(table))
+    whole = merge_shards(outputs, output if table is None else lines_path(table))
     if table is not None:
         write_parquet(table)
     if not quiet:

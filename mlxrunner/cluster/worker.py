@@ -25,7 +25,7 @@ from mlxrunner.batch.execution import Execution, Outcome
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import Survey
 from mlxrunner.batch.prompts import EarlierLines
-from mlxrunner.batch.records import LineCounts, StoredLine
+from mlxrunner.batch.store import LineCounts, StoredLine
 from mlxrunner.batch.work import open_runner
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.fingerprint import model_parts

@@ -18,10 +18,9 @@ from click.testing import CliRunner, Result
 from support.batches import read
 
 from mlxrunner import cli
-from mlxrunner.batch.answers import write_line
 from mlxrunner.batch.execution import Outcome
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store, checksum
+from mlxrunner.batch.output import write_line
+from mlxrunner.batch.store import Store, StoredLine, checksum
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 from mlxrunner.testing import ByteTokenizer

@@ -13,8 +13,7 @@ from mlxrunner import ParallelRunner
 from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import shared_before
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.engine.observation import Observation
 from mlxrunner.models.facts import facts_of

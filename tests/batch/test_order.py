@@ -18,17 +18,20 @@ from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.order import (
     BLOCK,
     FREE,
+    LONG_KEY,
     SLACK,
     LineCosts,
     cut,
     extra_of,
     run_order,
+    shared_tokens,
+    sort_key,
     split,
+    tokens_of,
     wait,
 )
 from mlxrunner.batch.prompts import PromptCost, cost, tokenize_lines
-from mlxrunner.batch.records import LONG_KEY, StoredLine, shared_tokens, sort_key, tokens_of
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 

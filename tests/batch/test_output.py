@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 from support.models import write_model
 
-from mlxrunner.batch.answers import write_line
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import check_same
-from mlxrunner.batch.output import AnswerFile, AnswerWriter
-from mlxrunner.batch.records import StoredAnswer, StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.output import AnswerFile, AnswerWriter, write_line
+from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import DifferentRunError, ModelError, OptionError, OutputError
 from mlxrunner.models.fingerprint import model_parts, option_parts

@@ -17,7 +17,7 @@ from support.prompts import shared_prefixes
 
 from mlxrunner.batch.inputs import Inputs
 from mlxrunner.batch.options import ORDERS, BatchOptions, Order
-from mlxrunner.batch.order import LineCosts
+from mlxrunner.batch.order import LineCosts, sort_key
 from mlxrunner.batch.plan import (
     ANSWER,
     MOST_MODELS,
@@ -35,8 +35,7 @@ from mlxrunner.batch.plan import (
     worth,
 )
 from mlxrunner.batch.prompts import cost, tokenize_lines
-from mlxrunner.batch.records import BriefLine, StoredLine, sort_key
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import BriefLine, Store, StoredLine
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.load import tokenizer_of
 from mlxrunner.runner import Runner

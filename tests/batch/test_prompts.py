@@ -12,8 +12,7 @@ from mlxrunner.batch.execution import BatchRequest, lines_of
 from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.prompts import tokenize_lines
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.errors import PromptError
 from mlxrunner.testing import BOS, EOS, ByteTokenizer
 

@@ -14,9 +14,8 @@ from support.prompts import shared_prefixes
 
 import mlxrunner
 from mlxrunner import BatchRequest, OptionError, Runner, run_batch
-from mlxrunner.batch.order import run_order
+from mlxrunner.batch.order import run_order, sort_key
 from mlxrunner.batch.prompts import cost
-from mlxrunner.batch.records import sort_key
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
 
 Make = Callable[[], Any]

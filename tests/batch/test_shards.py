@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from support.batches import lines, run, unbroken
 
 from mlxrunner import cli
-from mlxrunner.batch import merge as merging
+from mlxrunner.batch import job as merging
 from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import OptionError

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from support.batches import entry, filled, indices
 
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.order import run_order
-from mlxrunner.batch.records import LineCounts, StoredLine, sort_key
-from mlxrunner.batch.store import APPLICATION_ID, VERSION, Store, checksum
+from mlxrunner.batch.order import run_order, sort_key
+from mlxrunner.batch.store import APPLICATION_ID, VERSION, LineCounts, Store, StoredLine, checksum
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 
@@ -361,7 +360,7 @@ def test_killed_directly_after_it_was_made(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import StoredLine
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens
 
@@ -485,7 +484,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     program = f"""
 import resource, sys
 from pathlib import Path
-from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import StoredLine
 from mlxrunner.batch.store import Store
 import numpy as np
 

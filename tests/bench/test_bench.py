@@ -13,8 +13,7 @@ from support.models import write_model
 from mlxrunner import ModelError, cli
 from mlxrunner.bench import harness as sides
 from mlxrunner.bench.bench import Bench, num_parameters
-from mlxrunner.bench.harness import PromptCacheBackend, load_or_make, mlx_lm_backend
-from mlxrunner.bench.measurements import Measurements
+from mlxrunner.bench.harness import Measurements, PromptCacheBackend, load_or_make, mlx_lm_backend
 from mlxrunner.runner import Runner
 
 

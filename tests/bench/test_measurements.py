@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.bench.measurements import excess, less_is_better, more_is_better, table_of
+from mlxrunner.bench.harness import excess, less_is_better, more_is_better, table_of
 
 
 def test_gains_are_compared_round_by_round() -> None:

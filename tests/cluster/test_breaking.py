@@ -18,10 +18,8 @@ from click.testing import Result
 from support.batches import lines, run, unbroken
 from support.waiting import PATIENCE_S, until
 
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
-from mlxrunner.cluster.driver import Driver
-from mlxrunner.cluster.work_queue import MOST_ENDS
+from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.cluster.driver import MOST_ENDS, Driver
 
 MANY, BAD = 60, 7
 KILLS = f"""

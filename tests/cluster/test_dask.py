@@ -22,10 +22,9 @@ from support.batches import lines, run, unbroken
 from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.execution import Outcome
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cli import main
-from mlxrunner.cluster import dask_workers, driver, work_queue
+from mlxrunner.cluster import dask_workers, driver
 from mlxrunner.cluster.dask_workers import (
     GONE_S,
     MOST_STARTS,
@@ -144,7 +143,7 @@ def test_a_stopped_worker_costs_its_unfinished_lines(
 ) -> None:
     """Its late answers are written once, and so are those of a worker that only seems to hang."""
     monkeypatch.setattr(driver, "SILENT_S", 2.0)
-    monkeypatch.setattr(work_queue, "MOST_ENDS", MANY)  # a busy machine may be silent for 2 s, too
+    monkeypatch.setattr(driver, "MOST_ENDS", MANY)  # a busy machine may be silent for 2 s, too
     stopped = victim(signal.SIGSTOP)
     try:
         result = batch(cluster)

@@ -12,13 +12,11 @@ from support.batches import filled
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import survey
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cluster import driver as driving
 from mlxrunner.cluster import worker as remote
 from mlxrunner.cluster.dask_workers import LostCallError
-from mlxrunner.cluster.driver import Driver
-from mlxrunner.cluster.work_queue import MOST_ENDS
+from mlxrunner.cluster.driver import MOST_ENDS, Driver
 from mlxrunner.cluster.worker import LineReply, WorkerBatch
 from mlxrunner.errors import CutOffError, MemoryPlanError
 from mlxrunner.profiling.profile import Profile

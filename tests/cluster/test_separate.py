@@ -20,7 +20,7 @@ from support.batches import lines, resume, run, unbroken
 from support.waiting import until
 
 import mlxrunner.models
-from mlxrunner.batch.records import StoredLine
+from mlxrunner.batch.store import StoredLine
 from mlxrunner.cluster import dask_workers
 from mlxrunner.cluster.driver import Driver
 

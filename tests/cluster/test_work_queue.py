@@ -13,10 +13,9 @@ from support.batches import filled
 from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.order import LineCosts
 from mlxrunner.batch.plan import costs_of
-from mlxrunner.batch.records import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cache.tokens import as_tokens
-from mlxrunner.cluster.work_queue import MOST_ENDS, WorkQueue
+from mlxrunner.cluster.driver import MOST_ENDS, WorkQueue
 
 
 @pytest.fixture

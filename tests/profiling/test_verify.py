@@ -17,9 +17,8 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import cli
 from mlxrunner.errors import LogitsError, OptionError, VerifyError
 from mlxrunner.models.facts import facts_of
-from mlxrunner.profiling.profile import Profile, profiled
+from mlxrunner.profiling.profile import Measured, Profile, Verifier, profiled
 from mlxrunner.profiling.report.summary import Summary
-from mlxrunner.profiling.verifier import Measured, Verifier
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 
@@ -245,7 +244,7 @@ def test_quantized_entries_are_verified_with_more_patience() -> None:
 
 def test_ctrl_c_while_verifying_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request itself had ended."""
-    from mlxrunner.profiling.verifier import Verifier
+    from mlxrunner.profiling.profile import Verifier
 
     runner, events = watched()
     ask(runner, "hello")

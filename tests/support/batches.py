@@ -17,8 +17,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import BatchRequest, BatchResult, cli
 from mlxrunner.batch.inputs import LONGEST, InputLine, lines_of_records, read_records
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.records import BriefLine, StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import BriefLine, Store, StoredLine
 from mlxrunner.batch.tables import Columns, Template
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.facts import facts_of

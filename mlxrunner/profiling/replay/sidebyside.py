@@ -16,8 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.batch.order import order_of
-from mlxrunner.batch.records import sort_key
+from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.checkpoints import Checkpoint
 from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, StoredConversation
 from mlxrunner.cache.entry import CacheEntry

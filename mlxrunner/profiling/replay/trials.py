@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mlxrunner.batch.order import order_of
-from mlxrunner.batch.records import sort_key
+from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.prefix import leaving
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
