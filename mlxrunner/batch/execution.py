@@ -47,7 +47,7 @@ from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.templates.messages import has_picture
 from mlxrunner.terminal.text import one_line
-from mlxrunner.tokenizer.prompt import LineOfBatch, Prompt, TokenizedPrompt
+from mlxrunner.tokenizer.prompt import Prompt, TokenizedPrompt
 
 GIVE_BACK_EVERY = 256
 """The number of lines after which the memory that MLX keeps for later is given back."""
@@ -238,79 +238,16 @@ def _failed(line: StoredLine, error: Exception) -> Outcome:
     )
 
 
-@dataclass(frozen=True)
-class Execution:
-    """The run of the lines of a batch on a runner."""
-
-    runner: AnyRunner | None
-    """The runner; None if no line can be run."""
-    options: BatchOptions
-    """The options of the batch."""
-    begun: EarlierLines
-    """The lines that have begun."""
-    is_stopping: Callable[[], bool] = lambda: False
-    """A function that returns True when no further line may begin."""
-    tick: Callable[[], None] = lambda: None
-    """A function that is called after each token and each piece of a prompt."""
-
-    def run(self, lines: Iterator[StoredLine]) -> Outcomes:
-        """Yield the outcomes as they end. A line is read when it can begin."""
-        outcomes = _LineLoop(self, lines).run()
-        return _giving_back(outcomes) if isinstance(self.runner, MultiRequestRunner) else outcomes
-
-    def prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
-        """Return the prompt of a line: its tokens, and the number that earlier lines share.
-
-        If the runner is observed, the prompt also has its text and messages.
-        """
-        earlier: Earlier | None = self.begun.begin(line.index, line.tokens)
-        if len(line.tokens) >= runner.context:
-            earlier = None  # a shift makes another prompt of it
-        own = self.begun.line(line.index + 1)
-        if shows(line.prompt):
-            return self._shown(line, runner, earlier, own)
-        if not runner.observers or line.prompt is None:
-            return TokenizedPrompt(line.tokens, earlier=earlier, line=own)
-        if isinstance(line.prompt, str):
-            return TokenizedPrompt(line.tokens, "text", text=line.prompt, earlier=earlier, line=own)
-        options = self.options.of_line(line.index, line.options)
-        variables = GenerateOptions.of(**options).variables
-        text = runner.tokenizer.render(line.prompt, **variables)
-        return TokenizedPrompt(
-            line.tokens, "messages", line.prompt, text, variables, earlier=earlier, line=own
-        )
-
-    def _shown(
-        self, line: StoredLine, runner: AnyRunner, earlier: Earlier | None, own: LineOfBatch | None
-    ) -> TokenizedPrompt:
-        """Return the prompt of a line with pictures. Raise PromptError if one has changed."""
-        messages: Any = line.prompt
-        views, said = again(messages, runner.tokenizer, self.options.picture_folder)
-        options = self.options.of_line(line.index, line.options)
-        variables = GenerateOptions.of(**options).variables
-        return TokenizedPrompt(
-            line.tokens,
-            "messages",
-            said,
-            runner.tokenizer.render(said, **variables) if runner.observers else "",
-            variables,
-            earlier=earlier,
-            line=own,
-            pictures=len(views),
-            views=views,
-        )
-
-
 class Deadline:
     """A callable that ticks, and raises TimeLimitError when the time of a try is over.
 
     Call it often.
     """
 
-    def __init__(self, execution: Execution) -> None:
-        """Begin the time of a try, which is the `timeout` of the execution's options."""
-        self._tick, self._timeout = execution.tick, execution.options.timeout
-        self._end = time.monotonic() + (self._timeout or 0)
+    def __init__(self, tick: Callable[[], None], timeout: float | None) -> None:
+        """Begin the time of a try, of `timeout` seconds; None for no limit."""
+        self._tick, self._timeout = tick, timeout
+        self._end = time.monotonic() + (timeout or 0)
         self.reached = 0
         """Tokens of the prompt that are evaluated."""
 
@@ -391,21 +328,40 @@ class _RunningLine:
     chunks: list[Chunk] = field(default_factory=list)
 
 
-class _LineLoop:
-    """Runs lines, as many side by side as the runner has slots."""
+class Execution:
+    """The run of the lines of a batch on a runner, as many side by side as it has slots."""
 
-    def __init__(self, execution: Execution, lines: Iterator[StoredLine]) -> None:
-        self._execution, self._lines, self._begun = execution, lines, execution.begun
-        runner = execution.runner
+    def __init__(
+        self,
+        runner: AnyRunner | None,
+        options: BatchOptions,
+        begun: EarlierLines,
+        is_stopping: Callable[[], bool] = lambda: False,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run lines on `runner`; None if no line can be run. `begun` are those that have begun.
+
+        `is_stopping` returns True when no further line may begin. `tick` is called after each token
+        and each piece of a prompt.
+        """
+        self._runner, self._options, self._begun = runner, options, begun
+        self._is_stopping, self._tick = is_stopping, tick
         self._slots = runner.num_slots if isinstance(runner, MultiRequestRunner) else 1
         self._running: list[_RunningLine] = []
         self._waiting: deque[tuple[StoredLine, int]] = deque()  # lines and their retries
 
-    def run(self) -> Outcomes:
-        """Yield the outcomes as they end. Requests that still run are cancelled at the end."""
+    def run(self, lines: Iterator[StoredLine]) -> Outcomes:
+        """Yield the outcomes as they end. A line is read when it can begin.
+
+        Requests that still run when the iterator is closed are cancelled.
+        """
+        outcomes = self._outcomes(lines)
+        return _giving_back(outcomes) if isinstance(self._runner, MultiRequestRunner) else outcomes
+
+    def _outcomes(self, lines: Iterator[StoredLine]) -> Outcomes:
         try:
             while True:
-                yield from self._begin()
+                yield from self._begin(lines)
                 if not self._running:
                     return
                 self._advance()
@@ -414,10 +370,34 @@ class _LineLoop:
             for one in self._running:
                 one.handle.cancel()
 
+    def _prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
+        """Return the prompt of a line: its tokens, and the number that earlier lines share.
+
+        If the runner is observed, the prompt also has its text and messages. Raise PromptError if a
+        picture has changed.
+        """
+        earlier: Earlier | None = self._begun.begin(line.index, line.tokens)
+        if len(line.tokens) >= runner.context:
+            earlier = None  # a shift makes another prompt of it
+        line_of = self._begun.line(line.index + 1)
+        own: dict[str, Any] = {"earlier": earlier, "line": line_of}
+        said: Any = line.prompt
+        if shows(said):
+            views, said = again(said, runner.tokenizer, self._options.picture_folder)
+            own |= {"pictures": len(views), "views": views}
+        elif not runner.observers or said is None:
+            return TokenizedPrompt(line.tokens, **own)
+        elif isinstance(said, str):
+            return TokenizedPrompt(line.tokens, "text", text=said, **own)
+        options = self._options.of_line(line.index, line.options)
+        variables = GenerateOptions.of(**options).variables
+        text = runner.tokenizer.render(said, **variables) if runner.observers else ""
+        return TokenizedPrompt(line.tokens, "messages", said, text, variables, **own)
+
     def _advance(self) -> None:
         """Run a step, or wait for what the thread of the runner makes or for a deadline."""
-        if isinstance(self._execution.runner, Engine):
-            self._execution.runner.step()
+        if isinstance(self._runner, Engine):
+            self._runner.step()
             return
         handles = [one.handle for one in self._running]
         if isinstance(handles[0], _SingleRequest):
@@ -426,14 +406,14 @@ class _LineLoop:
         lefts = [one.deadline.left for one in self._running if one.deadline.left is not None]
         wait_for_news([one for one in handles if isinstance(one, Handle)], min(lefts, default=None))
 
-    def _begin(self) -> Iterator[Outcome]:
+    def _begin(self, lines: Iterator[StoredLine]) -> Iterator[Outcome]:
         """Submit the lines that can begin now, and yield the outcomes of those that can't."""
-        while (taken := self._next()) is not None:
+        while (taken := self._next(lines)) is not None:
             line, retries = taken
             if line.error is not None:
                 yield refused(line, line.error)
                 continue
-            deadline = Deadline(self._execution)
+            deadline = Deadline(self._tick, self._options.timeout)
             try:
                 handle = self._submit(line, deadline)
             except (NoFreeSlotError, CacheFullError) as error:
@@ -451,26 +431,25 @@ class _LineLoop:
     def _submit(
         self, line: StoredLine, deadline: Deadline
     ) -> Handle | EngineHandle | _SingleRequest:
-        options = self._execution.options.of_line(line.index, line.options)
-        runner = self._execution.runner
+        options = self._options.of_line(line.index, line.options)
+        runner = self._runner
         assert runner is not None  # there is one for a line that can be run
         if isinstance(runner, MultiRequestRunner):
-            return runner.submit(self._execution.prompt_of(line, runner), **options)
+            return runner.submit(self._prompt_of(line, runner), **options)
 
         def start() -> Iterator[Chunk]:
-            prompt = self._execution.prompt_of(line, runner)
-            return runner.generate(prompt, progress=deadline, **options)
+            return runner.generate(self._prompt_of(line, runner), progress=deadline, **options)
 
         return _SingleRequest(start, len(line.tokens), deadline)
 
-    def _next(self) -> tuple[StoredLine, int] | None:
+    def _next(self, lines: Iterator[StoredLine]) -> tuple[StoredLine, int] | None:
         """Return the next line to begin and its retries; None if none can begin now."""
         if len(self._running) == self._slots:
             return None
         if self._waiting:
             return self._waiting.popleft()
-        line = None if self._execution.is_stopping() else next(self._lines, None)
-        return None if line is None else (line, self._execution.options.retries)
+        line = None if self._is_stopping() else next(lines, None)
+        return None if line is None else (line, self._options.retries)
 
     def _ended(self) -> Iterator[Outcome]:
         """Yield the outcomes of the requests that ended with this step or ran out of time."""

@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from mlxrunner.batch.inputs import STANDARD, Inputs, digest_of, is_same_or_within
 from mlxrunner.batch.options import FileOptions
@@ -54,6 +56,7 @@ from mlxrunner.system.writing import is_stream, sealed, written
 
 LARGEST = 2**22
 """The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def completion_path(store: Path) -> Path:
@@ -65,11 +68,11 @@ def completion_path(store: Path) -> Path:
 class Completion:
     """The record of a batch that has ended, kept in a small file."""
 
-    lines: int
+    lines: Count
     """The number of lines of the input."""
-    failed: int
+    failed: Count
     """The number of lines whose answer is an error."""
-    size: int
+    size: Count
     """The size of the output in bytes."""
     digest: str
     """The SHA-256 of the output, in hexadecimal."""
@@ -79,21 +82,9 @@ class Completion:
     @classmethod
     def read(cls, path: Path) -> Completion | None:
         """Read the record from `path`. Return None if there is no such file or it is damaged."""
-        with suppress(ReadError, TypeError):
-            found = cls(**read_json(path, LARGEST, sealed=True))
-            if found._is_whole():
-                return found
+        with suppress(ReadError, ValueError):
+            return msgspec.convert(read_json(path, LARGEST, sealed=True), cls)
         return None
-
-    def _is_whole(self) -> bool:
-        """Return True if all fields have values of the right type."""
-        counts, made_from = (self.lines, self.failed, self.size), self.made_from
-        return (
-            all(type(count) is int and count >= 0 for count in counts)
-            and isinstance(self.digest, str)
-            and isinstance(made_from, dict)
-            and all(isinstance(value, str) for value in made_from.values())
-        )
 
     def write(self, path: Path) -> None:
         """Write the whole record to the disk, with mode 0600. Raise OutputError if that fails."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from mlxrunner.batch.options import Order
@@ -56,6 +56,8 @@ MOST_MODELS = 100
 """The number of models whose speed is kept, those used last, so that the file stays small."""
 LARGEST = 2**20
 """The most bytes of the file of speeds."""
+Measured = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
+"""A positive, finite number."""
 
 
 @dataclass(frozen=True)
@@ -463,11 +465,11 @@ def _described(part: WorkerShare) -> str:
 class Speed:
     """The speed of a model in its last batch."""
 
-    prefill_rate: float
+    prefill_rate: Measured
     """Prompt tokens evaluated per second."""
-    decode_rate: float
+    decode_rate: Measured
     """Answer tokens per second, of all lines that ran at once."""
-    answer_tokens: float
+    answer_tokens: Measured
     """The mean number of tokens of an answer."""
 
     def seconds(self, evaluated: int, answers: float) -> float:
@@ -485,10 +487,8 @@ def known_speed(model: str) -> Speed | None:
 
     Return None if there is none, or if its figures are not positive numbers.
     """
-    with suppress(TypeError, ValueError, KeyError):
-        speed = Speed(**_speeds()[_key(model)])
-        if all(_is_measured(getattr(speed, field.name)) for field in fields(speed)):
-            return speed
+    with suppress(ValueError, KeyError):
+        return msgspec.convert(_speeds()[_key(model)], Speed)
     return None
 
 
@@ -505,12 +505,6 @@ def remember_speed(model: str, speed: Speed) -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with written(file) as stream:
             stream.write(sealed(json.dumps(dict(list(models.items())[-MOST_MODELS:]), indent=1)))
-
-
-def _is_measured(value: Any) -> bool:
-    """Return True if `value` is a positive, finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
 
 
 def _key(model: str) -> str:

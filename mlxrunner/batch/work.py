@@ -105,30 +105,12 @@ EVERY_S = 1.0
 """The least seconds between two writes of the progress file."""
 
 
-@dataclass(frozen=True)
-class JobSummary:
-    """The end of a job. The counts are those of the whole batch."""
-
-    lines: int
-    """The number of lines of the input."""
-    done: int
-    """The number of lines that have an answer."""
-    failed: int
-    """The number of lines whose answer is an error."""
-    tally: Tally
-    """The counts and times of this run."""
-    stopped: Stopped | None = None
-    """The cause of an early end: Ctrl-C, or too many failures; None if all lines are done."""
-    first_error: str | None = None
-    """The error of the first failed line of the input; None if no line failed or it is unknown."""
-
-
 def run_job(
     job: Job,
     progress: Progress,
     watch: Watch = lambda runner: None,
     elsewhere: Elsewhere | None = None,
-) -> JobSummary:
+) -> Tally:
     """Run the job, or resume it, and return its end.
 
     `watch` is called with the runner before it runs anything. With `elsewhere`, other processes run
@@ -138,19 +120,19 @@ def run_job(
     opened = elsewhere or partial(_here, watch)
     with Status(job, progress.say) as status:
         found = _run_job(job, progress, opened, status)
-    speed = found.tally.speed()
+    speed = found.speed()
     if speed is not None and elsewhere is None:
         remember_speed(job.model, speed)
     return found
 
 
-def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) -> JobSummary:
+def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) -> Tally:
     """Run the job, or resume it; `status` tells others about it."""
     parts = job.parts()
     found, retried = finished_run(job, parts)
     if found is not None:
         status.tally = Tally(found.lines, found.lines, found.failed)
-        return JobSummary(found.lines, found.lines, found.failed, status.tally)
+        return status.tally
     with opened_store(job, retried) as store:
         tokenizer = tokenizer_for(job)
         context = context_of(job)
@@ -275,7 +257,7 @@ def _run(
     answering: Answering,
     progress: Progress,
     status: Status,
-) -> JobSummary:
+) -> Tally:
     """Run the lines that have no answer, until none is left or the run is stopped.
 
     The store is removed when no line is left.
@@ -303,7 +285,7 @@ def _run(
                 writer.write(outcome.line.index, line, failed=outcome.result is None)
                 tally.add(outcome)
                 status.tick()
-                progress.update(tally.line, tally.earlier + tally.done, tally.total)
+                progress.update(tally.line, tally.all_done, tally.total)
         after, first = store.counts, store.first_failure()
         if after.left and not is_stopping():
             raise store.damaged(f"{after.left} of {after.lines} lines are not found in it")
@@ -311,10 +293,9 @@ def _run(
             complete(job, store, writer.output)
     progress.close()
     if after.left:
-        status.stop()
-    stopped: Stopped | None = ("interrupt" if interrupted() else "errors") if after.left else None
-    first_error = error_of(first.body) if first is not None else None
-    return JobSummary(after.lines, after.done, after.failed, tally, stopped, first_error)
+        tally.stopped = "interrupt" if interrupted() else "errors"
+    tally.first_error = error_of(first.body) if first is not None else None
+    return tally
 
 
 @contextmanager
@@ -453,6 +434,20 @@ class Tally:
     """The seconds of decoding, added up in the same way."""
     began: float = field(default_factory=time.monotonic)
     """The time at which the run began, on time.monotonic."""
+    stopped: Stopped | None = None
+    """The cause of an early end: Ctrl-C, or too many failures; None if all lines are done."""
+    first_error: str | None = None
+    """The error of the first failed line of the input; None if no line failed or it is unknown."""
+
+    @property
+    def all_done(self) -> int:
+        """The lines of the whole batch that have an answer."""
+        return self.earlier + self.done
+
+    @property
+    def all_failed(self) -> int:
+        """The lines of the whole batch whose answer is an error."""
+        return self.earlier_failed + self.failed
 
     def add(self, outcome: Outcome) -> None:
         """Count a line that has ended."""
@@ -489,7 +484,7 @@ class Tally:
         """The seconds until all lines are done, at the pace so far; None before the first."""
         if not self.done:
             return None
-        return self.seconds / self.done * (self.total - self.earlier - self.done)
+        return self.seconds / self.done * (self.total - self.all_done)
 
     def figures(self) -> dict[str, Any]:
         """Return the counts of this run by name, for other programs."""
@@ -522,10 +517,9 @@ class Tally:
 
     def line(self) -> str:
         """Return the progress so far, for people. The time left assumes the same pace."""
-        failed = self.earlier_failed + self.failed
-        parts = [f"{self.earlier + self.done} of {self.total} lines"]
-        if failed:
-            parts.append(f"{failed} failed")
+        parts = [f"{self.all_done} of {self.total} lines"]
+        if self.all_failed:
+            parts.append(f"{self.all_failed} failed")
         parts += [f"{self.rate:.0f} tokens/s", f"{self.reused:.1%} of prompt tokens reused"]
         if (left := self.seconds_left) is not None:
             parts.append(f"{duration(left)} left")
@@ -569,9 +563,9 @@ class Status:
     ) -> None:
         if isinstance(error, Exception):
             self._state, self._error = "failed", one_line(" ".join(str(error).split()))
-        elif error is not None:
+        elif error is not None or (self.tally is not None and self.tally.stopped):
             self._state = "interrupted"
-        elif self._state in ("starting", "running"):
+        else:
             self._state = "done"
         self._write_progress()
         self._write_summary()
@@ -580,10 +574,6 @@ class Status:
         """Note that lines run now, counted by `tally`."""
         self.tally, self._state = tally, "running"
         self._write_progress()
-
-    def stop(self) -> None:
-        """Note that the run ends with lines left."""
-        self._state = "interrupted"
 
     def tick(self) -> None:
         """Write the progress if the last write was long enough ago."""
@@ -614,8 +604,8 @@ class Status:
             "error": self._error,
             "output": self._job.output,
             "lines": None if self.tally is None else tally.total,
-            "done": tally.earlier + tally.done,
-            "failed": tally.earlier_failed + tally.failed,
+            "done": tally.all_done,
+            "failed": tally.all_failed,
             "seconds": round(tally.seconds, 3),
             "seconds_left": _rounded(tally.seconds_left),
             "tokens_per_second": round(tally.rate, 3),
@@ -626,7 +616,6 @@ class Status:
 
     def _summary(self) -> dict[str, Any]:
         tally, meter = self.tally or Tally(), self._meter
-        done, failed = tally.earlier + tally.done, tally.earlier_failed + tally.failed
         return {
             "state": self._state,
             "error": self._error,
@@ -634,8 +623,8 @@ class Status:
             "inputs": list(self._job.inputs),
             "output": self._job.output,
             "lines": None if self.tally is None else tally.total,
-            "answered": done - failed,
-            "failed": failed,
+            "answered": tally.all_done - tally.all_failed,
+            "failed": tally.all_failed,
             "run": {
                 **tally.figures(),
                 "energy_joules": None if meter is None else _rounded(meter.sample()),

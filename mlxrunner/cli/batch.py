@@ -44,7 +44,7 @@ from mlxrunner.parallel.settings import EngineSettings
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job
-    from mlxrunner.batch.work import JobSummary
+    from mlxrunner.batch.work import Tally
 
 
 CUT_OFF = 1
@@ -376,13 +376,13 @@ def _run(
                 from mlxrunner.cluster.driver import over_workers
 
                 elsewhere = partial(over_workers, partial(opened_dask, cluster), profile)
-            summary = run_job(job, progress, profile.watch, elsewhere)
-            if table is not None and not summary.stopped:
+            tally = run_job(job, progress, profile.watch, elsewhere)
+            if table is not None and not tally.stopped:
                 write_parquet(table)
             progress.close()
             if not quiet:
-                _report(job, summary)
-            if summary.stopped:
+                _report(job, tally)
+            if tally.stopped:
                 _say_how_to_go_on(job)
     except (KeyboardInterrupt, SystemExit, CutOffError):
         progress.close()
@@ -390,7 +390,7 @@ def _run(
         raise
     finally:
         progress.close()
-    sys.exit(CUT_OFF if summary.stopped else SOME_FAILED if summary.failed else 0)
+    sys.exit(CUT_OFF if tally.stopped else SOME_FAILED if tally.all_failed else 0)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -398,13 +398,12 @@ def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def _report(job: Job, summary: JobSummary) -> None:
-    tally = summary.tally
-    if tally.done or summary.stopped:
+def _report(job: Job, tally: Tally) -> None:
+    if tally.done or tally.stopped:
         click.echo(tally.summary(), err=True)
-    elif summary.lines:
+    elif tally.total:
         click.echo(
-            f"{line_text(job.output)} is complete ({summary.lines} lines): nothing to do", err=True
+            f"{line_text(job.output)} is complete ({tally.total} lines): nothing to do", err=True
         )
     else:
         source = ", ".join(
@@ -414,12 +413,12 @@ def _report(job: Job, summary: JobSummary) -> None:
         if job.shard is not None:
             source, has = f"shard {job.shard}", "has"
         click.echo(f"{source} {has} no lines: nothing to do", err=True)
-    if summary.failed:
-        first = f", the first: {line_text(summary.first_error)}" if summary.first_error else ""
-        click.echo(f"{summary.failed} of {summary.lines} lines failed{first}", err=True)
-    if summary.stopped:
-        why = f" (--max-errors {job.max_errors})" if summary.stopped == "errors" else ""
-        click.echo(f"stopped: {summary.done} of {summary.lines} lines are done{why}", err=True)
+    if tally.all_failed:
+        first = f", the first: {line_text(tally.first_error)}" if tally.first_error else ""
+        click.echo(f"{tally.all_failed} of {tally.total} lines failed{first}", err=True)
+    if tally.stopped:
+        why = f" (--max-errors {job.max_errors})" if tally.stopped == "errors" else ""
+        click.echo(f"stopped: {tally.all_done} of {tally.total} lines are done{why}", err=True)
 
 
 def _say_how_to_go_on(job: Job) -> None:

@@ -406,6 +406,10 @@ request_bytes id
 """The fields of a logfmt line, in its order."""
 _LOGGED_ZERO = {"divergence_index", "divergence_message", "verify_equal", "verify_first_difference"}
 """The fields of a logfmt line that mean something if they are 0 or false."""
+_OF_USAGE = """
+prompt_tokens cached_tokens evaluated_tokens completion_tokens outcome reason draft_passes
+""".split()
+"""The fields of an event that are those of the usage; all fields of its cache and memory are."""
 _encode = json.JSONEncoder(separators=(",", ":"), default=vars, check_circular=False).encode
 
 
@@ -417,8 +421,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
     `profile_s`.
     """
     usage, lookup, began = observed.usage, observed.lookup, observed.clock.began
-    memory, cache, line = usage.memory, usage.cache, observed.prepared.line
-    caller = observed.prepared.caller
+    line, caller, scheduling = observed.prepared.line, observed.prepared.caller, observed.scheduling
     started = "cold" if number == 1 else "warm"
     return Event(
         schema=SCHEMA,
@@ -433,38 +436,23 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         error=observed.error,
         entry_tokens=lookup.entry_tokens,
         entry_tokens_after=len(observed.entry),
-        prompt_tokens=usage.prompt_tokens,
-        matched_tokens=cache.matched_tokens,
-        cached_tokens=usage.cached_tokens,
-        prefetched_tokens=cache.prefetched_tokens,
-        evaluated_tokens=usage.evaluated_tokens,
-        trimmed_tokens=cache.trimmed_tokens,
-        completion_tokens=usage.completion_tokens,
-        shifted_tokens=cache.shifted_tokens,
-        reevaluated_tokens=cache.reevaluated_tokens,
-        lost_tokens=cache.lost_tokens,
-        outcome=usage.outcome,
-        reason=usage.reason,
-        evicted_by=cache.evicted_by,
-        trim_limited_by=cache.trim_limited_by,
-        checkpoint=cache.checkpoint,
-        used_bytes=memory.used_bytes,
-        cache_bytes=memory.cache_bytes,
-        peak_bytes=memory.peak_bytes,
+        **{name: getattr(usage, name) for name in _OF_USAGE},
+        **vars(usage.cache),
+        **vars(usage.memory),
         saved_tokens=lookup.reused,
         saved_s=None,
         run=f"{started}-{'restored' if lookup.is_restored else usage.outcome}",
         divergence=None,
         **_times(observed),
-        request_bytes=max(0, memory.peak_bytes - observed.active_bytes),
+        request_bytes=max(0, usage.memory.peak_bytes - observed.active_bytes),
         spans=_spans(observed),
         verify=None,
         line=BatchLine(**vars(line)) if line is not None else None,
         restored_tokens=lookup.restored,
-        draft_passes=usage.draft_passes,
         drafts=tuple(DraftCounts(**vars(use)) for use in usage.drafts),
         caller=_client(caller, usage) if caller is not None else None,
-        **_scheduling(observed),
+        submitted=None if scheduling is None else scheduling.submitted or None,
+        evicted=tuple(Eviction(**vars(one)) for one in (scheduling.evicted if scheduling else ())),
     )
 
 
@@ -481,15 +469,6 @@ def _client(caller: Caller, usage: Usage) -> ClientRequest:
         replaced=caller.replaced,
         **more,
     )
-
-
-def _scheduling(observed: Observation) -> dict[str, Any]:
-    """Return what only a request beside others has, by the names of the event's fields."""
-    scheduling = observed.scheduling
-    if scheduling is None:
-        return {}
-    evicted = tuple(Eviction(**vars(one)) for one in scheduling.evicted)
-    return {"submitted": scheduling.submitted or None, "evicted": evicted}
 
 
 def _times(observed: Observation) -> dict[str, Any]:

@@ -76,15 +76,6 @@ def test_a_file_that_is_cut_off_anywhere_is_one_error(kind: str) -> None:
             list(Inputs(["in.gz"], BatchOptions()))
 
 
-@pytest.mark.parametrize("kind", ["gzip", "zstd"])
-def test_a_file_with_something_else_behind_it_is_an_error(kind: str) -> None:
-    """The bytes behind the end belong to no frame."""
-    whole = PACK[kind](LINES)
-    Path("in").write_bytes(whole + b"garbage")
-    with pytest.raises(PromptError, match="in: can't be read to its end as"):
-        list(Inputs(["in"], BatchOptions()))
-
-
 def test_a_small_file_that_decompresses_to_a_large_line_costs_no_memory() -> None:
     """The line is an error, and the lines around it are read."""
     good = b'{"prompt": "Hello"}\n'

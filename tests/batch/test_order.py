@@ -28,7 +28,6 @@ from mlxrunner.batch.order import (
     sort_key,
     split,
     tokens_of,
-    wait,
 )
 from mlxrunner.batch.prompts import PromptCost, cost, tokenize_lines
 from mlxrunner.batch.store import Store, StoredLine
@@ -124,15 +123,6 @@ def test_deep_and_wide_trees_need_no_recursion() -> None:
     assert chosen(deep) == by_tokens(deep)
     wide = [[number] for number in random.Random(1).sample(range(10**6), 20_000)]
     assert chosen(wide) == list(range(20_000))
-
-
-def test_the_wait_is_that_of_the_written_lines() -> None:
-    """Both count the same: an answer that waits longer is missing from the file for longer."""
-    for seed in range(20):
-        order = random.Random(seed).sample(range(30), 30)
-        counts = written(order)
-        written_after = [next(k for k in range(30) if counts[k] > line) for line in range(30)]
-        assert wait(order) == sum(written_after)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overflow", ["stop", "shift"])
@@ -263,20 +253,6 @@ def test_a_cut_takes_a_sum_of_eight_bytes_for_each_line() -> None:
     assert costs.costliest == costs.of(7 * BLOCK, 7 * BLOCK + 1) >= 10**6
 
 
-def test_many_machines_share_a_large_batch() -> None:
-    """A thousand parts of a million lines, 100 of each document, end within 10 % of each other."""
-    random, lines = np.random.default_rng(0), 1_000_000
-    begins = np.arange(lines) % 100 == 0
-    lengths = np.repeat(random.integers(300, 600, lines // 100), 100)
-    evaluated = np.where(begins, lengths, 0) + random.integers(10, 90, lines)
-    reused = np.where(begins, 0, lengths)
-    costs = LineCosts(evaluated, reused, np.full(lines, 64))
-    places = cut(costs, 1000)
-    found = parts_of(costs, places)
-    assert max(found) <= 1.1 * min(found)
-    assert extra_of(costs, places) <= 0.01 * evaluated.sum()
-
-
 def test_the_rest_of_a_part_is_split_so_that_both_end_together() -> None:
     """The machine that runs it has the document; the other one has to evaluate it."""
     costs = one_document(100, 50)
@@ -346,18 +322,6 @@ def test_prefix_order_costs_a_nodes_count_and_a_token_per_repeat(prompts: list[l
     assert found.evaluated == found.nodes + found.repeats
 
 
-@given(PROMPTS, st.randoms())
-def test_no_order_costs_less_than_prefix_order(
-    prompts: list[list[int]], shuffle: random.Random
-) -> None:
-    """Any other order evaluates at least as many tokens."""
-    least = cost(sorted(arrays(prompts), key=sort_key)).evaluated
-    shuffle.shuffle(prompts)
-    found = cost(arrays(prompts))
-    assert found.evaluated >= least
-    assert (found.prompts, found.tokens) == (len(prompts), sum(map(len, prompts)))
-
-
 @pytest.mark.parametrize(
     ("prompts", "expected"),
     [
@@ -387,20 +351,3 @@ def test_the_runner_evaluates_what_was_computed(prompts: list[list[int]]) -> Non
             assert last.usage is not None
             evaluated += last.usage.evaluated_tokens
         assert evaluated == cost(order).evaluated
-
-
-def test_the_case_of_two_hundred_prompts() -> None:
-    """The input order evaluates about 281,000 of 388,000 tokens, the sorted one the nodes."""
-    prompts = shared_prefixes()
-    shuffled, in_order = cost(prompts), cost(sorted(prompts, key=sort_key))
-    assert (shuffled.prompts, shuffled.tokens) == (200, 388_000)
-    assert 260_000 < shuffled.evaluated < 305_000
-    assert in_order.evaluated == in_order.nodes == trie_nodes(prompts) == 20_393
-    assert max(map(len, prompts)) < 2000
-
-
-def test_the_case_is_the_same_each_time() -> None:
-    """One seed gives one list of prompts, another one another."""
-    first, again, other = shared_prefixes(1), shared_prefixes(1), shared_prefixes(2)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))

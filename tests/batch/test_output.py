@@ -64,15 +64,6 @@ def test_a_file_that_somebody_else_wrote_to_is_refused_and_left_alone(
     assert file.read_bytes() == content
 
 
-def test_the_output_is_for_its_owner_only(tmp_path: Path) -> None:
-    """Mode 0600, as answers may be private; also of a file that is there."""
-    AnswerFile.open(tmp_path / "new").close()
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "old").touch(0o644)
-    AnswerFile.open(tmp_path / "old").close()
-    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o600
-
-
 def test_what_cannot_be_written_is_one_line(tmp_path: Path, full: int) -> None:
     """A folder that is not there, a folder, a FIFO, a stream whose disk is full."""
     os.mkfifo(tmp_path / "fifo")

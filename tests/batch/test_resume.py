@@ -60,15 +60,6 @@ def test_an_output_that_lost_its_end_gets_it_from_the_store(
     assert Path("out.jsonl").read_bytes() == expected
 
 
-def test_an_output_that_is_gone_is_written_again(folder: Path) -> None:
-    """From the store."""
-    expected = unbroken()
-    stop_in_the_middle()
-    Path("out.jsonl").unlink()
-    resume()
-    assert Path("out.jsonl").read_bytes() == expected
-
-
 def test_an_output_that_somebody_wrote_to_is_not_touched(folder: Path) -> None:
     """It is refused; moved away, it is written again, and nothing is run twice."""
     expected = unbroken()
@@ -81,13 +72,6 @@ def test_an_output_that_somebody_wrote_to_is_not_touched(folder: Path) -> None:
     assert (result.exit_code, Path("out.jsonl").read_bytes()) == (2, content)
     Path("out.jsonl").rename("mine.jsonl")
     assert "6 lines in " in resume().stderr
-    assert Path("out.jsonl").read_bytes() == expected
-
-
-def test_resume_of_nothing_begins(folder: Path) -> None:
-    """A script may always say --resume."""
-    expected = unbroken()
-    assert resume().exit_code == 3
     assert Path("out.jsonl").read_bytes() == expected
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.batches import llama, prompts, requests, texts
 from support.engine import Engine
-from support.prompts import shared_prefixes
 
 import mlxrunner
 from mlxrunner import BatchRequest, OptionError, Runner, run_batch
@@ -19,12 +18,6 @@ from mlxrunner.batch.prompts import cost
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
 
 Make = Callable[[], Any]
-
-
-def test_the_package_exports_it_without_importing_mlx() -> None:
-    """Next to what is exported already; the names come when they are asked for."""
-    assert {"run_batch", "BatchRequest", "BatchResult"} <= set(mlxrunner.__all__)
-    assert all(getattr(mlxrunner, name) for name in mlxrunner.__all__)
 
 
 def test_results_come_in_the_order_of_the_requests_and_equal_runs_one_by_one(alone: Runner) -> None:
@@ -79,20 +72,6 @@ def test_the_prefix_order_evaluates_each_node_of_the_tree_once(alone: Runner) ->
     assert evaluated("prefix") == least.nodes + least.repeats
     assert least.repeats == 2
     assert evaluated("input") == cost(arrays).evaluated > least.evaluated
-
-
-def test_the_200_prompts_evaluate_20393_tokens() -> None:
-    """The number is that of their tree's nodes: the measured case, run on the oracle model."""
-    runner = oracle_runner(context=2048, prefill_step=2048)
-    asked = [
-        BatchRequest([int(token) % 250 for token in prompt])
-        for prompt in shared_prefixes(vocab=250)
-    ]
-    results = list(run_batch(runner, asked, max_tokens=1))
-    assert [result.error for result in results] == [None] * 200
-    assert (
-        sum(result.result.usage.evaluated_tokens for result in results if result.result) == 20_393
-    )
 
 
 def test_done_gives_results_as_they_finish(alone: Runner) -> None:

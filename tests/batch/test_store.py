@@ -20,7 +20,7 @@ from support.batches import entry, filled, indices
 
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import run_order, sort_key
-from mlxrunner.batch.store import APPLICATION_ID, VERSION, LineCounts, Store, StoredLine, checksum
+from mlxrunner.batch.store import VERSION, LineCounts, Store, StoredLine, checksum
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 
@@ -153,15 +153,6 @@ def test_an_id_that_was_there_is_an_error() -> None:
         assert store.counts == LineCounts(lines=10, broken=4, done=0, failed=0)
 
 
-def test_ids_of_a_program_may_repeat() -> None:
-    """It gets its answers in order."""
-    with Store.create(unique_ids=False) as store:
-        store.add(entry(0, [1], id="a"))
-        store.add(entry(1, [1], id="a"))
-        store.finish()
-        assert store.counts.broken == 0
-
-
 def test_lines_come_one_after_the_other() -> None:
     """An index that is left out, or there twice, is an error, and nothing of that input stays."""
     with Store.create() as store:
@@ -182,13 +173,6 @@ def test_a_complete_input_takes_no_more_lines() -> None:
                 change()
         assert store.counts == LineCounts(lines=2, broken=0, done=0, failed=0)
         assert indices(store.pending()) == [0, 1]
-
-
-def test_an_empty_input_is_complete() -> None:
-    """No lines are an input, too."""
-    with filled([]) as store:
-        assert store.is_complete
-        assert list(store.pending()) == list(store.answers()) == []
 
 
 @pytest.mark.parametrize("order", ["prefix", "input"])
@@ -346,15 +330,6 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(StoreError, match="No such file or directory"):
         Store.create(tmp_path / "folder" / "file")
-
-
-def test_killed_directly_after_it_was_made(tmp_path: Path) -> None:
-    """A file without content is an empty store."""
-    path = tmp_path / "store"
-    path.touch(mode=0o600)
-    with Store.open(path) as store:
-        assert not store.is_complete
-        assert store._one("PRAGMA application_id") == (APPLICATION_ID,)
 
 
 CHILD = """

@@ -33,23 +33,12 @@ def test_rows_become_prompts() -> None:
     ]
 
 
-def test_a_prompt_is_a_user_message() -> None:
-    """It is one on any other line too, with a system prompt where one is given."""
-    (line,) = batches.read("a\n1\n", template="{a}", system="S")
-    assert line.prompt == [{"role": "system", "content": "S"}, {"role": "user", "content": "1"}]
-
-
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
     """With a byte order mark, spaces around names, quotes, names with spaces, Windows line ends."""
     assert [
         line.prompt for line in read(mark + b'"a", first name \r\n1,2\r\n', "{a} {first name}")
     ] == ["1 2"]
-
-
-def test_empty_lines_before_the_header() -> None:
-    """Are skipped, but counted, as anywhere else."""
-    assert read("\n\r\na,id\n1,x\n") == [InputLine(0, 4, "1", "x")]
 
 
 @pytest.mark.parametrize(

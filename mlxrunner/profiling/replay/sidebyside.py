@@ -36,37 +36,13 @@ from mlxrunner.parallel.rows.sequential import PromptPasses
 from mlxrunner.parallel.scheduling.request import ActiveRequest
 from mlxrunner.parallel.scheduling.scheduler import Scheduler
 from mlxrunner.parallel.settings import EngineSettings
-from mlxrunner.profiling.replay.simulate import ReplayedLayer
+from mlxrunner.profiling.replay.simulate import ExtentLayer, ReplayedLayer
 from mlxrunner.profiling.tokenlog import LoggedRequest
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 TOKEN_BYTES = 4
 """Bytes of a token in the file of a conversation."""
-
-
-class OffloadedLayer(LayerCache):
-    """A layer of a parked conversation: its extent alone."""
-
-    def __init__(self, saved: Saved) -> None:
-        self.kind, self._extent = saved.kind, saved.numbers["extent"]
-
-    @property
-    def extent(self) -> Extent:
-        extent: Extent = self._extent
-        return extent
-
-    def go_back(self, to: int) -> None:
-        self._extent = self.extent.rewound(to)
-
-    def free(self) -> None:
-        self._extent = self.extent.empty()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.extent.checkpoint(), 0)
-
-    def restore(self, snapshot: Snapshot, offset: int) -> None:
-        self._extent = snapshot.content
 
 
 class ReplayedDiskCache:
@@ -83,12 +59,7 @@ class ReplayedDiskCache:
         """Keep an entry, unless it does not fit or what it holds is not exact."""
         if not entry.tokens or entry.is_shifted:
             return None
-        held = CacheEntry(
-            TokenBuffer(entry.tokens[:]), [OffloadedLayer(one.export()) for one in entry.caches]
-        )
-        held.checkpoints.budget = entry.checkpoints.budget
-        for item in entry.checkpoints:
-            held.checkpoints.add(item)
+        held = _copy_of(entry)
         index, stored = self._index, self._index.plan(b"", _form(held, entry))
         if (there := index.named(stored.name)) is not None:
             index.use(there)
@@ -117,18 +88,10 @@ class ReplayedDiskCache:
 
     def restore(self, stored: StoredConversation, upto: int | None = None) -> Exported:
         """Return the first `upto` tokens of a conversation."""
-        held = self._entries[stored]
-        to = len(held.tokens) if upto is None else upto
-        copy = CacheEntry(
-            caches=[OffloadedLayer(saved_extent(one.kind, one.extent)) for one in held.caches]
-        )
-        copy.checkpoints.budget = held.checkpoints.budget
-        copy.tokens.extend(held.tokens.array)
-        for item in held.checkpoints:
-            copy.checkpoints.add(item)
-        if to < len(held.tokens):
-            copy.tokens.truncate(to)
-            copy.rewind(to)
+        copy = _copy_of(self._entries[stored])
+        if upto is not None and upto < len(copy.tokens):
+            copy.tokens.truncate(upto)
+            copy.rewind(upto)
         found = Exported(
             copy.tokens.array,
             [saved_extent(one.kind, one.extent.saved()) for one in copy.caches],
@@ -141,6 +104,16 @@ class ReplayedDiskCache:
     def tell(self, on_evicted: Callable[[StoredConversation], None]) -> None:
         """Call `on_evicted` with each conversation that is given up to make room."""
         self._index.on_evicted = on_evicted
+
+
+def _copy_of(entry: CacheEntry) -> CacheEntry:
+    """Return an entry with the same tokens, extents and checkpoints."""
+    caches: list[LayerCache] = [ExtentLayer(one.kind, one.extent) for one in entry.caches]
+    copy = CacheEntry(TokenBuffer(entry.tokens[:]), caches)
+    copy.checkpoints.budget = entry.checkpoints.budget
+    for item in entry.checkpoints:
+        copy.checkpoints.add(item)
+    return copy
 
 
 def _form(held: CacheEntry, entry: CacheEntry) -> EntryForm:

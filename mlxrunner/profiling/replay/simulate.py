@@ -252,20 +252,36 @@ def is_usable(logged: LoggedRequest) -> bool:
         return False
 
 
-class ReplayedLayer(LayerCache):
-    """Layers that store in the same way, reduced to their extent: they hold no data."""
+class ExtentLayer(LayerCache):
+    """A layer that is reduced to its extent: it holds no data."""
 
-    def __init__(self, line: Mapping[str, Any], extent: Extent) -> None:
-        """Stand for the layers that `line` of a token log describes.
-
-        `extent` is the extent of such a layer when it is empty.
-        """
-        self.kind: str = line["kind"]
-        self._line, self._extent = line, extent
+    def __init__(self, kind: str, extent: Extent) -> None:
+        self.kind, self._extent = kind, extent
 
     @property
     def extent(self) -> Extent:
         return self._extent
+
+    def go_back(self, to: int) -> None:
+        self._extent = self._extent.rewound(to)
+
+    def free(self) -> None:
+        self._extent = self._extent.empty()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self._extent.checkpoint(), 0)
+
+    def restore(self, snapshot: Snapshot, offset: int) -> None:
+        self._extent = snapshot.content
+
+
+class ReplayedLayer(ExtentLayer):
+    """Layers that store in the same way, as `line` of a token log describes them."""
+
+    def __init__(self, line: Mapping[str, Any], extent: Extent) -> None:
+        """Stand for the layers of `line`. `extent` is that of such a layer when it is empty."""
+        super().__init__(line["kind"], extent)
+        self._line = line
 
     def end_forward(self, tokens: int) -> None:
         self._extent = self._extent.after(tokens)
@@ -274,21 +290,12 @@ class ReplayedLayer(LayerCache):
         """Store `tokens` tokens in as many forward passes."""
         self._extent = self._extent.decoded(tokens)
 
-    def go_back(self, to: int) -> None:
-        self._extent = self._extent.rewound(to)
-
-    def free(self) -> None:
-        self._extent = self._extent.empty()
-
     def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
         self._extent = self._extent.shifted(keep, discard)
 
     def snapshot(self) -> Snapshot:
         nbytes = self._line["count"] * self._extent.checkpoint_bytes(self._line)
         return Snapshot(self._extent.checkpoint(), nbytes)
-
-    def restore(self, snapshot: Snapshot, offset: int) -> None:
-        self._extent = snapshot.content
 
 
 class _Entry:
