@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         DamagedStoreError,
         DifferentRunError,
         EngineError,
-        FileError,
         FormError,
         LaunchError,
         LogitsError,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
         ModelError,
         NoFreeSlotError,
         NotSupportedError,
-        ObserverError,
         OptionError,
         OutputClosedError,
         OutputError,
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
         TemplateLimitError,
         TimeLimitError,
         VerifyError,
-        WriteError,
         WrongThreadError,
     )
     from mlxrunner.memory.plan import Plan
@@ -82,7 +79,6 @@ __all__ = [
     "DamagedStoreError",
     "DifferentRunError",
     "EngineError",
-    "FileError",
     "FormError",
     "GenerateKwargs",
     "GenerateOptions",
@@ -96,7 +92,6 @@ __all__ = [
     "ModelError",
     "NoFreeSlotError",
     "NotSupportedError",
-    "ObserverError",
     "OptionError",
     "OutputClosedError",
     "OutputError",
@@ -120,7 +115,6 @@ __all__ = [
     "TimeLimitError",
     "Usage",
     "VerifyError",
-    "WriteError",
     "WrongThreadError",
     "run_batch",
 ]
@@ -148,7 +142,7 @@ keep_limit()  # before any module imports mlx-lm
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in (*__all__, "FileError", "ObserverError", "WriteError"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 

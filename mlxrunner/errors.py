@@ -12,11 +12,9 @@ MlxrunnerError               exit code 1
 │   └── BrokenLineError      exit code 2: a line of a batch cannot be run
 ├── ReadError                exit code 2: a file or a log cannot be read
 │   └── MissingFileError     exit code 2: no file has this name
-├── WriteError               exit code 2: a report cannot be written
 ├── OutputClosedError        exit code 2: standard output cannot be written to
 ├── PictureError             exit code 2: a picture cannot be used
 │   └── PicturesFullError    exit code 2: other requests hold too many
-├── FileError                exit code 2: a file cannot be attached to a message, or written
 ├── SessionError             exit code 2: a saved session is missing, damaged or in use
 ├── ContextFullError         exit code 1: the answer filled the context (`overflow="error"`)
 ├── FormError                exit code 1: no token continues an answer in the requested form
@@ -28,7 +26,7 @@ MlxrunnerError               exit code 1
 ├── StepFailedError          exit code 1: a request made a step fail, or was in an interrupted one
 ├── StoreError               exit code 2: the store of a batch cannot be made, opened or written
 │   └── DamagedStoreError    exit code 2: the store of a batch is damaged
-├── OutputError              exit code 2: the answers of a batch cannot be written
+├── OutputError              exit code 2: answers, a report or another file cannot be written
 ├── CutOffError              exit code 1: a batch could not write any more after it had answered
 ├── TimeLimitError           exit code 1: a request took longer than its time limit
 ├── DifferentRunError        exit code 2: a batch was begun with other options, model or input
@@ -38,8 +36,8 @@ MlxrunnerError               exit code 1
 ├── ClosedError              exit code 1: the runner has been closed
 ├── LaunchError              exit code 1: a client or the ranks of a model cannot be started
 ├── EngineError              exit code 1: the thread of a ParallelRunner has died
-├── ObserverError            exit code 1: an observer waited for the thread that called it
-└── BusyError                exit code 1: another request uses the entry, or another thread reads
+└── BusyError                exit code 1: another request uses the entry, another thread reads, or
+                             an observer waits for the thread that called it
 """
 
 from __future__ import annotations
@@ -118,17 +116,6 @@ class MissingFileError(ReadError):
     """No file has this name; it may be a link to nothing."""
 
 
-class WriteError(MlxrunnerError):
-    """A report cannot be written; the message names the file."""
-
-    exit_code = 2
-
-    @classmethod
-    def of(cls, file: str, error: OSError) -> WriteError:
-        """Return the error for `file`, with the system's reason."""
-        return cls(f"{file}: can't be written: {error.strerror or error}")
-
-
 class OutputClosedError(MlxrunnerError):
     """Standard output is closed or full."""
 
@@ -143,12 +130,6 @@ class PictureError(MlxrunnerError):
 
 class PicturesFullError(PictureError):
     """The pictures of a request find no room beside those of running requests: send it again."""
-
-
-class FileError(MlxrunnerError):
-    """A file cannot be attached to a message, or written by a command of the chat."""
-
-    exit_code = 2
 
 
 class SessionError(MlxrunnerError):
@@ -251,9 +232,14 @@ class DamagedStoreError(StoreError):
 
 
 class OutputError(MlxrunnerError):
-    """The file of answers cannot be written, or another run wrote it."""
+    """A file cannot be written, or another run wrote it; the message names the file."""
 
     exit_code = 2
+
+    @classmethod
+    def of(cls, file: str, error: OSError) -> OutputError:
+        """Return the error for `file`, with the system's reason."""
+        return cls(f"{file}: can't be written: {error.strerror or error}")
 
 
 class CutOffError(MlxrunnerError):
@@ -323,21 +309,24 @@ class EngineError(MlxrunnerError):
         )
 
 
-class ObserverError(MlxrunnerError):
-    """An observer of a ParallelRunner made a call that waits for the thread that called it."""
-
-    def __init__(self, call: str) -> None:
-        super().__init__(
-            f"{call}: the engine's thread would wait for itself: an observer may submit and cancel "
-            "requests; wait for them, read them and close the runner in another thread"
-        )
-
-
 class BusyError(MlxrunnerError):
-    """A second request was started before the first one ended, or a handle has another reader."""
+    """A second request was started before the first one ended, or a handle has another reader.
+
+    Or an observer made a call that waits for the thread that called it.
+    """
 
     def __init__(
         self,
         why: str = "another request still uses the entry: finish it or close its iterator first",
     ) -> None:
         super().__init__(why)
+
+
+FORMER = {"FileError": ReadError, "ObserverError": BusyError, "WriteError": OutputError}
+"""Errors by the names that they had until version 0.2."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return FORMER[name]

@@ -77,6 +77,12 @@ def test_every_error_is_public() -> None:
     assert tree <= set(mlxrunner.__all__)
 
 
+@pytest.mark.parametrize("name", errors.FORMER)
+def test_an_error_can_be_imported_by_its_former_name(name: str) -> None:
+    """It is the one of today, so that `except` catches what is raised."""
+    assert getattr(mlxrunner, name) is getattr(errors, name) is errors.FORMER[name]
+
+
 def test_every_error_of_the_package_lives_in_errors() -> None:
     """One file holds the whole tree."""
     ours = {name for name in vars(errors) if name.endswith("Error")}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.errors import FileError, PictureError, ReadError
+from mlxrunner.errors import PictureError, ReadError
 from mlxrunner.runner import Runner
 from mlxrunner.system.picture_files import (
     Pixels,
@@ -70,7 +70,7 @@ class Attachments:
         An edited message may hold files already: these are not added again, and names inside their
         fences are ignored. `say` is called with a note for each name that looks like that of a
         missing file, and `show` with the path of each picture: it returns the picture's name. Raise
-        FileError if a file cannot be used.
+        ReadError if a file cannot be used.
         """
         named: dict[str, str] = {}
         pictures = list[str]()
@@ -98,7 +98,7 @@ def fenced(name: str, text: str) -> str:
 
 
 def read_text(name: str, runner: Runner) -> str:
-    """Return the text of a file that fits into the context. Raise FileError for any other file."""
+    """Return the text of a file that fits into the context. Raise ReadError for any other file."""
     path = Path(os.path.expanduser(name))
     limit = LONGEST_TOKEN * runner.context
     try:
@@ -106,22 +106,20 @@ def read_text(name: str, runner: Runner) -> str:
         with os.fdopen(descriptor, "rb") as stream:
             content = stream.read(limit + 1) if nbytes <= limit else b""
         if max(nbytes, len(content)) > limit:
-            raise FileError(
+            raise ReadError(
                 f"{name}: {size(max(nbytes, len(content)))} are more than the context of "
                 f"{runner.context} tokens holds"
             )
         text = content.decode()
-    except ReadError as error:
-        raise FileError(str(error)) from error
     except OSError as error:
-        raise FileError(f"{name}: {error.strerror or error}") from error
+        raise ReadError(f"{name}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise FileError(f"{name}: not a text (byte {error.start} is not UTF-8)") from error
+        raise ReadError(f"{name}: not a text (byte {error.start} is not UTF-8)") from error
     if "\0" in text:
-        raise FileError(f"{name}: not a text (byte {text.index(chr(0))} is 0)")
+        raise ReadError(f"{name}: not a text (byte {text.index(chr(0))} is 0)")
     tokens = len(runner.tokenizer.encode_more(text))
     if tokens >= runner.context:
-        raise FileError(
+        raise ReadError(
             f"{name}: its {tokens} tokens are more than the context of "
             f"{runner.context} tokens holds"
         )

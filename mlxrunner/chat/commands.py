@@ -14,19 +14,10 @@ from mlxrunner.chat.command_table import PATH, Command, flagged, quoted, whole_n
 from mlxrunner.chat.conversation import UndoState
 from mlxrunner.chat.markdown import code_blocks
 from mlxrunner.chat.rendering import POLICIES
-from mlxrunner.config.file import (
-    DEFAULT,
-    HERE,
-    NAMED,
-    Config,
-    layer,
-    read_config_file,
-    settled,
-    values,
-)
+from mlxrunner.config.file import NAMED, Config, read_config_file
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.option import about
-from mlxrunner.errors import FileError, OptionError
+from mlxrunner.config.option import DEFAULT, HERE, about, layer, settled, values
+from mlxrunner.errors import OptionError, OutputError
 from mlxrunner.options import (
     CHOOSING,
     EMBEDDED,
@@ -536,9 +527,9 @@ def export(chat: Chat, argument: str) -> None:
         with written(path, force=force) as stream:
             stream.write(text)
     except FileExistsError as error:
-        raise FileError(f"{name} is there already: /export -f {name} overwrites it") from error
+        raise OutputError(f"{name} is there already: /export -f {name} overwrites it") from error
     except OSError as error:
-        raise FileError(f"{name}: {error.strerror or error}") from error
+        raise OutputError(f"{name}: {error.strerror or error}") from error
     chat.say(f"{count_of(len(conversation.history.turns), 'turn')} written to {name}")
 
 

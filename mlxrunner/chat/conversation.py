@@ -16,7 +16,7 @@ from typing import Any, cast
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, Shift, as_tokens, common_prefix, words
 from mlxrunner.chat.attachments import Album
 from mlxrunner.chat.rendering import Policy, Renderer, TemplateDrift
-from mlxrunner.config.file import MODEL, Settings, values
+from mlxrunner.config.option import MODEL, Settings, values
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.requests import Progress
 from mlxrunner.errors import OptionError

@@ -18,16 +18,8 @@ from mlxrunner.cli.options import (
     together,
 )
 from mlxrunner.cli.program import visible_text
-from mlxrunner.config.file import (
-    COMMANDS,
-    MODEL,
-    Config,
-    Setting,
-    config_path,
-    layer,
-    read_config_file,
-    settled,
-)
+from mlxrunner.config.file import COMMANDS, Config, config_path, read_config_file
+from mlxrunner.config.option import MODEL, Setting, layer, settled
 from mlxrunner.errors import ModelError
 
 

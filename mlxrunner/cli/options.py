@@ -18,18 +18,23 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from mlxrunner.cli.program import F, set_debug, visible_text
-from mlxrunner.config.file import MODEL, NAMED, Setting, layer, read_config_file, settled, values
+from mlxrunner.config.file import NAMED, read_config_file
 from mlxrunner.config.option import (
     MAX_SCHEMA,
+    MODEL,
     Option,
+    Setting,
     about,
     check_schema,
     check_tools,
+    layer,
     names,
     renamed,
+    settled,
+    values,
 )
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import GREEDY, STOP_IDS, GenerateOptions, RunnerSettings
+from mlxrunner.options import EMBEDDED, GREEDY, STOP_IDS, GenerateOptions, RunnerSettings
 from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.system.reading import read_text
 
@@ -204,16 +209,7 @@ def _repositories() -> list[str]:
 
 
 def _models() -> list[str]:
-    from mlxrunner.config.file import read_config_file
-    from mlxrunner.options import EMBEDDED
-
     return [*EMBEDDED, *read_config_file().aliases, *_repositories()]
-
-
-def _templates() -> Iterable[str]:
-    from mlxrunner.config.file import read_config_file
-
-    return read_config_file().templates
 
 
 def _sessions() -> list[str]:
@@ -226,7 +222,7 @@ model_words = _words(_models, "dir")
 """For a parameter that takes every kind of model."""
 repository_words = _words(_repositories)
 """For a parameter that takes a repository of the hub cache."""
-template_words = _words(_templates)
+template_words = _words(lambda: read_config_file().templates)
 """For a parameter that takes a prompt template of the config file."""
 session_words = _words(_sessions)
 """For a parameter that takes a saved session."""

@@ -7,90 +7,64 @@ file. This knows nothing about the commands but their names.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.option import former_names, names, read_json, renamed
+from mlxrunner.config.option import Setting, former_names, names, read_json, renamed, settled
 from mlxrunner.errors import MissingFileError, OptionError
 from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, ServeSettings, chat_options
 from mlxrunner.system.reading import is_there, read_trusted
 
-_HEADER = re.compile(r"\s*(\[\[?.*?\]\]?)\s*(?:#.*)?")
-_KEY = re.compile(r"""\s*((?:"(?:\\.|[^"\\])*"|'[^']*'|[\w\s.-])+?)\s*=""")
-_ENDS = frozenset(" \t=,{}[]#")
-"""Characters that are in no part of a dotted key, unless it is quoted."""
 _QUOTES = ('"' * 3, "'" * 3)
-
-
-MOST_PARTS = 100
-"""The most parts of a dotted key: the time to parse one grows with their square."""
-
-
-def line_of_long_key(text: str) -> int | None:
-    """Return the number of the first line with a key of more than MOST_PARTS parts, or None.
-
-    `text` need not be readable.
-    """
-    for number, line in enumerate(text.split("\n"), 1):
-        parts = 0
-        for piece in line.split(".") if line.count(".") >= MOST_PARTS else ():
-            is_part = bool(piece.strip()) and not _ENDS.intersection(piece.strip())
-            parts = parts + 1 if is_part else 0
-            if parts >= MOST_PARTS:
-                return number
-    return None
 
 
 def line_of(text: str, key: tuple[str, ...]) -> int:
     """Return the number of the line, from 1, that sets `key` or the table closest above it."""
     best, depth = 1, 0
     for number, path in _keys(text):
-        shared = next((i for i, (a, b) in enumerate(zip(path, key, strict=False)) if a != b), None)
-        shared = min(len(path), len(key)) if shared is None else shared
-        if shared > depth and shared == min(len(path), len(key)):
+        pairs = zip(path, key, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if shared > depth:
             best, depth = number, shared
     return best
 
 
 def _keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield each header and each key with its line and its whole path."""
-    section: tuple[str, ...] = ()
-    inside = ""
-    for number, line in enumerate(text.split("\n"), 1):
-        if inside:
-            inside = "" if inside in line else inside
-            continue
-        header, found = _HEADER.fullmatch(line.rstrip("\r")), _KEY.match(line)
-        if header is not None:
-            section = _path(header[1] + "\n")
-            yield number, section
-        elif found is not None:
-            yield number, (*section, *_path(f"{found[1]} = 0\n"))
-            value = line[found.end() :]
-            inside = next((q for q in _QUOTES if value.count(q) == 1), "")
-
-
-def _path(line: str) -> tuple[str, ...]:
-    """Return the path that a header or a key names, or () if it is neither."""
+    """Yield each header and each key of a readable file with its line and its whole path."""
     import tomllib
 
-    try:
-        found: Any = tomllib.loads(line)
-    except tomllib.TOMLDecodeError:
-        return ()
+    section: tuple[str, ...] = ()
+    begin, statement, quotes = 1, "", ""
+    for number, line in enumerate(text.split("\n"), 1):
+        statement += f"{line}\n"
+        if quotes and quotes not in line:
+            continue
+        quotes = "" if quotes else next((q for q in _QUOTES if line.count(q) == 1), "")
+        try:
+            path = _path(tomllib.loads(statement))
+        except tomllib.TOMLDecodeError:  # it goes on in the next line
+            continue
+        if statement.lstrip().startswith("["):
+            section, path = path, ()
+        if section or path:
+            yield begin, (*section, *path)
+        begin, statement = number + 1, ""
+
+
+def _path(found: Any) -> tuple[str, ...]:
+    """Return the path that a parsed header or key names."""
     path = []
     while isinstance(found, dict | list) and found:
-        if isinstance(found, list):
+        if isinstance(found, dict):
+            path.append(next(iter(found)))
+            found = found[path[-1]]
+        else:
             found = found[0]
-            continue
-        name = next(iter(found))
-        path.append(name)
-        found = found[name]
     return tuple(path)
 
 
@@ -224,11 +198,6 @@ class _Reader:
     def config(self) -> Config:
         import tomllib
 
-        if (number := line_of_long_key(self._text)) is not None:
-            raise OptionError(
-                f"{self._path} line {number}: a key has more than {MOST_PARTS} parts between dots: "
-                "write fewer"
-            )
         try:
             found = tomllib.loads(self._text)
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
@@ -386,38 +355,3 @@ class _Reader:
 def _plain(name: str) -> str:
     """Return a key as options are called in Python: `top-p` is `top_p`."""
     return name.replace("-", "_")
-
-
-DEFAULT = "default"
-MODEL = "model"
-HERE = "here"
-"""The source of what the user typed: on the command line, with `/set`, or in a session."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value and its source."""
-
-    value: Any
-    source: str = HERE
-    """DEFAULT, MODEL, HERE, or the place in the config file."""
-    note: str | None = None
-    """A note for the user about the name that it has at its source."""
-
-
-Settings = Mapping[str, Setting]
-
-
-def layer(options: Mapping[str, Any], source: str) -> dict[str, Setting]:
-    """Return a layer whose values all come from one source."""
-    return {name: Setting(value, source) for name, value in options.items()}
-
-
-def settled(*layers: Settings) -> dict[str, Setting]:
-    """Return the settings that hold. The weakest layer comes first."""
-    return {name: setting for one in layers for name, setting in one.items()}
-
-
-def values(settings: Settings) -> dict[str, Any]:
-    """Return the values without their sources."""
-    return {name: setting.value for name, setting in settings.items()}

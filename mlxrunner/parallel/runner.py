@@ -137,7 +137,7 @@ class ParallelRunner(MultiRequestRunner):
         self.observers: list[Observer] = stepper.observers
         """Functions that the runner's thread calls with every ended request.
 
-        They may submit and cancel requests; a call that waits raises ObserverError. See
+        They may submit and cancel requests; a call that waits raises BusyError. See
         `mlxrunner.profiling`.
         """
         stepper.shown_as = weakref.ref(self)

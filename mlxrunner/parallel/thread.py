@@ -25,7 +25,6 @@ from mlxrunner.errors import (
     EngineError,
     MlxrunnerError,
     NoFreeSlotError,
-    ObserverError,
     TimeLimitError,
 )
 from mlxrunner.parallel.engine import Engine
@@ -450,9 +449,12 @@ class EngineThread:
             raise self._refusal.with_traceback(None)
 
     def may_wait(self, call: str) -> None:
-        """Raise ObserverError in this thread: `call` would wait for itself."""
+        """Raise BusyError in this thread: `call` would wait for itself."""
         if self.is_here:
-            raise ObserverError(call)
+            raise BusyError(
+                f"{call}: the engine's thread would wait for itself: an observer may submit and "
+                "cancel requests; wait for them, read them and close the runner in another thread"
+            )
 
     def submit(self, request: ActiveRequest, *, is_whole: bool = False) -> Feed:
         """Queue a request and return its feed."""

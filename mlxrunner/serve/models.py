@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlxrunner.config.file import MODEL, layer, read_config_file, settled, values
+from mlxrunner.config.file import read_config_file
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.option import names
+from mlxrunner.config.option import MODEL, layer, names, settled, values
 from mlxrunner.errors import MemoryPlanError, MlxrunnerError, ModelError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand

@@ -87,11 +87,15 @@ class PrefillCurve:
 
     def _solve(self) -> Terms:
         """Solve the normal equations, without the columns whose coefficient would be negative."""
+        import numpy as np
+
         columns = [0, 1, 2]
         while columns:
-            solved = _gauss(
-                [[self._products[i][j] for j in columns] + [self._targets[i]] for i in columns]
+            products = [[self._products[i][j] for j in columns] for i in columns]
+            solution, _, rank, _ = np.linalg.lstsq(
+                np.array(products), np.array([self._targets[i] for i in columns]), rcond=1e-12
             )
+            solved = solution.tolist() if rank == len(columns) else None
             if solved is not None and min(solved) >= 0:
                 found = dict(zip(columns, solved, strict=True))
                 return found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)
@@ -113,23 +117,3 @@ def _row(begin: int, end: int) -> Terms:
 def _scaled(tokens: int) -> float:
     """Return the square in thousands, so that the columns have similar sizes."""
     return tokens * tokens / 1000
-
-
-def _gauss(rows: list[list[float]]) -> list[float] | None:
-    """Solve a small linear system. Return None if it has no single solution."""
-    size = len(rows)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
-        scale = max(abs(value) for value in rows[pivot])
-        if abs(rows[pivot][i]) <= 1e-9 * scale or scale == 0:
-            return None
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for r in range(i + 1, size):
-            factor = rows[r][i] / rows[i][i]
-            for c in range(i, size + 1):
-                rows[r][c] -= factor * rows[i][c]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(rows[i][c] * solution[c] for c in range(i + 1, size))
-        solution[i] = (rows[i][size] - known) / rows[i][i]
-    return solution

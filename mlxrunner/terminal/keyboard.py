@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-from mlxrunner.errors import FileError, MlxrunnerError
+from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.system.reading import read_text
 from mlxrunner.system.writing import written
 
@@ -221,7 +221,7 @@ def edit_outside(text: str, keyboard: Keyboard) -> str:
 
     The editor has the terminal meanwhile; Ctrl-C is a key of the editor. The text is in a folder
     that only the user can read, and that is removed afterwards. Use it in the main thread. Raise
-    MlxrunnerError if the editor cannot be started or fails, and FileError if what it leaves is not
+    MlxrunnerError if the editor cannot be started or fails, and ReadError if what it leaves is not
     a text.
     """
     command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or USUAL
@@ -242,7 +242,7 @@ def edit_outside(text: str, keyboard: Keyboard) -> str:
             )
         edited = read_text(path, LONGEST_TEXT)
     if "\0" in edited:
-        raise FileError("what the editor left is not a text: it has a byte 0")
+        raise ReadError("what the editor left is not a text: it has a byte 0")
     return edited.removesuffix("\n")
 
 

@@ -15,7 +15,7 @@ from support.waiting import until
 from mlxrunner.chat.command_table import is_open
 from mlxrunner.chat.reader import TypedText
 from mlxrunner.chat.repl import Chat, commands
-from mlxrunner.config.file import MODEL, layer
+from mlxrunner.config.option import MODEL, layer
 from mlxrunner.options import OVERFLOW
 
 

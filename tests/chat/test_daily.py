@@ -14,7 +14,7 @@ import pytest
 from mlxrunner.chat.command_table import is_continued
 from mlxrunner.chat.markdown import code_blocks
 from mlxrunner.chat.reader import StdinReader, TypedText
-from mlxrunner.errors import FileError, MlxrunnerError, ReadError
+from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.terminal.keyboard import Keyboard, edit_outside
 
 CHAT = ("-m", "mlxrunner", "chat")
@@ -122,7 +122,7 @@ def test_an_editor_that_fails_changes_nothing(open_screen: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        ("t = 'a\\0b'", FileError, "is not a text: it has a byte 0"),
+        ("t = 'a\\0b'", ReadError, "is not a text: it has a byte 0"),
         ("open(p, 'wb').write(b'\\xff'); sys.exit(0)", ReadError, "not UTF-8"),
         ("os.remove(p); os.mkfifo(p); sys.exit(0)", ReadError, "FIFO"),
         ("sys.exit(4)", MlxrunnerError, "ended with code 4"),

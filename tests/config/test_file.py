@@ -9,22 +9,9 @@ from pathlib import Path
 import pytest
 
 from mlxrunner import MissingFileError, MlxrunnerError, OptionError, ReadError
-from mlxrunner.config.file import (
-    DEFAULT,
-    EVERYWHERE,
-    HERE,
-    KEYS,
-    LARGEST,
-    MODEL,
-    SWITCHES,
-    Setting,
-    config_path,
-    layer,
-    read_config_file,
-    settled,
-    values,
-)
+from mlxrunner.config.file import EVERYWHERE, KEYS, LARGEST, SWITCHES, config_path, read_config_file
 from mlxrunner.config.names import plain
+from mlxrunner.config.option import DEFAULT, HERE, MODEL, Setting, layer, settled, values
 
 GOOD = """
 model = "small"
@@ -146,8 +133,6 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(file: Path) ->
         ("[prompts]\na = [1]", 2, "a: [1] has to be a text"),
         ("[templates.a]\nsystem = 'x'", 1, "the template 'a' has no prompt"),
         ("[templates.a]\nprompt = 'x'\ntext = 1", 3, "no key 'text' in [templates.a]"),
-        ("\n" + "a." * 30_000 + "a = 1", 2, "a key has more than 100 parts between dots"),
-        ("[" + "a." * 30_000 + "a]\nb = 1", 1, "a key has more than 100 parts between dots"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )  # fmt: skip  # a case a line
@@ -254,13 +239,6 @@ def test_what_is_no_file_is_refused_and_never_waited_for(file: Path, kind: str) 
     with pytest.raises(MlxrunnerError) as error:
         read_config_file()
     assert str(error.value).startswith(str(file))
-
-
-def test_dots_in_a_prompt_are_no_key(file: Path) -> None:
-    """Neither those of sentences, nor a row of them."""
-    prompt = "Be brief. " * 200 + "." * 200
-    file.write_text(f'[prompts]\nlong = "{prompt}"')
-    assert read_config_file().prompts == {"long": prompt}
 
 
 def test_every_key_is_written_as_the_options_are() -> None:

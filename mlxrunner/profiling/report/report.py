@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from mlxrunner.errors import OptionError, ReadError, WriteError
+from mlxrunner.errors import OptionError, OutputError, ReadError
 from mlxrunner.profiling.logs import read_events, with_rotated
 from mlxrunner.profiling.report.summary import Summary
 from mlxrunner.profiling.schema import Event
@@ -213,8 +213,8 @@ def make_report(
 
     `html`, `csv` and `trace` are the files of the results; None for no such result. `progress` is
     called with the number of events read so far. Raise ReadError if a file can't be read or none
-    has an event, WriteError if a result can't be written, and OptionError if two of the results are
-    one file.
+    has an event, OutputError if a result can't be written, and OptionError if two of the results
+    are one file.
     """
     must_differ({"--html": html, "--csv": csv, "--trace": trace})
     report = Report(files)
@@ -298,11 +298,11 @@ class ReportStream:
         self._file, self._stream = file, stream
 
     def write(self, text: str) -> int:
-        """Write a text. Raise WriteError if that fails."""
+        """Write a text. Raise OutputError if that fails."""
         try:
             return self._stream.write(text)
         except OSError as error:
-            raise WriteError.of(self._file, error) from error
+            raise OutputError.of(self._file, error) from error
 
 
 @contextmanager
@@ -311,13 +311,13 @@ def replaced(
 ) -> Iterator[ReportStream]:
     """Open a stream whose text replaces `file` (mode 0600) when the block has ended well.
 
-    A stream such as /dev/stdout is written to directly. Raise WriteError if the file can't be
+    A stream such as /dev/stdout is written to directly. Raise OutputError if the file can't be
     written or is one of `inputs`.
     """
     path = Path(file)
     try:
         if path.exists() and any(path.samefile(one) for one in inputs):
-            raise WriteError(f"{file} is what is being read: give the result another name")
+            raise OutputError(f"{file} is what is being read: give the result another name")
         if is_stream(path):
             with os.fdopen(
                 open_stream(path), "w", encoding="utf-8", errors=ENCODING_ERRORS, newline=newline
@@ -327,4 +327,4 @@ def replaced(
         with written(path, newline=newline) as stream:
             yield ReportStream(file, stream)
     except OSError as error:
-        raise WriteError.of(file, error) from error
+        raise OutputError.of(file, error) from error

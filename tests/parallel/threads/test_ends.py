@@ -13,11 +13,11 @@ from support.threads import LONG, alone, opened
 from support.waiting import until
 
 from mlxrunner import (
+    BusyError,
     ClosedError,
     EngineError,
     Handle,
     MlxrunnerError,
-    ObserverError,
     OptionError,
     ParallelRunner,
     Runner,
@@ -88,7 +88,7 @@ def test_an_observer_may_submit_and_not_wait(llama: Any) -> None:
             for call in (runner.close, more[0].result, more[0].wait, lambda: next(more[0])):
                 try:
                     call()
-                except ObserverError as error:
+                except BusyError as error:
                     refused.append(str(error))
 
         runner.observers.append(observe)
