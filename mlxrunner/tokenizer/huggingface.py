@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             bos
         ]
         self._bos = bos if wants_bos else None
+        self._text_of = _decoder_of(self._wrapper)
         self._anchor = str(self._wrapper.eos_token or "")
         self._has_template = bool(self._wrapper.has_chat_template)
         self._template = ChatTemplate(self._apply if self._has_template else None)
@@ -173,9 +174,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         try:
-            text = self._wrapper.decode(
-                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+            text = self._text_of(list(tokens))
         except BaseException as error:  # a panic is not an Exception
             if not is_failure(error):
                 raise
@@ -243,6 +242,24 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
         return str(text)
+
+
+def _decoder_of(wrapper: Any) -> Callable[[list[int]], str]:
+    """Return the function that decodes tokens as `decode` of transformers' tokenizer does.
+
+    That of a fast tokenizer asks the Rust one after checks of its arguments, which take longer than
+    the decoding and would be made twice for each token of an answer.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer := transformers_tokenizer(wrapper))
+    is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and (
+        (kind.decode, kind._decode)
+        == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
+    )
+    if is_plain:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+    return partial(wrapper.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _wrapper_of(folder: Path, settings: dict[str, Any], eos_tokens: list[int]) -> Any:

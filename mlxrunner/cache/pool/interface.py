@@ -37,8 +37,8 @@ class Batch:
     """The sequence of each token."""
 
     def __post_init__(self) -> None:
-        for name in ("positions", "sequences"):
-            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        object.__setattr__(self, "positions", tuple(map(int, self.positions)))
+        object.__setattr__(self, "sequences", tuple(map(int, self.sequences)))
         n = len(self.positions)
         if n == 0 or n != len(self.sequences):
             raise ValueError(

@@ -72,6 +72,10 @@ class DispatchedStep:
         return any(not request.said and not request.finished for request, _ in self.sampled)
 
 
+ANSWER = PlannedStep(rows=1, kept=1, prefill=0, cells=0, normal=0.0, expected=0.0)
+"""A step of one slot that continues its answer."""
+
+
 class BatchBuilder:
     """The rows of an engine, and the time that they take."""
 
@@ -154,7 +158,13 @@ class BatchBuilder:
         self._is_disturbed = True
 
     def planned(self, row: ScheduledBatch) -> PlannedStep:
-        """Note that a row is dispatched now, and return what `wait` needs."""
+        """Note that a row is dispatched now, and return what `wait` needs.
+
+        The only request of one slot has all the time: its steps need no pace.
+        """
+        if self._engine.is_single:
+            request, count = row[0]
+            return PlannedStep(0, 0, count, 0, 0.0, 0.0) if request.left else ANSWER
         rows = [request for request, _ in row if not request.left]
         interactive = [request for request in rows if request.priority == "interactive"]
         others = [one for one in row if one[0] not in (interactive or rows)]
@@ -178,7 +188,7 @@ class BatchBuilder:
         was_disturbed, self._is_disturbed = self._is_disturbed, False
         if was_disturbed:
             return None
-        if not step.drafted:
+        if not step.drafted and not self._engine.is_single:
             self._pace.measure(step.planned, step.seconds + seconds)
         return step.work_s + work_s
 
@@ -484,6 +494,8 @@ def error_of(request: ActiveRequest, sampled: list[Sampled]) -> LogitsError | No
 
     The logits behind a wrong guess may be anything.
     """
+    if not request.draft:
+        return sampled[0].error
     for one, guess in zip(sampled, [*request.draft, None], strict=False):
         if (error := one.error) is not None or one.token.item() != guess:
             return error
@@ -563,7 +575,8 @@ class BatchExecutor:
     def forward(self, row: ScheduledBatch, *, waited: bool = False) -> DispatchedStep:
         """Dispatch the forward pass of a row, and the sampling from it."""
         clock = self._composer.clock
-        began, worked, prepared = time.perf_counter(), clock(), time.thread_time()
+        began, worked = time.perf_counter(), clock()
+        prepared = time.thread_time() if waited else 0.0
         planned = self._composer.planned(row)
         wanted, sampling = wanted_rows(row)
         batch = Batch(
@@ -584,7 +597,10 @@ class BatchExecutor:
         if len(row) == 1:
             request, count = row[0]
             self._engine.look(request.lease.array, request.todo[request.place :][:count])
-        logits = self._residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
+        if is_single:
+            logits = self._engine.forward(tokens, batch, wanted)
+        else:
+            logits = self._residents.make_room(lambda: self._engine.forward(tokens, batch, wanted))
         if wanted:
             self.width = logits.shape[-1]
         stops = [request for request, count in row if stops_at(request, count)]
@@ -676,8 +692,10 @@ class BatchExecutor:
         A request whose form allows no token ends with a FormError, and one whose sampling fails
         otherwise with a StepFailedError.
         """
-        is_any_plain = any(request.next_token.is_plain for request, _ in requests)
-        best = (mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)) if is_any_plain else None
+        best: tuple[mx.array, mx.array] | None = None
+        for request, _ in requests:
+            if best is None and request.next_token.is_plain:
+                best = (mx.argmax(logits, axis=-1), mx.max(logits, axis=-1))
         sampled: list[tuple[ActiveRequest, list[Sampled]]] = []
         for request, rows in requests:
             row = rows.stop - 1

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -163,61 +163,63 @@ class Scheduler:
     def cancel(self, request: ActiveRequest, error: str | None = None) -> None:
         """End a request without affecting the others. `error`: the name of the caller's error."""
         self._calls += 1
-        with self._whole():
-            if not request.finished:
-                request.ending = "cancelled"
-                self._finish(request)
-                self._endings.retire(request, error=error)
+        self._whole(partial(self._cancel, request, error))
+
+    def _cancel(self, request: ActiveRequest, error: str | None) -> None:
+        if not request.finished:
+            request.ending = "cancelled"
+            self._finish(request)
+            self._endings.retire(request, error=error)
 
     def step(self) -> None:
         """Dispatch the next forward pass, then read the last one's tokens: first ones before."""
         self.ticks, self._calls = self.ticks + 1, 0
-        with self._whole():
-            if self._engine.is_single:
-                self._step_alone(self.requests[0])
-                return
-            self._run_errands()
-            self._assigner.place_waiting()
-            if self._suspects:
-                self._run_suspects(self._suspects.popleft())
-                self._endings.end_overdue()
-                return
-            before, self._pending = self._pending, None
-            row: ScheduledBatch = []
-            try:
-                if before is not None and before.begins_answers:
-                    self._read(before)
-                    before = None
-                    self.on_first()
-                row = self._next_row()
-                if waits := self._drafts.is_worth_waiting(row):
-                    if not self._read(before):
-                        row = []
-                    before = None
-                    row = [one for one in row if not one[0].finished]
-                row = self._drafts.add_to(row, self._passes.width)
-                self._pending = self._passes.forward(row, waited=waits) if row else None
+        self._whole(self._step_alone if self._engine.is_single else self._step)
+
+    def _step(self) -> None:
+        self._run_errands()
+        self._assigner.place_waiting()
+        if self._suspects:
+            self._run_suspects(self._suspects.popleft())
+            self._endings.end_overdue()
+            return
+        before, self._pending = self._pending, None
+        row: ScheduledBatch = []
+        try:
+            if before is not None and before.begins_answers:
                 self._read(before)
                 before = None
-                if self._pending is not None and self._pending.drafted:
-                    drafted, self._pending = self._pending, None
-                    self._read(drafted)
-            except CacheFullError as error:
-                running = len(self.requests)
-                for request, _ in row:
-                    request.draft = []
-                if self._read(before) and len(self.requests) == running:
-                    self._maker.make_way(error)
-            except Exception as error:
-                self._recover(before, row, error)
-            self._endings.end_overdue()
+                self.on_first()
+            row = self._next_row()
+            if waits := self._drafts.is_worth_waiting(row):
+                if not self._read(before):
+                    row = []
+                before = None
+                row = [one for one in row if not one[0].finished]
+            row = self._drafts.add_to(row, self._passes.width)
+            self._pending = self._passes.forward(row, waited=waits) if row else None
+            self._read(before)
+            before = None
+            if self._pending is not None and self._pending.drafted:
+                drafted, self._pending = self._pending, None
+                self._read(drafted)
+        except CacheFullError as error:
+            running = len(self.requests)
+            for request, _ in row:
+                request.draft = []
+            if self._read(before) and len(self.requests) == running:
+                self._maker.make_way(error)
+        except Exception as error:
+            self._recover(before, row, error)
+        self._endings.end_overdue()
 
-    def _step_alone(self, request: ActiveRequest) -> None:
+    def _step_alone(self) -> None:
         """Run a step of the only request.
 
         A piece of its prompt, its first token and a draft are read at once; each other token while
         the next one is computed.
         """
+        request = self.requests[0]
         if request.guessed:
             self._deliver_guessed(request)
             return
@@ -295,16 +297,15 @@ class Scheduler:
                 self.errands.run(seconds)
                 self._composer.spend(time.perf_counter() - began)
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """End all requests if the block raises an error or is interrupted.
+    def _whole(self, act: Callable[[], None]) -> None:
+        """Call `act`. End all requests if it raises an error or is interrupted.
 
         The slots keep what was recorded before.
         """
         self.mend()
         self._is_whole = False
         try:
-            yield
+            act()
         except BaseException as error:
             self.forget_everything(error)
             raise
