@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from support.actor import playing
-from support.houses import asked, in_house
+from support.houses import asked
 from support.scripted import serving
 
 from mlxrunner.options import ServeSettings
@@ -69,7 +69,7 @@ def test_the_event_says_what_became_of_a_call(
     assert (f"its answer: {note}" in " ".join(explained(known).split())) == (note is not None)
 
 
-def test_events_wait_for_the_end_of_an_answer(tmp_path: Path) -> None:
+async def test_events_wait_for_the_end_of_an_answer(tmp_path: Path) -> None:
     """A client that leaves ends it, too, and at the end of the server all are written."""
     file = tmp_path / "events.jsonl"
     record, settings = RequestLog(file), ServeSettings(slots=2, disk_cache=False)
@@ -77,15 +77,12 @@ def test_events_wait_for_the_end_of_an_answer(tmp_path: Path) -> None:
     house = ModelManager(ModelNames("actor", {}), opening, record.watch, record.ended)
     house.load_first()
 
-    async def run() -> None:
-        for number in range(4):
-            stream = house.answer(asked(model="actor", id=f"left-{number}"))
-            if number:
-                await anext(stream)
-            await stream.aclose()
-        await house.close()
-
-    in_house(run())
+    for number in range(4):
+        stream = house.answer(asked(model="actor", id=f"left-{number}"))
+        if number:
+            await anext(stream)
+        await stream.aclose()
+    await house.close()
     record.close()
     found = [json.loads(line)["caller"]["request"] for line in file.read_text().splitlines()]
     assert sorted(found) == [f"left-{number}" for number in (1, 2, 3)]

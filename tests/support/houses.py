@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,5 +86,8 @@ async def reached(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def in_house(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
+def held_in(house: ModelManager) -> ServedModel:
+    """Return the first model that a house has loaded."""
+    opened = next(iter(house.models_held)).opened
+    assert opened is not None
+    return opened

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.houses import asked, events_of, house_of, in_house, opening
+from support.houses import asked, events_of, house_of, open_house, opening
 
 from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.serve.events import AnswerEnd, ApiError, Client, ServerRequest, TextDelta
@@ -18,69 +18,59 @@ from mlxrunner.serve.protocol import headers, report
 from mlxrunner.serve.watch import RequestLog, explained
 
 
-def test_an_answer_and_the_next_turn(folder: Path) -> None:
+async def test_an_answer_and_the_next_turn(folder: Path) -> None:
     """The second request reuses the first one, and says so; both say what they cost."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            first = (await events_of(house, asked()))[-1]
-            again = await events_of(house, asked())
-            assert isinstance(first, AnswerEnd)
-            assert isinstance(again[-1], AnswerEnd)
-            used = first.usage
-            assert (first.reason, used.outcome, used.reason) == ("length", "miss", "empty")
-            assert again[-1].usage.cached_tokens == first.usage.prompt_tokens - 1
-            assert [type(event) for event in again[:-1]] == [TextDelta] * (len(again) - 1)
-            count = await house.count(asked())
-            assert count == first.usage.prompt_tokens
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        first = (await events_of(house, asked()))[-1]
+        again = await events_of(house, asked())
+        assert isinstance(first, AnswerEnd)
+        assert isinstance(again[-1], AnswerEnd)
+        used = first.usage
+        assert (first.reason, used.outcome, used.reason) == ("length", "miss", "empty")
+        assert again[-1].usage.cached_tokens == first.usage.prompt_tokens - 1
+        assert [type(event) for event in again[:-1]] == [TextDelta] * (len(again) - 1)
+        count = await house.count(asked())
+        assert count == first.usage.prompt_tokens
 
 
-def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
+async def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
     """The report has its name and its remedy; a hit has none."""
 
-    async def run() -> None:
-        texts = ["Today is 2026-11-02. Be brief.", "Today is 2026-11-03. Be brief."]
-        async with house_of(folder, opening()) as house:
-            reports = []
-            for text in (texts[0], texts[0], texts[1]):
-                system = {"role": "system", "content": text}
-                one = asked()
-                one = replace(one, messages=[system, *one.messages])
-                ended = (await events_of(house, one))[-1]
-                assert isinstance(ended, AnswerEnd)
-                reports.append(report(ended))
-                said = headers(one, ended)["x-mlxrunner-cache"]
-        causes = [found["cause"] for found in reports]
-        assert causes == ["first-request", None, "changing-date"]
-        assert "message 0" in str(reports[2]["remedy"])
-        assert [found["message"] for found in reports] == [None, None, 0]
-        assert said.endswith("cause=changing-date; message=0")
-
-    in_house(run())
+    texts = ["Today is 2026-11-02. Be brief.", "Today is 2026-11-03. Be brief."]
+    async with house_of(folder, opening()) as house:
+        reports = []
+        for text in (texts[0], texts[0], texts[1]):
+            system = {"role": "system", "content": text}
+            one = asked()
+            one = replace(one, messages=[system, *one.messages])
+            ended = (await events_of(house, one))[-1]
+            assert isinstance(ended, AnswerEnd)
+            reports.append(report(ended))
+            said = headers(one, ended)["x-mlxrunner-cache"]
+    causes = [found["cause"] for found in reports]
+    assert causes == ["first-request", None, "changing-date"]
+    assert "message 0" in str(reports[2]["remedy"])
+    assert [found["message"] for found in reports] == [None, None, 0]
+    assert said.endswith("cause=changing-date; message=0")
 
 
-def test_a_queue_that_is_full(folder: Path) -> None:
+async def test_a_queue_that_is_full(folder: Path) -> None:
     """The request beyond it is told when to come again; the others are answered."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            running = [asyncio.create_task(events_of(house, asked(str(n)))) for n in range(3)]
-            await asyncio.sleep(0)
-            with pytest.raises(ApiError) as refused:
-                await events_of(house, asked())
-            assert refused.value.status == 429
-            assert refused.value.retry_after
-            assert (
-                "requests that wait for one of 2 slots: 1, and at most 1 may"
-                in refused.value.message
-            )
-            for events in await asyncio.gather(*running):
-                assert isinstance(events[-1], AnswerEnd)
-            assert house.refused == 1
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        running = [asyncio.create_task(events_of(house, asked(str(n)))) for n in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refused:
+            await events_of(house, asked())
+        assert refused.value.status == 429
+        assert refused.value.retry_after
+        assert (
+            "requests that wait for one of 2 slots: 1, and at most 1 may" in refused.value.message
+        )
+        for events in await asyncio.gather(*running):
+            assert isinstance(events[-1], AnswerEnd)
+        assert house.refused == 1
 
 
 @pytest.mark.parametrize(
@@ -97,89 +87,71 @@ def test_a_queue_that_is_full(folder: Path) -> None:
     ids=["too long", "far too long", "unknown", "option", "path", "messages", "tools"],
 )
 @pytest.mark.exhaustive(6)
-def test_refusals(folder: Path, one: ServerRequest, status: int, words: str) -> None:
+async def test_refusals(folder: Path, one: ServerRequest, status: int, words: str) -> None:
     """They have a status and a sentence with both values, and leave the house as it was."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            with pytest.raises(ApiError, match=words) as refused:
-                await events_of(house, one)
-            assert refused.value.status == status
-            assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        with pytest.raises(ApiError, match=words) as refused:
+            await events_of(house, one)
+        assert refused.value.status == status
+        assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
 
 
-def test_a_prompt_that_is_far_too_long_is_counted(folder: Path) -> None:
+async def test_a_prompt_that_is_far_too_long_is_counted(folder: Path) -> None:
     """Its tokens are counted, though the context has no room for them."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            assert await house.count(asked("x" * 50_000)) > 50_000
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        assert await house.count(asked("x" * 50_000)) > 50_000
 
 
-def test_more_tokens_asked_for_than_there_are(folder: Path) -> None:
+async def test_more_tokens_asked_for_than_there_are(folder: Path) -> None:
     """Clients ask for 32,000 tokens of any model: the answer ends where the context does."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            one = asked(options={"max_tokens": 32_000, "stop_tokens": []})
-            ended = (await events_of(house, one))[-1]
-            assert isinstance(ended, AnswerEnd)
-            assert ended.reason == "length"
-            assert ended.usage.total_tokens == 400
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        one = asked(options={"max_tokens": 32_000, "stop_tokens": []})
+        ended = (await events_of(house, one))[-1]
+        assert isinstance(ended, AnswerEnd)
+        assert ended.reason == "length"
+        assert ended.usage.total_tokens == 400
 
 
-def test_stop_strings(folder: Path) -> None:
+async def test_stop_strings(folder: Path) -> None:
     """The end names the string that ended the answer."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            long = asked(options={"max_tokens": 30, "stop_tokens": []})
-            text = "".join(
-                event.text for event in await events_of(house, long) if isinstance(event, TextDelta)
-            )
-            stop = next(one for one in text[3:] if one.isascii())
-            one = asked(options={"max_tokens": 30, "stop": [stop, "never"], "stop_tokens": []})
-            ended = (await events_of(house, one))[-1]
-            assert isinstance(ended, AnswerEnd)
-            assert (ended.reason, ended.stop_sequence) == ("stop_sequence", stop)
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        long = asked(options={"max_tokens": 30, "stop_tokens": []})
+        text = "".join(
+            event.text for event in await events_of(house, long) if isinstance(event, TextDelta)
+        )
+        stop = next(one for one in text[3:] if one.isascii())
+        one = asked(options={"max_tokens": 30, "stop": [stop, "never"], "stop_tokens": []})
+        ended = (await events_of(house, one))[-1]
+        assert isinstance(ended, AnswerEnd)
+        assert (ended.reason, ended.stop_sequence) == ("stop_sequence", stop)
 
 
-def test_the_client_is_named(folder: Path) -> None:
+async def test_the_client_is_named(folder: Path) -> None:
     """The event of a request names client, session and request."""
     seen: list[Any] = []
 
-    async def run() -> None:
-        made = opening()
-        house = ModelManager(
-            ModelNames(str(folder / "first")),
-            made,
-            lambda opened: opened.runner.observers.append(lambda _, it: seen.append(it)),
-        )
-        client = Client("claude-cli", "a session")
-        await events_of(house, asked(id="msg_1", client=client))
-        await house.close()
-
-    in_house(run())
+    made = opening()
+    house = ModelManager(
+        ModelNames(str(folder / "first")),
+        made,
+        lambda opened: opened.runner.observers.append(lambda _, it: seen.append(it)),
+    )
+    client = Client("claude-cli", "a session")
+    await events_of(house, asked(id="msg_1", client=client))
+    await house.close()
     caller = seen[0].prepared.caller
     assert (caller.request, caller.client, caller.session) == ("msg_1", "claude-cli", "a session")
 
 
-def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
+async def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
     """The response, the event and its explanation name the same cause, message and remedy."""
     record = RequestLog(tmp_path / "events.jsonl")
 
-    async def run() -> AnswerEnd:
-        house = ModelManager(
-            ModelNames(str(folder / "first")), opening(), record.watch, record.ended
-        )
+    async with open_house(ModelNames(str(folder / "first")), opening(), record) as house:
         for day in (21, 22):
             messages = [
                 {"role": "system", "content": f"Today is 2026-11-{day}. " + "Be brief. " * 9},
@@ -187,10 +159,7 @@ def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
             ]
             ended = (await events_of(house, asked(messages=messages, id=f"msg_{day}")))[-1]
             assert isinstance(ended, AnswerEnd)
-        await house.close()
-        return ended
-
-    found = report(asyncio.run(run()))
+    found = report(ended)
     record.close()
     assert (found["cause"], found["outcome"]) == ("changing-date", "partial")
     event = find_event([tmp_path / "events.jsonl"], "msg_22")

@@ -15,8 +15,8 @@ from support.houses import (
     SETTINGS,
     asked,
     events_of,
+    held_in,
     house_of,
-    in_house,
     open_house,
     opening,
     reached,
@@ -29,76 +29,65 @@ from mlxrunner.serve.models import ModelNames
 
 
 @pytest.mark.parametrize("way", ["closed", "cancelled"])
-def test_a_client_that_leaves(folder: Path, way: str) -> None:
+async def test_a_client_that_leaves(folder: Path, way: str) -> None:
     """Its slot is free after the step that runs, and what it had evaluated is reused."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            endless = asked("x" * 100, options={"stop_tokens": []})
-            await events_of(house, asked())
-            place = house.models_held.get(str(folder / "first"))
-            assert place is not None
-            assert place.opened is not None
-            runner = place.opened.runner
-            if way == "closed":
-                answer = house.answer(endless)
-                async for event in answer:
-                    if isinstance(event, TextDelta):
-                        break
-                await answer.aclose()
-            else:
-                seen = list[AnswerEvent]()
+    async with house_of(folder, opening()) as house:
+        endless = asked("x" * 100, options={"stop_tokens": []})
+        await events_of(house, asked())
+        (place,) = house.models_held
+        runner = held_in(house).runner
+        if way == "closed":
+            answer = house.answer(endless)
+            async for event in answer:
+                if isinstance(event, TextDelta):
+                    break
+            await answer.aclose()
+        else:
+            seen = list[AnswerEvent]()
 
-                async def read() -> None:
-                    async for event in house.answer(endless):
-                        seen.append(event)
+            async def read() -> None:
+                async for event in house.answer(endless):
+                    seen.append(event)
 
-                task = asyncio.create_task(read())
-                await reached(lambda: any(isinstance(event, TextDelta) for event in seen))
-                task.cancel()
-                await asyncio.wait({task})
-            steps = runner.stats().steps
-            await reached(lambda: not runner.stats().busy)
-            assert runner.stats().steps <= steps + 2
-            assert place.users == 0
-            ended = (await events_of(house, asked("x" * 100)))[-1]
-            assert isinstance(ended, AnswerEnd)
-            assert ended.usage.cached_tokens > 100
-
-    in_house(run())
+            task = asyncio.create_task(read())
+            await reached(lambda: any(isinstance(event, TextDelta) for event in seen))
+            task.cancel()
+            await asyncio.wait({task})
+        steps = runner.stats().steps
+        await reached(lambda: not runner.stats().busy)
+        assert runner.stats().steps <= steps + 2
+        assert place.users == 0
+        ended = (await events_of(house, asked("x" * 100)))[-1]
+        assert isinstance(ended, AnswerEnd)
+        assert ended.usage.cached_tokens > 100
 
 
-def test_what_a_client_saw_before_it_left_is_kept() -> None:
+async def test_what_a_client_saw_before_it_left_is_kept() -> None:
     """The prompt of its next request has the tokens that were generated, up to there."""
 
-    async def run() -> None:
-        endless = playing(lambda text: "Word " * 500)
-        opening = endless(settings=SETTINGS, runner={"context": 4000})
-        async with open_house(ModelNames("actor", {}), opening) as house:
-            answer, seen = house.answer(asked(options={})), ""
-            async with aclosing(answer):
-                async for event in answer:
-                    seen += event.text if isinstance(event, TextDelta) else ""
-                    if len(seen) > 20:
-                        break
-            place = house.models_held.get("actor")
-            assert place is not None
-            assert place.opened is not None
-            maker = place.opened.maker
-            await reached(lambda: len(maker.kept))
-            sent = [
-                {"role": "user", "content": "Hello"},
-                {"role": "assistant", "content": seen},
-                {"role": "user", "content": "Go on"},
-            ]
-            made = maker.make(asked(messages=sent))
-            assert made.kept == 1
-            assert made.prompt.text == made.rendered
-
-    in_house(run())
+    endless = playing(lambda text: "Word " * 500)
+    opening = endless(settings=SETTINGS, runner={"context": 4000})
+    async with open_house(ModelNames("actor", {}), opening) as house:
+        answer, seen = house.answer(asked(options={})), ""
+        async with aclosing(answer):
+            async for event in answer:
+                seen += event.text if isinstance(event, TextDelta) else ""
+                if len(seen) > 20:
+                    break
+        maker = held_in(house).maker
+        await reached(lambda: len(maker.kept))
+        sent = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": seen},
+            {"role": "user", "content": "Go on"},
+        ]
+        made = maker.make(asked(messages=sent))
+        assert made.kept == 1
+        assert made.prompt.text == made.rendered
 
 
-def test_a_client_that_leaves_while_its_prompt_is_made(
+async def test_a_client_that_leaves_while_its_prompt_is_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal that nobody is left to read is no error of the server's."""
@@ -109,28 +98,23 @@ def test_a_client_that_leaves_while_its_prompt_is_made(
         may_refuse.wait()
         raise ApiError(400, "the prompt is too long")
 
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(
-            lambda _, context: complaints.append(context)
-        )
-        async with house_of(folder, opening()) as house:
-            await events_of(house, asked())
-            monkeypatch.setattr("mlxrunner.serve.manager._begin", refuse)
-            task = asyncio.create_task(events_of(house, asked()))
-            await reached(makes.is_set)
-            task.cancel()
-            await asyncio.wait({task})
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            may_refuse.set()
-            await asyncio.wait(others)
-            del task, others
-            gc.collect()
-
-    in_house(run())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with house_of(folder, opening()) as house:
+        await events_of(house, asked())
+        monkeypatch.setattr("mlxrunner.serve.manager._begin", refuse)
+        task = asyncio.create_task(events_of(house, asked()))
+        await reached(makes.is_set)
+        task.cancel()
+        await asyncio.wait({task})
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        may_refuse.set()
+        await asyncio.wait(others)
+        del task, others
+        gc.collect()
     assert complaints == []
 
 
-def test_a_client_that_leaves_while_its_request_is_submitted(
+async def test_a_client_that_leaves_while_its_request_is_submitted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads its answer, so it ends."""
@@ -142,18 +126,15 @@ def test_a_client_that_leaves_while_its_request_is_submitted(
         may_return.wait()
         return begun[0]
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            await events_of(house, asked())
-            monkeypatch.setattr(house_module, "_begin", begin_slowly)
-            task = asyncio.create_task(events_of(house, asked(options={"stop_tokens": []})))
-            await reached(lambda: begun)
-            task.cancel()
-            await asyncio.wait({task})
-            cancelled = list[Any]()
-            monkeypatch.setattr(Handle, "cancel", lambda handle: cancelled.append(handle))
-            may_return.set()
-            await reached(lambda: cancelled)
-            assert cancelled == [begun[0].handle]
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        await events_of(house, asked())
+        monkeypatch.setattr(house_module, "_begin", begin_slowly)
+        task = asyncio.create_task(events_of(house, asked(options={"stop_tokens": []})))
+        await reached(lambda: begun)
+        task.cancel()
+        await asyncio.wait({task})
+        cancelled = list[Any]()
+        monkeypatch.setattr(Handle, "cancel", lambda handle: cancelled.append(handle))
+        may_return.set()
+        await reached(lambda: cancelled)
+        assert cancelled == [begun[0].handle]

@@ -12,8 +12,8 @@ from support.houses import (
     Counting,
     asked,
     events_of,
+    held_in,
     house_of,
-    in_house,
     opening,
     reached,
 )
@@ -29,82 +29,72 @@ from mlxrunner.serve.models import ModelLoader, ModelNames, ServedModel
 from mlxrunner.serve.watch import RequestLog
 
 
-def test_two_requests_load_a_model_once(folder: Path) -> None:
+async def test_two_requests_load_a_model_once(folder: Path) -> None:
     """They wait for the same loading; the event loop goes on meanwhile."""
 
-    async def run() -> None:
-        made = opening()
-        async with house_of(folder, made) as house:
-            ticks = 0
+    made = opening()
+    async with house_of(folder, made) as house:
+        ticks = 0
 
-            async def tick() -> None:
-                nonlocal ticks
-                while True:
-                    ticks += 1
-                    await asyncio.sleep(0.001)
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.001)
 
-            ticking = asyncio.create_task(tick())
-            both = [asyncio.create_task(events_of(house, asked())) for _ in range(2)]
-            answers = await asyncio.gather(*both)
-            ticking.cancel()
-            assert made.loads == ["first"]
-            assert ticks > 5
-            assert all(isinstance(events[-1], AnswerEnd) for events in answers)
-
-    in_house(run())
+        ticking = asyncio.create_task(tick())
+        both = [asyncio.create_task(events_of(house, asked())) for _ in range(2)]
+        answers = await asyncio.gather(*both)
+        ticking.cancel()
+        assert made.loads == ["first"]
+        assert ticks > 5
+        assert all(isinstance(events[-1], AnswerEnd) for events in answers)
 
 
-def test_beats_come_while_a_model_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beats_come_while_a_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client is told why it waits, and how far its prompt is."""
     monkeypatch.setattr(manager.Heartbeat.__init__, "__defaults__", (0.0, 0.0))
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            events = await events_of(house, asked("x" * 300))
-            assert Ping() in events
-            assert isinstance(events[-1], AnswerEnd)
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        events = await events_of(house, asked("x" * 300))
+        assert Ping() in events
+        assert isinstance(events[-1], AnswerEnd)
 
 
-def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> None:
+async def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> None:
     """The one that was used least recently goes; a model in use stays until its answer is there."""
     half = 180_000_000
 
-    async def run() -> None:
-        made = opening(first=half, second=half, third=half)
-        async with house_of(folder, made) as house:
-            await events_of(house, asked())
-            await events_of(house, asked(model="second"))
-            await events_of(house, asked())
-            assert made.loads == ["first", "second"]
-            await events_of(house, asked(model="third"))
-            held = [Path(place.name).name for place in house.models_held]
-            assert held == ["first", "third"]
-            answer = house.answer(asked(options={"max_tokens": 300, "stop_tokens": []}))
-            await anext(answer)
-            later = asyncio.create_task(events_of(house, asked(model="second")))
-            rest = [event async for event in answer]
-            assert isinstance(rest[-1], AnswerEnd)
-            assert rest[-1].usage.completion_tokens == 300
-            assert isinstance((await later)[-1], AnswerEnd)
-
-    in_house(run())
+    made = opening(first=half, second=half, third=half)
+    async with house_of(folder, made) as house:
+        await events_of(house, asked())
+        await events_of(house, asked(model="second"))
+        await events_of(house, asked())
+        assert made.loads == ["first", "second"]
+        await events_of(house, asked(model="third"))
+        held = [Path(place.name).name for place in house.models_held]
+        assert held == ["first", "third"]
+        answer = house.answer(asked(options={"max_tokens": 300, "stop_tokens": []}))
+        await anext(answer)
+        later = asyncio.create_task(events_of(house, asked(model="second")))
+        rest = [event async for event in answer]
+        assert isinstance(rest[-1], AnswerEnd)
+        assert rest[-1].usage.completion_tokens == 300
+        assert isinstance((await later)[-1], AnswerEnd)
 
 
-def test_a_model_that_does_not_fit(folder: Path) -> None:
+async def test_a_model_that_does_not_fit(folder: Path) -> None:
     """It is refused with a reason, and asking again tries again."""
 
-    async def run() -> None:
-        settings = ServeSettings(slots=2, disk_cache=False, memory=1000)
-        made = ModelLoader(settings=settings)
-        async with house_of(folder, made) as house:
-            for _ in range(2):
-                with pytest.raises(ApiError, match="give more --memory") as refused:
-                    await events_of(house, asked())
-                assert refused.value.status == 503
-
-    in_house(run())
+    settings = ServeSettings(slots=2, disk_cache=False, memory=1000)
+    made = ModelLoader(settings=settings)
+    async with house_of(folder, made) as house:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="give more --memory") as refused:
+                await events_of(house, asked())
+            assert refused.value.status == 503
 
 
 class Stuck(Counting):
@@ -120,32 +110,29 @@ class Stuck(Counting):
         raise MemoryPlanError("too late")
 
 
-def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> None:
+async def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> None:
     """The request that waits for it is told so; another one that runs ends with its model."""
 
-    async def run() -> None:
-        made = Stuck(settings=SETTINGS)
-        for name, value in {"loads": [], "needs": {}}.items():
-            object.__setattr__(made, name, value)
-        for name in ("may_load", "ended"):
-            object.__setattr__(made, name, threading.Event())
-        async with house_of(folder, made) as house:
-            waiting = asyncio.create_task(events_of(house, asked()))
-            await reached(lambda: made.loads)
-            await house.close()
-            assert not made.ended.is_set()
-            assert has_work()
-            done, _ = await asyncio.wait({waiting})
-            error = done.pop().exception()
-            assert isinstance(error, ApiError)
-            assert (error.status, error.code) == (503, "stopping")
-            made.may_load.set()
-            await reached(lambda: not has_work())
-
-    in_house(run())
+    made = Stuck(settings=SETTINGS)
+    for name, value in {"loads": [], "needs": {}}.items():
+        object.__setattr__(made, name, value)
+    for name in ("may_load", "ended"):
+        object.__setattr__(made, name, threading.Event())
+    async with house_of(folder, made) as house:
+        waiting = asyncio.create_task(events_of(house, asked()))
+        await reached(lambda: made.loads)
+        await house.close()
+        assert not made.ended.is_set()
+        assert has_work()
+        done, _ = await asyncio.wait({waiting})
+        error = done.pop().exception()
+        assert isinstance(error, ApiError)
+        assert (error.status, error.code) == (503, "stopping")
+        made.may_load.set()
+        await reached(lambda: not has_work())
 
 
-def test_a_model_that_can_not_be_watched(folder: Path) -> None:
+async def test_a_model_that_can_not_be_watched(folder: Path) -> None:
     """It is refused with the reason and not held; the next request tries again."""
     opened_ones = list[ServedModel]()
 
@@ -154,93 +141,75 @@ def test_a_model_that_can_not_be_watched(folder: Path) -> None:
         if len(opened_ones) == 1:
             raise OptionError("events: the disk is full")
 
-    async def run() -> None:
-        house = ModelManager(ModelNames(str(folder / "first")), opening(), refuse)
-        with pytest.raises(ApiError, match="the disk is full"):
-            await events_of(house, asked())
-        assert list(house.models_held) == []
-        with pytest.raises(ClosedError):
-            opened_ones[0].runner.submit("x")
-        await house.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
-        assert len(opened_ones) == 1
-        assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
-        await house.close()
-
-    in_house(run())
+    house = ModelManager(ModelNames(str(folder / "first")), opening(), refuse)
+    with pytest.raises(ApiError, match="the disk is full"):
+        await events_of(house, asked())
+    assert list(house.models_held) == []
+    with pytest.raises(ClosedError):
+        opened_ones[0].runner.submit("x")
+    await house.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
+    assert len(opened_ones) == 1
+    assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
+    await house.close()
 
 
-def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_path: Path) -> None:
+async def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_path: Path) -> None:
     """The files of its first time are closed, and both times are in the record."""
     record = RequestLog(tmp_path / "events.jsonl")
 
-    async def run() -> None:
-        house = ModelManager(ModelNames(str(folder / "first")), opening(), record.watch)
-        for number in range(3):
-            await events_of(house, asked(id=f"msg_{number}", keep_alive=0))
-            await reached(lambda: not list(house.models_held))
-        await house.close()
-
-    in_house(run())
+    house = ModelManager(ModelNames(str(folder / "first")), opening(), record.watch)
+    for number in range(3):
+        await events_of(house, asked(id=f"msg_{number}", keep_alive=0))
+        await reached(lambda: not list(house.models_held))
+    await house.close()
     assert len(record._profiles) == 1
     assert [record.event(f"msg_{number}") is None for number in range(3)] == [False] * 3
     record.close()
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
 
 
-def test_keep_alive(folder: Path) -> None:
+async def test_keep_alive(folder: Path) -> None:
     """0 unloads a model after its answer; a negative number keeps it, and so does None."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            await events_of(house, asked(keep_alive=0))
-            await reached(lambda: not list(house.models_held))
-            await house.hold("first", 1000)
-            card = next(iter(house.models()))
-            assert card.is_loaded
-            assert card.expires is not None
-            await events_of(house, asked(keep_alive=-1))
-            assert next(iter(house.models())).expires is None
-            await house.hold("first", 0)
-            await reached(lambda: not list(house.models_held))
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        await events_of(house, asked(keep_alive=0))
+        await reached(lambda: not list(house.models_held))
+        await house.hold("first", 1000)
+        card = next(iter(house.models()))
+        assert card.is_loaded
+        assert card.expires is not None
+        await events_of(house, asked(keep_alive=-1))
+        assert next(iter(house.models())).expires is None
+        await house.hold("first", 0)
+        await reached(lambda: not list(house.models_held))
 
 
-def test_cards_of_names(folder: Path) -> None:
+async def test_cards_of_names(folder: Path) -> None:
     """Every name that a request may give has a card, in the form of the lists; no other has."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
-            names = ["first", "second", "demo", "first:latest", ""]
-            assert [house.card(name).name for name in names] == [*names[:3], "first", "first"]
-            assert house.card("demo").architecture == "llama"
-            assert not house.card("demo").has_thinking
-            with pytest.raises(ApiError, match="no model fourth") as raised:
-                house.card("fourth")
-            assert raised.value.status == 404
-
-    in_house(run())
+    async with house_of(folder, opening()) as house:
+        names = ["first", "second", "demo", "first:latest", ""]
+        assert [house.card(name).name for name in names] == [*names[:3], "first", "first"]
+        assert house.card("demo").architecture == "llama"
+        assert not house.card("demo").has_thinking
+        with pytest.raises(ApiError, match="no model fourth") as raised:
+            house.card("fourth")
+        assert raised.value.status == 404
 
 
-def test_a_house_that_is_closed(folder: Path) -> None:
+async def test_a_house_that_is_closed(folder: Path) -> None:
     """It takes no request, and running ones end with a reason."""
 
-    async def run() -> None:
-        async with house_of(folder, opening()) as house:
+    async with house_of(folder, opening()) as house:
+        await events_of(house, asked())
+        running = asyncio.create_task(
+            events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
+        )
+        runner = held_in(house).runner
+        await reached(lambda: runner.stats().busy)
+        await house.close()
+        with pytest.raises(ApiError, match="stopping"):
             await events_of(house, asked())
-            running = asyncio.create_task(
-                events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
-            )
-            place = house.models_held.get(str(folder / "first"))
-            assert place is not None
-            assert place.opened is not None
-            runner = place.opened.runner
-            await reached(lambda: runner.stats().busy)
-            await house.close()
-            with pytest.raises(ApiError, match="stopping"):
-                await events_of(house, asked())
-            done, _ = await asyncio.wait({running})
-            error = done.pop().exception()
-            assert error is None or (isinstance(error, ApiError) and error.status == 503)
-
-    in_house(run())
+        done, _ = await asyncio.wait({running})
+        error = done.pop().exception()
+        assert error is None or (isinstance(error, ApiError) and error.status == 503)

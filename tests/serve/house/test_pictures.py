@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from PIL import Image
-from support.houses import asked, events_of, in_house, open_house
+from support.houses import asked, events_of, held_in, open_house
 from support.seeing import write_seeing
 
 from mlxrunner import Runner
@@ -119,7 +119,7 @@ def _opened(part: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_conversations_go_on_after_a_restart(
+async def test_conversations_go_on_after_a_restart(
     slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their pictures have other ids then, and others have theirs."""
@@ -128,21 +128,19 @@ def test_conversations_go_on_after_a_restart(
     talks = [[{"role": "user", "content": [shown(one), said(QUESTIONS[1])]}] for one in (0, 1)]
     told = [0, 0]
 
-    async def run(start: int) -> None:
-        async with seeing(settings) as house:
-            first = {"role": "user", "content": [shown(2 + start), said("?")]}
-            await answered(house, [first])
-            for number, talk in enumerate(talks):
-                text, ended = await answered(house, talk)
-                assert text == cold(runner, talk)
-                assert ended.usage.cached_tokens >= told[number]
-                told[number] = ended.usage.prompt_tokens
-                question = {"role": "user", "content": QUESTIONS[2 * start]}
-                talk += [{"role": "assistant", "content": text}, question]
-
-    with Runner.load("demo-pictures", context=2000, pictures=True, reserve=False) as runner:
+    runner = Runner.load("demo-pictures", context=2000, pictures=True, reserve=False)
+    with runner:
         for start in (0, 1):
-            in_house(run(start))
+            async with seeing(settings) as house:
+                first = {"role": "user", "content": [shown(2 + start), said("?")]}
+                await answered(house, [first])
+                for number, talk in enumerate(talks):
+                    text, ended = await answered(house, talk)
+                    assert text == cold(runner, talk)
+                    assert ended.usage.cached_tokens >= told[number]
+                    told[number] = ended.usage.prompt_tokens
+                    question = {"role": "user", "content": QUESTIONS[2 * start]}
+                    talk += [{"role": "assistant", "content": text}, question]
 
 
 @pytest.mark.exhaustive(2)
@@ -153,7 +151,9 @@ def test_conversations_go_on_after_a_restart(
         *((kind, 0) for kind in ("qwen2_5_vl", "gemma3", "idefics3", "mllama")),
     ],
 )
-def test_random_conversations_are_answered_as_cold(kind: str, seed: int, tmp_path: Path) -> None:
+async def test_random_conversations_are_answered_as_cold(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
     """Pictures come early and late, change, go away and come back; some clients leave.
 
     Random weights answer in no text, which would come back in other tokens.
@@ -161,7 +161,7 @@ def test_random_conversations_are_answered_as_cold(kind: str, seed: int, tmp_pat
     draw, has_words = random.Random(seed), kind == "demo-pictures"
     model = kind if has_words else str(write_seeing(tmp_path / kind, kind))
 
-    async def run() -> None:
+    with Runner.load(model, pictures=True, reserve=False) as runner:
         async with seeing(model=model) as house:
             messages: list[dict[str, Any]] = []
             kept = 0
@@ -177,36 +177,23 @@ def test_random_conversations_are_answered_as_cold(kind: str, seed: int, tmp_pat
                 said = text if has_words else "Fine."
                 messages = [*messages, {"role": "assistant", "content": said}]
             assert kept > 100
-            opened = next(iter(house.models_held)).opened
-            assert opened is not None
-            assert opened.loaded.model.sight.encoded <= len(FILES)
-
-    with Runner.load(model, pictures=True, reserve=False) as runner:
-        in_house(run())
+            assert held_in(house).loaded.model.sight.encoded <= len(FILES)
 
 
-def test_a_changed_picture_is_named(tmp_path: Path) -> None:
+async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
     """The response names message and picture, and so does the event."""
     events = tmp_path / "events.jsonl"
     record = RequestLog(str(events))
 
-    async def run() -> AnswerEnd:
-        async with seeing(record=record) as house:
-            first = [{"role": "user", "content": [shown(0), shown(1), said(QUESTIONS[0])]}]
-            text, _ = await answered(house, first)
-            rest = [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
-            await answered(house, [*first, *rest])
-            first[0]["content"] = [shown(0), shown(2), said(QUESTIONS[0])]
-            return (await answered(house, [*first, *rest]))[1]
-
-    found: list[AnswerEnd] = []
-
-    async def keep() -> None:
-        found.append(await run())
-
-    in_house(keep())
+    async with seeing(record=record) as house:
+        first = [{"role": "user", "content": [shown(0), shown(1), said(QUESTIONS[0])]}]
+        text, _ = await answered(house, first)
+        rest = [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
+        await answered(house, [*first, *rest])
+        first[0]["content"] = [shown(0), shown(2), said(QUESTIONS[0])]
+        _, found = await answered(house, [*first, *rest])
     record.close()
-    cause = found[0].cause
+    cause = found.cause
     assert cause is not None
     assert (cause.name, cause.message) == ("picture-changed", 0)
     assert cause.remedy.startswith("Send picture 2 of message 0 back as it was")
@@ -228,39 +215,33 @@ def test_a_changed_picture_is_named(tmp_path: Path) -> None:
     ],
     ids=["fetched", "file", "path", "not base64", "no picture", "U+FFFC", "marker"],
 )
-def test_what_can_not_be_shown_is_refused(content: list[dict[str, Any]], why: str) -> None:
+async def test_what_can_not_be_shown_is_refused(content: list[dict[str, Any]], why: str) -> None:
     """Each has a reason, and the next request is answered."""
 
-    async def run() -> None:
-        async with seeing() as house:
-            with pytest.raises(ApiError, match=why) as caught:
-                await events_of(house, request([{"role": "user", "content": content}]))
-            assert caught.value.status == 400
-            fine = [{"role": "user", "content": [shown(0), said(QUESTIONS[0])]}]
-            assert await house.count(request(fine)) > 20
-
-    in_house(run())
+    async with seeing() as house:
+        with pytest.raises(ApiError, match=why) as caught:
+            await events_of(house, request([{"role": "user", "content": content}]))
+        assert caught.value.status == 400
+        fine = [{"role": "user", "content": [shown(0), said(QUESTIONS[0])]}]
+        assert await house.count(request(fine)) > 20
 
 
-def test_too_many_pictures_at_once_are_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_pictures_at_once_are_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client is told to come again, and then there is room."""
     monkeypatch.setattr(vision_encoder, "KEPT_BYTES", 0)
 
-    async def run() -> None:
-        async with seeing() as house:
-            house.load_first().loaded.model.sight._kept_bytes = 0
-            asks = [[{"role": "user", "content": [shown(number)]}] for number in range(2)]
-            monkeypatch.setattr(vision_encoder, "HELD_BYTES", 1)
-            with pytest.raises(ApiError, match="the pictures of requests take") as caught:
-                await answered(house, asks[0])
-            assert (caught.value.status, caught.value.retry_after) == (503, 5)
-            monkeypatch.setattr(vision_encoder, "HELD_BYTES", 2**29)
-            await answered(house, asks[1])
-
-    in_house(run())
+    async with seeing() as house:
+        house.load_first().loaded.model.sight._kept_bytes = 0
+        asks = [[{"role": "user", "content": [shown(number)]}] for number in range(2)]
+        monkeypatch.setattr(vision_encoder, "HELD_BYTES", 1)
+        with pytest.raises(ApiError, match="the pictures of requests take") as caught:
+            await answered(house, asks[0])
+        assert (caught.value.status, caught.value.retry_after) == (503, 5)
+        monkeypatch.setattr(vision_encoder, "HELD_BYTES", 2**29)
+        await answered(house, asks[1])
 
 
-def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
+async def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
     """It is found in the folder only, also behind links and dots."""
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -273,84 +254,66 @@ def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
         content = [{"type": "image", "image": url}, said(QUESTIONS[0])]
         return [{"role": "user", "content": content}]
 
-    async def run() -> None:
-        async with seeing(settings) as house:
-            await answered(house, [{"role": "user", "content": [shown(1), said(QUESTIONS[0])]}])
-            inside = (folder / "shapes of mine.png").as_uri()
-            _, ended = await answered(house, by_url(inside))
-            assert ended.usage.outcome == "hit"
-            for outside in (
-                (folder / "link.png").as_uri(),
-                f"{folder.as_uri()}/../outside.png",
-                (tmp_path / "outside.png").as_uri(),
-                f"file://elsewhere{folder}/shapes%20of%20mine.png",
-                f"{inside}%00",
-            ):
-                with pytest.raises(ApiError, match="is not in the folder"):
-                    await events_of(house, request(by_url(outside)))
-            missing = f"{folder.as_uri()}/missing.png"
-            with pytest.raises(ApiError, match=r"missing\.png"):
-                await events_of(house, request(by_url(missing)))
-
-    in_house(run())
+    async with seeing(settings) as house:
+        await answered(house, [{"role": "user", "content": [shown(1), said(QUESTIONS[0])]}])
+        inside = (folder / "shapes of mine.png").as_uri()
+        _, ended = await answered(house, by_url(inside))
+        assert ended.usage.outcome == "hit"
+        for outside in (
+            (folder / "link.png").as_uri(),
+            f"{folder.as_uri()}/../outside.png",
+            (tmp_path / "outside.png").as_uri(),
+            f"file://elsewhere{folder}/shapes%20of%20mine.png",
+            f"{inside}%00",
+        ):
+            with pytest.raises(ApiError, match="is not in the folder"):
+                await events_of(house, request(by_url(outside)))
+        missing = f"{folder.as_uri()}/missing.png"
+        with pytest.raises(ApiError, match=r"missing\.png"):
+            await events_of(house, request(by_url(missing)))
 
 
-def test_without_the_option_the_remedy_is_named() -> None:
+async def test_without_the_option_the_remedy_is_named() -> None:
     """The model is loaded for text then."""
 
-    async def run() -> None:
-        async with seeing(replace(SETTINGS, pictures=False)) as house:
-            content = [shown(0), said(QUESTIONS[0])]
-            with pytest.raises(ApiError, match="start the server with --pictures"):
-                await events_of(house, request([{"role": "user", "content": content}]))
-            await events_of(house, request([{"role": "user", "content": QUESTIONS[0]}]))
-
-    in_house(run())
+    async with seeing(replace(SETTINGS, pictures=False)) as house:
+        content = [shown(0), said(QUESTIONS[0])]
+        with pytest.raises(ApiError, match="start the server with --pictures"):
+            await events_of(house, request([{"role": "user", "content": content}]))
+        await events_of(house, request([{"role": "user", "content": QUESTIONS[0]}]))
 
 
 @pytest.mark.parametrize("pictures", [True, False])
-def test_the_list_of_models_says_which_see(pictures: bool) -> None:
+async def test_the_list_of_models_says_which_see(pictures: bool) -> None:
     """It does so before they are loaded, because clients read it when they start."""
 
-    async def run() -> None:
-        found = ModelLoader(settings=replace(SETTINGS, pictures=pictures), runner={"context": 400})
-        async with open_house(ModelNames("demo", {"eyes": "demo-pictures"}), found) as house:
-            sees = {card.name: card.sees for card in house.models()}
-            assert sees == {"demo": False, "eyes": pictures}
-            await house.hold("eyes", 60)
-            assert house.card("eyes").sees == pictures
-
-    in_house(run())
+    found = ModelLoader(settings=replace(SETTINGS, pictures=pictures), runner={"context": 400})
+    async with open_house(ModelNames("demo", {"eyes": "demo-pictures"}), found) as house:
+        sees = {card.name: card.sees for card in house.models()}
+        assert sees == {"demo": False, "eyes": pictures}
+        await house.hold("eyes", 60)
+        assert house.card("eyes").sees == pictures
 
 
-def test_a_model_without_eyes_answers_text(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_model_without_eyes_answers_text(caplog: pytest.LogCaptureFixture) -> None:
     """A warning says why it sees nothing."""
 
-    async def run() -> None:
-        found = ModelLoader(settings=SETTINGS, runner={"context": 400})
-        async with open_house(ModelNames("demo", {}), found) as house:
-            await events_of(house, request([{"role": "user", "content": "Hello"}]))
-            with pytest.raises(ApiError, match="ask a model that sees"):
-                await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
-
-    in_house(run())
+    found = ModelLoader(settings=SETTINGS, runner={"context": 400})
+    async with open_house(ModelNames("demo", {}), found) as house:
+        await events_of(house, request([{"role": "user", "content": "Hello"}]))
+        with pytest.raises(ApiError, match="ask a model that sees"):
+            await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
     assert "demo sees no pictures" in caplog.text
 
 
-def test_what_a_seeing_model_can_not_have() -> None:
+async def test_what_a_seeing_model_can_not_have() -> None:
     """Quantized caches are refused; guesses and parking are left out."""
 
-    async def refused() -> None:
-        found = ModelLoader(settings=SETTINGS, runner={"context": 400, "kv_bits": 8})
-        async with open_house(ModelNames("demo-pictures", {}), found) as house:
-            with pytest.raises(OptionError, match="kv_bits"):
-                house.load_first()
-
-    async def left_out() -> None:
-        found = ModelLoader(settings=SETTINGS, runner={"context": 400}, speculate="lookup")
-        async with open_house(ModelNames("demo-pictures", {}), found) as house:
-            assert house.load_first().sees
-            await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
-
-    in_house(refused())
-    in_house(left_out())
+    found = ModelLoader(settings=SETTINGS, runner={"context": 400, "kv_bits": 8})
+    async with open_house(ModelNames("demo-pictures", {}), found) as house:
+        with pytest.raises(OptionError, match="kv_bits"):
+            house.load_first()
+    found = ModelLoader(settings=SETTINGS, runner={"context": 400}, speculate="lookup")
+    async with open_house(ModelNames("demo-pictures", {}), found) as house:
+        assert house.load_first().sees
+        await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
