@@ -8,15 +8,12 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from support.scripted import HELLO, Scripted, asking, call, ended
-from support.waiting import until
+from support.scripted import HELLO, Scripted, call, ended
 
 from mlxrunner.serve.events import (
-    ApiError,
     Ping,
     TextDelta,
     ThinkingDelta,
-    ToolChoice,
 )
 
 ASK: dict[str, Any] = {
@@ -252,27 +249,6 @@ def test_marks_of_the_cache_change_nothing_else(url: str, answers: Scripted) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "choice", "parallel"),
-    [
-        ({"type": "auto"}, ToolChoice(), True),
-        ({"type": "any"}, ToolChoice("required"), True),
-        ({"type": "none"}, ToolChoice("none"), True),
-        (
-            {"type": "tool", "name": "Read", "disable_parallel_tool_use": True},
-            ToolChoice("named", "Read"),
-            False,
-        ),
-    ],
-)
-def test_the_choice_of_tools(
-    client: anthropic.Anthropic, answers: Scripted, given: Any, choice: ToolChoice, parallel: bool
-) -> None:
-    """Each of theirs has one of ours."""
-    client.messages.create(**ASK, tools=[READ], tool_choice=given)  # type: ignore[list-item]
-    assert (answers.last.tool_choice, answers.last.parallel_calls) == (choice, parallel)
-
-
-@pytest.mark.parametrize(
     ("given", "thinking"),
     [({"type": "enabled", "budget_tokens": 2000}, True), ({"type": "disabled"}, False)],
 )
@@ -293,67 +269,6 @@ def test_a_form(client: anthropic.Anthropic, answers: Scripted) -> None:
     assert answers.last.options["schema"] == schema
 
 
-def test_tokens_are_counted(client: anthropic.Anthropic, answers: Scripted) -> None:
-    """The same prompt is counted that a message would have."""
-    tools: Any = [READ]
-    counted = client.messages.count_tokens(model="tiny", messages=ASK["messages"], tools=tools)
-    assert counted.input_tokens == 42
-    assert answers.last.tools == [READ_FUNCTION]
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, anthropic.BadRequestError),
-        (401, anthropic.AuthenticationError),
-        (404, anthropic.NotFoundError),
-        (413, anthropic.RequestTooLargeError),
-        (429, anthropic.RateLimitError),
-        (503, anthropic.ServiceUnavailableError),
-        (500, anthropic.InternalServerError),
-    ],
-)
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_refusals_raise_their_errors(
-    client: anthropic.Anthropic, answers: Scripted, status: int, kind: Any, is_stream: bool
-) -> None:
-    """A refusal before the first event has its status, in a stream, too."""
-    answers.script = [ApiError(status, "no", retry_after=3 if status == 429 else None)]
-    with pytest.raises(kind) as raised:
-        client.messages.create(**ASK, stream=is_stream)
-    body: Any = raised.value.body
-    assert (body["type"], body["error"]["message"]) == ("error", "no")
-    assert raised.value.request_id == answers.last.id
-    if status == 429:
-        assert raised.value.response.headers["retry-after"] == "3"
-
-
-@pytest.mark.parametrize(
-    "error", [ApiError(503, "out of memory"), RuntimeError("a bug")], ids=["refused", "bug"]
-)
-def test_an_error_in_the_middle_ends_the_stream(
-    client: anthropic.Anthropic, answers: Scripted, error: Exception
-) -> None:
-    """It is an event, and shows nothing of the server's inside."""
-    answers.script = [TextDelta("Hel"), error]
-    with pytest.raises(anthropic.APIStatusError) as raised:
-        list(client.messages.create(**ASK, stream=True))
-    said = "out of memory" if isinstance(error, ApiError) else "log says more"
-    assert said in str(raised.value)
-    assert "a bug" not in str(raised.value)
-
-
-def test_an_answer_without_an_end_is_an_error(
-    client: anthropic.Anthropic, answers: Scripted
-) -> None:
-    """A stream never just stops."""
-    answers.script = [TextDelta("Hel")]
-    with pytest.raises(anthropic.InternalServerError, match="log says more"):
-        client.messages.create(**ASK)
-    with pytest.raises(anthropic.APIStatusError, match="log says more"):
-        list(client.messages.create(**ASK, stream=True))
-
-
 def test_thinking_that_says_nothing_is_left_out(
     client: anthropic.Anthropic, answers: Scripted
 ) -> None:
@@ -366,43 +281,6 @@ def test_thinking_that_says_nothing_is_left_out(
     messages: Any = [*ASK["messages"], {"role": "assistant", "content": blocks}]
     client.messages.create(model="tiny", max_tokens=5, messages=messages)
     assert answers.last.messages[1] == {"role": "assistant", "content": "a"}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"messages": []}, "messages: it has to be a list of at least 1, not []"),
-        ({"messages": None}, "messages: it has to be given"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role: it has to be 'user'"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "of_the_future"}]}]},
-            "messages.0.content.0: content of type 'of_the_future' is not supported here, only",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            "messages.0.content.0.tool_use_id: it has to be the id of a tool_use block",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages.0.content.0.text: it has to be a text",
-        ),
-        ({"mcp_servers": [{"url": "a"}]}, "mcp_servers: [{'url': 'a'}] is not supported"),
-        ({"max_tokens": 0}, "max_tokens: it has to be at least 1, not 0"),
-        ({"tools": [{"description": "a"}]}, "tools.0.name: a tool needs a name"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
-        (
-            {"tools": [READ], "tool_choice": {"type": "tool", "name": "B"}},
-            "tool_choice.name: 'B' is not among the tools",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> None:
-    """The field, the reason, and the shape of their errors."""
-    response = httpx.post(f"{url}/v1/messages", json=ASK | change)
-    assert response.status_code == 400
-    body = response.json()
-    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
-    assert said in body["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -434,29 +312,12 @@ def test_a_thread_is_not_kept(client: anthropic.Anthropic) -> None:
     assert body["error"]["details"] == {"error_code": "thread_not_found"}
 
 
-def test_a_request_that_names_no_model(url: str, answers: Scripted) -> None:
-    """It gets the server's first, and the answer names it."""
-    body = {name: value for name, value in ASK.items() if name != "model"}
-    answer = httpx.post(f"{url}/v1/messages", json=body)
-    assert answer.json()["model"] == answers.model.name
-    assert httpx.post(f"{url}/v1/messages/count_tokens", json=body).status_code == 200
-
-
 def test_probes(url: str) -> None:
     """HEAD says that it is there, GET how it is used."""
     assert httpx.head(f"{url}/v1/messages").status_code == 200
     refused = httpx.get(f"{url}/v1/messages")
     assert refused.status_code == 405
     assert "POST" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_leaves_ends_the_answer(url: str, answers: Scripted, is_stream: bool) -> None:
-    """The answer is closed, though it would never end by itself."""
-    answers.script, answers.is_stuck = [TextDelta("a")], True
-    with asking(f"{url}/v1/messages", ASK | {"stream": is_stream}):
-        until(lambda: answers.asked, "for the request")
-    until(lambda: answers.closed == 1, "for the end of the answer")
 
 
 def test_models(client: anthropic.Anthropic) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from support.scripted import HELLO, Scripted, asking, ended
-from support.waiting import until
+from support.scripted import Scripted, ended
 
 from mlxrunner.batch.openai_format import TokenLogprob
-from mlxrunner.serve.events import ApiError, Ping, TextDelta, ThinkingDelta
+from mlxrunner.serve.events import Ping, TextDelta, ThinkingDelta
 
 
 @pytest.fixture
@@ -101,48 +99,3 @@ def test_logprobs(client: openai.OpenAI, answers: Scripted) -> None:
     stream: Any = client.completions.create(model="tiny", prompt="Once", logprobs=2, stream=True)
     chunks = list(stream)
     assert [chunk.choices[0].logprobs.text_offset for chunk in chunks[:2]] == [[0], [1]]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"suffix": "end"}, "suffix: 'end' is not supported"),
-        ({"best_of": 3}, "best_of: 3 is not supported"),
-        ({"prompt": ""}, "prompt: it is empty"),
-        ({"prompt": []}, "prompt: it is empty"),
-        ({"prompt": [""]}, "prompt: it is empty"),
-        ({"prompt": {"a": 1}}, "prompt: it has to be a text or a list, not {'a': 1}"),
-        ({"prompt": None}, "prompt: it has to be given"),
-        ({"prompt": ["a"] * 9, "n": 2}, "prompt: 9 prompts with n=2 are more than 16 answers"),
-        ({"prompt": [5], "echo": True}, "echo: it is not supported with logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo: it is not supported with logprobs"),
-        ({"logprobs": 101}, "logprobs: 101"),
-        ({"logit_bias": {"5": 1}}, "logit_bias: "),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
-)
-def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> None:
-    """The field, the reason, and the shape of their errors."""
-    response = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "a"} | change)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert said in error["message"]
-    assert error["param"] == said.partition(":")[0]
-
-
-def test_errors(client: openai.OpenAI, answers: Scripted) -> None:
-    """They have their status before the first event, and end the stream after it."""
-    answers.script = [ApiError(429, "later", retry_after=3)]
-    with pytest.raises(openai.RateLimitError, match="later"):
-        client.completions.create(model="tiny", prompt="Once", stream=True)
-    answers.script = [TextDelta("a"), ApiError(503, "out of memory")]
-    with pytest.raises(openai.APIError, match="out of memory"):
-        list(client.completions.create(model="tiny", prompt="Once", stream=True))
-
-
-def test_a_client_that_leaves_ends_the_answers(url: str, answers: Scripted) -> None:
-    """All of them are closed, though they would never end by themselves."""
-    answers.script, answers.is_stuck = HELLO[:1], True
-    with asking(f"{url}/v1/completions", {"model": "tiny", "prompt": ["a", "b"]}):
-        until(lambda: len(answers.asked) == 2, "for the requests")
-    until(lambda: answers.closed == 2, "for the end of the answers")

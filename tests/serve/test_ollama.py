@@ -13,7 +13,7 @@ import httpx
 import ollama
 import pytest
 from fastapi import FastAPI
-from support.scripted import CARD, HELLO, Scripted, asking, call, ended, serving
+from support.scripted import CARD, Scripted, asking, call, ended, serving
 from support.waiting import until
 
 from mlxrunner.batch.openai_format import TokenLogprob
@@ -255,50 +255,6 @@ def test_probes(url: str) -> None:
     assert (0, 13, 4) <= tuple(map(int, version)) < (1, 0, 0)  # Codex refuses older ones
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("status", [400, 404, 429, 503])
-def test_refusals_raise_their_error(
-    client: ollama.Client, answers: Scripted, is_stream: bool, status: int
-) -> None:
-    """A refusal before the first event has its status, in a stream, too."""
-    answers.script = [ApiError(status, "no", retry_after=3)]
-    with pytest.raises(ollama.ResponseError, match="no") as raised:
-        list(client.chat("tiny", HI, stream=is_stream))  # type: ignore[call-overload]
-    assert raised.value.status_code == status
-
-
-def test_an_error_in_the_middle_ends_the_stream(client: ollama.Client, answers: Scripted) -> None:
-    """It is a line that their client raises."""
-    answers.script = [TextDelta("Hel"), ApiError(503, "out of memory")]
-    with pytest.raises(ollama.ResponseError, match="out of memory"):
-        list(client.chat("tiny", HI, stream=True))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model": ""}, "model: it has to be a text of at least 1 character"),
-        ({"messages": [{"role": "bot"}]}, "messages.0.role: it has to be 'system'"),
-        (
-            {"messages": [{"role": "user", "content": "a", "images": [1]}]},
-            "messages.0.images.0: a picture has to be base64",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools.0: it has to be a function"),
-        ({"format": "xml"}, "format: 'xml' is neither"),
-        ({"options": {"mirostat": 2}}, "mirostat: 2 is not supported"),
-        ({"options": {"temperature": "hot"}}, "temperature: "),
-        ({"think": "wildly"}, "think: 'wildly' is not known"),
-        ({"keep_alive": "soon"}, "keep_alive: it has to be seconds"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
-)
-def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str) -> None:
-    """The field, the reason, and the shape of their errors."""
-    response = httpx.post(f"{url}/api/chat", json={"model": "tiny", "messages": HI} | change)
-    assert response.status_code == 400
-    assert said in response.json()["error"]
-
-
 @pytest.mark.parametrize("name", ["suffix", "template", "context"])
 def test_what_would_change_the_answer_is_refused(url: str, name: str) -> None:
     """Their clients send these fields empty, too."""
@@ -323,15 +279,6 @@ def test_curl_names_no_type(url: str, answers: Scripted) -> None:
     headers = {"content-type": "application/x-www-form-urlencoded"}
     response = httpx.post(f"{url}/api/generate", content=content, headers=headers)
     assert response.json()["response"] == "Hello"
-
-
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_leaves_ends_the_answer(url: str, answers: Scripted, is_stream: bool) -> None:
-    """The answer is closed, though it would never end by itself."""
-    answers.script, answers.is_stuck = HELLO[:1], True
-    with asking(f"{url}/api/chat", {"model": "tiny", "messages": HI, "stream": is_stream}):
-        until(lambda: answers.asked, "for the request")
-    until(lambda: answers.closed == 1, "for the end of the answer")
 
 
 class Download:

@@ -13,12 +13,10 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from llm.default_plugins.openai_models import Chat
 from pydantic import SecretStr
-from support.scripted import HELLO, Scripted, asking, call, ended
-from support.waiting import until
+from support.scripted import HELLO, Scripted, call, ended
 
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.serve.events import (
-    ApiError,
     Ping,
     TextDelta,
     ThinkingDelta,
@@ -71,24 +69,6 @@ def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
     assert (asked.protocol, asked.messages) == ("chat", ASK["messages"])
     assert (asked.client.name, asked.client.session) == ("OpenAI", "me")
     assert asked.id == completion.id == raw.headers["x-request-id"]
-
-
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("chat/completions", {"messages": ASK["messages"]}),
-        ("completions", {"prompt": "Hello"}),
-        ("responses", {"input": "Hello"}),
-    ],
-)
-def test_an_answer_names_the_model_if_the_request_names_none(
-    url: str, answers: Scripted, path: str, body: dict[str, Any], streams: bool
-) -> None:
-    answer = httpx.post(f"{url}/v1/{path}", json={**body, "stream": streams})
-    assert answer.status_code == 200, answer.text
-    assert f'"model":"{answers.model.name}"' in answer.text
-    assert '"model":""' not in answer.text
 
 
 def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scripted) -> None:
@@ -215,15 +195,6 @@ def test_several_answers(client: openai.OpenAI, answers: Scripted) -> None:
         assert first.id != second.id
 
 
-def test_an_error_of_one_answer_ends_the_others(url: str, answers: Scripted) -> None:
-    """Nothing goes on that nobody reads."""
-    answers.is_stuck = True
-    answers.scripts = [[TextDelta("one")], [TextDelta("two"), ApiError(503, "out of memory")]]
-    response = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"n": 2})
-    assert response.status_code == 503
-    assert answers.closed == 2
-
-
 @pytest.mark.parametrize("reason", ["stop", "length", "stop_sequence", "tool_calls"])
 def test_reasons_of_the_end(client: openai.OpenAI, answers: Scripted, reason: Any) -> None:
     """They have one word for both kinds of stops."""
@@ -279,58 +250,6 @@ def test_forms(client: openai.OpenAI, answers: Scripted, given: Any, schema: str
     assert answers.last.options.get("schema") == schema
 
 
-@pytest.mark.parametrize(
-    ("given", "choice"),
-    [
-        ("none", ToolChoice("none")),
-        ("auto", ToolChoice()),
-        ("required", ToolChoice("required")),
-        ({"type": "function", "function": {"name": "read"}}, ToolChoice("named", "read")),
-    ],
-    ids=["none", "auto", "required", "named"],
-)
-def test_the_choice_of_tools(
-    client: openai.OpenAI, answers: Scripted, given: Any, choice: ToolChoice
-) -> None:
-    """Each of theirs has one of ours."""
-    client.chat.completions.create(
-        **ASK, tools=[READ], tool_choice=given, parallel_tool_calls=False
-    )
-    assert (answers.last.tool_choice, answers.last.parallel_calls) == (choice, False)
-
-
-WRITE = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
-
-
-@pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools(client: openai.OpenAI, answers: Scripted, mode: Any) -> None:
-    """The model is told of the allowed ones alone, and may or must call one."""
-    few: Any = [{"type": "function", "function": {"name": "read"}}, {"type": "web_search"}]
-    client.chat.completions.create(
-        **ASK,
-        tools=[WRITE, READ],  # type: ignore[list-item]
-        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": few}},
-    )
-    assert [tool["function"]["name"] for tool in answers.last.tools] == ["read"]
-    assert answers.last.tool_choice == ToolChoice(mode)
-
-
-@pytest.mark.parametrize(
-    ("mode", "name", "said"),
-    [
-        ("none", "read", "tool_choice: mode 'none' is neither auto nor required"),
-        ("auto", "absent", "tool_choice: 'absent' is not among the tools"),
-        ("required", None, "tool_choice: there are no tools"),
-    ],
-)
-def test_what_is_wrong_with_allowed_tools(url: str, mode: str, name: str | None, said: str) -> None:
-    few = [] if name is None else [{"type": "function", "function": {"name": name}}]
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": few}}
-    body = ASK | {"tools": [READ], "tool_choice": choice}
-    error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
-    assert (error["message"], error["param"]) == (said, "tool_choice")
-
-
 def test_a_tool_that_is_no_function_is_left_out(url: str, answers: Scripted) -> None:
     """The response says so."""
     tools = [{"type": "custom", "custom": {"name": "patch"}}, READ]
@@ -371,121 +290,6 @@ def test_variables_of_the_template(url: str, answers: Scripted) -> None:
     httpx.post(f"{url}/v1/chat/completions", json=ASK | more)
     assert answers.last.variables == {"enable_thinking": False}
     assert answers.last.options == {"top_k": 4}
-
-
-@pytest.mark.parametrize(
-    ("change", "said", "param"),
-    [
-        ({"messages": []}, "messages: it has to be a list of at least 1, not []", "messages"),
-        ({"messages": [{"role": "bot"}]}, "messages.0.role: it has to be", "messages.0.role"),
-        (
-            {"messages": [{"role": "tool", "content": "a"}]},
-            "messages.0.tool_call_id: it has to be",
-            "messages.0.tool_call_id",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content.0.image_url: it has to be a URL",
-            "messages.0.content.0.image_url",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-            "messages.0.content.0.text: it has to be a text",
-            "messages.0.content.0.text",
-        ),
-        ({"logit_bias": {"5": 1}}, "logit_bias: {'5': 1} is not supported", "logit_bias"),
-        ({"temperature": -1}, "temperature: ", "temperature"),
-        ({"temperature": "hot"}, "temperature: ", "temperature"),
-        ({"max_tokens": 0}, "max_tokens: ", "max_tokens"),
-        ({"n": 99}, "n: it has to be at most 16, not 99", "n"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function: ", "tools.0.function"),
-        ({"tool_choice": "required"}, "tool_choice: there are no tools", "tool_choice"),
-        ({"tools": [READ], "tool_choice": "all"}, "tool_choice: 'all' is not", "tool_choice"),
-        (
-            {"tools": [READ], "tool_choice": "read"},
-            "it has to be none, auto or required, or an object of the type function or allowed",
-            "tool_choice",
-        ),
-        ({"reasoning_effort": "wild"}, "reasoning_effort: 'wild' is not", "reasoning_effort"),
-        ({"response_format": {"type": "xml"}}, "response_format: ", "response_format"),
-        ({"modalities": ["audio"]}, "modalities: ['audio'] is not supported", "modalities"),
-        ({"functions": [{"name": "a"}]}, "functions: ", "functions"),
-        (
-            {"web_search_options": {"a": 1}},
-            "web_search_options: {'a': 1} is not",
-            "web_search_options",
-        ),
-        (
-            {"chat_template_kwargs": {"messages": 1}},
-            "chat_template_kwargs: 'messages' is not",
-            "chat_template_kwargs",
-        ),
-        (
-            {"max_completion_tokens": 0},
-            "max_completion_tokens: 0 is out of range",
-            "max_completion_tokens",
-        ),
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs", "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": "a"}, "top_logprobs: 'a' is not", "top_logprobs"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids: -1 is out of range", "stop_token_ids"),
-        ({"guided_json": 5}, "guided_json has to be a JSON schema", "guided_json"),
-        (
-            {"structured_outputs": {"choice": []}},
-            "structured_outputs: the list is empty",
-            "structured_outputs",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) and ":" not in value else "",
-)
-def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str, param: str) -> None:
-    """The field, the reason, and the shape of their errors."""
-    response = httpx.post(f"{url}/v1/chat/completions", json=ASK | change)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert said in error["message"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, openai.BadRequestError),
-        (401, openai.AuthenticationError),
-        (403, openai.PermissionDeniedError),
-        (404, openai.NotFoundError),
-        (429, openai.RateLimitError),
-        (503, openai.InternalServerError),
-    ],
-)
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_refusals_raise_their_errors(
-    client: openai.OpenAI, answers: Scripted, status: int, kind: Any, is_stream: bool
-) -> None:
-    """A refusal before the first event has its status, in a stream, too."""
-    answers.script = [ApiError(status, "no", code="context_length_exceeded", retry_after=3)]
-    with pytest.raises(kind, match="no") as raised:
-        client.chat.completions.create(**ASK, stream=is_stream)
-    assert raised.value.code == "context_length_exceeded"
-    assert raised.value.request_id == answers.last.id
-    assert raised.value.response.headers["retry-after"] == "3"
-
-
-def test_an_error_in_the_middle_ends_the_stream(client: openai.OpenAI, answers: Scripted) -> None:
-    """It is a chunk that their client raises."""
-    answers.script = [TextDelta("Hel"), ApiError(503, "out of memory")]
-    with pytest.raises(openai.APIError, match="out of memory"):
-        list(client.chat.completions.create(**ASK, stream=True))
-
-
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_leaves_ends_the_answers(
-    url: str, answers: Scripted, is_stream: bool
-) -> None:
-    """All of them are closed, though they would never end by themselves."""
-    answers.script, answers.is_stuck = [TextDelta("a")], True
-    with asking(f"{url}/v1/chat/completions", ASK | {"stream": is_stream, "n": 2}):
-        until(lambda: len(answers.asked) == 2, "for the request")
-    until(lambda: answers.closed == 2, "for the end of the answers")
 
 
 def test_models(client: openai.OpenAI, url: str) -> None:

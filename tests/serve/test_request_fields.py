@@ -75,12 +75,12 @@ def test_a_field_that_changes_no_answer_is_ignored(path: str) -> None:
     """Any value of it is the same request, and it is not reported as unknown."""
     body = BODIES[path]
     expected = CLIENT.post(path, json=body).json()["mlxrunner"]
-    for name in IGNORED.keys() - reads(path):
-        for value in (True, "odd", 7, {"odd": 1}):
-            response = CLIENT.post(path, json=body | {name: value})
-            assert response.status_code == 200, (name, response.text)
-            assert response.json()["mlxrunner"] == expected, name
-            assert outcome(path, body | {name: value}) == outcome(path, body)
+    for value in (True, "odd", 7, {"odd": 1}):
+        given = body | dict.fromkeys(IGNORED.keys() - reads(path), value)
+        response = CLIENT.post(path, json=given)
+        assert response.status_code == 200, response.text
+        assert response.json()["mlxrunner"] == expected
+        assert outcome(path, given) == outcome(path, body)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -10,8 +10,7 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.scripted import HELLO, Scripted, asking, call, ended
-from support.waiting import until
+from support.scripted import Scripted, call, ended
 
 from mlxrunner.batch.openai_format import TokenLogprob, sealed
 from mlxrunner.serve.events import (
@@ -19,7 +18,6 @@ from mlxrunner.serve.events import (
     Ping,
     TextDelta,
     ThinkingDelta,
-    ToolChoice,
 )
 from mlxrunner.serve.responses import ResponseStore
 
@@ -346,78 +344,6 @@ def test_logprobs_and_forms(client: openai.OpenAI, answers: Scripted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "choice"),
-    [
-        ("none", ToolChoice("none")),
-        ("required", ToolChoice("required")),
-        ({"type": "function", "name": "read"}, ToolChoice("named", "read")),
-    ],
-    ids=["none", "required", "named"],
-)
-def test_the_choice_of_tools(
-    client: openai.OpenAI, answers: Scripted, given: Any, choice: ToolChoice
-) -> None:
-    """Each of theirs has one of ours."""
-    client.responses.create(
-        model="tiny", input="Hi", tools=[READ], tool_choice=given, parallel_tool_calls=False
-    )
-    assert (answers.last.tool_choice, answers.last.parallel_calls) == (choice, False)
-
-
-@pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools(client: openai.OpenAI, answers: Scripted, mode: Any) -> None:
-    """The model is told of the allowed ones alone; the response has what the client sent."""
-    choice: Any = {
-        "type": "allowed_tools",
-        "mode": mode,
-        "tools": [{"type": "function", "name": "read"}],
-    }
-    write: Any = {**READ, "name": "write"}
-    found = client.responses.create(
-        model="tiny", input="Hi", tools=[write, READ], tool_choice=choice
-    )
-    assert [tool["function"]["name"] for tool in answers.last.tools] == ["read"]
-    assert answers.last.tool_choice == ToolChoice(mode)
-    assert found.to_dict()["tool_choice"] == choice
-
-
-def test_tokens_are_counted(client: openai.OpenAI, answers: Scripted) -> None:
-    """The same prompt is counted that a response would have."""
-    assert client.responses.input_tokens.count(model="tiny", input="Hi").input_tokens == 42
-    assert answers.last.messages == [{"role": "user", "content": "Hi"}]
-
-
-@pytest.mark.parametrize(
-    ("change", "said", "param"),
-    [
-        ({"input": []}, "input has to be a text or a list", "input"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input 0: content of type 'input_image' is not supported",
-            "input.0",
-        ),
-        ({"input": [{"role": "bot", "content": "a"}]}, "input: role 'bot' is not known", "input"),
-        ({"conversation": "a"}, "conversation: 'a' is not supported", "conversation"),
-        ({"prompt": {"id": "a"}}, "prompt: {'id': 'a'} is not supported", "prompt"),
-        ({"background": True}, "background: True is not supported", "background"),
-        ({"tools": [{"type": "function"}]}, "tools.0.name: ", "tools.0.name"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format: ", "response_format"),
-        ({"temperature": 1e9}, "temperature: ", "temperature"),
-        ({"reasoning": {"effort": "wild"}}, "reasoning.effort: 'wild'", "reasoning.effort"),
-        ({"previous_response_id": "a"}, "'a' is not kept", "previous_response_id"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and ":" not in value else "",
-)
-def test_what_is_wrong_is_named(url: str, change: dict[str, Any], said: str, param: str) -> None:
-    """The field, the reason, and the shape of their errors."""
-    response = httpx.post(f"{url}/v1/responses", json={"model": "tiny", "input": "Hi"} | change)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert said in error["message"]
-    assert error["param"] == param
-
-
-@pytest.mark.parametrize(
     ("refused", "code"),
     [
         (ApiError(503, "out of memory"), "server_error"),
@@ -437,22 +363,3 @@ def test_an_error_in_the_middle_ends_the_stream(
     assert (last.response.error.code, last.response.error.message) == (code, refused.message)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(last.response.id)
-
-
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_refusal_has_its_status(
-    client: openai.OpenAI, answers: Scripted, is_stream: bool
-) -> None:
-    """In a stream, too, as long as nothing was sent."""
-    answers.script = [ApiError(429, "later", retry_after=3)]
-    with pytest.raises(openai.RateLimitError, match="later"):
-        client.responses.create(model="tiny", input="Hi", stream=is_stream)
-
-
-@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_leaves_ends_the_answer(url: str, answers: Scripted, is_stream: bool) -> None:
-    """The answer is closed, though it would never end by itself."""
-    answers.script, answers.is_stuck = HELLO[:1], True
-    with asking(f"{url}/v1/responses", {"model": "tiny", "input": "Hi", "stream": is_stream}):
-        until(lambda: answers.asked, "for the request")
-    until(lambda: answers.closed == 1, "for the end of the answer")
