@@ -8,13 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from support.scripted import serving
+from support.houses import served
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelLoader, ModelNames
-from mlxrunner.serve.server import application
-from mlxrunner.serve.watch import RequestLog
+from mlxrunner.serve.models import ModelLoader
 
 ASK = "My name is Bo. What is my name?"
 USER: list[dict[str, Any]] = [{"role": "user", "content": ASK}]
@@ -25,11 +22,7 @@ RAW = f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
 def demo() -> Iterator[str]:
     """The address of a server with the demo model."""
     settings = ServeSettings(disk_cache=False, slots=1, memory=300_000_000)
-    record = RequestLog()
-    opening = ModelLoader(settings=settings, runner={"context": 1000})
-    house = ModelManager(ModelNames("demo"), opening, record.watch, record.ended)
-    house.load_first()
-    with serving(application(house, record, settings)) as address:
+    with served("demo", ModelLoader(settings=settings, runner={"context": 1000})) as (address, _):
         yield address
 
 

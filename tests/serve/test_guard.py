@@ -401,68 +401,62 @@ class Slow:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/fails"])
-def test_bodies_share_a_limit(path: str) -> None:
+async def test_bodies_share_a_limit(path: str) -> None:
     """One for which there is no room is refused. It is let in as soon as others are answered."""
 
-    async def run() -> list[httpx.Response]:
-        app, answers = Slow(), list[httpx.Response]()
-        guard = AccessMiddleware(app, AccessRules(most_together=2 * HELD))
-        transport = httpx.ASGITransport(guard, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    app, answers = Slow(), list[httpx.Response]()
+    guard = AccessMiddleware(app, AccessRules(most_together=2 * HELD))
+    transport = httpx.ASGITransport(guard, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
-            async def ask(content: Any) -> httpx.Response:
-                return await client.post(path, content=content)
+        async def ask(content: Any) -> httpx.Response:
+            return await client.post(path, content=content)
 
-            running = [asyncio.ensure_future(ask(BODY)) for _ in range(2)]
-            while app.seen < 2:
-                await asyncio.sleep(0)
-            assert guard.bodies.held == 2 * HELD
+        running = [asyncio.ensure_future(ask(BODY)) for _ in range(2)]
+        while app.seen < 2:
+            await asyncio.sleep(0)
+        assert guard.bodies.held == 2 * HELD
 
-            async def parts() -> AsyncIterator[bytes]:
-                yield BODY
+        async def parts() -> AsyncIterator[bytes]:
+            yield BODY
 
-            answers += [await ask(BODY), await ask(parts()), await ask(b"[")]
-            assert guard.bodies.held == 2 * HELD
-            app.goes_on.set()
-            await asyncio.gather(*running)
-            assert guard.bodies.held == 0
-            return [*answers, await ask(BODY)]
-
-    *refused, last = asyncio.run(run())
+        answers += [await ask(BODY), await ask(parts()), await ask(b"[")]
+        assert guard.bodies.held == 2 * HELD
+        app.goes_on.set()
+        await asyncio.gather(*running)
+        assert guard.bodies.held == 0
+        (*refused, last) = [*answers, await ask(BODY)]
     for answer in refused:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, str(middleware.SOON))
         assert f"{2 * HELD} are the most" in answer.json()["error"]["message"]
     assert last.status_code == (200 if path == "/v1/messages" else 500)
 
 
-def test_a_part_of_a_body_is_held_until_its_client_leaves() -> None:
+async def test_a_part_of_a_body_is_held_until_its_client_leaves() -> None:
     """Half a body counts while it is waited for, and not when its client has left."""
 
-    async def run() -> None:
-        guard = AccessMiddleware(Slow(), AccessRules(most_together=100))
-        parts = [b"x" * 60, b"y" * 60]
+    guard = AccessMiddleware(Slow(), AccessRules(most_together=100))
+    parts = [b"x" * 60, b"y" * 60]
 
-        async def receive() -> dict[str, Any]:
-            if not parts:
-                return {"type": "http.disconnect"}
-            assert guard.bodies.held == (0 if len(parts) == 2 else 60)
-            return {"type": "http.request", "body": parts.pop(), "more_body": True}
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            return {"type": "http.disconnect"}
+        assert guard.bodies.held == (0 if len(parts) == 2 else 60)
+        return {"type": "http.request", "body": parts.pop(), "more_body": True}
 
-        sent: list[Any] = []
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            assert guard.bodies.held == 0
-            sent.append(message)
+    async def send(message: Any) -> None:
+        assert guard.bodies.held == 0
+        sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": []}
-        scope["headers"] = [(b"host", b"localhost")]
-        await guard(scope, receive, send)
-        assert sent[0]["status"] == 503
-        sent.clear()
-        await guard(scope, receive, send)
-        assert (sent, guard.bodies.held) == ([], 0)
-
-    asyncio.run(run())
+    scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": []}
+    scope["headers"] = [(b"host", b"localhost")]
+    await guard(scope, receive, send)
+    assert sent[0]["status"] == 503
+    sent.clear()
+    await guard(scope, receive, send)
+    assert (sent, guard.bodies.held) == ([], 0)
 
 
 def test_a_body_that_does_not_come(url: str) -> None:
@@ -477,23 +471,20 @@ def test_a_body_that_does_not_come(url: str) -> None:
     assert "after 3 bytes" in found
 
 
-def test_a_body_that_trickles() -> None:
+async def test_a_body_that_trickles() -> None:
     """A client that sends a byte now and then is told so too."""
 
-    async def run() -> httpx.Response:
-        async def parts() -> AsyncIterator[bytes]:
-            for _ in range(1000):
-                yield b" "
-                await asyncio.sleep(0.01)
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b" "
+            await asyncio.sleep(0.01)
 
-        guard = AccessMiddleware(Slow(), AccessRules(most_seconds=0.1))
-        transport = httpx.ASGITransport(guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            answer = await client.post("/v1/messages", content=parts())
-        assert guard.bodies.held == 0
-        return answer
-
-    answer = asyncio.run(run())
+    guard = AccessMiddleware(Slow(), AccessRules(most_seconds=0.1))
+    transport = httpx.ASGITransport(guard)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post("/v1/messages", content=parts())
+    assert guard.bodies.held == 0
+    answer = answer
     assert answer.status_code == 408
     assert "too slowly" in answer.json()["error"]["message"]
 

@@ -56,9 +56,13 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]
 @pytest.fixture(params=FAMILIES)
 def maker(request: pytest.FixtureRequest, makers: dict[str, PromptBuilder]) -> PromptBuilder:
     """Each family's maker in turn, without answers."""
-    found = makers[request.param]
-    found.kept = AnswerTokenCache()
-    return found
+    return emptied(makers[request.param])
+
+
+def emptied(maker: PromptBuilder) -> PromptBuilder:
+    """Return a maker without answers."""
+    maker.kept = AnswerTokenCache()
+    return maker
 
 
 def call_text(form: str, at: int, order: random.Random) -> str:
@@ -204,8 +208,7 @@ def test_a_malformed_call_of_gpt_oss_comes_back(
     makers: dict[str, PromptBuilder], arguments: str
 ) -> None:
     """The template takes the text that the client was sent, and the model sees what it wrote."""
-    maker = makers["gpt-oss"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["gpt-oss"])
     header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     client, _, _ = opened(maker, header + arguments)
     after = client.ask({"role": "user", "content": "go on"})
@@ -249,8 +252,7 @@ def test_an_answer_that_was_changed_is_the_templates(
     makers: dict[str, PromptBuilder], change: Any
 ) -> None:
     """The model sees what the client sent, not what it wrote itself."""
-    maker = makers["qwen3"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["qwen3"])
     client, _, _ = opened(maker, f"hello the file\n{CALL}")
     change(client.messages[1])
     del client.messages[2:]
@@ -263,8 +265,7 @@ def test_an_answer_in_another_conversation_is_the_templates(
     makers: dict[str, PromptBuilder],
 ) -> None:
     """Its tokens follow other ones there."""
-    maker = makers["qwen3"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["qwen3"])
     client, _, _ = opened(maker, f"hello the file\n{CALL}")
     client.messages[0]["content"] = "bye"
     assert client.ask().kept == 0
@@ -272,8 +273,7 @@ def test_an_answer_in_another_conversation_is_the_templates(
 
 def test_thinking_that_is_left_out_costs_only_itself(makers: dict[str, PromptBuilder]) -> None:
     """The rest of the answer is the tokens that were generated."""
-    maker = makers["qwen3"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["qwen3"])
     client, before, tokens = opened(maker, f"{THOUGHT}hello the file\n{CALL}")
     after = client.ask({"role": "user", "content": "go on"})
     assert after.kept == 1
@@ -291,8 +291,7 @@ def test_thinking_that_comes_back_is_kept(
     makers: dict[str, PromptBuilder], sends_thinking: bool
 ) -> None:
     """Within the same task Qwen's template keeps it, if the client sends it."""
-    maker = makers["qwen3"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["qwen3"])
     client, before, tokens = opened(maker, f"{THOUGHT}{CALL}", sends_thinking=sends_thinking)
     after = client.ask()
     both = [*before.prompt.tokens.tolist(), *tokens]
@@ -304,8 +303,7 @@ def test_the_newest_of_several_answers_that_fits_is_taken(
     makers: dict[str, PromptBuilder],
 ) -> None:
     """A client may go on with any of them."""
-    maker = makers["qwen3"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["qwen3"])
     client, made, first = opened(maker, "hello the file: one")
     (sent,) = client.messages[1:]
     del client.messages[1:]
@@ -330,8 +328,7 @@ def test_a_call_without_an_id_comes_back(
     makers: dict[str, PromptBuilder], answer: str, others_id: bool
 ) -> None:
     """The template writes the id that the server gave it; the tokens are those of the model."""
-    maker = makers["mistral"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["mistral"])
     client, before, tokens = opened(maker, answer)
     if others_id:
         client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "other"
@@ -344,8 +341,7 @@ def test_a_call_without_an_id_comes_back(
 
 def test_a_call_with_another_id_is_the_templates(makers: dict[str, PromptBuilder]) -> None:
     """The model wrote its own, and the client sends another one."""
-    maker = makers["mistral"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["mistral"])
     call = '{"name":"look", "arguments":{"at":7}, "id":"abcdefgh1"}'
     client, _, _ = opened(maker, f"[TOOL_CALLS] [{call}]")
     client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "abcdefgh2"
@@ -391,8 +387,7 @@ def test_an_answer_that_was_cut_off_comes_back_as_far_as_it_was_seen(
 
 def test_a_cut_answer_may_lack_its_thinking(makers: dict[str, PromptBuilder]) -> None:
     """The part that was seen behind it is kept."""
-    maker = makers["qwen3"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["qwen3"])
     client, _, tokens = cut_off(maker, THOUGHT)
     answer = {"role": "assistant", "content": "".join(TYPED[:4])}
     after = client.ask(answer, {"role": "user", "content": "go on"})
@@ -407,8 +402,7 @@ def test_a_cut_answer_that_was_changed_is_kept_up_to_the_change(
     makers: dict[str, PromptBuilder],
 ) -> None:
     """A whole answer to the same prompt is preferred."""
-    maker = makers["qwen3"]
-    maker.kept = AnswerTokenCache()
+    maker = emptied(makers["qwen3"])
     client, made, tokens = cut_off(maker)
     changed = {"role": "assistant", "content": "hello they"}
     after = client.ask(changed, {"role": "user", "content": "go on"})

@@ -9,13 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from support.actor import playing
-from support.houses import asked
-from support.scripted import serving
+from support.houses import asked, open_house, served
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelNames
-from mlxrunner.serve.server import application
 from mlxrunner.serve.watch import RequestLog, explained
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
@@ -37,14 +34,8 @@ def test_the_event_says_what_became_of_a_call(
     """In one word: what the model wrote is in the response alone."""
     answer, limit = ANSWERS[note]
     file, settings = tmp_path / "events.jsonl", ServeSettings(slots=2, disk_cache=False)
-    record, opening = RequestLog(file), playing(lambda text: answer)
-    house = ModelManager(
-        ModelNames("actor", {}),
-        opening(settings=settings, runner={"context": 4000}),
-        record.watch,
-        record.ended,
-    )
-    house.load_first()
+    record = RequestLog(file)
+    opening = playing(lambda text: answer)(settings=settings, runner={"context": 4000})
     function = {"name": "gaze", "parameters": NARROW}
     body = {
         "model": "actor",
@@ -54,7 +45,7 @@ def test_the_event_says_what_became_of_a_call(
         "tools": [{"type": "function", "function": function}],
         "parallel_tool_calls": False,
     }
-    with serving(application(house, record, settings)) as url:
+    with served("actor", opening, record) as (url, _):
         response = httpx.post(f"{url}/v1/chat/completions", json=body)
         assert response.status_code == 200
         request = response.headers["x-request-id"]
@@ -74,15 +65,12 @@ async def test_events_wait_for_the_end_of_an_answer(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     record, settings = RequestLog(file), ServeSettings(slots=2, disk_cache=False)
     opening = playing(lambda text: "Well, " * 90)(settings=settings, runner={"context": 4000})
-    house = ModelManager(ModelNames("actor", {}), opening, record.watch, record.ended)
-    house.load_first()
-
-    for number in range(4):
-        stream = house.answer(asked(model="actor", id=f"left-{number}"))
-        if number:
-            await anext(stream)
-        await stream.aclose()
-    await house.close()
+    async with open_house(ModelNames("actor"), opening, record) as house:
+        for number in range(4):
+            stream = house.answer(asked(model="actor", id=f"left-{number}"))
+            if number:
+                await anext(stream)
+            await stream.aclose()
     record.close()
     found = [json.loads(line)["caller"]["request"] for line in file.read_text().splitlines()]
     assert sorted(found) == [f"left-{number}" for number in (1, 2, 3)]

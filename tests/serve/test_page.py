@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,14 +12,11 @@ import pytest
 from support.actor import playing
 from support.browser import WIDTHS, browse, measure, needs_chromium
 from support.events import as_event, example_event
-from support.scripted import serving
+from support.houses import served
 
 from mlxrunner.options import ServeSettings
 from mlxrunner.profiling.report.page import TableLink, table
 from mlxrunner.profiling.schema import Event
-from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
-from mlxrunner.serve.server import application
 from mlxrunner.serve.watch import RequestLog, status_page
 
 HOSTILE = "<script>alert(1)</script>\"'>"
@@ -99,16 +94,8 @@ def test_what_clients_say_is_escaped() -> None:
     assert "&lt;script&gt;" in text
 
 
-@contextmanager
-def running(record: RequestLog) -> Iterator[str]:
-    """Yield the address of a server whose model says that it is done."""
-    settings = ServeSettings(disk_cache=False)
-    house = ModelManager(
-        ModelNames("actor"), playing(lambda text: "Done.")(settings=settings), record.watch
-    )
-    house.load_first()
-    with serving(application(house, record, settings)) as url:
-        yield url
+DONE = playing(lambda text: "Done.")(settings=ServeSettings(disk_cache=False))
+"""A loader of a model that says that it is done."""
 
 
 @pytest.mark.parametrize("path", ["/", "/slots", "/metrics", "/explain/{id}", "/explain/{odd}"])
@@ -118,7 +105,7 @@ def test_no_text_of_a_client_drives_a_terminal(
     """Not the names of client, session and model: they are shown with their codes."""
     odd = "".join(map(chr, [*range(0x7F, 0xA0), 0x202E, 0x2028])) + "odd"
     record = RequestLog(tmp_path / "events.jsonl", log_text=True)
-    with running(record) as url:
+    with served("actor", DONE, record) as (url, _):
         body = {"model": "actor", "messages": [{"role": "user", "content": f"Hello {odd}\x1b[2J"}]}
         body |= {"user": f"\x1b]0;{odd}\n\r"}
         headers = {"user-agent": f"{odd[:33]}odd/1".encode("latin-1")}
@@ -143,7 +130,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]")
 
 def test_a_server_shows_its_requests() -> None:
     """The page at `/` of a running server has what was just asked."""
-    with running(RequestLog()) as url:
+    with served("actor", DONE) as (url, _):
         body = {"model": "actor", "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"user-agent": "my-client/1.0"}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)

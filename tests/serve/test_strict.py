@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.actor import calling, playing
-from support.scripted import serving
+from support.houses import open_house, served
 from support.strict_templates import (
     FIRST,
     LONG,
@@ -36,13 +35,10 @@ from mlxrunner.serve.events import (
     TextDelta,
     ToolChoice,
 )
-from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
+from mlxrunner.serve.models import ModelLoader, ModelNames
 from mlxrunner.serve.prompts.builder import PromptBuilder
-from mlxrunner.serve.server import application
 from mlxrunner.serve.tools.constraints import TOOL_CALL_SYNTAXES
 from mlxrunner.serve.tools.formats import arguments_of
-from mlxrunner.serve.watch import RequestLog
 
 GOOD = '{"at": 42, "how": "slow"}'
 CALLS = {
@@ -333,20 +329,16 @@ def test_objects_have_the_properties_that_they_list(schema: Any, held: Any) -> N
     assert arguments_of(tool("look", schema)) == (schema if held == "the same" else held)
 
 
-def answer_of(request: ServerRequest, script: str) -> list[AnswerEvent]:
+def opening_of(script: str) -> ModelLoader:
+    """Return a loader of a model that would write `script`."""
+    settings = ServeSettings(slots=2, disk_cache=False)
+    return playing(lambda text: script)(settings=settings, runner={"context": 4000})
+
+
+async def answer_of(request: ServerRequest, script: str) -> list[AnswerEvent]:
     """Return what a served model answers that would write `script`."""
-
-    async def run() -> list[AnswerEvent]:
-        opening = playing(lambda text: script)(
-            settings=ServeSettings(slots=2, disk_cache=False), runner={"context": 4000}
-        )
-        house = ModelManager(ModelNames("actor", {}), opening, lambda opened: None)
-        try:
-            return [event async for event in house.answer(request)]
-        finally:
-            await house.close()
-
-    return asyncio.run(run())
+    async with open_house(ModelNames("actor"), opening_of(script)) as house:
+        return [event async for event in house.answer(request)]
 
 
 NARROW = {
@@ -360,16 +352,16 @@ LOOSE = "I look." + calling("look", {"how": "slo", "at": 1}) + "Done."
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_a_served_model_is_held(is_strict: bool) -> None:
+async def test_a_served_model_is_held(is_strict: bool) -> None:
     """The call of a strict tool fits, that of another one comes as the model wrote it."""
     request = asked(tools=[tool("look", NARROW, strict=is_strict)], options={"max_tokens": 200})
-    events = answer_of(request, LOOSE)
+    events = await answer_of(request, LOOSE)
     arguments = {"how": "slow"} if is_strict else {"how": "slo", "at": 1}
     assert list(calls_of(events)) == [("look", arguments)]
     assert isinstance(events[-1], AnswerEnd)
     assert events[-1].reason == "tool_calls"
     assert events[-1].note is None
-    plain = answer_of(replace(request, tools=[]), "Just text.")
+    plain = await answer_of(replace(request, tools=[]), "Just text.")
     assert "".join(event.text for event in plain if isinstance(event, TextDelta)) == "Just text."
 
 
@@ -402,11 +394,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def test_each_protocol_has_strict_tools() -> None:
     """The answer has a call that fits, in the protocol's own form."""
-    record, settings = RequestLog(), ServeSettings(slots=2, disk_cache=False)
-    opening = playing(lambda text: LOOSE)(settings=settings, runner={"context": 4000})
-    house = ModelManager(ModelNames("actor", {}), opening, record.watch, record.ended)
-    house.load_first()
-    with serving(application(house, record, settings)) as url:
+    with served("actor", opening_of(LOOSE)) as (url, _):
         found = {
             name: httpx.post(url + path, json=body | {"model": "actor"}).json()
             for name, (path, body) in BODIES.items()

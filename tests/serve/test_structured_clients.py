@@ -8,13 +8,10 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 from support.actor import calling, playing
-from support.scripted import serving
+from support.houses import served
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelLoader, ModelNames
-from mlxrunner.serve.server import application
-from mlxrunner.serve.watch import RequestLog
+from mlxrunner.serve.models import ModelLoader
 
 SETTINGS = ServeSettings(disk_cache=False, slots=1, memory=300_000_000)
 RUNNER = {"context": 1000}
@@ -30,10 +27,7 @@ class Found(BaseModel):
 
 def structured(model: str, opening: ModelLoader, method: Any) -> Any:
     """Return what LangChain makes of the answer."""
-    record = RequestLog()
-    house = ModelManager(ModelNames(model), opening, record.watch, record.ended)
-    house.load_first()
-    with serving(application(house, record, SETTINGS)) as url:
+    with served(model, opening) as (url, _):
         key = SecretStr("x")
         chat = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=model, max_retries=0)
         return chat.with_structured_output(Found, method=method).invoke(ASK)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from support.scripted import serving
 
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.options import ServeSettings
 from mlxrunner.serve.events import AnswerEvent, ServerRequest
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelLoader, ModelNames, ServedModel
+from mlxrunner.serve.server import application
 from mlxrunner.serve.watch import RequestLog
 
 CHATML = (
@@ -67,6 +70,18 @@ async def open_house(
         yield house
     finally:
         await house.close()
+
+
+@contextmanager
+def served(
+    name: str, opening: ModelLoader, record: RequestLog | None = None
+) -> Iterator[tuple[str, ServedModel]]:
+    """Serve a model over HTTP, and yield the address and the model."""
+    record = RequestLog() if record is None else record
+    house = ModelManager(ModelNames(name), opening, record.watch, record.ended)
+    opened = house.load_first()
+    with serving(application(house, record, opening.settings)) as url:
+        yield url, opened
 
 
 def asked(text: str = "Hello", **more: Any) -> ServerRequest:

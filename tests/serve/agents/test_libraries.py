@@ -23,14 +23,10 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 from support.actor import playing
+from support.houses import served
 from support.jobs import DONE, SHARE, STEPS, TASK, Shared, script
-from support.scripted import serving
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelNames
-from mlxrunner.serve.server import application
-from mlxrunner.serve.watch import RequestLog
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -48,13 +44,9 @@ def shared() -> Shared:
 @pytest.fixture
 def url(shared: Shared) -> Iterator[str]:
     """The address of a server whose model follows the script."""
-    settings = ServeSettings(disk_cache=False)
-    record = RequestLog()
-    house = ModelManager(
-        ModelNames("actor"), playing(script)(settings=settings), record.watch, record.ended
-    )
-    house.load_first().runner.observers.append(shared)
-    with serving(application(house, record, settings)) as address:
+    opening = playing(script)(settings=ServeSettings(disk_cache=False))
+    with served("actor", opening) as (address, model):
+        model.runner.observers.append(shared)
         yield address
 
 
