@@ -209,8 +209,12 @@ PROBLEMS = {
 
 
 def _path(error: Any) -> list[Any]:
-    """Return the names and numbers that lead to the value that an error is about."""
-    return [part for part in error["loc"][1:] if not _is_branch(part)]
+    """Return the names and numbers that lead to the value that an error is about.
+
+    Types of unions stand among them and are left out.
+    """
+    types = ("str", "int", "float", "bool")
+    return [one for one in error["loc"][1:] if one not in types and "[" not in str(one)]
 
 
 def _depth(error: Any) -> tuple[list[int], int]:
@@ -228,19 +232,7 @@ def _problem(errors: Sequence[Any]) -> str:
     if first["type"] == "missing":
         return "it has to be given"
     if first["type"] not in PROBLEMS:
-        return f"{_lower(first['msg'])}, not {shown(first['input'])}"
+        return f"{first['msg'][:1].lower()}{first['msg'][1:]}, not {shown(first['input'])}"
     known = [one for one in errors if one["type"] in PROBLEMS]
     either = [PROBLEMS[one["type"]].format(**one.get("ctx", {})) for one in known]
     return f"it has to be {' or '.join(dict.fromkeys(either))}, not {shown(first['input'])}"
-
-
-_BRANCHES = ("str", "int", "float", "bool")
-
-
-def _is_branch(part: object) -> bool:
-    """Return True if a part of a place names a type of a union, not a field."""
-    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]

@@ -132,8 +132,6 @@ class Client:
     """The program, such as "claude-cli" or "opencode", from the User-Agent header."""
     session: str | None = None
     """The client's name of the conversation: a session's, user's or prompt cache's id."""
-    address: str = ""
-    """The peer's address."""
 
 
 @dataclass(frozen=True, kw_only=True)

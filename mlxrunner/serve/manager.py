@@ -68,7 +68,7 @@ REMEMBERED = 32
 
 
 class ModelManager:
-    """Answers requests with the models that it holds: see `Answers`, whose methods it has.
+    """Answers requests with the models that it holds, as `AnswerBackend` says.
 
     Everything but `load_first` belongs to one event loop.
     """
@@ -117,13 +117,13 @@ class ModelManager:
         await self.models_held.close()
 
     def models(self) -> Sequence[ModelCard]:
-        """Return the models that a request may name."""
+        """See `AnswerBackend`."""
         return [
             self._card(shown, name) for shown in self.names for name in [self.names.find(shown)]
         ]
 
     def card(self, model: str) -> ModelCard:
-        """Return the model that a request means by `model`. Raise ApiError if it is unknown."""
+        """See `AnswerBackend`."""
         name = self.names.find(model)
         return self._card(self.names.known_as(model), name)
 
@@ -132,44 +132,27 @@ class ModelManager:
         return card_of(shown, name, self.models_held.get(name), pictures=pictures)
 
     async def hold(self, model: str, keep_alive: float | None) -> None:
-        """Load a model, and unload it `keep_alive` seconds after its last answer.
-
-        0 unloads it now, a negative number never; None: as the server is set. Raise ApiError.
-        """
+        """See `AnswerBackend`."""
         if keep_alive == 0 and self.models_held.get(self.names.find(model)) is None:
             return
         asked = ServerRequest(protocol="ollama", model=model, keep_alive=keep_alive)
         with self._in_place(asked) as place:
-            try:
-                await _loaded(place)
-            except Exception as error:
-                raise api_error_of(error) from error
+            await _loaded(place)
 
     async def count(self, asked: ServerRequest) -> int:
-        """Return the number of tokens of the prompt, without evaluating it. Raise ApiError."""
+        """See `AnswerBackend`."""
         with self._in_place(asked) as place:
-            try:
-                opened = await _loaded(place)
-                made = await asyncio.to_thread(opened.maker.make, asked)
-            except Exception as error:
-                raise api_error_of(error) from error
-        return len(made.prompt.tokens)
+            opened = await _loaded(place)
+            return len((await asyncio.to_thread(opened.maker.make, asked)).prompt.tokens)
 
     async def answer(self, asked: ServerRequest) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield the events of an answer. Closing the iterator ends the request within one step.
-
-        Raise ApiError, before the first event or later.
-        """
+        """See `AnswerBackend`."""
         began = time.monotonic()
         with self._in_place(asked) as place:
             try:
                 async with aclosing(self._answer(asked, place)) as events:
                     async for event in events:
                         yield event
-            except Exception as error:
-                if isinstance(error, EngineError):
-                    self.models_held.give_up(place)
-                raise api_error_of(error) from error
             finally:
                 self._on_end(asked.id, None)
         self._durations.append(time.monotonic() - began)
@@ -186,6 +169,10 @@ class ModelManager:
             keep_alive = self._opening.settings.keep_alive
         try:
             yield place
+        except Exception as error:
+            if isinstance(error, EngineError):
+                self.models_held.give_up(place)
+            raise api_error_of(error) from error
         finally:
             self.models_held.leave(place, keep_alive)
 
@@ -198,7 +185,8 @@ class ModelManager:
         if waiting < settings.max_queue:
             return
         self.refused += 1
-        wait = self._usual_duration() * (waiting + 1) / settings.slots
+        usual = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        wait = usual * (waiting + 1) / settings.slots
         raise ApiError(
             429,
             f"requests that wait for one of {settings.slots} slots: {waiting}, and at most "
@@ -206,9 +194,6 @@ class ModelManager:
             code="rate_limit_exceeded",
             retry_after=max(1, min(LONGEST_WAIT, math.ceil(wait))),
         )
-
-    def _usual_duration(self) -> float:
-        return sum(self._durations) / len(self._durations) if self._durations else 1.0
 
     async def _answer(
         self, asked: ServerRequest, place: ModelSlot
@@ -356,11 +341,10 @@ def prompt_record(asked: ServerRequest, made: BuiltPrompt, model: str = "") -> P
     )
 
 
-def _without_marks(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in tool.items() if name != "cache_control"}
-
-
-_tool_digest = MemoizedFunction(lambda tool: digest(_without_marks(tool)), TOOL_DIGEST_BYTES)
+_tool_digest = MemoizedFunction(
+    lambda tool: digest({name: tool[name] for name in tool if name != "cache_control"}),
+    TOOL_DIGEST_BYTES,
+)
 
 
 def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:

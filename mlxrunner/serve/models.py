@@ -281,7 +281,9 @@ class ModelSlots:
     def get(self, name: str) -> ModelSlot | None:
         """Return the place of a model that is loaded or being loaded; None if it is neither."""
         place = self._places.get(name)
-        return None if place is None or _has_failed(place) else place
+        if place and place.opened is None and place.loading and place.loading.done():
+            return None  # it has failed
+        return place
 
     def take_in(self, opened: ServedModel) -> None:
         """Add a model that was loaded before the server runs."""
@@ -392,11 +394,6 @@ class ModelSlots:
         place.timer, place.expires = None, None
 
 
-def _has_failed(place: ModelSlot) -> bool:
-    loading = place.loading
-    return place.opened is None and loading is not None and loading.done()
-
-
 def look_at(future: asyncio.Future[Any]) -> None:
     """Take the exception of a future, which those who wait for it raise: nobody may be left."""
     if not future.cancelled():
@@ -433,20 +430,18 @@ class ModelLoader:
 
         Raise ModelError if it is missing or broken.
         """
-        offered = self.budget()
-        if self._sees(name):
-            unread = unread_vision_model(name)
-            weights = weights_of(unread.model)
-            return self._needed(
-                self._demand(unread, weights, offered, is_read=False),
-                min(self._context(unread.facts), USUAL),
-                offered,
-            )
-        shapes, beside = without_weights(name), 0
-        with suppress(MlxrunnerError):  # then it has no draft model, and a warning says so
-            beside = self._of_draft(shapes.facts)
-        demand = self._demand(shapes, shapes.weight_bytes, offered)
-        return self._needed(demand, min(self._context(shapes.facts), USUAL), offered) + beside
+        offered, sees, beside = self.budget(), self._sees(name), 0
+        found: LoadedModel | Shapes
+        if sees:
+            found = unread_vision_model(name)
+            weights = weights_of(found.model)
+        else:
+            found = without_weights(name)
+            weights = found.weight_bytes
+            with suppress(MlxrunnerError):  # then it has no draft model, and a warning says so
+                beside = self._of_draft(found.facts)
+        demand = self._demand(found, weights, offered, is_read=not sees)
+        return self._needed(demand, min(self._context(found.facts), USUAL), offered) + beside
 
     def _needed(self, demand: Demand, tokens: int, offered: int) -> int:
         """Return the bytes in which all slots together find room for `tokens` tokens.

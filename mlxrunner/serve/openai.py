@@ -197,10 +197,8 @@ def _choice_of(given: Any, tools: Tools) -> ToolChoice:
             return ToolChoice("none")
         case "required":
             choice = ToolChoice("required")
-        case {"type": "function", "function": {"name": str(name)}}:
-            choice = ToolChoice("named", name)
-        case {"type": "function", "name": str(name)}:
-            choice = ToolChoice("named", name)
+        case _ if named := [*_named(given)]:
+            choice = ToolChoice("named", named[0])
         case _:
             raise field_error(
                 "tool_choice",
@@ -209,8 +207,8 @@ def _choice_of(given: Any, tools: Tools) -> ToolChoice:
             )
     known = [tool["function"]["name"] for tool in tools]
     if not known or choice.name not in (None, *known):
-        named = "there are no tools" if not known else f"{choice.name!r:.80} is not among the tools"
-        raise field_error("tool_choice", f"{named}")
+        why = "there are no tools" if not known else f"{choice.name!r:.80} is not among the tools"
+        raise field_error("tool_choice", why)
     return choice
 
 
@@ -270,7 +268,11 @@ def read(body: ChatCompletionRequest, client: Client, request_id: str) -> list[S
     extra = dict(body.model_extra or {})
     thinking, level = _thinking(extra)
     options, variables = options_of(extra)
-    given = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
+    given = [
+        _tool(number, tool)
+        for number, tool in enumerate(body.tools or ())
+        if tool.type == "function"
+    ]
     choice, tools = choice_of(body.tool_choice, given)
     effort = checked_effort(body.reasoning_effort or level, "reasoning_effort")
     messages, replaced = shown_messages(_messages(body.messages))
@@ -315,15 +317,10 @@ def _thinking(extra: dict[str, Any]) -> tuple[bool | None, str | None]:
     return said, level
 
 
-def is_own(tool: ChatTool) -> bool:
-    """Return True if a tool is a function."""
-    return tool.type == "function"
-
-
-def left_out(body: ChatCompletionRequest) -> tuple[str, ...]:
+def left_out(body: ChatCompletionRequest) -> list[str]:
     """Return the tools that the model is not told of, and the fields that are ignored."""
-    tools = [f"tool {tool.type}" for tool in body.tools or () if not is_own(tool)]
-    return (*tools, *unread(body.model_extra or {}))
+    tools = [f"tool {tool.type}" for tool in body.tools or () if tool.type != "function"]
+    return [*tools, *unread(body.model_extra or {})]
 
 
 def _tool(number: int, tool: ChatTool) -> dict[str, Any]:
@@ -696,16 +693,12 @@ class CompletionWriter(ChunkWriter):
         return str(self._several[number].prompt) if self._body.echo else ""
 
     def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """Return the object of whole answers."""
-        choices = [
-            self._choice(
-                number,
-                self._echoed(number) + _raw_text(answer),
-                answer.tokens,
-                FINISH_REASONS[answer.end.reason],
-            )
-            for number, answer in enumerate(answers)
-        ]
+        """Return the object of whole answers. Nothing in raw text is thinking."""
+        choices = []
+        for number, answer in enumerate(answers):
+            texts = (one.text for one in answer.parts if not isinstance(one, ToolCallEvent))
+            text, reason = self._echoed(number) + "".join(texts), FINISH_REASONS[answer.end.reason]
+            choices.append(self._choice(number, text, answer.tokens, reason))
         found = head(self._several[0], "text_completion", self._created) | {"choices": choices}
         return found | self._used([answer.end for answer in answers])
 
@@ -749,11 +742,6 @@ class CompletionWriter(ChunkWriter):
             ends = [*accumulate((len(one.text) for one in tokens), initial=self._offsets[index])]
             logprobs["text_offset"], self._offsets[index] = ends[:-1], ends[-1]
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _raw_text(answer: WholeAnswer) -> str:
-    """Return all text of an answer: nothing in raw text is thinking."""
-    return "".join(one.text for one in answer.parts if not isinstance(one, ToolCallEvent))
 
 
 def completions_router(answers: AnswerBackend) -> APIRouter:

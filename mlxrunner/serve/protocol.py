@@ -364,7 +364,6 @@ def client_of(request: Request, session: object = None) -> Client:
     return Client(
         name=one_line(agent, LONGEST_NAME),
         session=None if named is None else one_line(named, LONGEST_SESSION),
-        address=request.client.host if request.client else "",
     )
 
 

@@ -358,7 +358,10 @@ class ResponseWriter(EventWriter):
             case TextDelta(text, tokens):
                 if text or tokens:
                     yield from self._open("message")
-                    yield from self._add_text(text, tokens)
+                    self._text += text
+                    self._tokens.extend(tokens)
+                    logprobs = chat_logprobs(tokens)
+                    yield self._piece("response.output_text.delta", delta=text, logprobs=logprobs)
             case ThinkingDelta(text):
                 if text:
                     yield from self._open("reasoning")
@@ -421,16 +424,6 @@ class ResponseWriter(EventWriter):
             item["encrypted_content"] = sealed(text)
         return item | {"status": status}
 
-    def _call_item(
-        self, name: str, call_id: str, function: str, arguments: str, status: str
-    ) -> dict[str, Any]:
-        """Return the item of a call. A function of a namespace is named as the client did."""
-        item = {"id": name, "type": "function_call", "status": status, "call_id": call_id}
-        item |= {"name": function, "arguments": arguments}
-        if function in self._conversation.namespaces:
-            item["namespace"], item["name"] = self._conversation.namespaces[function]
-        return item
-
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
@@ -456,8 +449,12 @@ class ResponseWriter(EventWriter):
             return message_item(self._item_id, self._text, status=status, logprobs=logprobs)
         if self._kind == "reasoning":
             return self._thought(self._item_id, self._text, status)
-        call = self._call
-        return self._call_item(self._item_id, call.id, call.name, self._text, status)
+        call, namespaces = self._call, self._conversation.namespaces
+        item = {"id": self._item_id, "type": "function_call", "status": status, "call_id": call.id}
+        item |= {"name": call.name, "arguments": self._text}
+        if call.name in namespaces:  # it is named as the client did
+            item["namespace"], item["name"] = namespaces[call.name]
+        return item
 
     def _open(self, kind: str) -> Iterator[bytes]:
         """Begin an item of this type, if none is open."""
@@ -478,12 +475,6 @@ class ResponseWriter(EventWriter):
             return {"type": "reasoning_text", "text": self._text}
         content: dict[str, Any] = self._item(status)["content"][0]
         return content
-
-    def _add_text(self, text: str, tokens: tuple[TokenLogprob, ...]) -> Iterator[bytes]:
-        self._text += text
-        self._tokens.extend(tokens)
-        logprobs = chat_logprobs(tokens)
-        yield self._piece("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         """End the open item."""

@@ -48,8 +48,6 @@ LAST_S = 1.0
 """Seconds that a client has to read that its answer ends because the server stops."""
 WAITING = 128
 """Connections that may wait to be accepted."""
-Say = Callable[[str], None]
-"""A function that tells the user something."""
 
 
 def check_access(settings: ServeSettings) -> None:

@@ -375,7 +375,10 @@ def _line(link: bytes, turn: CachedAnswer) -> bytes:
         "closing": turn.answer.closing,
         "said": asdict(turn.said),
         "is_cut": turn.is_cut,
-        "known": [[form, *_span_fields(fill)] for form, fill in [*turn.known.items()]],
+        "known": [
+            [form, fill.begin, fill.end, fill.text, _packed(fill.tokens)]
+            for form, fill in [*turn.known.items()]
+        ],
     }
     content = json.dumps(value, separators=(",", ":")).encode()
     return b"%s %s\n" % (_digest(content), content)
@@ -404,10 +407,6 @@ def _read(line: bytes) -> tuple[bytes, CachedAnswer] | None:
         value["length"], before, answer, parsed, value["is_cut"], known, forms=len(known)
     )
     return link, turn
-
-
-def _span_fields(fill: TokenSpan) -> tuple[int, int, str, str]:
-    return fill.begin, fill.end, fill.text, _packed(fill.tokens)
 
 
 def _packed(numbers: Sequence[int] | TokenArray) -> str:

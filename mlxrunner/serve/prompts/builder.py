@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -200,7 +200,9 @@ class PromptBuilder:
             return
         before = made.prompt.tokens[: len(made.prompt.tokens) - len(made.lead_tokens)]
         context = words(before[-8:]).tolist()
-        chunks = [*_chunks_of(made.lead_tokens, self.tokenizer, context), *chunks]
+        stream = self.tokenizer.stream(context)
+        lead = [Chunk(stream.add(token), token) for token in words(made.lead_tokens).tolist()]
+        chunks = [*lead, *chunks]
         answer = AnswerTokens.of(chunks, self.tokenizer, context)
         if not is_cut and answer.text != "".join(chunk.text for chunk in chunks):
             return  # it ends within a token
@@ -213,7 +215,8 @@ class PromptBuilder:
         source = [one.message for one in known]
         draft = PromptDraft(list(map(self._with_thinking, source)), list(map(dict, asked.tools)))
         is_open = is_continued(source, asked.options.get("continue_final_message"))
-        if is_open and not _says(source[-1]):
+        words_of = ("content", "reasoning_content", "thinking")
+        if is_open and not any(source[-1].get(name) for name in words_of):
             draft, is_open = replace(draft, messages=draft.messages[:-1]), False
         draft, rules = apply(draft, self.probe, self._off)
         variables = _variables(asked, draft)
@@ -231,7 +234,9 @@ class PromptBuilder:
         choice, call = asked.tool_choice, None
         if choice.mode in ("required", "named"):
             call = forced(choice, asked.tools, self.form, text)
-        closed = call.closed if call is not None else _closing(asked, text)
+        # A form holds from the first token on, and clients look for it behind the thinking.
+        closed = closed_thinking(text) if asked.options.keys() & FORMS else ""
+        closed = closed if call is None else call.closed
         rendered = text + (call.opening if call is not None else closed)
         tokens, whole = self._encoder.encode(rendered, fills, context)
         lead, lead_tokens = text[header:], as_tokens([])
@@ -465,25 +470,6 @@ def _known(message: Mapping[str, Any]) -> _CheckedMessage:
 def _described(checked: PlainMessage) -> _CheckedMessage:
     digest = message_digest(checked)
     return _CheckedMessage(checked, digest, ENTRY + footprint(checked, digest))
-
-
-def _says(message: Mapping[str, Any]) -> bool:
-    """Return True if a message has words or thinking."""
-    return any(message.get(name) for name in ("content", "reasoning_content", "thinking"))
-
-
-def _chunks_of(tokens: TokenArray, tokenizer: Tokenizer, context: Sequence[int]) -> Iterator[Chunk]:
-    """Yield tokens of a prompt as if they had been generated behind `context`."""
-    stream = tokenizer.stream(context)
-    return (Chunk(stream.add(token), token) for token in words(tokens).tolist())
-
-
-def _closing(asked: ServerRequest, text: str) -> str:
-    """Return the text that ends the thinking that a prompt has opened, if a form holds the answer.
-
-    It holds from the first token on, and a client looks for it in the answer, not in the thinking.
-    """
-    return closed_thinking(text) if asked.options.keys() & FORMS else ""
 
 
 def _variables(asked: ServerRequest, draft: PromptDraft) -> dict[str, Any]:

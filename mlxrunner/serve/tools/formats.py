@@ -32,15 +32,6 @@ class ParsedCall(NamedTuple):
         return self.name, json.dumps(json.loads(self.arguments), sort_keys=True), self.id
 
 
-class AnswerPiece(NamedTuple):
-    """A piece of an answer."""
-
-    kind: Literal["thought", "text", "call"]
-    text: str = ""
-    """The text, unless it is a call."""
-    call: ParsedCall | None = None
-
-
 @dataclass(frozen=True)
 class CallFormat:
     """A form in which a model writes tool calls."""

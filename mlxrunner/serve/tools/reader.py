@@ -18,11 +18,13 @@ from mlxrunner.serve.events import (
     ThinkingDelta,
     ToolCallEvent,
 )
-from mlxrunner.serve.tools.formats import AnswerPiece, CallFormat, ParsedCall, Tools, name_of
+from mlxrunner.serve.tools.formats import CallFormat, ParsedCall, Tools, name_of
 from mlxrunner.templates.segments import common
 from mlxrunner.templates.thinking import ThinkingSplitter, overlap, without_thinking
 
 _HEADER = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*[\w.-]+\s*\[ARGS\]\s*")
+AnswerPiece = TextDelta | ThinkingDelta | ParsedCall
+"""A piece of an answer, as readers find it."""
 SEPARATORS = " \t\n;,"
 """Characters between two calls without tags."""
 _DECODER = json.JSONDecoder()
@@ -179,12 +181,12 @@ class CallReader:
         self._is_after_call = False
 
     def _calls(self, calls: list[ParsedCall]) -> None:
-        self._pieces += [AnswerPiece("call", call=call) for call in calls]
+        self._pieces += calls
         self._is_after_call = True
 
     def _show(self, text: str) -> None:
         if text:
-            self._pieces.append(AnswerPiece("text", text))
+            self._pieces.append(TextDelta(text))
             self._is_after_call = False
 
 
@@ -236,7 +238,7 @@ class AnswerReader:
     def _read(self, split: Iterator[tuple[bool, str]]) -> Iterator[AnswerPiece]:
         for is_thinking, text in split:
             if is_thinking:
-                yield AnswerPiece("thought", text)
+                yield ThinkingDelta(text)
             else:
                 yield from self._calls.add(text)
 
@@ -263,9 +265,9 @@ class ParsedAnswer:
         pieces = [*reader.add(answer), *reader.finish()]
         rest = without_thinking(answer, prompt)
         return cls(
-            "".join(piece.text for piece in pieces if piece.kind == "thought").strip(),
-            "".join(piece.text for piece in pieces if piece.kind == "text").strip(),
-            tuple(piece.call.meaning for piece in pieces if piece.call is not None),
+            _joined(pieces, ThinkingDelta).strip(),
+            _joined(pieces, TextDelta).strip(),
+            tuple(piece.meaning for piece in pieces if isinstance(piece, ParsedCall)),
             len(answer) - len(rest) if answer.endswith(rest) else 0,
         )
 
@@ -315,6 +317,9 @@ class ChannelReader:
             return "call"
         return "thought" if "analysis" in (self._header or "") else "text"
 
+    def _said(self, text: str) -> AnswerPiece:
+        return ThinkingDelta(text) if self._kind == "thought" else TextDelta(text)
+
     def add(self, text: str) -> Iterator[AnswerPiece]:
         """Take the next part of the answer, and yield the pieces that are certain now."""
         self._held += text
@@ -334,7 +339,7 @@ class ChannelReader:
         held, self._held = self._held, ""
         if self._header is None:
             if held and not held.startswith(BEGINS):
-                yield AnswerPiece("text", held)
+                yield TextDelta(held)
         elif self._kind == "call" and not is_whole:
             yield from self._misread(CUT_OFF, held)
         else:
@@ -361,12 +366,12 @@ class ChannelReader:
         shown = shown if at < 0 else at
         text, self._held = self._held[:shown], self._held[shown:]
         if text:
-            yield AnswerPiece("thought" if self._kind == "thought" else "text", text)
+            yield self._said(text)
 
     def _message(self, body: str) -> Iterator[AnswerPiece]:
         if self._kind != "call":
             if body:
-                yield AnswerPiece("thought" if self._kind == "thought" else "text", body)
+                yield self._said(body)
             return
         found = _RECIPIENT.search(self._header or "")
         try:
@@ -377,7 +382,7 @@ class ChannelReader:
             yield from self._misread(str(error), body)
             return
         text = json.dumps(arguments, ensure_ascii=False)
-        yield AnswerPiece("call", call=ParsedCall(found[1], text))
+        yield ParsedCall(found[1], text)
 
     def _misread(self, why: str, body: str) -> Iterator[AnswerPiece]:
         """Yield a call that can't be read as a text, without the tags: the template refuses them
@@ -385,7 +390,7 @@ class ChannelReader:
         """
         self.note = self.note or AnswerNote.unread(why)
         header = _TAGS.sub(" ", (self._header or "").rpartition(BEGINS[0])[2])
-        yield AnswerPiece("text", f"{header} {body}".lstrip())
+        yield TextDelta(f"{header} {body}".lstrip())
 
 
 class AnswerSplitter:
@@ -410,9 +415,7 @@ class AnswerSplitter:
         a whole one. `note`: what is to be said of it anyway. `said`: the beginning of the answer,
         which the client has written and gets no events of; `again` makes a reader like `reader`.
         """
-        self._unsaid = {"text": "", "thought": ""}
-        if said and again is not None:
-            self._unsaid = _held_back(reader, again(), said)
+        self._unsaid = _held_back(reader, again(), said) if said and again is not None else {}
         self._before, self._after = around
         self._note = note
         self._reader, self._request, self._decode, self._parallel = (
@@ -460,27 +463,23 @@ class AnswerSplitter:
 
     def _events(self, pieces: Iterable[AnswerPiece]) -> Iterator[AnswerPart]:
         for piece in pieces:
-            if piece.call is not None:
-                self._unsaid = {"text": "", "thought": ""}
-                yield from self._call(piece.call)
-                continue
-            if self._unsaid[piece.kind]:
-                piece = self._without_said(piece)
-            if not piece.text:
-                continue
-            if piece.kind == "thought":
-                self._tokens = []
-                yield ThinkingDelta(piece.text)
-            elif not self.is_done:
-                yield TextDelta(piece.text, self._take_tokens())
+            if isinstance(piece, ParsedCall):
+                self._unsaid = {}
+                yield from self._call(piece)
+            elif text := self._without_said(type(piece), piece.text):
+                if isinstance(piece, ThinkingDelta):
+                    self._tokens = []
+                    yield ThinkingDelta(text)
+                elif not self.is_done:
+                    yield TextDelta(text, self._take_tokens())
 
-    def _without_said(self, piece: AnswerPiece) -> AnswerPiece:
-        """Return a piece without what its client has written, which the reader had held back."""
-        held = self._unsaid[piece.kind]
-        count = common(held, piece.text)
-        is_same = count == min(len(held), len(piece.text))
-        self._unsaid[piece.kind] = held[count:] if is_same else ""
-        return piece._replace(text=piece.text[count:]) if is_same else piece
+    def _without_said(self, kind: type[AnswerPiece], text: str) -> str:
+        """Return a text without what its client has written, which the reader had held back."""
+        held = self._unsaid.get(kind, "")
+        count = common(held, text)
+        is_same = count == min(len(held), len(text))
+        self._unsaid[kind] = held[count:] if is_same else ""
+        return text[count:] if is_same else text
 
     def _call(self, call: ParsedCall) -> Iterator[AnswerPart]:
         index = len(self.calls)
@@ -522,17 +521,17 @@ def joined(events: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
 
 def _held_back(
     reader: AnswerReader | ChannelReader, other: AnswerReader | ChannelReader, said: str
-) -> dict[str, str]:
-    """Give `said` to a reader, and return what it holds back of it, by the kind of the piece."""
+) -> dict[type[AnswerPiece], str]:
+    """Give `said` to a reader, and return what it holds back of it, by the type of the piece."""
     shown, whole = list(reader.add(said)), [*other.add(said), *other.finish(is_whole=False)]
     return {
         kind: _joined(whole, kind).removeprefix(_joined(shown, kind))
-        for kind in ("text", "thought")
+        for kind in (TextDelta, ThinkingDelta)
     }
 
 
-def _joined(pieces: Iterable[AnswerPiece], kind: str) -> str:
-    return "".join(piece.text for piece in pieces if piece.kind == kind)
+def _joined(pieces: Iterable[AnswerPiece], kind: type[TextDelta | ThinkingDelta]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
 def call_id(request: str, index: int) -> str:
