@@ -82,7 +82,7 @@ class GenerateOptions:
     max_tokens: int | None = option(
         None,
         int,
-        "Most tokens of the answer. [default: until the model stops or the context is full]",
+        "Maximum answer length, in tokens. [default: until the model stops or the context is full]",
         low=1,
     )
     temperature: float = option(
@@ -130,22 +130,21 @@ class GenerateOptions:
     stop: tuple[str, ...] = option(
         (),
         str,
-        "End the answer before TEXT; may be given several times. "
-        "No effect with --schema or --choices.",
+        "End the answer before TEXT (repeatable). No effect with --schema or --choices.",
         metavar="TEXT",
         is_list=True,
     )
     schema: str | None = option(
         None,
         str,
-        "Hold the answer to the JSON schema in FILE.",
+        "Constrain the answer to the JSON schema in FILE.",
         metavar="FILE",
         in_chat=False,
     )
     choices: tuple[str, ...] = option(
         (),
         str,
-        "Hold the answer to one of these; put one with a comma in double quotes: "
+        "Constrain the answer to one of these; put one with a comma in double quotes: "
         "'yes,\"no, never\"'.",
         metavar="A,B,...",
         is_list=True,
@@ -165,8 +164,8 @@ class GenerateOptions:
     speculate: str = option(
         "auto",
         str,
-        "Check several guessed tokens in one pass: auto where it is measured to pay, lookup "
-        "wherever the text repeats itself, or off. Answers stay the same.",
+        "Speculative decoding: auto (where it pays), lookup (wherever the text repeats "
+        "itself) or off. Answers stay the same.",
         among=SPECULATE,
         refused=NO_SPECULATING,
         shows_default=True,
@@ -190,29 +189,29 @@ class GenerateOptions:
     stop_token_ids: tuple[int, ...] = option(
         (),
         int,
-        "Further token ids that end the answer.",
+        "Additional token ids that end the answer.",
         is_list=True,
         in_chat=False,
     )
     continue_final_message: bool | None = option(
         None,
         bool,
-        "Continue the assistant's message at the end of the conversation (true), or begin a new "
-        "one behind it (false). [default: continue it, if there is one]",
+        "Continue the assistant's message at the end of the conversation (true), or begin a "
+        "new one (false). [default: continue it, if there is one]",
         in_chat=False,
     )
     template: str | None = option(
         None,
         str,
-        "Set a variable of the chat template, such as enable_thinking=false; may be given several "
-        "times. VALUE is JSON, or else a text.",
+        "Set a variable of the chat template, such as enable_thinking=false (repeatable). "
+        "VALUE is JSON, or else a text.",
         metavar="NAME=VALUE",
         in_chat=False,
     )
     tools: str | None = option(
         None,
         str,
-        "Tell the model of the tools in FILE, a JSON list of OpenAI's descriptions of functions.",
+        "Describe the tools in FILE to the model: a JSON list of functions in OpenAI's format.",
         metavar="FILE",
         in_chat=False,
     )
@@ -324,24 +323,25 @@ class RunnerSettings:
     context: int | None = option(
         None,
         int,
-        "Most tokens of prompt and answer together. [default: the model's own, or what fits]",
+        "Context window: maximum tokens of prompt and answer. [default: the model's own, or "
+        "what fits]",
         low=2,
         high=MOST_TOKENS,
     )
     kv_bits: int | None = option(
         None,
         int,
-        "Store full attention's keys and values in 8 or 4 bits. [default: as computed]",
+        "Quantize the KV cache of full-attention layers to 8 or 4 bits. [default: no quantization]",
         among=(4, 8),
         metavar="B",
     )
     prefill_step: int = option(
-        2048, int, "Prompt tokens evaluated at once.", low=1, high=MOST_TOKENS, shows_default=True
+        2048, int, "Prompt tokens evaluated per step.", low=1, high=MOST_TOKENS, shows_default=True
     )
     rewind_slack: int = option(
         512,
         int,
-        "Tokens a sliding window keeps beyond itself, to be rewound.",
+        "Tokens kept beyond a sliding window, so that it can be rewound.",
         low=0,
         high=MOST_TOKENS,
         shows_default=True,
@@ -349,7 +349,8 @@ class RunnerSettings:
     checkpoint_budget: int | None = option(
         None,
         int,
-        "Bytes for checkpoints of windows and states. [default: room for 8 to 64]",
+        "Bytes for checkpoints of sliding windows and recurrent states. [default: room for 8 "
+        "to 64]",
         low=0,
         metavar="BYTES",
     )
@@ -444,7 +445,7 @@ class ServeSettings:
     host: str = option(
         "127.0.0.1",
         str,
-        "Address to listen on. Any but that of this machine itself needs --api-key or --no-key.",
+        "Address to listen on. All but loopback addresses need --api-key or --no-key.",
         metavar="ADDRESS",
         shows_default=True,
     )
@@ -458,12 +459,14 @@ class ServeSettings:
         metavar="KEY",
     )
     no_key: bool = option(
-        False, bool, "Answer anyone who can reach the address, with another one than loopback."
+        False,
+        bool,
+        "Allow a non-loopback address without a key: anyone who reaches it can use the server.",
     )
     allow_origin: tuple[str, ...] = option(
         (),
         str,
-        "Let pages from URL use the server, such as http://localhost:3000; several times.",
+        "Let web pages from URL use the server, such as http://localhost:3000 (repeatable).",
         metavar="URL",
         is_list=True,
         was=("origin",),
@@ -471,14 +474,14 @@ class ServeSettings:
     memory: int | None = option(
         None,
         int,
-        "Most bytes of all models with what they store. [default: what the device offers]",
+        "Memory limit in bytes, for models and caches. [default: what the device offers]",
         low=1,
         metavar="BYTES",
     )
     slots: int = option(
         8,
         int,
-        "Requests that a model answers at a time, and conversations that it holds.",
+        "Parallel requests, and conversations in memory, per model.",
         low=1,
         high=256,
         shows_default=True,
@@ -486,7 +489,7 @@ class ServeSettings:
     max_queue: int = option(
         64,
         int,
-        "Requests that may wait for a slot; others are told to come later.",
+        "Maximum waiting requests; others are rejected with status 429.",
         low=0,
         high=MOST_TOKENS,
         shows_default=True,
@@ -509,15 +512,15 @@ class ServeSettings:
     keep_alive: float | None = option(
         None,
         float,
-        "Unload a model when nobody has asked for it this long. [default: when another needs room]",
+        "Time after its last answer until a model is unloaded. [default: when memory is needed]",
         low=0,
         metavar="SECONDS",
     )
     pictures: bool = option(
         False,
         bool,
-        "Load models that see pictures with their encoders. Such a model answers one request in a "
-        "step, and guesses nothing.",
+        "Load vision models with their encoders. They answer one request per step, without "
+        "speculative decoding.",
     )
     picture_folder: str | None = option(
         None,
@@ -528,8 +531,8 @@ class ServeSettings:
     disable_rewrite: tuple[str, ...] = option(
         (),
         str,
-        "Leave a rule out that makes prompts reusable; several times. docs/serve-prefixes.md lists "
-        "them.",
+        "Turn off a rule that rewrites prompts for reuse (repeatable). "
+        "docs/serve-prefixes.md lists them.",
         metavar="NAME",
         is_list=True,
         was=("no_rule",),
@@ -543,7 +546,7 @@ class ServeSettings:
     drain: float = option(
         10.0,
         float,
-        "Time that running requests have to end when the server is stopped.",
+        "Time that running requests get when the server stops.",
         low=0,
         high=3600,
         metavar="SECONDS",

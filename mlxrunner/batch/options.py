@@ -105,7 +105,7 @@ class FileOptions(BatchOptions):
     parallel: int | None = option(
         None,
         int,
-        "Run N lines at a time.  [default: what is likely fastest, and fits]",
+        "Run N lines at a time.  [default: the fastest number that fits]",
         low=1,
         metavar="N",
     )

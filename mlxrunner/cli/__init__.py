@@ -51,8 +51,8 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, value: bool) 
 )
 @debug_option
 def main() -> None:
-    """Run language models in a terminal on Apple silicon (MLX). One prefix-cache entry: only what
-    is new in a prompt is evaluated.
+    """Run language models in a terminal on Apple silicon (MLX), with prompt caching: only new
+    tokens of a prompt are evaluated.
     """
     for stream, errors in (
         (sys.stdout, "backslashreplace"),

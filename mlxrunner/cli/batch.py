@@ -62,8 +62,7 @@ _FIRST = click.option(
     "-o",
     "--output",
     metavar="FILE",
-    help="Write the answers to FILE; - is standard output. FILE.parquet is made when all are "
-    "there.",
+    help="Write the answers to FILE; - is standard output. FILE.parquet is written at the end.",
 )
 _LAST = (
     click.option(
@@ -72,9 +71,7 @@ _LAST = (
         is_flag=True,
         help="Only estimate the cost, without loading the weights.",
     ),
-    click.option(
-        "-q", "--quiet", is_flag=True, help="Print nothing on stderr but what stops the batch."
-    ),
+    click.option("-q", "--quiet", is_flag=True, help="Print only fatal errors on stderr."),
     click.option(
         "--embeddings",
         is_flag=True,
@@ -95,9 +92,9 @@ CONNECTION = ("tls_ca", "tls_cert", "tls_key", "insecure")
 def worker(address: str, **options: Any) -> None:
     """Answer lines of batches that `mlxrunner batch --dask ADDRESS` runs.
 
-    ADDRESS is that of the cluster's scheduler, such as tls://HOST:8786; `dask scheduler` starts
-    one. The model of a batch has to be on this machine: no files are copied. Ctrl-C ends the
-    worker, and its unfinished lines run on others.
+    ADDRESS is the cluster's scheduler, such as tls://HOST:8786; `dask scheduler` starts one. The
+    model of a batch has to be on this machine: no files are copied. After Ctrl-C, unfinished lines
+    run on other workers.
     """
     import asyncio
 
@@ -122,17 +119,17 @@ SOME_FAILED = 3
     "--output",
     metavar="FILE",
     required=True,
-    help="Write all answers to FILE, which may not be there; FILE.parquet is made of them.",
+    help="Write all answers to FILE, which must not exist; FILE.parquet is a table.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing on stderr but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 def merge(outputs: tuple[str, ...], output: str, quiet: bool) -> None:
     """Put the outputs of all shards of a batch together, in the order of the input.
 
-    Each OUTPUT is that of `mlxrunner batch --shard I/N`, with its OUTPUT.done beside it. Nothing is
-    written if a shard is missing, there twice, not ended, changed, or of another batch. Without
-    counts and times (--no-usage) FILE equals that of one machine byte for byte, and
-    `mlxrunner batch` without --shard takes it with --resume and --retry-failed. Exit code 0 if
-    every line was answered, 3 if some failed, 2 if nothing was written.
+    Each OUTPUT comes from `mlxrunner batch --shard I/N`, with its OUTPUT.done beside it. Nothing is
+    written if a shard is missing, repeated, unfinished, changed, or of another batch. With
+    --no-usage, FILE has the bytes of a run on one machine, and `mlxrunner batch` without --shard
+    accepts it for --resume and --retry-failed. Exit code 0 if every line was answered, 3 if some
+    failed, 2 if nothing was written.
     """
     from mlxrunner.batch.job import merge_shards
     from mlxrunner.batch.output import PARQUET, check_parquet, lines_path, write_parquet
@@ -218,24 +215,22 @@ def batch(
     greedy: bool,
     **options: Any,
 ) -> None:
-    """Answer each line of INPUT, in the order that reuses most, and write a line for each to the
-    output.
+    """Answer each line of INPUT, in the order that reuses most of the prefix cache.
 
     A line of INPUT is {"prompt": ...} or {"messages": [...]}, with an "id" and any sampling option,
     or a line of an OpenAI batch file. INPUT may also be a table (CSV, TSV, Parquet), a data set
     (a folder of datasets.save_to_disk or of Parquet files, or hf://datasets/OWNER/NAME), or a
     folder whose files are one prompt each. gzip and zstd are decompressed. - is standard input. The
-    options below hold for lines that don't say otherwise; with --seed S line number i (from 0) gets
-    S + i. A line that can't be answered gets an "error" and stops nothing.
+    options below are defaults for all lines; with --seed S, line i (from 0) gets S + i. A line that
+    can't be answered gets an "error" and stops nothing.
 
     On several machines, each runs a part: --shard 1/4, --shard 2/4 and so on. `mlxrunner batch
     merge OUTPUT... -o FILE` puts their outputs together. (An INPUT called merge is ./merge.)
 
-    A run that was stopped, killed or cut off goes on with the same command and --resume. Exit code
-    0 if every line was answered, 3 if all are done but some failed, 1 if the run was cut off and
-    --resume would go on, 2 if nothing can be run, 4 with --verify-cache and --strict. Ctrl-C and
-    kill finish the lines that are running (1); the second one ends at once (130, 143), and so does
-    closing the window (129).
+    The same command with --resume continues a run that was stopped or killed. Exit code 0 if every
+    line was answered, 3 if all are done but some failed, 1 if --resume would continue, 2 if nothing
+    can run, 4 with --verify-cache and --strict. Ctrl-C and kill finish the running lines (1); a
+    second one (130, 143) and closing the window (129) stop at once.
     """
     from mlxrunner.batch.inputs import STANDARD
     from mlxrunner.batch.job import Job
@@ -277,15 +272,14 @@ def _check_together(
 ) -> None:
     """Raise OptionError for options that do not go together."""
     if not output and not only_plan:
-        raise OptionError("where do the answers go? -o FILE, or -o - for standard output")
+        raise OptionError("missing output: give -o FILE, or -o - for standard output")
     if as_json and not only_plan:
         raise OptionError("--json is for --plan; the answers are JSON lines anyway")
     if only_plan and (options["progress_file"] or options["summary"]):
         raise OptionError("--progress-file and --summary are about a run, and --plan runs nothing")
     if options["verify_cache"] and options["parallel"] not in (None, 1):
         raise OptionError(
-            "--verify-cache looks at one request at a time, and --parallel runs several at once: "
-            "use one of them"
+            "--verify-cache runs one request at a time, and --parallel several: use one of them"
         )
 
 
@@ -328,8 +322,8 @@ def _check_elsewhere(
     for name in ("verify_cache", "log_tokens"):
         if recorded[name]:
             raise OptionError(
-                f"--{name.replace('_', '-')} looks at the requests of one process, and --workers "
-                "and --dask use several: use one of them"
+                f"--{name.replace('_', '-')} needs a single process, and --workers and "
+                "--dask use several: use one of them"
             )
 
 
@@ -427,4 +421,4 @@ def _say_how_to_go_on(job: Job) -> None:
         return
     goes_on = job.retry_failed or "--resume" in sys.argv
     arguments = [*sys.argv[1:], *([] if goes_on else ["--resume"])]
-    click.echo(visible_text(f"to go on: {shlex.join(['mlxrunner', *arguments])}"), err=True)
+    click.echo(visible_text(f"to continue: {shlex.join(['mlxrunner', *arguments])}"), err=True)

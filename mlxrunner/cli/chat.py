@@ -54,47 +54,47 @@ if TYPE_CHECKING:
     type=click.Choice(["exact", "template"]),
     default="exact",
     show_default=True,
-    help="Keep the tokens that were evaluated, or spell all turns as the template does.",
+    help="exact keeps the evaluated tokens; template renders earlier turns with the chat template.",
 )
 @click.option(
     "--keep-thinking",
     is_flag=True,
-    help="Keep thinking in the history where the template would leave it out.",
+    help="Keep thinking in the history where the template would drop it.",
 )
 @click.option(
-    "--plain", is_flag=True, help="Answers as plain text.  [default: Markdown in a terminal]"
+    "--plain", is_flag=True, help="Print answers as plain text.  [default: Markdown in a terminal]"
 )
 @click.option(
     "--no-type-ahead",
     is_flag=True,
-    help="Evaluate nothing while you type.  [default: do, unless on battery]",
+    help="Evaluate nothing while you type.  [default: type-ahead, unless on battery]",
 )
-@click.option("--no-history", is_flag=True, help="Do not keep what you type for the next time.")
+@click.option("--no-history", is_flag=True, help="Do not save typed texts for the arrow keys.")
 @click.option(
     "--session",
     metavar="NAME",
     shell_complete=session_words,
-    help="Go on with this saved conversation, or begin it; saved after each turn.",
+    help="Continue or start this saved conversation; saves it after each turn.",
 )
-@click.option("--continue", "goes_on", is_flag=True, help="Go on with the last unnamed chat.")
+@click.option("--continue", "goes_on", is_flag=True, help="Continue the last unnamed chat.")
 @click.option(
-    "--no-save", is_flag=True, help="Keep nothing of a chat without --session.  [default: the text]"
+    "--no-save", is_flag=True, help="Save nothing of a chat without --session.  [default: its text]"
 )
 @click.option(
     "--switch-model",
     is_flag=True,
-    help="Let -m go on with a session of another model.",
+    help="Let -m continue a session of another model.",
 )
 @click.option(
     "--no-cache-file",
     is_flag=True,
-    help="Save the text of sessions only.  [default: what was evaluated, too]",
+    help="Save only the text of sessions.  [default: the KV cache, too]",
 )
 @click.option(
     "--session-kv-bits",
     type=int,
     metavar="B",
-    help="Save keys and values in 8 or 4 bits. [default: as they are]",
+    help="Save the KV cache in 8 or 4 bits. [default: unchanged]",
 )
 @recording_options
 @click.pass_context
@@ -165,8 +165,7 @@ def _check_begin(session: str | None, goes_on: bool) -> None:
         )
     if goes_on and session is not None:
         raise OptionError(
-            f"--continue goes on with the last unnamed chat, and --session with {session}: "
-            "use one of them"
+            f"--continue opens the last unnamed chat, and --session {session}: use one of them"
         )
 
 

@@ -28,8 +28,8 @@ from mlxrunner.errors import ModelError
 @json_option
 @debug_option
 def show(model: str, as_json: bool) -> None:
-    """Say what is known about MODEL without loading its weights: architecture, layers by kind,
-    context, bytes per token, and the tokens and texts that end its answers.
+    """Describe MODEL without loading its weights: architecture, layers, context, bytes per token,
+    and the tokens and texts that end answers.
     """
     from dataclasses import asdict
 
@@ -82,8 +82,7 @@ def _end_text(end: Any) -> str:
 @json_option
 @debug_option
 def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
-    """Say what MODEL needs for a context, what this device offers, and the largest context that
-    fits.
+    """Compute the memory of MODEL for a context, and the largest context that fits.
 
     Works from config.json and the headers of the weight files, without loading them. Exit code 2 if
     it does not fit.
@@ -105,7 +104,7 @@ def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
 @json_option
 @debug_option
 def doctor(as_json: bool) -> None:
-    """Say what this machine has (device, memory, libraries), and what to do about what it lacks."""
+    """Check device, memory and libraries of this machine, and say how to fix problems."""
     from dataclasses import asdict
 
     from mlxrunner.system.device import findings
@@ -130,10 +129,10 @@ HIDDEN = "***"
 @json_option
 @debug_option
 def config(model: str, as_json: bool) -> None:
-    """Show the config file, and which options hold for MODEL: those of the file and of the model.
+    """Show the config file and the options in effect for MODEL.
 
-    MODEL is by default the one that a command without -m takes. A model that is not on this machine
-    is not downloaded, and suggests nothing yet.
+    By default, MODEL is that of a command without -m. A model that is not on this machine is not
+    downloaded.
     """
     found = read_config_file()
     suggested, note = _suggested(model)

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     "variables",
     multiple=True,
     metavar="NAME=VALUE",
-    help="With -t: the text at {NAME}; may be given several times.",
+    help="With -t: the text at {NAME} (repeatable).",
 )
 @click.option(
     "--image",
@@ -77,10 +77,10 @@ if TYPE_CHECKING:
     multiple=True,
     type=click.Path(),
     metavar="FILE",
-    help="A picture that goes before the prompt; may be given several times.",
+    help="A picture before the prompt (repeatable).",
 )
 @click.option(
-    "--raw", is_flag=True, help="The prompt is plain text to be continued: no chat template."
+    "--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template."
 )
 @sampling_options
 @form_options
@@ -118,7 +118,7 @@ if TYPE_CHECKING:
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object for each answer, in a line, instead of the texts.",
+    help="Print one JSON object per answer, each on a line, instead of texts.",
 )
 @click.pass_context
 def generate(
@@ -140,14 +140,13 @@ def generate(
     draft_model: str | None,
     **options: Any,
 ) -> None:
-    """Answer PROMPT. The answer goes to stdout and nothing else does.
+    """Answer PROMPT. stdout gets the answer only.
 
-    What is piped into standard input follows the prompt, or is the prompt if there is no other;
-    PROMPT - is standard input, too.
+    Standard input is appended to the prompt, or is the prompt; PROMPT - is standard input, too.
 
-    --json prints an object with text, tokens, finish_reason and usage (a line for each --repeat and
-    each of --n answers). With --n the seeds are SEED, SEED + 1 ..., and an answer has at most 1024
-    tokens unless --max-tokens says otherwise.
+    --json prints an object with text, tokens, finish_reason and usage, one per line with --repeat
+    and --n. With --n, seeds are SEED, SEED + 1 ..., and answers have at most 1024 tokens by
+    default.
     """
     if options["logprobs"] is not None and not as_json:
         raise OptionError("--logprobs needs --json to print them")
@@ -197,16 +196,17 @@ def _check_count(count: int, repeat: int, options: dict[str, Any]) -> None:
         return
     if options["verify_cache"]:
         raise OptionError(
-            "--verify-cache looks at one request at a time, and --n runs several at once: "
-            "use one of them"
+            "--verify-cache runs one request at a time, and --n several: use one of them"
         )
     if repeat > 1:
-        raise OptionError("--repeat asks one after the other, and --n at once: use one of them")
+        raise OptionError(
+            "--repeat runs requests one after the other, and --n in parallel: use one of them"
+        )
     for name in ONE_SEQUENCE:
         if is_given(name):
             raise OptionError(
-                f"--{name.replace('_', '-')} is for one sequence only, and --n runs several at "
-                "once: use one of them"
+                f"--{name.replace('_', '-')} needs single requests, and --n runs several: "
+                "use one of them"
             )
 
 

@@ -48,14 +48,14 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
     "--api-key",
     envvar="MLXRUNNER_API_KEY",
     show_envvar=True,
-    help="The server's key, if it asks for one.",
+    help="The server's key, if it needs one.",
 )
 @click.option("--print", "prints", is_flag=True, help="Print the settings, and start nothing.")
 @click.option(
     "--hosts",
     metavar="FILE",
-    help="Run generate, chat, serve, bench or verify on a model that the hosts of FILE share. FILE "
-    "is as mlx.launch has it.",
+    help="Run generate, chat, serve, bench or verify on a model shared by the hosts of FILE "
+    "(in the format of mlx.launch).",
 )
 @click.option(
     "--rank",
@@ -84,11 +84,11 @@ def launch(
     rank: int | None,
     port: int,
 ) -> None:
-    """Start CLIENT (claude, codex or opencode) on the models of a running `mlxrunner serve`, or
-    generate, chat, serve, bench or verify on a model that several hosts share.
+    """Start CLIENT (claude, codex or opencode) with a running `mlxrunner serve`, or a command on a
+    model that several hosts share.
 
-    Options come before CLIENT; what follows it is for the client itself. The client gets its
-    settings from the environment and its arguments: no file is written.
+    Options come before CLIENT; the client gets the rest. Settings are passed as environment
+    variables and arguments: no file is written.
 
     With --hosts, the command takes --tensor-parallel (each host has a part of every layer) or
     --pipeline (each host has some of the layers).

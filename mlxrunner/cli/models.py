@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 @debug_option
 @click.pass_context
 def models(ctx: click.Context, as_json: bool) -> None:
-    """List the models in the local hub cache: size on disk, last use by this program, context, and
-    if it fits into the memory of this machine. `models pull` downloads one, `models rm` removes it.
+    """List the models in the local hub cache: size on disk, last use, context, and whether they fit
+    into memory. `models pull` downloads one, `models rm` removes one.
     """
     if ctx.invoked_subcommand is not None:
         if as_json:
@@ -55,9 +55,8 @@ def models(ctx: click.Context, as_json: bool) -> None:
 def pull(name: str, trust_remote_code: bool) -> None:
     """Download the model ID of the hub (OWNER/NAME) into the hub cache.
 
-    Fetches safetensors, tokenizer, settings and chat template, and no other formats. Checks first
-    that they fit on the disk. After Ctrl-C or a broken connection, the same command goes on where
-    it stopped. A newer revision on the hub is downloaded, too.
+    Fetches safetensors, tokenizer, settings and chat template, also of a newer revision, after a
+    check of the disk space. After Ctrl-C or a broken connection, the same command resumes.
     """
     from mlxrunner.models.resolve import pull
     from mlxrunner.terminal.text import size
@@ -72,10 +71,10 @@ def pull(name: str, trust_remote_code: bool) -> None:
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @debug_option
 def rm(names: tuple[str, ...], yes: bool) -> None:
-    """Remove models from the hub cache, after asking, and say how much became free.
+    """Remove models from the hub cache, after confirmation.
 
-    Removes every revision and what an interrupted download left. Nothing outside the hub cache is
-    touched. A process that has loaded the model keeps it until it ends.
+    Removes every revision and partial downloads, nothing outside the hub cache. A process that has
+    loaded the model keeps it.
     """
     from mlxrunner.models.resolve import must_be_removable, removable_bytes, remove
     from mlxrunner.terminal.text import size
@@ -106,7 +105,7 @@ def _described(found: list[CachedModel]) -> list[dict[str, Any]]:
     progress, rows = Progress(patience_s=PATIENCE_S), []
     try:
         for number, one in enumerate(found):
-            progress.update(f"looking at {one.name}", number, len(found))
+            progress.update(f"reading {one.name}", number, len(found))
             rows.append(_description(one))
     finally:
         progress.close()

@@ -77,8 +77,7 @@ verbose_option = click.option(
     count=True,
     expose_value=False,
     callback=_verbose,
-    help="Log to stderr what each request reused and what it cost; -vv: also what is left, before "
-    "it is evaluated.",
+    help="Log reuse and timing of each request to stderr; -vv also logs lookups before evaluation.",
 )
 trust_option = click.option(
     "--trust-remote-code",
@@ -90,7 +89,7 @@ events_option = click.option(
     metavar="FILE",
     envvar="MLXRUNNER_EVENTS",
     show_envvar=True,
-    help="Append a JSON line about each request: what it reused, why not more, what that cost.",
+    help="Append one JSON line per request: tokens reused, cause of a miss, timing.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -405,7 +404,10 @@ def model_options(command: F) -> F:
             click.option(
                 "--reserve/--no-reserve",
                 default=True,
-                help="Take all memory at start, or as the conversation grows.  [default: reserve]",
+                help=(
+                    "Allocate all memory at start, or as the conversation grows.  [default: "
+                    "reserve]"
+                ),
             ),
             trust_option,
             verbose_option,
@@ -526,8 +528,8 @@ def check_options(options: dict[str, Any], *, quiet: bool = False) -> None:
     if checked.has_form and checked.stop and not quiet:
         click.echo(
             (
-                "--stop has no effect with --schema or --choices: such an answer ends where its "
-                "form is complete"
+                "--stop has no effect with --schema or --choices: such an answer ends where "
+                "it is complete"
             ),
             err=True,
         )
@@ -604,8 +606,8 @@ def watching_options(command: F) -> F:
                 "--log-text",
                 is_flag=True,
                 help=(
-                    "With --events: a few tokens' text where a prompt leaves the entry, not "
-                    "only hashes."
+                    "With --events: add the text of a few tokens where a prompt leaves the "
+                    "prefix cache."
                 ),
             ),
             click.option(
@@ -629,8 +631,8 @@ def watching_options(command: F) -> F:
                 default=0.0,
                 metavar="RATE",
                 help=(
-                    "Run this share of the requests that reused something again cold, and "
-                    "compare: 0 to 1.  [default: 0]"
+                    "Run this share (0 to 1) of the requests that reused something again on "
+                    "an empty cache, and compare.  [default: 0]"
                 ),
             ),
         )

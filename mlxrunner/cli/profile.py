@@ -27,10 +27,10 @@ FILE = click.Path(path_type=str)
 @click.command()
 @click.argument("events", nargs=-1, required=True, type=FILE, envvar="MLXRUNNER_EVENTS")
 @click.option(
-    "--html", type=FILE, metavar="FILE", help="Also write a page with plots, complete in one file."
+    "--html", type=FILE, metavar="FILE", help="Also write an HTML page with plots, in one file."
 )
 @click.option(
-    "--csv", type=FILE, metavar="FILE", help="Also write a row per request, for spreadsheets."
+    "--csv", type=FILE, metavar="FILE", help="Also write one row per request, for spreadsheets."
 )
 @click.option(
     "--trace",
@@ -54,11 +54,10 @@ def report(
     min_hit_rate: float | None,
     as_json: bool,
 ) -> None:
-    """Report what the requests in EVENTS reused, what they lost and why, what that cost, and what
-    to change.
+    """Report the requests in EVENTS: tokens reused and lost, causes, cost and remedies.
 
-    EVENTS are files that --events wrote; those they were rotated to (FILE.1 ...) are read, too.
-    Lines that can't be read are skipped and counted.
+    EVENTS are files of --events, read with their rotated files (FILE.1 ...). Damaged lines are
+    skipped and counted.
     """
     from mlxrunner.profiling.report.report import make_report, skipped_words, source_files
     from mlxrunner.profiling.report.screen import console, show_report
@@ -76,7 +75,7 @@ def report(
     if min_hit_rate is not None and made.summary.hit_rate < min_hit_rate:
         reused, prompt = (number(made.summary.tokens[name]) for name in ("saved", "prompt"))
         click.echo(
-            f"mlxrunner: {reused} of {prompt} prompt tokens were reused, less than the wanted "
+            f"mlxrunner: {reused} of {prompt} prompt tokens were reused, less than "
             f"{percent(min_hit_rate)}",
             err=True,
         )
@@ -89,11 +88,11 @@ def report(
 @click.option("--last", is_flag=True, help="The last request in the file, instead of an ID.")
 @debug_option
 def explain(events: str, request: str | None, last: bool) -> None:
-    """Show why a request in EVENTS did not reuse more: both sides of the place where prompt and
-    entry part, and what to change.
+    """Show why a request in EVENTS did not reuse more: the place where the prompt left the prefix
+    cache, and the remedy.
 
-    ID is that of the event, or its beginning, or that in a response of mlxrunner serve. Where
-    MLXRUNNER_EVENTS is set, EVENTS may be left out.
+    ID is the event's (or its beginning), or the request id of mlxrunner serve. With
+    MLXRUNNER_EVENTS, EVENTS may be omitted.
     """
     from mlxrunner.profiling.report.report import source_files
     from mlxrunner.profiling.report.screen import console, find_event, show_event
@@ -123,7 +122,7 @@ def _several(
 @_several(
     "--entries",
     "entries",
-    "Replay with K entries; several times. [default: 2, 4, 8]",
+    "Replay with K entries (repeatable). [default: 2, 4, 8]",
     low=1,
     high=1024,
     metavar="K",
@@ -131,7 +130,7 @@ def _several(
 @_several(
     "--slots",
     "slots",
-    "Replay requests that ran side by side in K slots; several times. [default: 1, 2, 4, 8, 16]",
+    "Replay parallel requests in K slots (repeatable). [default: 1, 2, 4, 8, 16]",
     low=1,
     high=1024,
     metavar="K",
@@ -139,22 +138,21 @@ def _several(
 @_several(
     "--checkpoint-interval",
     "intervals",
-    "Replay with checkpoints every N tokens; several times. [default: a quarter and four times "
+    "Replay with checkpoints every N tokens (repeatable). [default: a quarter and four times "
     "as many]",
     low=1,
 )
 @_several(
     "--rewind-slack",
     "slacks",
-    "Replay with windows that keep N tokens more; several times. [default: 0 and four times as "
-    "many]",
+    "Replay with a rewind slack of N tokens (repeatable). [default: 0 and four times as many]",
     low=0,
 )
 @click.option(
     "--speculate",
     "guess",
     type=click.Choice(["lookup"]),
-    help="Also say what guessed tokens would have saved.",
+    help="Also report what speculative decoding would have saved.",
 )
 @json_option
 @debug_option
@@ -167,12 +165,11 @@ def simulate(
     guess: str | None,
     as_json: bool,
 ) -> None:
-    """Replay LOG, which --log-tokens wrote, without a model: what would have been reused with other
-    settings.
+    """Replay LOG of --log-tokens without a model, with other settings.
 
-    One thing is changed at a time: more entries, other slots, prompts sorted by prefix, thinking
-    kept or stripped, other checkpoint intervals and slacks. The first row is what was run, and has
-    to agree with the log.
+    Each row changes one setting: entries, slots, prompts sorted by prefix, thinking kept or
+    stripped, checkpoint intervals, rewind slack. The first row is the run itself, and has to agree
+    with the log.
     """
     from mlxrunner.profiling.replay.trials import simulate as replay
     from mlxrunner.profiling.report.report import skipped_words, source_files
@@ -203,8 +200,8 @@ DIFFERENT, UNTESTED = 4, 5
     "--context",
     type=int,
     help=(
-        "Tokens of the longest prompt and answer. [default: by the model's speed, for about "
-        "two minutes]"
+        "Tokens of the longest prompt with its answer. [default: by the model's speed, for "
+        "about two minutes]"
     ),
 )
 @click.option(
@@ -212,22 +209,24 @@ DIFFERENT, UNTESTED = 4, 5
     type=int,
     default=8,
     show_default=True,
-    help="Tokens of each answer that is compared.",
+    help="Tokens of each compared answer.",
 )
 @click.option(
-    "--kv-bits", type=int, metavar="B", help="Verify caches of 8 or 4 bits. [default: as computed]"
+    "--kv-bits",
+    type=int,
+    metavar="B",
+    help="Verify a KV cache of 8 or 4 bits. [default: no quantization]",
 )
 @trust_option
 @json_option
 @debug_option
 def verify(model: str, as_json: bool, **options: Any) -> None:
-    """Prove on this device that reuse changes nothing in what MODEL answers.
+    """Prove on this device that reuse does not change the answers of MODEL.
 
-    Conversations are appended to, edited, regenerated, cancelled and run over the edge of the
-    context; each warm answer is held against a cold one, tokens and logits, and the difference
-    against what the device's own order of sums makes. MODEL is demo, a directory, a hub id, or
-    random:100M for random weights. Exit code 4 if anything differs, 5 if nothing could be
-    proved: where cold runs differ from each other as much as one wrong token makes.
+    Compares warm answers with cold ones, tokens and logits, after appending, editing, regenerating,
+    cancelling and overflowing. The tolerance comes from the differences of cold runs. MODEL is
+    demo, a directory, a hub id, or random:100M for random weights. Exit code 4 if anything differs,
+    5 if cold runs differ as much as one wrong token does.
     """
     from mlxrunner.terminal.progress import Steps
     from mlxrunner.verify.verification import NUM_PARTS
@@ -267,26 +266,24 @@ def _print(report: Findings, as_json: bool) -> None:
     "contexts",
     type=int,
     multiple=True,
-    help="Tokens of a prompt; may be given several times. [default: 512 and 2048]",
+    help="Tokens of a prompt (repeatable). [default: 512 and 2048]",
 )
 @click.option(
     "--vs",
     type=click.Choice(["mlx-lm"]),
-    help="Run the same through mlx-lm on the same weights, alternately, and compare.",
+    help="Compare with mlx-lm on the same weights, in turns.",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
     help="Number of times to measure each. [default: 3, with --quick 1]",
 )
-@click.option(
-    "--quick", is_flag=True, help="Run one round of one short prompt, to see that it works."
-)
+@click.option("--quick", is_flag=True, help="Run one round of one short prompt, as a test.")
 @click.option(
     "--speculate",
     "guess",
     type=click.Choice(["auto", "lookup"]),
-    help="Also measure an answer that is asked for again, of which the first one is a guess.",
+    help="Also measure speculative decoding of a repeated answer.",
 )
 @trust_option
 @json_option
@@ -304,9 +301,9 @@ def bench(
     """Measure MODEL on this machine: load, cold prefill, first token with 0 to 100 % of the prompt
     cached, decode, memory.
 
-    Each figure is also given as a share of what the machine can do at most, which is measured
-    first: bytes and operations per second. MODEL is demo, a directory, a hub id, or random:100M
-    for random weights of that size. Ctrl-C prints what was measured so far.
+    Figures are also shares of the machine's limits (bytes and operations per second), which are
+    measured first. MODEL is demo, a directory, a hub id, or random:100M
+    for random weights of that size. Ctrl-C prints the figures so far.
     """
     from mlxrunner.bench.bench import CONTEXTS, QUICK_CONTEXT, Bench
     from mlxrunner.terminal.progress import Steps

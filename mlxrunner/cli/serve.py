@@ -66,7 +66,7 @@ def _option(name: str) -> Callable[[F], F]:
 @click.option(
     "--log-text",
     is_flag=True,
-    help="Events show the text where a prompt leaves what was kept. It is text of prompts.",
+    help="Add the text of prompts to events, where they leave the prefix cache.",
 )
 @click.option(
     "--unit",
@@ -90,12 +90,12 @@ def serve(
     """Serve MODEL to other programs on this machine, in the protocols of OpenAI, Anthropic and
     Ollama.
 
-    All conversations share the memory and what they have in common. What finds no room is parked on
-    disk, and comes back with its next request, also after a restart. Requests may name other models
-    of the hub cache; they are loaded when there is room, and the least useful one is unloaded.
+    Conversations share memory and common prefixes. Evicted conversations go to the disk cache, and
+    come back with their next request, also after a restart. Requests may name other models of the
+    hub cache; the least recently used model is unloaded if memory is needed.
 
-    Ctrl-C or kill ends the server: no new requests are taken, running ones have --drain seconds,
-    idle conversations are parked (exit code 0). A second Ctrl-C leaves at once (130).
+    Ctrl-C or kill stops the server: running requests have --drain seconds, conversations go to the
+    disk cache (exit code 0). A second Ctrl-C leaves at once (130).
     """
     usual = vars(RunnerSettings())
     runner = {k: value for k, value in take(options, RUNNER).items() if value != usual[k]}

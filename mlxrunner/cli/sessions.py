@@ -77,7 +77,7 @@ state_option = click.option(
 @json_option
 @debug_option
 def show(name: str, branch: str | None, state: int | None, as_json: bool) -> None:
-    """Show session NAME: what is known about it, and what was said."""
+    """Show session NAME: its settings, branches and messages."""
     from mlxrunner.sessions.store import SessionStore
     from mlxrunner.terminal.text import size
 
@@ -109,7 +109,7 @@ def show(name: str, branch: str | None, state: int | None, as_json: bool) -> Non
         else "",
         "caches": size(about["cache_bytes"])
         if about["cache_bytes"]
-        else "none: the first turn evaluates the conversation anew",
+        else "none: the first turn evaluates the conversation again",
         "settings": ", ".join(
             f"{key} {value}"
             for key, value in _flat(session.settings)
@@ -128,7 +128,7 @@ def show(name: str, branch: str | None, state: int | None, as_json: bool) -> Non
 @click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=session_words)
 @debug_option
 def rm(names: tuple[str, ...]) -> None:
-    """Remove sessions, text and caches. One that is open in a chat stays, the others go."""
+    """Remove sessions with text and caches, except those open in a chat."""
     from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import SessionStore
 
@@ -150,8 +150,8 @@ def rm(names: tuple[str, ...]) -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
 def export(name: str, file: str, branch: str | None, state: int | None, force: bool) -> None:
-    """Write what was said in session NAME to FILE: JSON for FILE.json, else Markdown; - is standard
-    output.
+    """Write the conversation of session NAME to FILE: JSON for FILE.json, else Markdown; - is
+    standard output.
     """
     from pathlib import Path
 
@@ -279,7 +279,7 @@ def import_(
     file: str, name: str, model: str, tokens: str | None, kv_bits: int | None, trust: bool
 ) -> None:
     """Make a session of FILE, a prompt cache of mlx-lm: a chat whose prompt begins with its tokens
-    goes on from there.
+    reuses them.
     """
     from pathlib import Path
 

@@ -99,7 +99,7 @@ class OneSlot(Closing):
 
     @property
     def prefill_step(self) -> int:
-        """Prompt tokens evaluated at once."""
+        """Prompt tokens evaluated per step."""
         return self._prefill_step
 
     @prefill_step.setter

@@ -23,16 +23,16 @@ class EngineSettings(RunnerSettings):
     """
 
     max_sequences: int = field(
-        metadata={"option": Option(int, "Most requests that run at a time.", low=1)}
+        metadata={"option": Option(int, "Maximum parallel requests.", low=1)}
     )
     prefill_step: int = option(
-        1024, int, "Most tokens of one step of all requests.", low=1, high=MOST_TOKENS
+        1024, int, "Maximum tokens per step, for all requests together.", low=1, high=MOST_TOKENS
     )
     kv_cache_tokens: int | None = option(
         None,
         int,
-        "Most tokens stored for all requests together; a shared one counts once. "
-        "[default: what fits, or is always enough]",
+        "Size of the KV pool in tokens; a shared token counts once. [default: what fits, or "
+        "is always enough]",
         low=2,
         high=MOST_TOKENS,
         was=("cells",),
@@ -40,15 +40,15 @@ class EngineSettings(RunnerSettings):
     memory: int | None = option(
         None,
         int,
-        "Most bytes for the tokens of all requests. Those of ended ones go first. "
-        "[default: what fits]",
+        "Memory limit in bytes, for the caches of all requests. Idle conversations are "
+        "evicted first. [default: what fits]",
         low=1,
         metavar="BYTES",
     )
     max_step_ms: float | None = option(
         None,
         float,
-        "Milliseconds that a step may take while it writes answers; 0 = any number.",
+        "Maximum milliseconds of a step while answers are generated; 0 = no limit.",
         low=0,
         metavar="MS",
         was=("step_ms",),
@@ -104,7 +104,7 @@ class OpenSettings(EngineSettings):
     disk_cache_bytes: int = option(
         0,
         int,
-        "Disk cache size, for conversations evicted from memory; 0 = they are discarded.",
+        "Disk cache size in bytes, for conversations evicted from memory; 0 = none.",
         low=0,
         metavar="BYTES",
         shows_default=True,
@@ -113,17 +113,17 @@ class OpenSettings(EngineSettings):
     disk_cache_dir: str | PathLike[str] | None = option(
         None,
         Path,
-        "Folder of the disk cache, where the next start finds the conversations again. "
-        "[default: a private one, removed at the end]",
+        "Folder of the disk cache, kept for the next start. [default: a private one, removed "
+        "at the end]",
         metavar="FOLDER",
         was=("park_folder",),
     )
-    reserve: bool = option(True, bool, "Take memory as it is needed, not at start.")
+    reserve: bool = option(True, bool, "Allocate memory as needed, not at start.")
     draft_model: str | None = option(
         None,
         str,
-        "A smaller model of the same vocabulary: it guesses tokens where that pays. Answers stay "
-        "the same.",
+        "Draft model for speculative decoding: a smaller model with the same vocabulary. "
+        "Answers stay the same.",
         metavar="MODEL",
     )
 

@@ -212,7 +212,7 @@ def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGHUP, said
-    assert said.splitlines()[-1] == f"to go on: mlxrunner {' '.join(command)} --resume"
+    assert said.splitlines()[-1] == f"to continue: mlxrunner {' '.join(command)} --resume"
     assert 0 < len(Path("out.jsonl").read_bytes()) < len(expected)
     assert expected.startswith(Path("out.jsonl").read_bytes())
     assert run(*command[1:], "--resume").exit_code == 3  # of the broken line
@@ -283,8 +283,8 @@ def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
     assert process.returncode == 1
     assert "finishing the lines that are running" in said
     assert (
-        "to go on: mlxrunner batch in.jsonl -o out.jsonl --no-usage --parallel 1 --no-reserve "
-        "--order input --resume\n" in said
+        "to continue: mlxrunner batch in.jsonl -o out.jsonl --no-usage --parallel 1 "
+        "--no-reserve --order input --resume\n" in said
     )
     with Store.open(Path("out.jsonl.run")) as store:
         assert 0 < store.counts.done < 40
@@ -321,6 +321,6 @@ def test_a_second_ctrl_c_or_kill_stops_at_once(
     process.send_signal(second)
     _, said = process.communicate()
     assert process.returncode == code
-    assert "to go on: " in said
+    assert "to continue: " in said
     assert "Traceback" not in said
     assert len(Path("out.jsonl").read_bytes().splitlines()) == 1

@@ -93,7 +93,7 @@ def test_a_damaged_store_says_so_and_offers_no_resume(folder: Path, at: str) -> 
     assert result.exit_code == 2, result.stderr
     assert result.stderr.startswith("mlxrunner: out.jsonl.run: is ")
     assert "no run can resume from it. Remove it and begin again with another -o" in result.stderr
-    assert "to go on" not in result.stderr
+    assert "to continue:" not in result.stderr
     assert Path("out.jsonl").read_bytes() == answers
     assert store.exists()
 
@@ -163,7 +163,7 @@ def test_other_options_or_another_model_are_refused_with_the_difference(
     result = resume(*arguments)
     assert result.exit_code == 2
     assert f"mlxrunner: out.jsonl was begun with {message}" in result.stderr
-    assert "to go on" not in result.stderr  # not with these options
+    assert "to continue:" not in result.stderr  # not with these options
     resume()
     assert Path("out.jsonl").read_bytes() == expected
 

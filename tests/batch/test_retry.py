@@ -120,7 +120,7 @@ def test_a_retry_that_was_stopped_goes_on_and_the_output_waits_for_it() -> None:
     Path("stop").write_text("seed5")
     result = run("--retry-failed", "--order", "input")
     assert result.exit_code == 130
-    assert "to go on: mlxrunner" in result.stderr
+    assert "to continue: mlxrunner" in result.stderr
     assert "--resume" not in result.stderr
     assert Path("out.jsonl").read_bytes() == old
     Path("stop").write_text("seed2")

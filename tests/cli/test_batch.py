@@ -265,14 +265,14 @@ def test_max_errors_stops_and_can_be_gone_on_with() -> None:
     result = run("in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input")
     assert result.exit_code == 1
     assert "stopped: 4 of 8 lines are done (--max-errors 3)" in result.stderr
-    assert "to go on: " in result.stderr
+    assert "to continue: " in result.stderr
     assert len(answers()) == 4
     for code, written in ((1, 7), (3, 8)):
         result = run(
             "in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input", "--resume"
         )
         assert (result.exit_code, len(answers())) == (code, written)
-    assert "to go on: " not in result.stderr
+    assert "to continue: " not in result.stderr
 
 
 def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_quiet_says_nothing() -> None:
 
 
 WRONG: dict[str, tuple[list[object], str]] = {
-    "no output": (["in.jsonl"], "where do the answers go? -o FILE"),
+    "no output": (["in.jsonl"], "missing output: give -o FILE"),
     "input is output": (["in.jsonl", "-o", "in.jsonl"], "in.jsonl: is the input"),
     "no input": (["no.jsonl", "-o", "out.jsonl"], "no.jsonl: no such file"),
     "output is in the input": (
@@ -232,4 +232,4 @@ def test_verified_lines_run_one_at_a_time(folder: Path) -> None:
     assert [event["verify"] and event["verify"]["equal"] for event in events] == [None, True]
     refused = run("in.jsonl", "-o", "other.jsonl", "--verify-cache", "1", "--parallel", "2")
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "--verify-cache looks at one request at a time" in refused.stderr
+    assert "--verify-cache runs one request at a time" in refused.stderr

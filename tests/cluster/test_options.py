@@ -76,8 +76,8 @@ def test_what_does_not_go_together_is_refused(options: dict[str, object], why: s
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--workers", 2, "--verify-cache", 0.5], "--verify-cache looks at the requests of one"),
-        (["--workers", 2, "--log-tokens", "log"], "--log-tokens looks at the requests of one"),
+        (["--workers", 2, "--verify-cache", 0.5], "--verify-cache needs a single process"),
+        (["--workers", 2, "--log-tokens", "log"], "--log-tokens needs a single process"),
         (["--dask", "tcp://10.0.0.1:9"], "is another host, and without TLS"),
         (["--dask", "tcp://127.0.0.1:9", "--plan"], "--plan runs nothing"),
         (["--dask", "tcp://127.0.0.1:9", "--shard", "1/2"], "use one of the two"),

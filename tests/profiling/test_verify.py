@@ -284,7 +284,7 @@ def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
         (["--verify-cache", "2"], "mlxrunner: verify_cache: 2.0 is out of range"),
         (
             ["--n", "2", "--verify-cache", "1"],
-            "mlxrunner: --verify-cache looks at one request at a time",
+            "mlxrunner: --verify-cache runs one request at a time",
         ),
         (["--strict"], "mlxrunner: --strict needs --verify-cache RATE"),
         (["--log-text"], "mlxrunner: --log-text says what --events writes"),

@@ -115,7 +115,7 @@ def stop_in_the_middle(*arguments: object) -> None:
     result = run(*TYPED, "--order", "input", "--max-errors", 1, *arguments)
     assert result.exit_code == 1, result.stderr
     assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
-    assert "to go on: " in result.stderr
+    assert "to continue: " in result.stderr
     assert Path("out.jsonl.run").stat().st_mode & 0o777 == 0o600
     assert len(Path("out.jsonl").read_bytes().splitlines()) == 6
 
