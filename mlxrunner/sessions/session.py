@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from mlxrunner.errors import PictureError, PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
 from mlxrunner.system.reading import said_once, unsealed
 from mlxrunner.templates.messages import PlainMessage
 from mlxrunner.templates.thinking import content_for_template
-from mlxrunner.tokenizer.base import Tokenizer
 
 if TYPE_CHECKING:
     from mlxrunner.pictures.table import Picture
+    from mlxrunner.tokenizer.base import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -332,66 +333,126 @@ class Session:
         is_changed = not is_whole and (
             is_whole is False or (isinstance(found, dict) and bool(found.keys() - NAMES))
         )
-        read = _FieldReader(_only_texts(found) if is_changed else found, "the session")
-        schema = read.take("schema", int)
-        if schema != SCHEMA:
+        try:
+            kind: type[_SavedTexts | _SavedSession] = _SavedTexts if is_changed else _SavedSession
+            read = msgspec.convert(found, kind)
+        except msgspec.ValidationError as error:
+            raise SessionError(f"is damaged: {error}") from error
+        if read.schema != SCHEMA:
             raise SessionError(
-                f"was written in format {schema}, and this version reads format {SCHEMA}"
+                f"was written in format {read.schema}, and this version reads format {SCHEMA}"
             )
-        branches = {
-            _one_word(name): _branch(value) for name, value in read.take("branches", dict).items()
-        }
-        session = cls(
-            model=read.take("model", str),
-            branches=branches,
-            branch=read.take("branch", str),
-            settings=read.take("settings", dict),
-            fingerprint={
-                str(name): str(value) for name, value in read.take("fingerprint", dict).items()
-            },
-            saved_at=float(min(max(read.take("saved_at", float, int), 0), LATEST)),
-            pictures=read.take("pictures", dict, None) or {},
-            is_changed=is_changed,
-        )
-        if session.branch not in branches:
+        for name in read.branches:
+            if name.split() != [name]:
+                raise SessionError(f"is damaged: {name[:50]!r} is not a name for a branch")
+        session = read.session()
+        if session.branch not in session.branches:
             raise SessionError(
                 f"has no branch {session.branch[:50]!r}, which it says is the present one"
             )
         return session
 
 
-def _only_texts(found: Any) -> dict[str, Any]:
-    """Return the JSON of a session whose file was changed, with its texts and settings only.
+class _SavedHistory(msgspec.Struct):
+    """A history in the JSON of a session."""
 
-    Nothing tells if its tokens are still those of its words. Raise SessionError if a text is not
-    found under its name.
+    turns: tuple[SessionTurn, ...]
+    spelling: Rendering
+    first: int
+    dropped: int
+
+    def history(self) -> History:
+        """Return the history. Raise SessionError if its numbers contradict each other."""
+        tokens, most = self.spelling.tokens, self.spelling.end
+        if any(not 0 <= token <= LARGEST_TOKEN for token in tokens):
+            raise SessionError("is damaged: a token is not a whole number between 0 and 2147483647")
+        before = Position(0, 0)
+        for one in (mark for turn in self.turns for mark in (turn.begins, turn.ends) if mark):
+            if not (
+                before.characters <= one.characters <= most.characters
+                and before.tokens <= one.tokens <= most.tokens
+            ):
+                raise SessionError(f"is damaged: a mark at {one.tokens} of {most.tokens} tokens")
+            before = one
+        if not 0 <= self.first <= len(self.turns) or self.dropped < 0:
+            raise SessionError(
+                f"is damaged: the first of {len(self.turns)} turns is {self.first}, "
+                f"and {self.dropped} tokens were dropped"
+            )
+        return History(self.turns, self.spelling, self.first, self.dropped)
+
+
+class _SavedBranch(msgspec.Struct):
+    system: str | None
+    history: _SavedHistory
+
+    def branch(self) -> Branch:
+        return Branch(self.system, self.history.history())
+
+
+class _SavedSession(msgspec.Struct):
+    """The JSON of a session."""
+
+    schema: int
+    model: str
+    branches: dict[str, _SavedBranch]
+    branch: str
+    settings: dict[str, Any]
+    fingerprint: dict[str, Any]
+    saved_at: int | float
+    pictures: dict[str, Any] | None = None
+
+    def session(self) -> Session:
+        return Session(
+            self.model,
+            {
+                name: Branch(one.system, one.history.history())
+                for name, one in self.branches.items()
+            },
+            self.branch,
+            self.settings,
+            {name: str(value) for name, value in self.fingerprint.items()},
+            float(min(max(self.saved_at, 0), LATEST)),
+            self.pictures or {},
+        )
+
+
+class _TextsOfTurn(msgspec.Struct):
+    user: str
+    answer: str
+
+
+class _TextsOfHistory(msgspec.Struct):
+    turns: list[_TextsOfTurn]
+
+
+class _TextsOfBranch(msgspec.Struct):
+    system: str | None
+    history: _TextsOfHistory
+
+
+class _SavedTexts(msgspec.Struct):
+    """The texts and settings of a session whose file was changed.
+
+    Nothing tells if its tokens are still those of its words. A text has to be under its name.
     """
-    read = _FieldReader(found, "the session")
-    branches = {
-        name: _only_texts_of(_FieldReader(branch, "a branch"))
-        for name, branch in read.take("branches", dict).items()
-    }
-    present, model, settings = (found.get(name) for name in ("branch", "model", "settings"))
-    return {
-        "schema": SCHEMA,
-        "model": model,
-        "branches": branches,
-        "branch": present if present in [*branches] else next(iter(branches), None),
-        "settings": settings,
-        "fingerprint": {},
-        "saved_at": 0,
-    }
 
+    model: str
+    branches: dict[str, _TextsOfBranch]
+    settings: dict[str, Any]
+    branch: Any = None
+    schema: int = SCHEMA
 
-def _only_texts_of(branch: _FieldReader) -> dict[str, Any]:
-    history = _FieldReader(branch.take("history", dict), "a history")
-    turns = [_FieldReader(turn, "a turn") for turn in history.take("turns", list)]
-    texts = [
-        {"user": turn.take("user", str), "answer": turn.take("answer", str), "closing": ""}
-        for turn in turns
-    ]
-    nothing = {"spelling": {"text": "", "tokens": []}, "first": 0, "dropped": 0}
-    return {"system": branch.text_or_null("system"), "history": {"turns": texts, **nothing}}
+    def session(self) -> Session:
+        branches = {
+            name: Branch(
+                one.system,
+                History(tuple(SessionTurn(turn.user, turn.answer) for turn in one.history.turns)),
+            )
+            for name, one in self.branches.items()
+        }
+        present = self.branch if self.branch in [*branches] else next(iter(branches), "")
+        return Session(self.model, branches, present, self.settings, is_changed=True)
 
 
 def _lasting(branch: Branch) -> Branch:
@@ -408,80 +469,6 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number")
-
-
-class _FieldReader:
-    """Takes values from a JSON object and checks their types."""
-
-    def __init__(self, found: Any, what: str) -> None:
-        if not isinstance(found, dict):
-            raise SessionError(f"is damaged: {what} is not an object")
-        self._found, self._what = found, what
-
-    def text_or_null(self, name: str) -> str | None:
-        if name not in self._found:  # it may be there under a damaged name
-            raise SessionError(f"is damaged: {self._what} has no {name!r}")
-        found: str | None = self.take(name, str, None)
-        return found
-
-    def take(self, name: str, *types: type | None) -> Any:
-        value = self._found.get(name)
-        if not any(value is None if one is None else type(value) is one for one in types):
-            raise SessionError(f"is damaged: {name!r} of {self._what} is {repr(value)[:50]}")
-        return value
-
-
-def _one_word(name: str) -> str:
-    if name.split() != [name]:
-        raise SessionError(f"is damaged: {name[:50]!r} is not a name for a branch")
-    return name
-
-
-def _branch(value: Any) -> Branch:
-    read = _FieldReader(value, "a branch")
-    return Branch(read.take("system", str, None), _history(read.take("history", dict)))
-
-
-def _history(value: Any) -> History:
-    read = _FieldReader(value, "a history")
-    rendering = _FieldReader(read.take("spelling", dict), "a spelling")
-    text, tokens = rendering.take("text", str), rendering.take("tokens", list)
-    if any(type(token) is not int or not 0 <= token <= LARGEST_TOKEN for token in tokens):
-        raise SessionError("is damaged: a token is not a whole number between 0 and 2147483647")
-    end = Position(len(text), len(tokens))
-    turns = tuple(_turn(turn, end) for turn in read.take("turns", list))
-    positions = [one for turn in turns for one in (turn.begins, turn.ends) if one is not None]
-    for one, other in pairwise(positions):
-        if one.characters > other.characters or one.tokens > other.tokens:
-            raise SessionError(
-                f"is damaged: a mark at {other.tokens} of {len(tokens)} tokens "
-                f"comes after one at {one.tokens}"
-            )
-    first, dropped = read.take("first", int), read.take("dropped", int)
-    if not 0 <= first <= len(turns) or dropped < 0:
-        raise SessionError(
-            f"is damaged: the first of {len(turns)} turns is {first}, "
-            f"and {dropped} tokens were dropped"
-        )
-    return History(turns, Rendering(text, tuple(tokens)), first, dropped)
-
-
-def _turn(value: Any, most: Position) -> SessionTurn:
-    read = _FieldReader(value, "a turn")
-    begins, ends = (_position(read.take(name, dict, None), most) for name in ("begins", "ends"))
-    return SessionTurn(
-        read.take("user", str), read.take("answer", str), begins, ends, read.take("closing", str)
-    )
-
-
-def _position(value: Any, most: Position) -> Position | None:
-    if value is None:
-        return None
-    read = _FieldReader(value, "a mark")
-    position = Position(read.take("characters", int), read.take("tokens", int))
-    if not (0 <= position.characters <= most.characters and 0 <= position.tokens <= most.tokens):
-        raise SessionError(f"is damaged: a mark at {position.tokens} of {most.tokens} tokens")
-    return position
 
 
 def _matches(history: History, tokenizer: Tokenizer, vocab: int) -> bool:

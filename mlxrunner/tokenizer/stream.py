@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from mlxrunner.cache.tokens import TokenArray, as_tokens
-from mlxrunner.results import Chunk
 from mlxrunner.templates.segments import common
 from mlxrunner.templates.thinking import overlap
 
 if TYPE_CHECKING:
+    from mlxrunner.cache.tokens import TokenArray
+    from mlxrunner.results import Chunk
     from mlxrunner.tokenizer.base import Tokenizer
 
 INCOMPLETE = "\ufffd"
@@ -143,6 +143,8 @@ class AnswerTokens(NamedTuple):
 
         Those of half a character, of a stop string, and after that are left out.
         """
+        from mlxrunner.cache.tokens import as_tokens  # with numpy, which completion has not
+
         shown = "".join(chunk.text for chunk in chunks)
         tokens = [chunk.token for chunk in chunks if chunk.token is not None]
         last = tokens.pop() if tokens and tokens[-1] in tokenizer.stop_tokens else None

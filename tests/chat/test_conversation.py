@@ -297,22 +297,7 @@ def test_clear_keeps_the_system_prompt_and_its_tokens() -> None:
 def act(conversation: Conversation, rng: random.Random, saved: list[Any]) -> None:
     """Do something that a person may do."""
     turns, number = conversation.history.turns, rng.randrange(100)
-    what = rng.choice(
-        [
-            "send",
-            "send",
-            "stop",
-            "type",
-            "type",
-            "type",
-            "undo",
-            "edit",
-            "branch",
-            "switch",
-            "look",
-            "clear",
-        ]
-    )
+    what = rng.choice("send send stop type type type undo edit branch switch look clear".split())
     if what in ("send", "stop"):
         answer = conversation.send(f"q{number} " + "x" * rng.randrange(20))
         for _ in range(rng.randrange(3) if what == "stop" else 100):

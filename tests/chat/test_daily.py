@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -147,13 +146,6 @@ def test_an_editor_that_cannot_be_started_is_an_error(
     monkeypatch.setenv("EDITOR", command)
     with pytest.raises(MlxrunnerError, match=r"can't be used .*: set EDITOR to another one"):
         edit_outside("text", Keyboard())
-
-
-def test_the_file_of_an_editor_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else can read the text meanwhile."""
-    monkeypatch.setenv("EDITOR", editor(tmp_path, "t += oct(os.stat(p).st_mode)"))
-    monkeypatch.delenv("VISUAL", raising=False)
-    assert edit_outside("mode", Keyboard()) == f"mode\n{oct(stat.S_IFREG | 0o600)}"
 
 
 @pytest.mark.parametrize(

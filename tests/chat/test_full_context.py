@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -81,12 +80,6 @@ def test_turns_that_a_full_context_leaves_out_are_counted(
     notes = [note for note in notes_of(chat, capsys) if "was full" in note]
     assert notes
     assert "the oldest 1 turn was dropped, and the model does not see it any more" in notes[0]
-
-
-def test_an_answer_that_ends_by_itself_says_nothing() -> None:
-    """In a pipe there is nothing beside the answer."""
-    done = subprocess.run(CHAT, input="Hello!\n", capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_line_is_dim_in_a_terminal(open_screen: Any) -> None:

@@ -320,17 +320,10 @@ def test_going_back_keeps_the_tokens_before() -> None:
         ("", "<thi", "", "<thi"),
         ("", "", "", ""),
     ],
-    ids=[
-        "model opens",
-        "template opens",
-        "later",
-        "unfinished",
-        "other tags",
-        "channels",
-        "no analysis",
-        "half a tag",
-        "nothing",
-    ],
+    ids=(
+        "model opens, template opens, later, unfinished, other tags, channels, no analysis, "
+        "half a tag, nothing"
+    ).split(", "),
 )
 def test_thinking_is_told_from_the_answer_however_it_is_cut(
     prompt: str, answer: str, thought: str, said: str

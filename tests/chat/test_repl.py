@@ -74,15 +74,6 @@ def test_a_mistyped_command_in_a_pipe_is_an_error() -> None:
         assert (result.exit_code, result.stdout) == (2, "")
 
 
-def test_a_path_is_not_a_command() -> None:
-    """Everything that is not a command is sent, and so is what is quoted."""
-    result = piped('/usr/bin is a folder\n"""/clear"""\n/show\n')
-    assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 2
-    assert result.stderr.splitlines()[-4].endswith("user      /usr/bin is a folder")
-    assert result.stderr.splitlines()[-2].endswith("user      /clear")
-
-
 def test_an_error_in_a_pipe_is_a_line_and_an_exit_code() -> None:
     """The lines after it are still answered."""
     result = piped("word " * 3000 + "\nHello!\n")
@@ -109,13 +100,6 @@ def test_quotes_in_a_pipe_are_one_text() -> None:
     assert "system prompt: The user has a dog.\nThe user's name is Ana.\n" in result.stderr
     assert "   1 user      What is my name?\n" in result.stderr
     assert result.stderr.count("user   ") == 1
-
-
-def test_lines_that_begin_with_a_path_are_a_text() -> None:
-    """A line that begins with a path is a text; a single word that is no command is refused."""
-    result = piped('"""\n/etc\nMy name is Ana.\n"""\nWhat is my name?\n/xyzzy\n')
-    assert result.stdout.splitlines()[1] == "Your name is Ana."
-    assert result.stderr == "error: no such command: /xyzzy (/help lists them)\n"
 
 
 @pytest.mark.exhaustive(0)

@@ -191,18 +191,7 @@ def test_sampling_options_reach_the_model_and_each_line_has_a_seed_of_its_own() 
     assert len(set(texts)) == 3
     one = CliRunner().invoke(
         cli.main,
-        [
-            "generate",
-            "-p",
-            "Hello!",
-            "--temperature",
-            "3",
-            "--seed",
-            "10",
-            "--max-tokens",
-            "12",
-            "--json",
-        ],
+        "generate -p Hello! --temperature 3 --seed 10 --max-tokens 12 --json".split(),
     )
     assert json.loads(one.stdout)["text"] == texts[1]
 
@@ -287,11 +276,3 @@ def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPat
     assert "2 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
     result = run("in.jsonl", "-o", "out.jsonl", "--parallel", 1, "--resume")
     assert "3 of 3 lines failed, the first: line 1: ValueError: it fell" in result.stderr
-
-
-def test_each_option_is_declared_once() -> None:
-    """click warns before every run of a command that has an option twice."""
-    from mlxrunner.cli.batch import batch
-
-    flags = [flag for one in batch.params for flag in (*one.opts, *one.secondary_opts)]
-    assert len(flags) == len(set(flags))

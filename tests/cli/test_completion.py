@@ -16,7 +16,6 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
 from mlxrunner.cli.describe import SHELLS, VARIABLE
-from mlxrunner.sessions.store import SessionStore
 
 
 @pytest.fixture
@@ -150,8 +149,3 @@ def test_the_script_is_static(shell: str) -> None:
     assert result.exit_code == 0
     assert VARIABLE in result.stdout
     assert "generate" not in result.stdout
-
-
-def test_names_of_sessions_come_from_the_store(program: Path) -> None:
-    """The fixture makes what the store finds."""
-    assert SessionStore().names() == ["trip"]

@@ -91,22 +91,6 @@ def test_a_directory_with_a_model_may_be_one(tmp_path: Path) -> None:
     assert "may be a model or a prompt" in run("generate", str(tmp_path)).stderr
 
 
-def test_the_model_of_a_chat_is_its_argument() -> None:
-    """It overrides the variable, and contradicts -m."""
-    chat = CliRunner().invoke(
-        cli.main,
-        ["chat", "demo", "--no-reserve"],
-        input="My name is Ana.\n",
-        env={"MLXRUNNER_MODEL": "no/such"},
-    )
-    assert chat.stdout == "Nice to meet you.\n"
-    both = run("chat", "demo", "-m", "demo")
-    assert (both.exit_code, both.stderr) == (
-        2,
-        "mlxrunner: two models: demo and -m demo: name one of them\n",
-    )
-
-
 @pytest.mark.exhaustive(0)
 def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> None:
     """Standard input that is closed adds nothing; bytes that are no text are refused."""
@@ -214,7 +198,7 @@ def test_a_command_by_its_name_elsewhere_is_answered_with_ours(typed: list[str],
 def test_no_command_has_an_option_twice() -> None:
     """click would warn of it each time that the command is used."""
     for command in cli.main.commands.values():
-        flags = [flag for option in command.params for flag in option.opts]
+        flags = [flag for one in command.params for flag in (*one.opts, *one.secondary_opts)]
         assert len(flags) == len(set(flags))
 
 

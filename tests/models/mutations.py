@@ -73,13 +73,7 @@ def main(seed: int, count: int, root: Path) -> int:
 
     from support.model_damage import damage
 
-    for name in (
-        "mlx_lm.utils",
-        "sentencepiece",
-        "transformers",
-        "mlxrunner.cli",
-        "mlxrunner.runner",
-    ):
+    for name in "mlx_lm.utils sentencepiece transformers mlxrunner.cli mlxrunner.runner".split():
         importlib.import_module(name)
 
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"

@@ -269,13 +269,6 @@ def test_what_is_no_hub_id_is_not_pulled(hub_cache: Path, name: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(hub_cache: Path) -> None:
-    """For a model that is not in the cache."""
-    result = run("pull", "org/name")
-    assert result.exit_code == 2
-    assert "org/name: not in the local cache, and the hub can't be reached" in result.stderr
-
-
 def test_a_file_of_the_cache_can_be_read_by_who_can_read_its_folder(hub_of_a_model: Any) -> None:
     """Several users may share the cache."""
     folder = pull("org/name")

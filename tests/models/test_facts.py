@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from support.models import save_model, tiny_config, tiny_model, write_model
 
-from mlxrunner import ModelError, PromptError, Runner
+from mlxrunner import PromptError, Runner
 from mlxrunner.models.facts import (
     DEFAULT_CONTEXT,
     CacheCost,
@@ -167,21 +167,3 @@ def test_a_description_reads_no_weights(tmp_path: Path, monkeypatch: pytest.Monk
         "weight_bytes": weight_bytes(tmp_path),
         "cache": {"per_token": 512, "fixed": 0},
     }
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"model_type": "nosuch"}, {"hidden_size": None}, {"num_attention_heads": 0}],
-    ids=["unknown architecture", "setting missing", "setting impossible"],
-)
-def test_a_model_that_can_not_be_built_is_an_error_that_names_config_json(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    """One line."""
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(**settings)))
-    with pytest.raises(ModelError) as error:
-        build(tmp_path)
-    assert str(error.value).startswith(
-        f"{tmp_path / 'config.json'}: no model can be built from it: "
-    )
-    assert "\n" not in str(error.value)

@@ -85,14 +85,10 @@ KINDS = {
     loop: "Too many levels of symbolic links",
     hole: "at most",
 }
-FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
+FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json "
+    "special_tokens_map.json chat_template.jinja"
+).split()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -318,18 +314,9 @@ NORM = "model.norm.weight"
         (lambda header: header.update(__metadata__={"a": 1}), "no texts"),
         (lambda header: header.update({"x" * 10**6: 3}), "its header describes 'xxx"),
     ],
-    ids=[
-        "another's",
-        "overlap",
-        "gap",
-        "negative",
-        "infinity",
-        "flags",
-        "huge",
-        "type",
-        "metadata",
-        "long name",
-    ],
+    ids=(
+        "another's, overlap, gap, negative, infinity, flags, huge, type, metadata, long name"
+    ).split(", "),
 )
 def test_a_header_is_compared_with_the_file(
     change: Callable[[dict[str, Any]], object], message: str, folder: Path
@@ -433,19 +420,10 @@ TOKEN = {
             "no tokenizer could be loaded",
         ),
     ],
-    ids=[
-        "decoder",
-        "far id",
-        "named",
-        "map",
-        "added",
-        "negative id",
-        "tokenizer.json",
-        "far vocabulary",
-        "unknown token",
-        "panic",
-        "word level",
-    ],
+    ids=(
+        "decoder, far id, named, map, added, negative id, tokenizer.json, far vocabulary, "
+        "unknown token, panic, word level"
+    ).split(", "),
 )
 def test_a_tokenizer_that_can_not_be_is_one_line(
     name: str,

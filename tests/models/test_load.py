@@ -120,21 +120,9 @@ def test_a_module_of_mlx_lm_that_is_no_architecture_is_refused(folder: Path, kin
             "config.json lacks a setting that this architecture needs: 'hidden_size'",
         ),
         ({"hidden_size": None, "vocab_size": None}, "'hidden_size' and 'vocab_size'"),
-        ({"rope_scaling": {"type": "linear"}}, "'factor'"),
         ({"quantization": {"bits": 4}}, "'group_size'"),
-        ({"hidden_size": "64"}, "hidden_size"),
-        ({"num_attention_heads": 0}, "zero"),
-        ({"hidden_size": 10**12}, str(10**12)),
     ],
-    ids=[
-        "no hidden_size",
-        "two missing",
-        "no factor",
-        "no group_size",
-        "text for a number",
-        "no heads",
-        "huge",
-    ],
+    ids="no hidden_size, two missing, no group_size".split(", "),
 )
 def test_a_setting_that_is_missing_or_wrong_is_an_error(
     folder: Path, settings: dict[str, Any], message: str
@@ -161,25 +149,6 @@ def test_tensors_too_few_or_too_many_are_an_error(folder: Path, layers: int, mes
     """Nothing is filled in at random, nothing is passed over."""
     configure(folder, num_hidden_layers=layers)
     assert message in refusal(folder)
-
-
-@pytest.mark.parametrize("cut", [0, 4, 100, -1])
-def test_truncated_weights_are_named(folder: Path, cut: int) -> None:
-    """With the remedy."""
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:cut])
-    text = refusal(folder)
-    assert text.startswith(f"{file}: truncated")
-    assert "download it again" in text
-
-
-def test_a_header_that_lies_about_a_shape_is_refused(folder: Path) -> None:
-    """A tensor that claims more elements than its bytes hold."""
-    file = folder / "model.safetensors"
-    content = file.read_bytes()
-    assert content.count(b'"shape":[288,64]') == 2
-    file.write_bytes(content.replace(b'"shape":[288,64]', b'"shape":[999,64]'))
-    refusal(folder)
 
 
 # Tokenizers
@@ -235,22 +204,11 @@ def only_sentencepiece(folder: Path) -> None:
         ),
         (only_sentencepiece, "/tokenizer.model: not a SentencePiece model, or damaged"),
     ],
-    ids=[
-        "no files",
-        "no tokenizer.json",
-        "empty",
-        "cut off",
-        "not UTF-8",
-        "too deep",
-        "list",
-        "not a tokenizer",
-        "broken config",
-        "null config",
-        "wrong config",
-        "generation is a list",
-        "template not UTF-8",
-        "broken tokenizer.model",
-    ],
+    ids=(
+        "no files, no tokenizer.json, empty, cut off, not UTF-8, too deep, list, "
+        "not a tokenizer, broken config, null config, wrong config, generation is a list, "
+        "template not UTF-8, broken tokenizer.model"
+    ).split(", "),
 )
 def test_a_tokenizer_that_is_missing_or_broken_is_an_error(
     folder: Path, damage: Callable[[Path], None], message: str

@@ -113,26 +113,18 @@ def test_offline_mode_is_an_error_that_says_so(
         (llama, ["config.json", "model.safetensors"]),
         (
             llama,
-            [
-                ".gitattributes",
-                "README.md",
-                "config.json",
-                "model.safetensors",
-                "pytorch_model.bin",
-                "original/params.pth",
-            ],
+            (
+                ".gitattributes README.md config.json model.safetensors pytorch_model.bin "
+                "original/params.pth"
+            ).split(),
         ),
         # Somebody downloaded less than the patterns ask for; all that is needed is there.
         (llama, ["config.json", "model.safetensors", "vocab.txt", "extra.json"]),
         (sharded, None),
     ],
-    ids=[
-        "no tree listing",
-        "all files",
-        "files that nobody asks for",
-        "optional files missing",
-        "sharded",
-    ],
+    ids=(
+        "no tree listing, all files, files that nobody asks for, optional files missing, sharded"
+    ).split(", "),
 )
 def test_a_cached_repository_is_found_without_a_network(
     hub_cache: Path, cache_repository: Any, write: Any, listed: Any
@@ -217,18 +209,10 @@ def test_an_interrupted_download_is_completed(
         ((200, {}, b"{}"), "the download failed"),
         ((200, {}, b"[]"), "the download failed"),
     ],
-    ids=[
-        "unknown",
-        "gated",
-        "unauthorized",
-        "no main",
-        "not a hub",
-        "too many",
-        "down",
-        "captive portal",
-        "empty object",
-        "list",
-    ],
+    ids=(
+        "unknown, gated, unauthorized, no main, not a hub, too many, down, captive portal, "
+        "empty object, list"
+    ).split(", "),
 )
 def test_what_the_hub_refuses_is_one_line(hub: Any, answer: Any, message: str) -> None:
     """Each answer, sensible or not, becomes a ModelError with the id."""
@@ -268,17 +252,10 @@ def repository_files(folder: Path) -> dict[str, bytes]:
         (b"{}", "has no model_type"),
         (b'{"model_type": 3}', "has no model_type"),
     ],
-    ids=[
-        "missing",
-        "empty",
-        "cut off",
-        "not UTF-8",
-        "too deep",
-        "list",
-        "null",
-        "no model_type",
-        "model_type is a number",
-    ],
+    ids=(
+        "missing, empty, cut off, not UTF-8, too deep, list, null, no model_type, "
+        "model_type is a number"
+    ).split(", "),
 )
 def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(
     tmp_path: Path, content: Any, message: str
@@ -306,19 +283,10 @@ def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(
         ({"eos_token_id": 2}, b"[1]", [2]),
         ({"eos_token_id": 2}, b"{broken", [2]),
     ],
-    ids=[
-        "none",
-        "one",
-        "list",
-        "generation only",
-        "both",
-        "text_config",
-        "zero",
-        "text",
-        "too large for an id",
-        "generation is a list",
-        "generation is broken",
-    ],
+    ids=(
+        "none, one, list, generation only, both, text_config, zero, text, too large for an id, "
+        "generation is a list, generation is broken"
+    ).split(", "),
 )
 def test_end_tokens_are_collected_from_all_places(
     tmp_path: Path, config: Any, generation: Any, expected: list[int]

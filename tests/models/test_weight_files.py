@@ -86,20 +86,10 @@ def with_header(header: bytes, rest: bytes = b"") -> bytes:
         with_header(b'{"a": {"data_offsets": [0, 8]}}', b"123456789"),
         with_header(b"[" * 100_000),
     ],
-    ids=[
-        "text",
-        "huge length",
-        "not UTF-8",
-        "list",
-        "number",
-        "no offsets",
-        "empty offsets",
-        "text offset",
-        "null offset",
-        "byte missing",
-        "byte too many",
-        "too deep",
-    ],
+    ids=(
+        "text, huge length, not UTF-8, list, number, no offsets, empty offsets, text offset, "
+        "null offset, byte missing, byte too many, too deep"
+    ).split(", "),
 )
 def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
     """Before mlx is asked to read it."""
@@ -202,15 +192,11 @@ def is_loaded(folder: Path, weights: dict[str, mx.array]) -> bool:
     return all(mx.array_equal(array, weights[name]) for name, array in found)
 
 
-NAMES = [
-    "model.safetensors",
-    "model-00001-of-00002.safetensors",
-    "model-00002-of-00002.safetensors",
-    "model-00003-of-00003.safetensors",
-    "model_old.safetensors",
-    "weights.safetensors",
-    "parts/model-1.safetensors",
-]
+NAMES = (
+    "model.safetensors model-00001-of-00002.safetensors model-00002-of-00002.safetensors "
+    "model-00003-of-00003.safetensors model_old.safetensors weights.safetensors "
+    "parts/model-1.safetensors"
+).split()
 
 
 @examples(40)

@@ -159,36 +159,6 @@ def test_a_truncated_file_is_one_line(
     assert last(runner, PROMPT).outcome == "miss"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xff" * 100,
-        struct.pack("<Q", 2**63) + b"x" * 100,
-        struct.pack("<Q", 90) + b"[" * 90,
-        struct.pack("<Q", 2) + b"[]",
-        b"PK\x03\x04" * 50,
-    ],
-    ids=["ones", "a huge header", "brackets", "a list", "a zip file"],
-)
-def test_a_foreign_file_is_one_line(
-    damaged: Callable[[], tuple[Runner, str]], store: SessionStore, content: bytes
-) -> None:
-    """It may be of any other kind."""
-    (store.folder / "one" / CACHE).write_bytes(content)
-    assert damaged()[1].startswith("its text is kept, its caches are dropped: the cache ")
-
-
-def test_a_huge_header_is_not_read(
-    damaged: Callable[[], tuple[Runner, str]], store: SessionStore
-) -> None:
-    """A file with holes, of a terabyte."""
-    file = store.folder / "one" / CACHE
-    with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", 2**39))
-        stream.truncate(2**40)
-    assert "not a safetensors file" in damaged()[1]
-
-
 def test_rows_without_end_are_not_read(
     damaged: Callable[[], tuple[Runner, str]], store: SessionStore
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.templates.thinking import overlap
-from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.stream import ByteStream, DecodeStream, StopScanner
 
 BROKEN = "\ufffd"
@@ -130,22 +129,13 @@ def test_random_tokens_never_break_a_stream(tokenizer: Tokenizer, data: Any) -> 
     assert text.endswith("the dog")
 
 
-def test_a_leading_space_of_the_answer_is_kept(tokenizer: Tokenizer) -> None:
-    """Although decoding the first word alone would strip it."""
+@pytest.mark.parametrize("count", [0, 1], ids=["at once", "behind a token without text"])
+def test_a_leading_space_of_the_answer_is_kept(tokenizer: Tokenizer, count: int) -> None:
+    """Decoding the first word alone would strip it; an id beyond the vocabulary is no word."""
     tokens = tokenizer.encode("the lazy dog")
     at = next(i for i in range(len(tokens)) if tokenizer.decode(tokens[: i + 1]).endswith("the"))
-    context, rest = tokens[: at + 1], tokens[at + 1 :]
-    assert "".join(streamed(tokenizer, context, rest)) == " lazy dog"
-
-
-def test_a_leading_space_is_kept_behind_a_token_without_text(tokenizer: Tokenizer) -> None:
-    """An id beyond the vocabulary stands for nothing."""
-    tokens = tokenizer.encode("the lazy dog")
-    at = next(i for i in range(len(tokens)) if tokenizer.decode(tokens[: i + 1]).endswith("the"))
-    nothing = tokenizer.vocab_size + 1
-    stream = tokenizer.stream(tokens[: at + 1])
-    pieces = [stream.add(nothing), *(stream.add(token) for token in tokens[at + 1 :])]
-    assert "".join(pieces) == " lazy dog"
+    answer = [*[tokenizer.vocab_size + 1] * count, *tokens[at + 1 :]]
+    assert "".join(streamed(tokenizer, tokens[: at + 1], answer)) == " lazy dog"
 
 
 def test_a_character_of_several_tokens_comes_with_its_last_one(tokenizer: Tokenizer) -> None:
@@ -330,18 +320,10 @@ def test_exactly_what_may_begin_a_stop_string_is_held_back(
         (["bc", "abc"], ["abc"], [""], True),
         (["é"], ["e", "\u0301", "é"], ["e", "\u0301", ""], True),
     ],
-    ids=[
-        "none",
-        "split",
-        "almost",
-        "end of text",
-        "fallback",
-        "overlap with itself",
-        "the shorter one ends first",
-        "in one piece",
-        "the longer one begins first",
-        "code points",
-    ],
+    ids=(
+        "none, split, almost, end of text, fallback, overlap with itself, "
+        "the shorter one ends first, in one piece, the longer one begins first, code points"
+    ).split(", "),
 )
 def test_a_stop_string_by_example(
     stops: list[str], pieces: list[str], expected: list[str], stopped: bool
@@ -355,26 +337,6 @@ def test_a_stop_string_by_example(
     else:
         shown.append(scanner.finish())
     assert (shown, scanner.stopped) == (expected, stopped)
-
-
-def test_stop_strings_work_on_the_text_of_a_stream(tokenizer: Tokenizer) -> None:
-    """Token by token, across the borders of tokens."""
-    context = tokenizer.encode("a")
-    tokens = tokenizer.encode("athe quick brown fox")[len(context) :]
-    scanner = StopScanner(["ck bro"])
-    shown = ""
-    for piece in streamed(tokenizer, context, tokens):
-        shown += scanner.add(piece)
-        if scanner.stopped:
-            break
-    assert (shown, scanner.stopped) == ("the qui", True)
-
-
-def test_every_tokenizer_of_a_directory_is_its_own(directories: dict[str, Path], kind: str) -> None:
-    """Loading twice gives two that agree."""
-    first, second = load_tokenizer(directories[kind]), load_tokenizer(directories[kind])
-    assert first is not second
-    assert first.encode("the dog") == second.encode("the dog")
 
 
 @given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=6))

@@ -24,13 +24,9 @@ from mlxrunner.tokenizer import Tokenizer, encode_after, load_tokenizer
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 PLACES = (
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-    "tokenizer_config.json",
-    "named",
-    "chat_template.json",
-    "processor_config.json",
-)
+    "chat_template.jinja additional_chat_templates/tool_use.jinja tokenizer_config.json named "
+    "chat_template.json processor_config.json"
+).split()
 """The places of templates; "named" is a list of them in tokenizer_config.json."""
 
 
