@@ -1,14 +1,16 @@
-"""The guard at the door, asked over the network: names, origins, keys, sizes, depths, slowness."""
+"""Limits of connections and requests: names, origins, keys, sizes, depths, slowness, files."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
+import logging
+import resource
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,26 +18,44 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from support.program import program
 from support.waiting import until
 
 from mlxrunner.errors import ContextLengthError
 from mlxrunner.serve import middleware
-from mlxrunner.serve.events import ApiError
+from mlxrunner.serve.anthropic import MessageRequest
+from mlxrunner.serve.events import ApiError, ServerRequest
+from mlxrunner.serve.manager import (
+    MOST_MESSAGES,
+    MOST_STOPS,
+    MOST_TOOLS,
+    check_counts,
+)
 from mlxrunner.serve.middleware import (
+    EVERY_S,
+    KEPT,
     LOOPBACK,
     MOST_DEPTH,
+    MOST_PARTS,
     VALUE,
     AccessMiddleware,
     AccessRules,
+    ConnectionLimit,
     HttpConnection,
+    check_form,
     form_of,
     hosts_of,
 )
+from mlxrunner.serve.ollama import OllamaChatRequest
+from mlxrunner.serve.openai import ChatCompletionRequest, CompletionRequest
+from mlxrunner.serve.protocol import RequestBody
+from mlxrunner.serve.responses import ResponseRequest
 from mlxrunner.serve.server import make_app
 
 
@@ -90,6 +110,11 @@ def served_app(app: ASGIApp, **more: Any) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def connected(address: str) -> socket.socket:
+    """Return a connection to a server on this machine."""
+    return socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -461,8 +486,7 @@ async def test_a_part_of_a_body_is_held_until_its_client_leaves() -> None:
 
 def test_a_body_that_does_not_come(url: str) -> None:
     """A client that stalls is told so, and keeps nothing busy."""
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as slow:
+    with connected(url) as slow:
         slow.sendall(
             b"POST /api/chat HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n" + b'{"a'
         )
@@ -494,9 +518,8 @@ def test_a_body_that_goes_on_after_its_answer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(HttpConnection, "patience", 0.2)
     with (
         served(AccessRules(most_bytes=10), http=HttpConnection, timeout_keep_alive=600) as address,
-        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
+        connected(address) as used,
     ):
-        used.settimeout(60)
         used.sendall(b"POST /api/chat HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n")
         found = b""
         while not found.endswith(b"}"):
@@ -520,9 +543,8 @@ def test_what_comes_ahead_of_an_answer(is_much: bool) -> None:
 
     with (
         served_app(app, http=HttpConnection) as address,
-        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
+        connected(address) as used,
     ):
-        used.settimeout(60)
         used.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert reading.wait(60)
         with suppress(ConnectionError):
@@ -542,9 +564,8 @@ def test_a_header_that_does_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HttpConnection, "patience", 0.2)
     with (
         served(AccessRules(), http=HttpConnection) as address,
-        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as silent,
+        connected(address) as silent,
     ):
-        silent.settimeout(60)
         silent.sendall(sent)
         assert silent.recv(100) == b""
 
@@ -559,9 +580,8 @@ def test_a_second_header_that_does_not_come(
     half = b"POST /api/chat HTTP/1.1\r\nhost: loc"
     with (
         served(AccessRules(), http=HttpConnection) as address,
-        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as used,
+        connected(address) as used,
     ):
-        used.settimeout(60)
         used.sendall(first + half if is_at_once else first)
         found = b""
         while not found.endswith(b"null"):
@@ -602,3 +622,126 @@ def test_the_openapi_document(url: str) -> None:
     """It is there; there is no page that would load a script from the network."""
     assert "/v1/messages" in httpx.get(f"{url}/openapi.json").json()["paths"]
     assert httpx.get(f"{url}/docs").status_code == 404
+
+
+WRONG = [3.5] * 500
+"""Items that no list takes."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (MessageRequest, {"max_tokens": 1, "messages": WRONG}),
+        (ChatCompletionRequest, {"messages": WRONG}),
+        (CompletionRequest, {"prompt": WRONG}),
+        (CompletionRequest, {"prompt": [WRONG]}),
+        (ResponseRequest, {"input": WRONG}),
+        (OllamaChatRequest, {"messages": WRONG}),
+    ],
+)
+@pytest.mark.exhaustive(6)
+def test_a_list_of_wrong_items(kind: type[RequestBody], body: dict[str, Any]) -> None:
+    """The first wrong item of a list ends its check: an error for each would fill the memory."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() < 10
+
+
+@pytest.mark.parametrize("part", [b"[],", b"{},", b'"",'])
+@pytest.mark.exhaustive(3)
+def test_a_body_of_many_small_parts(part: bytes) -> None:
+    """It is refused before it is parsed: each part would take 50 times its bytes."""
+    check_form(b"[" + part * 1000 + b"1]")
+    with pytest.raises(ApiError, match="more than 1048576 values") as found:
+        check_form(b"[" + part * (2 * MOST_PARTS + 1) + b"1]")
+    assert found.value.status == 413
+
+
+@pytest.mark.parametrize("name", ["stop", "messages", "tools"])
+@pytest.mark.exhaustive(3)
+def test_more_than_any_conversation_has(name: str) -> None:
+    """The number and the most are named. A million stop strings would hold up all others."""
+    most = {"stop": MOST_STOPS, "messages": MOST_MESSAGES, "tools": MOST_TOOLS}[name]
+
+    def ask(count: int) -> ServerRequest:
+        given: list[Any] = ["x"] * count
+        fields = {"options": {"stop": given}} if name == "stop" else {name: given}
+        return ServerRequest(protocol="chat", model="", **fields)
+
+    check_counts(ask(most))
+    with pytest.raises(ApiError, match=f"{name}: there are {most + 1}, and {most} are the most"):
+        check_counts(ask(most + 1))
+
+
+CODE = """\
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 6000))
+from mlxrunner.cli import main
+from mlxrunner.serve.middleware import HttpConnection
+connect = HttpConnection.connection_made
+def made(self, transport):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, 6000))
+    connect(self, transport)
+HttpConnection.connection_made = made
+main()
+"""
+"""A server whose limit falls to 60 files with the first connection."""
+
+
+def test_more_connections_than_files() -> None:
+    """One line names the limit and the remedy. Later connections are answered."""
+    with program("demo", "--no-disk-cache", code=CODE) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        host, port = server.url.removeprefix("http://").split(":")
+        with ExitStack() as connections:
+            for _ in range(80):
+                connections.enter_context(socket.create_connection((host, int(port))))
+            assert server.process.stderr is not None
+            said = server.process.stderr.readline().decode()
+        assert "all 60 files that this process may have open are in use" in said
+        assert "ulimit -n" in said
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        server.process.terminate()
+        _, rest = server.process.communicate(timeout=300)
+        assert "files" not in rest.decode()
+
+
+def test_open_connections_are_answered_without_a_file_for_another_one() -> None:
+    """The first answer imports modules, and reading the page starts a thread: both take files."""
+    question = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    with (
+        program("demo", "--no-disk-cache", code=CODE) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+        ExitStack() as connections,
+    ):
+        assert client.get("/health").status_code == 200
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(80):
+            connections.enter_context(socket.create_connection((host, int(port))))
+        assert server.process.stderr is not None
+        assert b"in use" in server.process.stderr.readline()
+        answers = [client.get("/"), client.post("/v1/chat/completions", json=question)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """The line comes where no file is left for a connection, and at most once a minute."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = 0.0
+    shortage = ConnectionLimit(lambda: now)
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        assert not shortage.closes(most - KEPT - 1)
+        assert caplog.messages == []
+        assert shortage.closes(most - KEPT)
+        assert shortage.closes(most - 1)
+        assert len(caplog.messages) == 1
+        now = EVERY_S
+        assert shortage.closes(most - 1)
+        assert len(caplog.messages) == 2
+    assert f"all {most} files" in caplog.messages[0]
+
+
+def test_no_limit_closes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system may have no limit."""
+    monkeypatch.setattr("mlxrunner.serve.middleware.limit", lambda: -1)
+    assert not ConnectionLimit().closes(100_000)

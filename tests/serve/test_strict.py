@@ -1,4 +1,4 @@
-"""Calls of strict tools fit their schemas, and nothing else of an answer changes."""
+"""Calls of strict tools and structured output fit their schemas, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field, SecretStr
 from support.actor import calling, playing
 from support.houses import open_house, served
 from support.strict_templates import (
@@ -406,3 +408,41 @@ def test_each_protocol_has_strict_tools() -> None:
     assert json.loads(item["arguments"]) == {"how": "slow"}
     (block,) = (one for one in found["anthropic"]["content"] if one["type"] == "tool_use")
     assert block["input"] == {"how": "slow"}
+
+
+SETTINGS = ServeSettings(disk_cache=False, slots=1, memory=300_000_000)
+RUNNER = {"context": 1000}
+ASK = "My name is Zorblin. What is my name?"
+
+
+class Found(BaseModel):
+    """The name that was asked for."""
+
+    name: str = Field(max_length=12)
+    is_sure: bool
+
+
+def structured(model: str, opening: ModelLoader, method: Any) -> Any:
+    """Return what LangChain makes of the answer."""
+    with served(model, opening) as (url, _):
+        key = SecretStr("x")
+        chat = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=model, max_retries=0)
+        return chat.with_structured_output(Found, method=method).invoke(ASK)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_capable_model_answers_as_it_would(method: str) -> None:
+    """The schema leaves its answer as it is, as JSON or as a call."""
+    found = Found(name="Zorblin", is_sure=True)
+    script = calling("Found", found.model_dump())
+    if method == "json_schema":
+        script = '{"name": "Zorblin", "is_sure": true}'
+    opening = playing(lambda text: script)(settings=SETTINGS, runner=RUNNER)
+    assert structured("actor", opening, method) == found
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_the_demo_model_comes_to_an_end(method: str) -> None:
+    """It ends no text of JSON by itself, so the schema has to bound each."""
+    found = structured("demo", ModelLoader(settings=SETTINGS, runner=RUNNER), method)
+    assert isinstance(found, Found)

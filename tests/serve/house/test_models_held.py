@@ -27,6 +27,7 @@ from mlxrunner.serve.events import AnswerEnd, ApiError, Ping
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelLoader, ModelNames, ServedModel
 from mlxrunner.serve.watch import RequestLog
+from tests.support.models import write_model
 
 
 async def test_two_requests_load_a_model_once(folder: Path) -> None:
@@ -213,3 +214,20 @@ async def test_a_house_that_is_closed(folder: Path) -> None:
         done, _ = await asyncio.wait({running})
         error = done.pop().exception()
         assert error is None or (isinstance(error, ApiError) and error.status == 503)
+
+
+CONTEXT = 500
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "jamba"])
+@pytest.mark.parametrize("budget", [None, 200_000], ids=["usual", "given"])
+def test_a_model_finds_room_in_its_least(kind: str, budget: int | None, tmp_path: Path) -> None:
+    """The states of all slots and the checkpoints count: else others stay, and it has no room."""
+    write_model(tmp_path / kind, kind)
+    runner = {"context": CONTEXT, "prefill_step": 32, "checkpoint_budget": budget}
+    settings = ServeSettings(slots=4, disk_cache=False, memory=50_000_000)
+    opening = ModelLoader(settings=settings, runner=runner)
+    name = str(tmp_path / kind)
+    opened = opening.load(name, opening.least(name))
+    with opened.runner:
+        assert opened.room == CONTEXT
