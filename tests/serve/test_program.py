@@ -24,7 +24,7 @@ from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.serve.launch import unit
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-CONTEXT = 4000
+CONTEXT = 1500
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,26 @@ def left(process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 
 def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
-    """SIGTERM lets a running stream end, parks what is idle, and the next server finds it."""
+    """SIGTERM lets a running stream end, parks what is idle, and the next server finds it.
+
+    A server beside the first has a folder of its own, which goes with it, as its welcome says.
+    """
     events = tmp_path / "events.jsonl"
     options = (str(model), "--slots", "2", "--events", str(events), "--drain", "300")
     prompt = "Once upon a time " * 20
     with program(*options) as server:
         assert "serving tiny at http://127.0.0.1:" in server.said
         assert f"{CONTEXT} tokens of context" in server.said
+        assert re.search(r"on disk in \S+/serve\n", server.said)
+        with program(str(model)) as second:
+            own = re.search(
+                r"on disk in (\S+/parked/own-\w+), until this server ends\n", second.said
+            )
+            assert own is not None, second.said
+            assert Path(own[1]).is_dir()
+            second.process.send_signal(signal.SIGTERM)
+            assert left(second.process)[0] == 0
+        assert not Path(own[1]).exists()
         assert f"ANTHROPIC_BASE_URL={server.url} ANTHROPIC_MODEL=tiny" in server.said
         first = server.ask(prompt)
         assert first.headers["x-mlxrunner-cache"].startswith("outcome=miss; cached=0")
@@ -99,18 +112,6 @@ def test_answers_are_stored_as_the_model_wrote_them() -> None:
     stored = [path for path in parent.glob("*/answers.jsonl") if answer in path.read_text()]
     assert stored
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in stored)
-
-
-def test_a_second_server_names_its_own_folder(model: Path) -> None:
-    """The first one has the usual folder; the second one's goes with it, as its welcome says."""
-    with program(str(model)) as first, program(str(model)) as second:
-        assert re.search(r"on disk in \S+/serve\n", first.said)
-        found = re.search(r"on disk in (\S+/parked/own-\w+), until this server ends\n", second.said)
-        assert found is not None, second.said
-        assert Path(found[1]).is_dir()
-        second.process.send_signal(signal.SIGTERM)
-        assert left(second.process)[0] == 0
-        assert not Path(found[1]).exists()
 
 
 def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:

@@ -27,6 +27,7 @@ from support.houses import served
 from support.jobs import DONE, SHARE, STEPS, TASK, Shared, script
 
 from mlxrunner.options import ServeSettings
+from mlxrunner.serve.models import ServedModel
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -36,18 +37,23 @@ PARAMETERS: dict[str, Any] = {
 Note = Callable[[str], str]
 
 
-@pytest.fixture
-def shared() -> Shared:
-    return Shared()
+@pytest.fixture(scope="module")
+def actor() -> Iterator[tuple[str, ServedModel]]:
+    """A server whose model follows the script."""
+    with served("actor", playing(script)(settings=ServeSettings(disk_cache=False))) as found:
+        yield found
 
 
 @pytest.fixture
-def url(shared: Shared) -> Iterator[str]:
-    """The address of a server whose model follows the script."""
-    opening = playing(script)(settings=ServeSettings(disk_cache=False))
-    with served("actor", opening) as (address, model):
-        model.runner.observers.append(shared)
-        yield address
+def shared(actor: tuple[str, ServedModel]) -> Shared:
+    """Count of what is asked in a test."""
+    actor[1].runner.observers[1:] = [found := Shared()]
+    return found
+
+
+@pytest.fixture
+def url(actor: tuple[str, ServedModel]) -> str:
+    return actor[0]
 
 
 def of_openai(url: str, note: Note) -> str:
