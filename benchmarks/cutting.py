@@ -55,7 +55,7 @@ def shuffled(lines: int) -> Iterator[StoredLine]:
         those = order[first : first + GROUP] // QUESTIONS
         own = random.integers(0, 30_000, (len(those), OWN), np.int32)
         for index, tokens in enumerate(np.concatenate([shared[those], own], 1), first):
-            yield StoredLine(index, index + 1, tokens, f"line {index:08}")
+            yield StoredLine(index, index + 1, id=f"line {index:08}", tokens=tokens)
 
 
 def read(lines: int) -> dict[str, float]:

@@ -64,7 +64,7 @@ def long_prompts(count: int, folder: Path) -> Stages:
                     StoredLine(
                         index,
                         index + 1,
-                        np.concatenate([beginnings[random.integers(BEGINNINGS)], own]),
+                        tokens=np.concatenate([beginnings[random.integers(BEGINNINGS)], own]),
                     )
                 )
         with stage(stages, "sorted"):

@@ -17,10 +17,9 @@ from typing import Any, Unpack
 import mlx.core as mx
 
 from mlxrunner.batch.fields import checked_id, checked_options
-from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import EarlierLines, again, messages_of, shows, tokenize_lines
-from mlxrunner.batch.store import Store, StoredLine, place_of
+from mlxrunner.batch.store import InputLine, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.config.option import check_kind, listed
 from mlxrunner.errors import (
@@ -84,7 +83,6 @@ class BatchResult:
     index: int
     """The number of the request, from 0."""
     id: str | int | None
-    """The id of the request."""
     result: Result | None
     """The answer; None if there is an error."""
     error: RequestError | None = None
@@ -324,7 +322,6 @@ class _RunningLine:
     handle: Handle | EngineHandle | _SingleRequest
     deadline: Deadline
     retries: int
-    """The number of retries that are left."""
     chunks: list[Chunk] = field(default_factory=list)
 
 

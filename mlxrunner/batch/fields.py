@@ -39,7 +39,6 @@ FIELDS = OPTIONS | {"id", "prompt", "messages", "system", "response_format"}
 BODY = OPTIONS | {"response_format"}
 """The fields of a body of OpenAI's batch files beside its prompt, under our names."""
 ROLES = ("system", "user", "assistant", "tool")
-"""The roles that a message may have."""
 
 OPENAI_FIELDS = frozenset(("custom_id", "method", "url", "body"))
 """The fields of a line of OpenAI's batch files."""
@@ -161,7 +160,10 @@ def _conversation(messages: Any, system: str | None, sees: bool) -> list[PlainMe
 def _message(number: int, message: Any, sees: bool) -> PlainMessage:
     """Return message `number` (from 0), checked. Raise PromptError if it is not supported."""
     if isinstance(message, dict) and isinstance(message.get("content"), list):
-        message = {**message, "content": list(map(_part, message["content"]))}
+        # A picture of OpenAI's comes in our form.
+        pairs = ((p, picture_of(p) if isinstance(p, dict) else None) for p in message["content"])
+        parts = [p if one is None else {"type": "image", "image": one.image} for p, one in pairs]
+        message = {**message, "content": parts}
     if has_picture(message) and not sees:
         raise PromptError(f"message {number} has a picture: run the batch with --pictures")
     if isinstance(message, dict) and message.get("role") == "developer":
@@ -182,12 +184,6 @@ def _message(number: int, message: Any, sees: bool) -> PlainMessage:
     if extra:
         raise PromptError(f"message {number} has a field that is not supported: {extra[0]!r:.80}")
     return checked
-
-
-def _part(part: Any) -> Any:
-    """Return a part of a content, a picture of OpenAI's in our form."""
-    picture = picture_of(part) if isinstance(part, dict) else None
-    return part if picture is None else {"type": "image", "image": picture.image}
 
 
 def _picture_text(image: Any, name: str) -> str:

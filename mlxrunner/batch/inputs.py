@@ -15,14 +15,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlxrunner.batch.fields import checked_id, format_of, read_fields
 from mlxrunner.batch.openai_format import kind
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.store import Format, Place, place_of
+from mlxrunner.batch.store import Format, InputLine, Place, place_of
 from mlxrunner.batch.tables import (
     FEATHER,
     HUB,
@@ -39,7 +39,6 @@ from mlxrunner.batch.tables import (
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
 from mlxrunner.system.reading import open_given, read_text, say_if_waiting
 from mlxrunner.terminal.text import one_line
-from mlxrunner.tokenizer.prompt import Prompt
 
 STANDARD = "-"
 """The name for standard input or standard output."""
@@ -64,26 +63,6 @@ BOM = b"\xef\xbb\xbf"
 Record = bytes | Mapping[str, Any] | Exception | None
 """The bytes of a line, the fields of a row, or the error of either; None if it is too long."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-@dataclass(frozen=True)
-class InputLine:
-    """A line of the input that is not empty."""
-
-    index: int
-    """The number of the line among those that are not empty, from 0."""
-    number: Place
-    """The number of the line in the file, from 1, or a text that says where it is."""
-    prompt: Prompt = ""
-    """The text, messages or tokens of the prompt; empty if there is an error."""
-    id: str | int | None = None
-    """The id that the line gives; None if it gives none."""
-    format: Format = "plain"
-    """The format of the answer."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `GenerateOptions` that the line itself gives."""
-    error: str | None = None
-    """The reason why the line can't be run, in one line; in a file the line number comes first."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,6 @@ class Completion:
     """The record of a batch that has ended, kept in a small file."""
 
     lines: Count
-    """The number of lines of the input."""
     failed: Count
     """The number of lines whose answer is an error."""
     size: Count
@@ -102,7 +101,6 @@ ANSWERS = "answers"
 RETRIED = ".retried"
 """The suffix of the new output of `retry_failed`, until it takes the place of the old one."""
 _SHOWN = 80
-"""The most characters of a value that an error shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +115,6 @@ class Job(FileOptions):
     output: str = STANDARD
     """The path of the output, or "-" for standard output."""
     model: str = "demo"
-    """The model's name or directory."""
     loading: Mapping[str, Any] = field(default_factory=dict)
     """Options of `Runner.load`."""
     several: Mapping[str, Any] = field(default_factory=dict)
@@ -519,7 +516,6 @@ SHARD, MODEL = "--shard", "model"
 GROUP = 2**16
 """The bytes of a shard that are read at once, and the rest of their last line."""
 MOST_NAMED = 10
-"""The most shards that an error names."""
 
 
 @dataclass(frozen=True)
@@ -613,7 +609,8 @@ def _check_alike(shards: Sequence[ShardOutput]) -> None:
     """Raise DifferentRunError if a shard is not of the same batch, or was cut in another way."""
     first = shards[0]
     for other in shards[1:]:
-        name = _difference(first.made_from, other.made_from)
+        names = (name for name in {**first.made_from, **other.made_from} if name != MODEL)
+        name = next((n for n in names if first.made_from.get(n) != other.made_from.get(n)), None)
         if name is not None:
             raise DifferentRunError(
                 f"{other.path}: was made from another {name} than {first.path}: "
@@ -632,12 +629,6 @@ def _check_alike(shards: Sequence[ShardOutput]) -> None:
                 f"{first.path}: run the shards again, with the same version of mlxrunner and the "
                 "same --context"
             )
-
-
-def _difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """Return the first part that differs, but for the model's name; None if there is none."""
-    names = (name for name in {**one, **other} if name != MODEL)
-    return next((name for name in names if one.get(name) != other.get(name)), None)
 
 
 def _check_complete(shards: Sequence[ShardOutput]) -> None:

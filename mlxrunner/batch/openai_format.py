@@ -30,7 +30,6 @@ from mlxrunner.templates.parts import (
 WHOLE = frozenset((*names(RunnerSettings), "parallel", "timeout", "retries", "resume"))
 """The names of options that are for the whole batch."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""The values of `reasoning_effort`."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (),
     "tool_choice": ("none", "auto"),

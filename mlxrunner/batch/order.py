@@ -256,7 +256,8 @@ def cut(costs: LineCosts, parts: int) -> list[int]:
         return even
 
     def product(places: Sequence[int]) -> float:
-        return _longest(costs, places) * (costs.total + max(extra_of(costs, places), free))
+        longest = max(costs.of(first, end) for first, end in pairwise(places))
+        return longest * (costs.total + max(extra_of(costs, places), free))
 
     shares = np.geomspace(least, min(LONGER * least, costs.total), TRIED)
     others = (_cheap(costs, parts, int(share), to_all=False) for share in shares)
@@ -302,11 +303,6 @@ def _known(costs: LineCosts, last: int | None, place: int) -> int:
 def extra_of(costs: LineCosts, places: Sequence[int]) -> int:
     """Return how many more tokens the parts evaluate together than one machine would."""
     return sum(costs.extra(first) for first, end in pairwise(places) if first < end)
-
-
-def _longest(costs: LineCosts, places: Sequence[int]) -> int:
-    """Return the cost of the costliest part."""
-    return max(costs.of(first, end) for first, end in pairwise(places))
 
 
 def _least(costs: LineCosts, parts: int) -> int:

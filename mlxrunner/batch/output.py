@@ -370,7 +370,10 @@ def write_parquet(output: str) -> None:
                 ) as writer,
             ):
                 while group := list(islice(rows, ROWS)):
-                    writer.write_table(pyarrow.Table.from_pylist(_typed(group, schema), schema))
+                    if schema.field("id").type == pyarrow.string():
+                        ids = (None if row["id"] is None else str(row["id"]) for row in group)
+                        group = [row | {"id": name} for row, name in zip(group, ids, strict=True)]
+                    writer.write_table(pyarrow.Table.from_pylist(group, schema))
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
             raise OutputError(
@@ -395,13 +398,6 @@ def _schema(stream: BinaryIO) -> Any:
             ("line", text),
         ]
     )
-
-
-def _typed(rows: list[dict[str, Any]], schema: Any) -> list[dict[str, Any]]:
-    """Return the rows with ids as the column has them."""
-    if str(schema.field("id").type) == "int64":
-        return rows
-    return [row if row["id"] is None else row | {"id": str(row["id"])} for row in rows]
 
 
 def _row(line: bytes) -> dict[str, Any]:

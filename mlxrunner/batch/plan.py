@@ -49,14 +49,13 @@ ANSWER = 64
 Not measured: each machine has to expect the same, so that all of them cut alike.
 """
 MOST_SHARDS = 100_000
-"""The most parts of a batch."""
 MOST_SHOWN = 16
 """The most workers of which each has a line in the table."""
 MOST_MODELS = 100
 """The number of models whose speed is kept, those used last, so that the file stays small."""
 LARGEST = 2**20
 """The most bytes of the file of speeds."""
-Measured = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
+PositiveNumber = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
 """A positive, finite number."""
 
 
@@ -67,7 +66,6 @@ class Survey:
     cost: PromptCost
     """The tokens of the prompts in this order."""
     longest_prompt: int
-    """The tokens of the longest prompt."""
     longest_answer: int | None
     """The most tokens of an answer; None if a line has no limit."""
     answer_tokens: float
@@ -187,7 +185,6 @@ class BatchPlan:
     evaluated_at_best: int
     """The prompt tokens that a cache of any size evaluates: the nodes of the tree of prefixes."""
     order: Order
-    """The order that was chosen."""
     parallel: int
     """The number of lines at a time, if they fit into memory."""
     answer_tokens: float | None
@@ -291,7 +288,6 @@ class Shard:
     number: int
     """The number of the part, from 1."""
     count: int
-    """The number of parts."""
 
     @classmethod
     def of(cls, text: str) -> Shard:
@@ -350,7 +346,6 @@ class CostRecorder:
         """Take the arguments of `costs_of`."""
         self._defaults, self._answer = defaults, answer
         self.indexes = array("i")
-        """The indexes of the lines, in their order."""
         self._evaluated, self._reused, self._answers = (array("i") for _ in range(3))
 
     def of(self, lines: Iterable[Read]) -> Iterator[Read]:
@@ -389,9 +384,7 @@ class WorkerShare:
     """The work of one worker."""
 
     lines: int
-    """The lines that it runs."""
     evaluated: int
-    """The prompt tokens that it evaluates."""
     seconds: float | None
     """The seconds that it is expected to take; None if no speed is known."""
 
@@ -403,7 +396,6 @@ class CutPlan:
     parts: Sequence[WorkerShare]
     """The work of each worker, in the order of the shards."""
     evaluated: int
-    """The prompt tokens that all workers evaluate."""
     extra: float
     """The tokens that are evaluated again, as a share of those that one machine evaluates."""
     seconds: float | None
@@ -465,11 +457,11 @@ def _described(part: WorkerShare) -> str:
 class Speed:
     """The speed of a model in its last batch."""
 
-    prefill_rate: Measured
+    prefill_rate: PositiveNumber
     """Prompt tokens evaluated per second."""
-    decode_rate: Measured
+    decode_rate: PositiveNumber
     """Answer tokens per second, of all lines that ran at once."""
-    answer_tokens: Measured
+    answer_tokens: PositiveNumber
     """The mean number of tokens of an answer."""
 
     def seconds(self, evaluated: int, answers: float) -> float:

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import Order
-from mlxrunner.batch.store import LineCounts, Store, StoredLine, place_of
+from mlxrunner.batch.store import InputLine, LineCounts, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError
@@ -85,22 +84,20 @@ def tokenize_lines(
     """
     is_shifted = False
     for line in lines:
-        tokens, options, error, made_of = as_tokens([]), line.options, line.error, line.prompt
-        if error is None:
+        tokens, options, error, text = as_tokens([]), line.options, line.error, None
+        if line.prompt is not None:
             try:
                 prompt, made_of = _tokenize(
-                    line, tokenizer, defaults or {}, picture_folder, context
+                    line, line.prompt, tokenizer, defaults or {}, picture_folder, context
                 )
                 check_tokens(prompt.tokens, has_pictures=prompt.pictures > 0)
                 options = _within(context, line, prompt, tokenizer, defaults or {})
-                tokens = prompt.tokens
+                tokens, text = prompt.tokens, made_of if is_text(made_of) else None
                 is_shifted |= len(tokens) >= context
             except (PromptError, OptionError) as problem:
                 error = f"{place_of(line.number)}: {one_line(str(problem))}"
-        text = made_of if error is None and is_text(made_of) else None
-        store.add(
-            StoredLine(line.index, line.number, tokens, line.id, line.format, options, error, text)
-        )
+        found = {"prompt": text, "options": options, "error": error, "tokens": tokens}
+        store.add(StoredLine(**vars(line) | found))
     return is_shifted
 
 
@@ -113,6 +110,7 @@ def is_text(prompt: Prompt) -> TypeGuard[str | Sequence[PlainMessage]]:
 
 def _tokenize(
     line: InputLine,
+    given: Prompt,
     tokenizer: Tokenizer,
     defaults: Mapping[str, Any],
     picture_folder: str | None,
@@ -123,17 +121,16 @@ def _tokenize(
     Messages also get the template variables and tools of the defaults. Return what the line keeps
     of the prompt, too. Raise ContextLengthError if it certainly leaves no room in `context` tokens.
     """
-    has_messages = is_text(line.prompt) and not isinstance(line.prompt, str)
+    has_messages = is_text(given) and not isinstance(given, str)
     options = GenerateOptions.of(**{**(defaults if has_messages else {}), **line.options})
-    if shows(line.prompt):
-        messages: Any = line.prompt
-        continues = options.continue_final_message
+    continues = options.continue_final_message
+    if shows(given):
+        messages: Any = given
         return tokenized(messages, tokenizer, options.variables, picture_folder, continues)
     is_shifted = {**defaults, **line.options}.get("overflow") == "shift"
     room = None if is_shifted else context
-    continues = options.continue_final_message
-    prompt = tokenize_prompt(tokenizer, line.prompt, options.variables, room, continues)
-    return prompt, line.prompt
+    prompt = tokenize_prompt(tokenizer, given, options.variables, room, continues)
+    return prompt, given
 
 
 def _within(
@@ -166,9 +163,7 @@ class PromptCost:
     """
 
     prompts: int = 0
-    """The number of prompts."""
     tokens: int = 0
-    """The tokens of all prompts."""
     evaluated: int = 0
     """The tokens that are evaluated with one entry, in this order."""
     nodes: int = 0
@@ -200,7 +195,6 @@ class _StartedLine:
     """A line that has begun."""
 
     index: int
-    """The number of the line, from 0."""
     tokens: TokenArray
     reached: int
     """The number of its tokens that are evaluated, or will be."""

@@ -23,7 +23,7 @@ from mlxrunner.batch.order import run_order, sort_key, tokens_of
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
-from mlxrunner.templates.messages import PlainMessage
+from mlxrunner.tokenizer.prompt import Prompt
 
 Format = Literal["plain", "chat.completion", "text_completion", "response", "unknown"]
 """The form of a line's answer: our own object, or the OpenAI object of that name.
@@ -44,15 +44,15 @@ def place_of(number: Place) -> str:
 
 
 @dataclass(frozen=True)
-class StoredLine:
-    """A line of the input."""
+class InputLine:
+    """A line of the input that is not empty."""
 
     index: int
     """The number of the line among those that are not empty, from 0."""
     number: Place
     """The number of the line in the file, from 1, or a text that says where it is."""
-    tokens: TokenArray
-    """The tokens of its prompt; empty if there is an error."""
+    prompt: Prompt | None = None
+    """The text, messages or tokens of the prompt; None if there is an error."""
     id: str | int | None = None
     """The id that the line gives; None if it gives none."""
     format: Format = "plain"
@@ -60,9 +60,15 @@ class StoredLine:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `GenerateOptions` that the line itself gives."""
     error: str | None = None
-    """The reason why it can't be run, in one line; None if it can."""
-    prompt: str | Sequence[PlainMessage] | None = None
-    """The text or the messages from which the tokens were made; None for token ids."""
+    """The reason why it can't be run, in one line; in a file the line number comes first."""
+
+
+@dataclass(frozen=True)
+class StoredLine(InputLine):
+    """A line with its tokens. A prompt of token ids is None."""
+
+    tokens: TokenArray = field(default_factory=lambda: as_tokens([]))
+    """The tokens of its prompt; empty if there is an error."""
 
     @property
     def key(self) -> bytes:
@@ -92,11 +98,9 @@ class StoredAnswer:
     place: int
     """The position of this answer, to be passed as `after` to read the answers behind it."""
     index: int
-    """The index of the line."""
     body: bytes
     """The bytes of the answer."""
     failed: bool
-    """True if the answer is an error."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def line_of(
     """
     options = _options_of(index, number, name, options, error)
     made_of = None if prompt is None else json.loads(prompt)
-    return StoredLine(index, number, tokens_of(tokens), name, form, options, error, made_of)
+    return StoredLine(index, number, made_of, name, form, options, error, tokens_of(tokens))
 
 
 def brief_of(
@@ -166,7 +170,6 @@ T = TypeVar("T")
 
 APPLICATION_ID = 0x6D6C7862  # "mlxb"
 VERSION = 4
-"""The version of the tables."""
 MARKS = f"PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={VERSION}"
 CACHE_KIB = 32 * 1024
 """The KiB of memory for SQLite's pages, and for a run of its sort."""

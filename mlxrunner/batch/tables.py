@@ -99,9 +99,7 @@ class Columns:
     template: Template | None = None
     """The text that makes a prompt of the values of a row."""
     prompt: str | None = None
-    """The name of the column of prompts."""
     messages: str | None = None
-    """The name of the column of conversations."""
     id: str | None = None
     """The name of the column of ids; None for `id`, if there is one."""
 
@@ -426,12 +424,9 @@ def _numbered(batches: Iterator[Any], rows: Columns, longest: int) -> Iterator[R
     for batch in batches:
         for values in _decoded(batch, rows, longest):
             number += 1
-            if isinstance(values, PromptError):
-                yield number, values
-            elif (size := _size(values)) > longest:
-                yield number, BrokenLineError(_too_long(size, longest), rows.known(values))
-            else:
-                yield number, rows.fields(f"row {number}", values, longest)
+            if not isinstance(values, PromptError):
+                values = rows.fields(f"row {number}", values, longest)
+            yield number, values
 
 
 def _decoded(batch: Any, rows: Columns, longest: int) -> Iterator[dict[str, Any] | PromptError]:
@@ -451,7 +446,7 @@ def _decoded(batch: Any, rows: Columns, longest: int) -> Iterator[dict[str, Any]
             if size <= longest:
                 yield row.to_pylist()[0]
                 continue
-            problem = _too_long(size, longest)
+            problem = f"is longer than {longest} bytes: it has {size:,} characters"
         except UNUSABLE as error:
             problem = f"a value can't be read: {' '.join(str(error).split())[:200]}"
         yield BrokenLineError(problem, _known(row, rows))
@@ -463,10 +458,6 @@ def _known(row: Any, rows: Columns) -> dict[str, Any]:
         if rows.id is not None and _weight([row.column(rows.id)]) <= LONGEST_ID:
             return rows.known(row.select([rows.id]).to_pylist()[0])
     return rows.known({})
-
-
-def _too_long(size: int, longest: int) -> str:
-    return f"is longer than {longest} bytes: it has {size:,} characters"
 
 
 def _weight(columns: Iterable[Any]) -> int:
@@ -507,15 +498,6 @@ def _weight_of_indices(column: Any) -> int:
         (int(one["values"].as_py()), int(one["counts"].as_py())) for one in used.value_counts()
     )
     return sum(_weight([values.slice(index, 1)]) * count for index, count in counts)
-
-
-def _size(value: Any) -> int:
-    """Return the number of characters and bytes in the texts of a value."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list | tuple) else 1
 
 
 @contextmanager

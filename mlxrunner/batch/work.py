@@ -420,7 +420,6 @@ class Tally:
     done: int = 0
     """The number of lines that have ended in this run, as in all fields below."""
     failed: int = 0
-    """The number of those lines that failed."""
     failures: Counter[str] = field(default_factory=Counter)
     """The number of those lines by `Outcome.kind`."""
     cut: int = 0

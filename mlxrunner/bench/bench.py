@@ -53,13 +53,10 @@ if TYPE_CHECKING:
 
 
 CONTEXTS = (512, 2048)
-"""The default lengths of prompts, in tokens."""
 CACHED = (0, 50, 90, 99, 100)
 """The percentages of a prompt that the entry holds already."""
 QUICK_CONTEXT = 128
-"""The length of the prompt of a quick bench, in tokens."""
 SHORTEST = 16
-"""The length of the shortest prompt, in tokens."""
 
 
 class Bench:
@@ -379,11 +376,9 @@ class Bench:
 
 
 REPEATS = 5
-"""The number of runs of each measurement."""
 ENOUGH_S = 0.1
 """The seconds of a matrix product that is long enough to use the whole device."""
 LARGEST_SIDE = 8192
-"""The largest side of a matrix."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names that configurations use for the number of experts."""
 
@@ -393,7 +388,6 @@ class Ceilings:
     """The most that a device can do with numbers of one type."""
 
     dtype: str
-    """The name of the type."""
     bandwidth: float
     """The bytes per second that a copy or a matrix-vector product moves, whichever is faster."""
     arithmetic: float

@@ -137,7 +137,6 @@ class TimedRun:
     """One measured request."""
 
     tokens: list[int]
-    """The tokens of the answer."""
     ttft: float
     """The seconds to the first token."""
     decode: float
@@ -307,7 +306,6 @@ class Figure:
     share: float | None = None
     """The share of the ceiling that the median reaches; None if there is no ceiling."""
     ceiling: str | None = None
-    """The name of the ceiling."""
     evaluated: int | None = None
     """The prompt tokens that the model evaluated, where the entry held some of them; else None."""
     passes: int | None = None
@@ -342,7 +340,6 @@ class Comparison:
     compared: Sequence[float]
     """The gain of each round (how many times better ours is), or the excess (ours - other)."""
     is_excess: bool = False
-    """True if `compared` holds excesses."""
     target: float | None = None
     """The least gain or the largest excess that the median has to reach; None for no target."""
 
@@ -409,7 +406,6 @@ class Measurements:
     figures: list[Figure] = field(default_factory=list)
     """The figures of our own backend and of the machine."""
     comparisons: list[Comparison] = field(default_factory=list)
-    """The comparisons with mlx-lm."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measurements for programs."""

@@ -376,7 +376,6 @@ class _WorkerLines:
     lines: dict[int, StoredLine] = field(default_factory=dict)
     """The lines that it has not answered, by index."""
     costs: dict[int, int] = field(default_factory=dict)
-    """The costs of these lines."""
     answered: int = 0
     """The cost of the lines that it has answered."""
     last: int | None = None
@@ -483,7 +482,7 @@ class WorkQueue:
             self._free.appendleft(own.range)
         given_up = []
         for index, line in own.lines.items():
-            if index not in self._open or self._is_elsewhere(index):
+            if index not in self._open or any(index in one.lines for one in self._workers.values()):
                 continue
             self._ends[index] += is_to_blame
             if self._ends[index] < MOST_ENDS:
@@ -492,9 +491,6 @@ class WorkQueue:
             del self._open[index], self._ends[index]
             given_up.append(line)
         return given_up
-
-    def _is_elsewhere(self, index: int) -> bool:
-        return any(index in one.lines for one in self._workers.values())
 
     def _worker(self, worker: str) -> _WorkerLines:
         return self._workers.setdefault(worker, _WorkerLines(self._answered))

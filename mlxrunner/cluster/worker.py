@@ -68,7 +68,6 @@ class LineReply:
 
     outcome: Outcome
     events: list[str]
-    """The events since the last outcome, as lines."""
 
 
 class WorkerSession:
@@ -90,7 +89,6 @@ class WorkerSession:
         self._thread = threading.Thread(target=self._work, name="mlxrunner-worker", daemon=True)
         self._thread.start()
         self.lanes = self._opened.result()
-        """The number of lines at a time."""
 
     @property
     def sign(self) -> Any:

@@ -462,7 +462,8 @@ def _grown(prompt: PromptRecord, old: PromptRecord, usage: Usage) -> Cause | Non
     if usage.reason is None or usage.reason not in REASONS or usage.reason == "diverged":
         return None
     reason = REASONS[usage.reason]
-    return Cause(reason.name.replace("_", "-"), _sentence(reason.remedy or reason.sentence))
+    text = reason.remedy or reason.sentence
+    return Cause(reason.name.replace("_", "-"), f"{text[:1].upper()}{text[1:]}.")
 
 
 def _thought(message: Mapping[str, Any]) -> bool:
@@ -473,10 +474,6 @@ def _cause(name: str, message: int | None = None, picture: int | None = None) ->
     named = "the prompt" if message is None else f"message {message}"
     shown = f"picture {picture}"
     return Cause(name, REMEDIES[name].format(message=named, picture=shown), message)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 NEAR = 60

@@ -36,13 +36,11 @@ COUNTERS = {
     "mlxrunner_prefill_seconds": "Time spent on evaluating prompts.",
     "mlxrunner_decode_seconds": "Time spent on answers after their first token.",
 }
-"""The counters and their descriptions."""
 GAUGES = {
     "mlxrunner_entry_tokens": "Tokens of the entry after the last request.",
     "mlxrunner_used_bytes": "Bytes of the caches that hold them.",
     "mlxrunner_allocated_bytes": "Bytes allocated for caches and checkpoints.",
 }
-"""The gauges and their descriptions."""
 HISTOGRAMS = {
     "mlxrunner_ttft_seconds": (
         "Time to the first token, by outcome.",

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 
 
 Sink = Callable[[Event], None]
-"""A function that is called with each event."""
 
 
 ALONE: Mapping[str, Any] = {
@@ -213,7 +212,12 @@ class Profile:
         try:
             event.verify = self._verify(runner, observed) if self._is_chosen(observed) else None
         finally:  # even if the user interrupts the verification
-            self._write(runner, observed, event)
+            if self._tokens is not None:
+                if self._lines is None:
+                    self._lines = TokenLines(self._process(runner))
+                    self._tokens.begin_again()
+                self._tokens.write(as_line(self._lines.request(observed, event)))
+            self._keep(event)
 
     def take(self, line: str) -> None:
         """Record an event that another process wrote as this line."""
@@ -246,12 +250,6 @@ class Profile:
                 writer.close()
         if strict and self.failed:
             raise VerifyError(self.failed, self.verified)
-
-    def _write(self, runner: Any, observed: Observation, event: Event) -> None:
-        """Write the event to the files and the log, and call the sinks."""
-        if self._tokens is not None:
-            self._log_tokens(self._tokens, runner, observed, event)
-        self._keep(event)
 
     def _keep(self, event: Event) -> None:
         """Write the event to its file and the log, and call the sinks."""
@@ -326,15 +324,6 @@ class Profile:
             logger.warning("the entry was wrong and is freed: %s", why)
             runner.cache.free(why, "verify_failed")
         return found
-
-    def _log_tokens(
-        self, writer: LineWriter, runner: Any, observed: Observation, event: Event
-    ) -> None:
-        """Write the request to the token log."""
-        if self._lines is None:
-            self._lines = TokenLines(self._process(runner))
-            writer.begin_again()
-        writer.write(as_line(self._lines.request(observed, event)))
 
     def _process_line(self) -> str:
         """Return the token log's line about this process; empty before its first request."""
@@ -582,7 +571,6 @@ class Warm:
     """The result of a request on the entry."""
 
     tokens: TokenArray
-    """All tokens that were evaluated."""
     prompt: int
     """The number of these tokens that are the prompt."""
     logits: mx.array

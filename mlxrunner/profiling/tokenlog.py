@@ -50,9 +50,7 @@ class LoggedRequest:
     """One request of a token log. docs/profiling.md describes the fields of its lines."""
 
     process: Mapping[str, Any]
-    """The line of its process."""
     prompt: TokenArray
-    """All tokens of the prompt."""
     answer: TokenArray
     """The tokens of the answer that were run through the model."""
     facts: Mapping[str, Any]
@@ -64,7 +62,6 @@ class TokenLines:
     """The maker of the lines of one process."""
 
     process: Mapping[str, Any]
-    """The fields of the line about the process."""
     _before: TokenArray = field(default_factory=lambda: as_tokens([]))
     _since: int = 0
     _began: float = field(default_factory=time.perf_counter)

@@ -54,7 +54,6 @@ class Check:
     reused: int | None = None
     """Tokens of the prompt that came from the entry."""
     prompt: int | None = None
-    """Tokens of the prompt."""
     limit: float | None = None
     """Its own limit, if it does not compare logits."""
     apart: Difference | None = None
@@ -72,9 +71,7 @@ class Findings:
     model: str
     device: str
     context: int
-    """Tokens of the context."""
     about: str = ""
-    """The first line of the table."""
     epsilon: float = 0.0
     """The relative rounding step of the logits' type."""
     largest: float = 0.0
@@ -85,7 +82,6 @@ class Findings:
     None: not measured.
     """
     is_complete: bool = False
-    """True if all checks were run."""
     checks: list[Check] = field(default_factory=list)
     """The checks so far. The list grows while the verification runs."""
 

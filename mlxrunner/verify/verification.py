@@ -64,7 +64,6 @@ class Case:
 
     prompt: list[int]
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of `generate`."""
     before: list[int] | None = None
     """The prompt that a cold run evaluates first, in one request; None if there is none.
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.batches import one, read, user
 
-from mlxrunner.batch.inputs import InputLine
+from mlxrunner.batch.store import InputLine
 from mlxrunner.terminal.text import LONGEST_LINE
 
 
@@ -136,7 +136,7 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
     assert problem in bad.error
     assert len(bad.error) < LONGEST_LINE + 60
     assert "\n" not in bad.error
-    assert (bad.prompt, bad.options) == ("", {})
+    assert (bad.prompt, bad.options) == (None, {})
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_any_object_is_a_line_or_an_error(record: dict[str, Any]) -> None:
     lines = read(json.dumps(record))
     assert lines
     for line in lines:
-        assert (line.prompt == "") == (line.error is not None)
+        assert (line.prompt is None) == (line.error is not None)
         texts = [line.prompt, line.id, dict(line.options), line.error]
         json.dumps(texts, ensure_ascii=False).encode()
 

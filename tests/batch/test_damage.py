@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.batches import read
+from support.batches import entry, read
 
 from mlxrunner import cli
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.output import write_line
 from mlxrunner.batch.store import Store, StoredLine, checksum
-from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 from mlxrunner.testing import ByteTokenizer
 
@@ -63,17 +62,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("store") / "run"
     with Store.create(path) as made:
         for index in range(8):
-            tokens = as_tokens([] if index == 2 else [5, index])
-            made.add(
-                StoredLine(
-                    index,
-                    index + 1,
-                    tokens,
-                    f"a{index}",
-                    error="broken" if index == 2 else None,
-                    prompt="Hello!",
-                )
-            )
+            tokens, error = ([], "broken") if index == 2 else ([5, index], None)
+            made.add(entry(index, tokens, id=f"a{index}", error=error, prompt="Hello!"))
         made.finish({"model": "demo"})
         for index in range(5):
             made.record(index, body(index), failed=index == 2)
@@ -144,17 +134,9 @@ def test_each_column_of_a_row_is_checked(
     """A value that is valid elsewhere is refused too, also if the format was unknown before."""
     path = tmp_path / "run"
     with Store.create(path) as made:
-        made.add(
-            StoredLine(
-                0,
-                1,
-                as_tokens([5, 6]),
-                "a0",
-                "unknown" if broken else "plain",
-                error="broken" if broken else None,
-            )
-        )
-        made.add(StoredLine(1, 2, as_tokens([5, 7]), "a1", prompt="Hello!"))
+        form, error = ("unknown", "broken") if broken else ("plain", None)
+        made.add(entry(0, [5, 6], id="a0", format=form, error=error))
+        made.add(entry(1, [5, 7], id="a1", prompt="Hello!"))
         made.finish({"model": "demo"})
         if table == "results":
             made.record(0, body(0))
@@ -186,9 +168,9 @@ def test_a_damaged_store_is_an_error_or_gives_what_was_put_in(
         assert opened.is_complete or not opened.counts.lines
         for found in opened.answers():
             assert found.body == body(found.index)
-        for entry in opened.pending():
-            assert (entry.id, entry.number) == (f"a{entry.index}", entry.index + 1)
-            assert entry.error is not None or entry.tokens.tolist() == [5, entry.index]
+        for one in opened.pending():
+            assert (one.id, one.number) == (f"a{one.index}", one.index + 1)
+            assert one.error is not None or one.tokens.tolist() == [5, one.index]
         assert opened.meta is not None
         opened.first_failure()
         opened.record(7, body(7))
@@ -228,12 +210,8 @@ def test_a_mutated_input_is_lines_or_errors_of_lines(seed: int) -> None:
         content[at : at + chosen.randrange(9)] = part
     for line in read(bytes(content)):
         if line.error is not None:
-            entry = StoredLine(
-                line.index, line.number, as_tokens([]), line.id, line.format, error=line.error
-            )
-            answer = write_line(
-                Outcome(entry, error=line.error), ByteTokenizer(), model="demo", usage=False
-            )
+            outcome = Outcome(StoredLine(**vars(line)), error=line.error)
+            answer = write_line(outcome, ByteTokenizer(), model="demo", usage=False)
             assert json.loads(answer)
             assert len(line.error) < 700
 
@@ -288,11 +266,11 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
             (value, checksum(*row.values())),
         )
     with suppress(StoreError), Store.open(path) as opened:
-        for entry in opened.pending():
-            assert isinstance(entry.options, dict)
-            assert isinstance(entry.id, str | int | None)
-            assert isinstance(entry.error, str | None)
-            assert entry.tokens.dtype == "int32"
+        for one in opened.pending():
+            assert isinstance(one.options, dict)
+            assert isinstance(one.id, str | int | None)
+            assert isinstance(one.error, str | None)
+            assert one.tokens.dtype == "int32"
     with suppress(StoreError), Store.open(path) as opened:
         for brief in opened.left():
             assert isinstance(brief.options, dict)

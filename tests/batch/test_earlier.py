@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.batches import entry
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import ParallelRunner
 from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import shared_before
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.engine.observation import Observation
 from mlxrunner.models.facts import facts_of
@@ -151,7 +152,7 @@ def test_what_a_line_shares_with_those_before_it(seed: int) -> None:
     prompts = [as_tokens(prompt) for prompt in some_prompts(seed)]
     with Store.create() as store:
         for index, prompt in enumerate(prompts):
-            store.add(StoredLine(index, index + 1, prompt))
+            store.add(entry(index, prompt.tolist()))
         store.finish()
         found = shared_before(store.pending("prefix"), len(prompts))
     for index, prompt in enumerate(prompts):

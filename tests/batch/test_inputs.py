@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.batch.inputs import LONGEST, InputLine, Inputs, digest_of
+from mlxrunner.batch.inputs import LONGEST, Inputs, digest_of
 from mlxrunner.batch.options import BatchOptions
+from mlxrunner.batch.store import InputLine
 from mlxrunner.batch.tables import Columns, HashedStream, Template, decompressed
 from mlxrunner.errors import OptionError, PromptError
 

@@ -8,8 +8,8 @@ import pytest
 from support.batches import one, read, user
 
 from mlxrunner.batch.fields import FIELDS
-from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import FileOptions
+from mlxrunner.batch.store import InputLine
 from mlxrunner.config.names import MEANT, SAME
 from mlxrunner.config.option import names
 from mlxrunner.options import RunnerSettings

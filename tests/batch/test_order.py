@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batches import entry
 from support.prompts import shared_prefixes
 from support.sample import examples
 
-from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.order import (
     BLOCK,
     FREE,
@@ -30,7 +30,7 @@ from mlxrunner.batch.order import (
     tokens_of,
 )
 from mlxrunner.batch.prompts import PromptCost, cost, tokenize_lines
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.store import InputLine, Store
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
@@ -144,7 +144,7 @@ def test_lines_that_can_t_be_run_come_first() -> None:
     with Store.create() as store:
         for index, tokens in enumerate([[2], [], [1]]):
             error = None if tokens else "line 2: empty"
-            store.add(StoredLine(index, index + 1, as_tokens(tokens), error=error))
+            store.add(entry(index, tokens, error=error))
         store.finish()
         assert [line.index for line in store.pending()] == [1, 0, 2]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.batches import entry
 from support.models import write_model
 
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import check_same
 from mlxrunner.batch.output import AnswerFile, AnswerWriter, write_line
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
-from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import DifferentRunError, ModelError, OptionError, OutputError
 from mlxrunner.models.fingerprint import model_parts, option_parts
 from mlxrunner.results import Result, Usage
@@ -114,7 +114,7 @@ def test_the_store_has_everything_before_the_output_does(
         closing(AnswerFile.open(tmp_path / "out")) as output,
     ):
         for index in range(3):
-            store.add(StoredLine(index, index + 1, as_tokens([1])))
+            store.add(entry(index, [1]))
         store.finish()
         writer = AnswerWriter(store, output, "input")
         store.record(0, LINES[0])
@@ -146,7 +146,7 @@ def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
         out = tmp_path / order
         with Store.create() as store, closing(AnswerFile.open(out)) as output:
             for index in range(3):
-                store.add(StoredLine(index, index + 1, as_tokens([1])))
+                store.add(entry(index, [1]))
             store.finish()
             with AnswerWriter(store, output, order) as writer:  # type: ignore[arg-type]
                 writer.write(1, LINES[1], failed=False)
@@ -168,10 +168,10 @@ HOSTILE = 'a"\\\n\r\x1b[2J\u2028\u202eé\U0001f600\x00'
 def outcome(
     form: Any = "plain", error: str | None = None, *, refused: bool = True, logprobs: Any = None
 ) -> Outcome:
-    entry = StoredLine(4, 6, as_tokens([1]), "me" + HOSTILE, form)
+    line = StoredLine(4, 6, None, "me" + HOSTILE, form)
     if error is not None:
-        return Outcome(entry, error=error, is_refused=refused)
-    return Outcome(entry, Result("hi" + HOSTILE, [104, 105], "stop", USAGE, logprobs))
+        return Outcome(line, error=error, is_refused=refused)
+    return Outcome(line, Result("hi" + HOSTILE, [104, 105], "stop", USAGE, logprobs))
 
 
 def written(made: Outcome, *, usage: bool = True) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checks import has
 
 from mlxrunner.batch.execution import BatchRequest, lines_of
-from mlxrunner.batch.inputs import InputLine
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.prompts import tokenize_lines
-from mlxrunner.batch.store import Store, StoredLine
+from mlxrunner.batch.store import InputLine, Store, StoredLine
 from mlxrunner.errors import PromptError
 from mlxrunner.testing import BOS, EOS, ByteTokenizer
 
@@ -34,13 +34,14 @@ def test_a_line_becomes_its_tokens() -> None:
     ]
     text, chat, broken = spooled(lines)
     assert text.tokens.tolist() == [BOS, *b"hi"]
-    assert (text.index, text.number, text.id, text.format, text.options, text.error) == (
-        0,
-        3,
-        7,
-        "text_completion",
-        {"max_tokens": 5},
-        None,
+    has(
+        text,
+        index=0,
+        number=3,
+        id=7,
+        format="text_completion",
+        options={"max_tokens": 5},
+        error=None,
     )
     assert chat.tokens.tolist() == ByteTokenizer().encode(ByteTokenizer().render(messages))
     assert (broken.index, broken.number, broken.id, broken.tokens.tolist(), broken.error) == (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.batches import HELLO, TOOL, one
 
-from mlxrunner.batch.inputs import InputLine
+from mlxrunner.batch.store import InputLine
 
 
 def response(**body: Any) -> InputLine:

@@ -17,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import entry, filled, indices
+from support.checks import has
 
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import run_order, sort_key
-from mlxrunner.batch.store import VERSION, LineCounts, Store, StoredLine, checksum
+from mlxrunner.batch.store import VERSION, LineCounts, Store, checksum
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.errors import StoreError
 
@@ -29,19 +30,14 @@ from mlxrunner.errors import StoreError
 def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Path) -> None:
     """All of its fields, of all their types, also after the file was closed and opened again."""
     path = tmp_path / "store"
-    given = StoredLine(
+    given = entry(
         0,
-        17,
-        as_tokens([0, 1, 255, 256, 2**31 - 1]),
-        name,
-        "plain",
-        {"stop": ["\ud800"], "seed": 2**64 - 1},
-        None,
-        [{"role": "user", "content": "\ud800"}],
+        [0, 1, 255, 256, 2**31 - 1],
+        prompt=[{"role": "user", "content": "\ud800"}],
+        id=name,
+        options={"stop": ["\ud800"], "seed": 2**64 - 1},
     )
-    broken = StoredLine(
-        1, 18, as_tokens([]), name, "chat.completion", error="line 18: nothing in it"
-    )
+    broken = entry(1, [], id=name, format="chat.completion", error="line 2: nothing in it")
     with Store.create(path) as store:
         store.add(given)
         store.add(broken)
@@ -186,11 +182,7 @@ def test_the_lines_that_are_left_are_those_that_are_pending(order: Order) -> Non
         assert sorted(indices(store.left(order))) == [1, 2, 3, 5]
         for brief, line in zip(store.left(order), store.pending(order), strict=True):
             assert brief.tokens.tolist() == line.tokens.tolist()
-            assert (brief.index, brief.options, brief.error) == (
-                line.index,
-                line.options,
-                line.error,
-            )
+            has(brief, index=line.index, options=line.options, error=line.error)
 
 
 def test_a_checksum_is_that_of_stores_that_are_there() -> None:
@@ -342,7 +334,7 @@ from mlxrunner.cache.tokens import as_tokens
 with Store.open(Path(sys.argv[1])) as store:
     if not store.is_complete:
         for index in range(3000):
-            store.add(StoredLine(index, index + 1, as_tokens(range(index % 7, 200))))
+            store.add(StoredLine(index, index + 1, tokens=as_tokens(range(index % 7, 200))))
         store.finish()
     print("ready", flush=True)
     for count, entry in enumerate(store.pending(), 1):
@@ -471,7 +463,7 @@ before = megabytes()
 tokens = np.arange(3000, dtype=np.int32)
 with Store.create(Path({str(tmp_path / "store")!r})) as store:
     for index in range(20_000):
-        store.add(StoredLine(index, index + 1, (tokens + index % 97 + 1).astype(np.int32)))
+        store.add(StoredLine(index, index + 1, tokens=(tokens + index % 97 + 1).astype(np.int32)))
     store.finish()
     assert sum(1 for entry in store.pending("input")) == 20_000
     for entry in store.pending():

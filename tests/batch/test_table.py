@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import batches
+from support.checks import has
 
-from mlxrunner.batch.inputs import InputLine
+from mlxrunner.batch.store import InputLine
 from mlxrunner.batch.tables import Columns, Template, read_table
 from mlxrunner.errors import OptionError
 
@@ -93,10 +94,7 @@ def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> Non
 def test_a_prompt_is_no_longer_than_a_line_may_be() -> None:
     """A template that names a column too often makes an error of that row, which keeps its id."""
     (one, other) = read(f"id,a\nx,{'z' * 90}\ny,z\n", "{a}" * 5, longest=100)
-    assert (one.id, one.error) == (
-        "x",
-        "line 2: row 1 makes a prompt of 465 characters, and 100 are the most",
-    )
+    has(one, id="x", error="line 2: row 1 makes a prompt of 465 characters, and 100 are the most")
     assert (other.id, other.prompt) == ("y", "zzzzz")
 
 

@@ -1,4 +1,4 @@
-"""A batch over the workers of a Dask cluster, some of which are killed or stopped."""
+"""A batch over the workers of a Dask cluster: killed, stopped, interrupted, without a disk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from mlxrunner.cluster.dask_workers import (
     RestartLimit,
     opened_dask,
 )
-from mlxrunner.cluster.driver import Driver
+from mlxrunner.cluster.driver import MOST_ENDS, Driver
 from mlxrunner.cluster.options import ClusterOptions
 from mlxrunner.errors import CutOffError
 
@@ -154,34 +155,39 @@ def test_a_stopped_worker_costs_its_unfinished_lines(
     assert "no sign of life for 2 s" in result.stderr
 
 
-def test_a_killed_driver_goes_on_with_resume(cluster: Any) -> None:
-    """It is killed when it has stored answers, and before it can store all of them."""
+def driver_that(does: str, cluster: Any) -> list[str]:
+    """Return a command whose program does something in its third writing of answers."""
     code = (
-        "import time\nfrom mlxrunner.batch import output\nfrom mlxrunner.cli import main\n"
-        "output.SHORTEST_S = output.SHARE = 0\n"
+        "import os, resource, time\nfrom mlxrunner.batch import output\n"
+        "from mlxrunner.cli import main\noutput.SHORTEST_S = output.SHARE = 0\n"
         "flush, flushes = output.AnswerWriter.flush, []\n"
-        "def stops(self):\n"
-        "    flush(self)\n"
-        "    flushes.append(1)\n"
-        "    if len(flushes) == 3:\n"
-        "        open('waits', 'w').close()\n"
-        "        time.sleep(3600)\n"
-        "output.AnswerWriter.flush = stops\n"
-        "main()\n"
+        "def flushing(self):\n    flushes.append(1)\n"
+        f"    if len(flushes) == 3: {does}\n"
+        "    flush(self)\noutput.AnswerWriter.flush = flushing\nmain()\n"
     )
-    command = [sys.executable, "-c", code, "batch", "in.jsonl", "-o", "out.jsonl", "-q"]
-    options = ["--no-usage", "--no-reserve", "--dask", cluster.scheduler_address]
-    driver = subprocess.Popen([*command, *options])
-    try:
-        until(lambda: Path("waits").exists() or driver.poll() is not None)
-    finally:
-        driver.kill()
-        driver.wait()
+    options = "batch in.jsonl -o out.jsonl -q --no-usage --no-reserve --dask".split()
+    return [sys.executable, "-c", code, *options, cluster.scheduler_address]
+
+
+def assert_goes_on(cluster: Any) -> None:
+    """Check that a run whose driver has ended is neither done nor lost."""
     with Store.open(Path("out.jsonl.run")) as store:
         assert 0 < store.counts.done < MANY
     result = batch(cluster, "--resume")
     assert result.exit_code == 3, result.stderr
     assert Path("out.jsonl").read_bytes() == unbroken()
+
+
+def test_a_killed_driver_goes_on_with_resume(cluster: Any) -> None:
+    """It is killed when it has stored answers, and before it can store all of them."""
+    waits = "flush(self); open('waits', 'w').close(); time.sleep(3600)"
+    driver = subprocess.Popen(driver_that(waits, cluster))
+    try:
+        until(lambda: Path("waits").exists() or driver.poll() is not None)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert_goes_on(cluster)
 
 
 def test_a_worker_of_another_version_is_refused(
@@ -371,3 +377,140 @@ def test_a_client_that_connects_again_is_waited_for() -> None:
         return workers.signs
 
     assert asyncio.run(look()) == {"tcp://one": (7.0, "well")}
+
+
+BAD = 7
+KILLS = f"""
+import os, signal
+from mlxrunner.cluster.worker import WorkerSession
+answer = getattr(WorkerSession.answer, "undisturbed", WorkerSession.answer)
+def answers(self, line):
+    if line.index == {BAD}:
+        with open("killed", "a") as file:
+            file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(self, line)
+answers.undisturbed = answer  # Dask runs this file more than once
+WorkerSession.answer = answers
+"""
+
+
+@pytest.mark.exhaustive(0)
+def test_a_line_that_kills_three_processes_gets_an_error_and_no_fourth(folder: Path) -> None:
+    """Dask runs a file in each worker that it starts, which makes the line deadly."""
+    import dask
+    import distributed  # noqa: F401  # its settings have to be there before one is changed
+
+    Path("in.jsonl").write_text(lines(12, broken=(5,)))
+    deadly = folder / "deadly.py"
+    deadly.write_text(KILLS.replace('"killed"', repr(str(folder / "killed"))))
+    with dask.config.set({"distributed.worker.preload": [str(deadly)]}):
+        result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
+    assert result.exit_code == 3, result.stderr
+    assert Path("killed").read_text() == "x" * MOST_ENDS
+    found, expected = Path("out.jsonl").read_text().splitlines(), unbroken().decode().splitlines()
+    assert [one for one in found if one not in expected] == [found[BAD]]
+    assert f"{MOST_ENDS} workers ended while they ran this line" in json.loads(found[BAD])["error"]
+
+
+@pytest.mark.exhaustive(0)
+def test_ctrl_c_at_random_moments_loses_and_doubles_nothing(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment is a line that is sent, or an answer. Every third time Ctrl-C is pressed twice."""
+    chosen, left, presses = random.Random(5), list[int](), list[int]()
+    send, landed = Driver._send, Driver._finish
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] in presses:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def sends(driver: Driver, worker: Any, line: StoredLine) -> None:
+        count()
+        send(driver, worker, line)
+
+    def lands(driver: Driver, reply: Any) -> Any:
+        count()
+        yield from landed(driver, reply)
+
+    monkeypatch.setattr(Driver, "_send", sends)
+    monkeypatch.setattr(Driver, "_finish", lands)
+    broken = 0
+    for time in range(12):
+        left[:] = [chosen.randrange(4, 24)]
+        presses[:] = [0, -chosen.randrange(1, 4)] if time % 3 == 2 else [0]
+        result = batch(cluster, "--resume")
+        assert result.exit_code in (1, 3, 130), result.stderr
+        assert unbroken().startswith(Path("out.jsonl").read_bytes())
+        if result.exit_code == 3:
+            break
+        broken += 1
+    assert broken >= 3
+    presses.clear()
+    result = batch(cluster, "--resume")
+    assert result.exit_code == 3, result.stderr
+    assert Path("out.jsonl").read_bytes() == unbroken()
+
+
+@pytest.mark.exhaustive(0)
+def test_a_full_disk_ends_the_run_and_resume_goes_on(cluster: Any) -> None:
+    """From its third group of answers on, no file of the driver may grow any more."""
+    size = "os.path.getsize('out.jsonl')"
+    fills = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
+    driver = subprocess.run(driver_that(fills, cluster), capture_output=True, text=True)
+    assert driver.returncode == 1, driver.stderr
+    assert "Traceback" not in driver.stderr
+    assert "--resume" in driver.stderr
+    assert_goes_on(cluster)
+
+
+@pytest.mark.exhaustive(0)
+@pytest.mark.parametrize(
+    ("moment", "number", "to"),
+    [
+        ("starting", signal.SIGINT, os.kill),
+        ("starting", signal.SIGTERM, os.killpg),
+        ("answering", signal.SIGTERM, os.kill),
+        ("answering", signal.SIGINT, os.killpg),
+    ],
+    ids=lambda one: getattr(one, "name", getattr(one, "__name__", one)),
+)
+def test_a_signal_ends_driver_and_workers(
+    moment: str, number: signal.Signals, to: Callable[[int, int], None]
+) -> None:
+    """A terminal and most schedulers signal all processes of the group, the workers included."""
+    options = ["--no-usage", "--no-reserve", "--workers", "2"]
+    command = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", *options]
+    out = Path("out.jsonl")
+    with open("driver.log", "wb") as log:
+        driver = subprocess.Popen(command, stderr=log, start_new_session=True)
+    try:
+        is_starting = moment == "starting"
+        until(lambda: len(members(driver.pid)) > 2 if is_starting else size(out) > 0)
+        to(driver.pid, number)
+        code = driver.wait(PATIENCE_S)
+        until(lambda: not members(driver.pid), "for the end of all processes")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+    said = Path("driver.log").read_text()
+    assert code in (1, 3, 128 + number), said
+    assert "Traceback" not in said
+    assert "has ended" not in said
+    assert unbroken().startswith(out.read_bytes() if out.exists() else b"")
+    result = run("in.jsonl", "-o", out, "--no-usage", "--resume")
+    assert result.exit_code == 3, result.stderr
+    assert out.read_bytes() == unbroken()
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def members(group: int) -> list[int]:
+    """Return the processes of a group that have not ended."""
+    found = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat="], capture_output=True, text=True)
+    rows = [line.split() for line in found.stdout.splitlines()]
+    return [int(row[0]) for row in rows if row[1] == str(group) and row[2][0] != "Z"]

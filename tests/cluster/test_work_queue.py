@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-from support.batches import filled
+from support.batches import entry, filled
 
 from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.order import LineCosts
 from mlxrunner.batch.plan import costs_of
 from mlxrunner.batch.store import Store, StoredLine
-from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.cluster.driver import MOST_ENDS, WorkQueue
 
 
@@ -249,7 +248,7 @@ class SimulatedWorkers:
 
     def _line(self, index: int) -> StoredLine:
         self.read.append(index)
-        return StoredLine(index, f"line {index}", as_tokens([1]), None, "text", {}, None, None)
+        return entry(index, [1])
 
     def _send(self, now: float) -> None:
         """Give each worker lines as the driver does, one each in turn, and let it begin one."""

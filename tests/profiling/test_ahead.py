@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checks import has
 from support.events import Lines
 
 from mlxrunner.profiling.profile import Profile
@@ -118,12 +119,7 @@ def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path, lin
     )
     list(runner.generate([*messages, {"role": "user", "content": "I have a dog."}]))
     _, event = lines(events)
-    assert (event["outcome"], event["reason"], event["divergence"], event["lost_tokens"]) == (
-        "hit",
-        None,
-        None,
-        0,
-    )
+    has(event, outcome="hit", reason=None, divergence=None, lost_tokens=0)
     assert event["saved_tokens"] == event["entry_tokens"] == event["matched_tokens"]
     assert 0 < event["prefetched_tokens"] < event["prompt_tokens"] - event["saved_tokens"]
 
@@ -141,11 +137,7 @@ def test_what_is_evaluated_in_advance_hides_no_loss(
         talking.runner.evaluate([{"role": "user", "content": "Dear " + draft}])
     event = talking.ask([{"role": "user", "content": "Dear you"}], "fine")
     place = {"message": 0, "role": "user", "part": "text"}
-    assert (event["reason"], event["outcome"], event["run"]) == (
-        "diverged",
-        "partial",
-        "warm-partial",
-    )
+    has(event, reason="diverged", outcome="partial", run="warm-partial")
     assert event["divergence"].items() >= place.items()
     assert event["divergence"]["previous"].items() >= place.items()
     assert event["divergence"]["previous"]["text"].startswith("old friend")
@@ -173,11 +165,7 @@ def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() 
         list(runner.generate([*prompt, 98], max_tokens=2))
         event = seen[-1]
         kept = 30 if kind == "full" else 0
-        assert (event.reason, event.saved_tokens, event.lost_tokens) == (
-            reason,
-            kept,
-            40 - kept,
-        )
+        has(event, reason=reason, saved_tokens=kept, lost_tokens=40 - kept)
         assert event.trim_limited_by == (None if kind == "full" else kind)
 
 
@@ -189,11 +177,7 @@ def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() ->
     runner.evaluate([1, 2, 9, 9])
     runner.reset()
     list(runner.generate([1, 2, 3, 5], max_tokens=1))
-    assert (seen[-1].reason, seen[-1].lost_tokens, seen[-1].prefetched_tokens) == (
-        "entry_freed",
-        3,
-        0,
-    )
+    has(seen[-1], reason="entry_freed", lost_tokens=3, prefetched_tokens=0)
 
 
 def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:

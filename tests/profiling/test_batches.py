@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-from support.events import as_event, example_event
+import pytest
+from support.events import as_event, example_event, run
 
 from mlxrunner import BatchRequest, Profile, Runner, run_batch
-from mlxrunner.cli import main
 from mlxrunner.profiling.report.page import page
 from mlxrunner.profiling.report.summary import MOST_RUNS, Summary, name_of, words
 from mlxrunner.profiling.schema import Event
@@ -32,7 +31,7 @@ def summary_of(*events: dict[str, Any]) -> Summary:
 
 def test_a_line_that_is_tried_again_is_one_line() -> None:
     """Its last try says how it ended."""
-    (run,) = summary_of(
+    (made,) = summary_of(
         line_event(1),
         line_event(2, finish="error", error="TimeLimitError"),
         line_event(3, finish="error", error="MemoryError"),
@@ -40,10 +39,10 @@ def test_a_line_that_is_tried_again_is_one_line() -> None:
         line_event(2),
         line_event(3, finish="interrupted"),
     ).batches.runs
-    assert (run.lines, run.refused, run.answered, run.cut, run.left) == (10, 2, 3, 1, 4)
-    assert run.failed == {"interrupted": 1}
-    assert run.tries == 6
-    assert words(run) == (
+    assert (made.lines, made.refused, made.answered, made.cut, made.left) == (10, 2, 3, 1, 4)
+    assert made.failed == {"interrupted": 1}
+    assert made.tries == 6
+    assert words(made) == (
         "10 lines, 3 answered, 1 of them cut at their most tokens. 2 lines could not be run (see "
         "the output). 1 line ended early, by a time limit or Ctrl-C. 4 lines not in this run. "
         "2 further tries of lines that had failed."
@@ -65,13 +64,13 @@ def test_each_process_is_a_run_of_its_own() -> None:
 
 def test_events_that_do_not_name_their_line_are_counted_by_their_command() -> None:
     """Older programs wrote such events. The number of lines is not known."""
-    (run,) = summary_of(
+    (made,) = summary_of(
         example_event(command="batch", number=1),
         example_event(command="batch", number=2, finish="error", error="TimeLimitError"),
     ).batches.runs
-    assert (run.lines, run.left, run.answered, run.failed.total()) == (None, None, 1, 1)
-    assert name_of(run) == "a batch, one at a time"
-    assert words(run).startswith("2 lines, 1 answered. 1 line ended by a time limit")
+    assert (made.lines, made.left, made.answered, made.failed.total()) == (None, None, 1, 1)
+    assert name_of(made) == "a batch, one at a time"
+    assert words(made).startswith("2 lines, 1 answered. 1 line ended by a time limit")
 
 
 def test_the_runs_of_a_report_are_bounded() -> None:
@@ -94,23 +93,23 @@ def test_the_report_of_a_real_batch_knows_the_optimum_of_its_tree(tmp_path: Path
     lines = [{"prompt": text, "max_tokens": 2} for text in texts]
     given, events, rows = tmp_path / "in.jsonl", tmp_path / "events", tmp_path / "rows.csv"
     given.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"promt": ""}]))
-    program, common = CliRunner(), ["batch", str(given), "--parallel", "1"]
+    common = ["batch", given, "--parallel", 1]
     for order in ("prefix", "input"):
-        wanted = ["-o", str(tmp_path / order), "--order", order, "--events", str(events), "-q"]
-        assert program.invoke(main, [*common, *wanted]).exit_code == 3
-    plan = json.loads(program.invoke(main, [*common, "--plan", "--json"]).output)
-    told = program.invoke(main, ["report", str(events), "--json", "--csv", str(rows)])
-    by_prefix, by_input = json.loads(told.output)["batches"]
-    for run in (by_prefix, by_input):
-        assert (run["lines"], run["refused"], run["answered"], run["cut"]) == (9, 1, 8, 8)
-        best = run["prompt"] - run["reused"] - run["lost"]
+        wanted = ["-o", tmp_path / order, "--order", order, "--events", events, "-q"]
+        run(*common, *wanted, code=3)
+    plan = json.loads(run(*common, "--plan", "--json").stdout)
+    made = run("report", events, "--json", "--csv", rows).stdout
+    by_prefix, by_input = json.loads(made)["batches"]
+    for one in (by_prefix, by_input):
+        assert (one["lines"], one["refused"], one["answered"], one["cut"]) == (9, 1, 8, 8)
+        best = one["prompt"] - one["reused"] - one["lost"]
         assert best == plan["evaluated_at_best"]
     assert (by_prefix["order"], by_prefix["lost"]) == ("prefix", 0)
     assert by_input["order"] == "input"
     assert by_input["lost"] == plan["evaluated_in_input_order"] - plan["evaluated_at_best"] > 0
     with rows.open(newline="") as stream:
         assert [row["line_number"] for row in csv.DictReader(stream)][8:] == list("12345678")
-    shown = " ".join(program.invoke(main, ["report", str(events)]).output.split())
+    shown = " ".join(run("report", events).stdout.split())
     assert "input order, one at a time" in shown
     assert "9 lines, 8 answered, 8 of them cut at their most tokens" in shown
 
@@ -128,3 +127,53 @@ def test_a_batch_of_a_program_names_its_lines() -> None:
     assert sorted(event.line.number for event in seen if event.line) == [1, 3]
     assert all(event.line and event.line.refused == 1 for event in seen)
     assert all(event.line and event.line.order == "prefix" for event in seen)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    """Return lines about two documents in turn: in input order each prefix is evaluated again."""
+    file = tmp_path / "in.jsonl"
+    texts = [f"{'abcdefgh'[number % 2] * 60} question {number}" for number in range(8)]
+    file.write_text("".join(json.dumps({"prompt": text, "max_tokens": 2}) + "\n" for text in texts))
+    return file
+
+
+def told(events: Path, page: Path) -> tuple[dict[str, Any], str, str, str]:
+    """The report as JSON, in words and as a page, and all that `explain` says of each event."""
+    made = json.loads(run("report", events, "--json").stdout)
+    words = " ".join(run("report", events, "--html", page).stdout.split())
+    ids = [json.loads(line)["id"] for line in events.read_text().splitlines()]
+    explained = " ".join(" ".join(run("explain", events, one).stdout for one in ids).split())
+    return made, words, page.read_text().lower(), explained
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
+    parallel: int, batch: Path, events: Path, tmp_path: Path
+) -> None:
+    """Report, page and explain say the same, and tell nobody to change anything."""
+    run("batch", batch, "-o", tmp_path / "out", "--parallel", parallel, "--events", events)
+    made, words, page, explained = told(events, tmp_path / "page.html")
+    assert made["tokens"]["lost"] <= (0 if parallel == 1 else 16)
+    assert {reason for reason, loss in made["reasons"].items() if loss["tokens"]} <= {
+        "side_by_side"
+    }
+    for text in (words, page, explained):
+        assert "put what changes" not in text
+        assert "send earlier messages back" not in text
+    assert "What to change" not in explained
+    assert "nothing was lost by that" in explained
+
+
+def test_a_batch_in_input_order_is_told_to_sort(batch: Path, events: Path, tmp_path: Path) -> None:
+    """The loss is against the tree; its remedy is the order, not the text of the prompts."""
+    options = f"--parallel 1 --order input --events {events}".split()
+    run("batch", batch, "-o", tmp_path / "out", *options)
+    made, words, page, explained = told(events, tmp_path / "page.html")
+    plan = json.loads(run("batch", batch, "--plan", "--json").stdout)
+    assert made["tokens"]["lost"] == made["tokens"]["evaluated"] - plan["evaluated_at_best"] > 0
+    assert made["reasons"]["batch_order"]["tokens"] == made["tokens"]["lost"]
+    assert list(made["places"]) == ["(evaluated for other lines)"]
+    for text in (words, page, explained):
+        assert "run the lines in prefix order" in text
+        assert "send earlier messages back" not in text

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
+from support.checks import has
 from support.models import write_model
 
 from mlxrunner import cli
@@ -56,11 +57,7 @@ def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
     data = tmp_path / "data"
     chat(tmp_path / "1", "My name is Ana.\n", "--session", "a", data=data)
     (restored,) = chat(tmp_path / "2", "What is my name?\n", "--session", "a", data=data)
-    assert (restored["reason"], restored["evicted_by"], restored["run"]) == (
-        "restored",
-        "session a",
-        "cold-restored",
-    )
+    has(restored, reason="restored", evicted_by="session a", run="cold-restored")
     assert restored["cached_tokens"] == restored["matched_tokens"] > 0
     (cache, *_) = data.rglob("rows-*.safetensors")
     content = bytearray(cache.read_bytes())

@@ -50,26 +50,17 @@ def test_an_edited_message_is_named(talk: Callable[..., Any], family: Any) -> No
     )
 
 
-def test_another_system_prompt_is_named(talk: Callable[..., Any], family: Any) -> None:
-    """Wherever the template puts it."""
-    talking = talk(family.name)
-    talking.ask([SYSTEM, user("Hello")], "fine")
-    event = talking.ask([{"role": "system", "content": "Be long."}, user("Hello")], "fine")
-    assert sides(event) == ((0, "system", "text"), (0, "system", "text"))
-
-
 def test_an_answer_that_was_changed_is_named(talk: Callable[..., Any], family: Any) -> None:
     """The entry's side is the answer itself, which was no part of a prompt yet."""
     talking = talk(family.name)
     talking.ask([user("Hello")], "one two")
     event = talking.ask([user("Hello"), assistant("one three"), user("so")], "fine")
-    if family.name in (
-        "harmony",
-        "mistral",
-    ):  # the answer had begun without the channel, or the space, that the template writes
-        assert sides(event) == ((1, "assistant", "text"), (1, "assistant", "template_header"))
-    else:
-        assert sides(event) == ((1, "assistant", "text"), (1, "assistant", "text"))
+    # The answer had begun without the channel, or the space, that some templates write.
+    part = "template_header" if family.name in ("harmony", "mistral") else "text"
+    assert sides(event) == ((1, "assistant", "text"), (1, "assistant", part))
+    event = talking.ask([SYSTEM, user("Hello")], "fine")
+    event = talking.ask([{"role": "system", "content": "Be long."}, user("Hello")], "fine")
+    assert sides(event) == ((0, "system", "text"), (0, "system", "text"))
 
 
 def test_a_message_that_goes_on_parts_at_its_end(talk: Callable[..., Any]) -> None:
@@ -89,20 +80,49 @@ def test_a_message_that_goes_on_parts_at_its_end(talk: Callable[..., Any]) -> No
     )
 
 
-def test_another_role_parts_in_the_template_header(talk: Callable[..., Any]) -> None:
-    """The header is the template's own."""
-    talking = talk("chatml")
-    talking.ask([user("a"), assistant("b"), user("c")], "fine")
-    event = talking.ask([user("a"), user("b"), user("c")], "fine")
-    assert sides(event) == ((1, "assistant", "template_header"), (1, "user", "template_header"))
+ANALYSIS = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>fine"
+)
+PARTED: dict[str, tuple[str, list[Any], str, list[Any], tuple[Any, Any]]] = {
+    "another role": (
+        "chatml",
+        [user("a"), assistant("b"), user("c")],
+        "fine",
+        [user("a"), user("b"), user("c")],
+        ((1, "assistant", "template_header"), (1, "user", "template_header")),
+    ),
+    "a user instead of an answer": (
+        "chatml",
+        [user("a")],
+        "fine",
+        [user("a"), user("b")],
+        ((1, "assistant", "generation_prompt"), (1, "user", "template_header")),
+    ),
+    "within thinking that both begin": (
+        "chatml",
+        [user("Hello")],
+        "<think>one</think>fine",
+        [user("Hello"), assistant("<think>other</think>fine"), user("so")],
+        ((1, "assistant", "thinking"), (1, "assistant", "thinking")),
+    ),
+    "a channel that is not sent back": (
+        "harmony",
+        [user("Hello")],
+        ANALYSIS,
+        [user("Hello"), assistant("fine"), user("so")],
+        ((1, "assistant", "thinking"), (1, "assistant", "template_header")),
+    ),
+}
 
 
-def test_a_generation_prompt_is_named(talk: Callable[..., Any]) -> None:
-    """A user's message where an answer was asked for."""
-    talking = talk("chatml")
-    talking.ask([user("a")], "fine")
-    event = talking.ask([user("a"), user("b")], "fine")
-    assert sides(event) == ((1, "assistant", "generation_prompt"), (1, "user", "template_header"))
+@pytest.mark.parametrize(("name", "first", "answer", "then", "places"), PARTED.values(), ids=PARTED)
+def test_each_part_of_a_template_is_named(
+    name: str, first: Any, answer: str, then: Any, places: Any, talk: Callable[..., Any]
+) -> None:
+    """A change in parts that few prompts change."""
+    talking = talk(name)
+    talking.ask(first, answer)
+    assert sides(talking.ask(then, "fine")) == places
 
 
 def test_thinking_that_qwen_strips_is_named(talk: Callable[..., Any]) -> None:
@@ -119,25 +139,6 @@ def test_thinking_that_qwen_strips_is_named(talk: Callable[..., Any]) -> None:
         "(assistant)"
     )
     assert where in Event.of(event).explain()
-
-
-def test_thinking_of_another_kind_is_named_within(talk: Callable[..., Any]) -> None:
-    """A block that both sides begin."""
-    talking = talk("chatml")
-    talking.ask([user("Hello")], "<think>one</think>fine")
-    event = talking.ask([user("Hello"), assistant("<think>other</think>fine"), user("so")], "fine")
-    assert sides(event) == ((1, "assistant", "thinking"), (1, "assistant", "thinking"))
-
-
-def test_the_analysis_of_gpt_oss_is_named(talk: Callable[..., Any]) -> None:
-    """Its channel is not sent back; the mark that begins it is shared in part."""
-    talking = talk("harmony")
-    answer = (
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>fine"
-    )
-    talking.ask([user("Hello")], answer)
-    event = talking.ask([user("Hello"), assistant("fine"), user("so")], "fine")
-    assert sides(event) == ((1, "assistant", "thinking"), (1, "assistant", "template_header"))
 
 
 def test_another_tool_list_is_named(talk: Callable[..., Any]) -> None:

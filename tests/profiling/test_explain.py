@@ -92,13 +92,6 @@ def test_what_cannot_be_found_is_said(events: Path, arguments: list[str], messag
     assert message in result.stderr
 
 
-def test_no_file_and_no_event_are_said(tmp_path: Path) -> None:
-    """The words are those of `report`."""
-    assert "no such file" in run(tmp_path / "nope", "--last").stderr
-    (tmp_path / "empty").touch()
-    assert "nothing has been logged yet" in run(tmp_path / "empty", "--last").stderr
-
-
 def test_hashes_are_shown_as_such_with_the_way_to_text(tmp_path: Path) -> None:
     """Nobody takes them for the text."""
     file = tmp_path / "events.jsonl"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checks import has
 from support.events import Lines, said
 
 from mlxrunner.profiling.profile import Profile
@@ -28,20 +29,11 @@ def test_interrupted(events: Path, lines: Lines) -> None:
     list(runner.generate(prompt, max_tokens=2))
     list(runner.generate([*prompt[:30], 90, 91], max_tokens=2))
     stopped, event, later = lines(events)
-    assert (stopped["finish"], stopped["completion_tokens"], stopped["entry_tokens_after"]) == (
-        "interrupted",
-        0,
-        16,
-    )
+    has(stopped, finish="interrupted", completion_tokens=0, entry_tokens_after=16)
     assert (stopped["ttft_s"], stopped["decode_s"], stopped["prefill_s"]) == (None, None, None)
     assert [span["tokens"] for span in stopped["spans"] if span["name"] == "prefill"] == [8, 8]
     assert (stopped["evaluated_tokens"], stopped["lost_tokens"]) == (16, 0)
-    assert (
-        event["reason"],
-        event["cached_tokens"],
-        event["evaluated_tokens"],
-        event["lost_tokens"],
-    ) == ("interrupted", 16, 24, 0)
+    has(event, reason="interrupted", cached_tokens=16, evaluated_tokens=24, lost_tokens=0)
     assert later["reason"] == "diverged"
     assert (
         Event.of(event)

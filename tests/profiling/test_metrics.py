@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,15 +111,6 @@ def test_a_file_of_an_earlier_program_goes_on_counting(file: Path) -> None:
     assert "_ahead_" not in file.read_text()
 
 
-def test_the_file_is_replaced_as_a_whole(file: Path) -> None:
-    """A reader sees the old file or the new one, and nothing is left beside it."""
-    metrics = MetricsFile(file)
-    before = file.stat().st_ino
-    metrics(as_event(example_event()))
-    assert file.stat().st_ino != before
-    assert [one.name for one in file.parent.iterdir()] == [file.name]
-
-
 def test_labels_are_escaped(file: Path) -> None:
     """A model's name with quotes, line ends and backslashes comes back as it was."""
     name = 'a"b\\c\nd'
@@ -151,25 +141,6 @@ def test_what_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
     for target in (tmp_path / "no" / "file.prom", tmp_path):
         with pytest.raises(OptionError, match="can't be"):
             MetricsFile(target)
-
-
-def test_what_is_no_file_is_neither_read_nor_replaced(
-    tmp_path: Path, null: Path, full: int
-) -> None:
-    """A FIFO that nobody writes to, devices, a link, standard output: they stay what they are."""
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "link").symlink_to("elsewhere")
-    reasons = {
-        tmp_path / "fifo": "it is a FIFO",
-        null: "it is a device",
-        tmp_path / "link": "it is a link to elsewhere",
-        f"/dev/fd/{full}": "it is a stream",
-    }
-    before = {path: os.lstat(path) for path in reasons}
-    for path, why in reasons.items():
-        with pytest.raises(OptionError, match=f"{path}: can't be written: {why}"):
-            MetricsFile(path)
-    assert all(os.path.samestat(os.lstat(path), status) for path, status in before.items())
 
 
 def test_only_its_owner_and_who_could_before_can_read_it(file: Path) -> None:

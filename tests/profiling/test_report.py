@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from click.testing import CliRunner, Result
 from support.events import afternoon, example_event
 
 from mlxrunner import cli
-from mlxrunner.profiling.report.report import make_report
 
 
 def run(*arguments: str | Path, env: dict[str, str] | None = None) -> Result:
@@ -131,57 +129,6 @@ def test_what_is_no_events_file_is_one_clear_line(tmp_path: Path, make: Any, mes
     assert result.stderr.count("\n") == 1
 
 
-JUNK: list[Any] = [
-    None,
-    True,
-    -1,
-    2**31,
-    2**63,
-    1e308,
-    -0.5,
-    "",
-    "x" * 1000,
-    "\x1b[31m",
-    "\ud800",
-    [],
-    [[]],
-    {},
-    {"a": 1},
-]
-
-
-def mutated(value: Any, rng: random.Random) -> Any:
-    """Something in it is left out, or is something else."""
-    if rng.random() < 0.2 or not isinstance(value, dict | list) or not value:
-        return rng.choice(JUNK)
-    copy = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-    name = rng.choice(list(copy))
-    if rng.random() < 0.2:
-        del copy[name]
-    else:
-        copy[name] = mutated(copy[name], rng)
-    return copy if isinstance(value, dict) else list(copy.values())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_whatever_the_lines_say_nothing_crashes(tmp_path: Path, seed: int) -> None:
-    """Each damaged line is used or counted, and every result is written."""
-    rng = random.Random(seed)
-    events = [
-        mutated(event, rng) if rng.random() < 0.8 else event
-        for _ in range(10)
-        for event in afternoon(20, seed)
-    ]
-    file = write(tmp_path / "events.jsonl", *events)
-    results = [tmp_path / name for name in ("p.html", "r.csv", "t.json")]
-    made = make_report([file], html=str(results[0]), csv=str(results[1]), trace=str(results[2]))
-    assert made.summary.requests + made.skipped.total() == len(events)
-    assert all(result.stat().st_size for result in results)
-    json.loads(results[2].read_text())
-    for arguments in (["report", str(file)], ["explain", str(file), "--last"]):
-        assert CliRunner().invoke(cli.main, arguments).exit_code == 0
-
-
 def test_rotated_files_are_read_too_and_none_twice(tmp_path: Path) -> None:
     """FILE.1 is older than FILE; a shell's events.jsonl* names both."""
     first, second = list(afternoon(6))[:3], list(afternoon(6))[3:]
@@ -191,11 +138,6 @@ def test_rotated_files_are_read_too_and_none_twice(tmp_path: Path) -> None:
     assert found["requests"] == 6
     assert found["files"] == [f"{file}.1", str(file)]
     assert json.loads(run(file, f"{file}.1", "--json").stdout)["requests"] == 6
-
-
-def test_the_file_may_come_from_the_environment(events: Path) -> None:
-    """The same variable that says where events are written."""
-    assert json.loads(run("--json", env={"MLXRUNNER_EVENTS": str(events)}).stdout)["requests"] == 60
 
 
 def test_all_results_are_written_in_one_go_for_their_owner_only(

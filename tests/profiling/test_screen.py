@@ -6,7 +6,6 @@ import io
 import re
 
 import pytest
-from rich.console import Console
 from support.events import afternoon, as_event, example_event
 
 from mlxrunner.profiling.report.screen import console, show_report, sparkline
@@ -136,11 +135,3 @@ def test_every_place_has_a_remedy() -> None:
         )
     assert place_remedy("system: text") != place_remedy("user: text") == place_remedy("a: b: text")
     assert place_remedy(NOWHERE) == place_remedy("somewhere") == ""
-
-
-def test_the_console_takes_nothing_for_markup() -> None:
-    """Whoever prints through it need not think of it."""
-    to = console(io.StringIO())
-    assert isinstance(to, Console)
-    to.print("[red]x[/red] :smile:")
-    assert to.file.getvalue() == "[red]x[/red] :smile:\n"  # type: ignore[attr-defined]

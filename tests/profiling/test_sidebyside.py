@@ -262,21 +262,10 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "slot",
-        "began",
-        "ended",
-        "ending",
-        "limit",
-        "keep",
-        "said",
-        "sampled",
-        "stuck",
-        "failures",
-        "scheduling",
-        "cells",
-        "prefill_step",
-    ],
+    """
+        slot began ended ending limit keep said sampled stuck failures scheduling cells
+        prefill_step
+    """.split(),
 )
 def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
     """Every field in turn, of another type or far out of range."""

@@ -22,18 +22,9 @@ from mlxrunner.profiling.report.summary import Summary
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 
-ARCHITECTURES = [
-    "llama",
-    "qwen3",
-    "gemma3_text",
-    "lfm2",
-    "deepseek_v3",
-    "qwen3_next",
-    "jamba",
-    "mamba2",
-    "gpt_oss",
-    "llama4",
-]
+ARCHITECTURES = (
+    "llama qwen3 gemma3_text lfm2 deepseek_v3 qwen3_next jamba mamba2 gpt_oss llama4".split()
+)
 
 
 def watched(

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxrunner.errors import OptionError
 from mlxrunner.profiling.logs import KEPT, LineWriter, with_rotated
 
 
@@ -119,14 +118,6 @@ def test_a_file_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
     assert file.read_text() == "c\n"
 
 
-def test_a_file_that_can_not_be_written_is_said_at_once(tmp_path: Path) -> None:
-    """A folder, or a folder that is not there."""
-    with pytest.raises(OptionError, match=f"{tmp_path}: can't be written: Is a directory"):
-        LineWriter(tmp_path)
-    with pytest.raises(OptionError, match="No such file or directory"):
-        LineWriter(tmp_path / "nowhere" / "events")
-
-
 def test_a_full_disk_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,23 +158,6 @@ def test_a_line_behind_one_that_was_cut_off_is_whole(tmp_path: Path) -> None:
     writer.write("a")
     writer.write("b")
     assert file.read_text() == '{"cut": \nhead\na\nb\n'
-
-
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    """A link, a FIFO and a file open to others are named, refused and left as they were."""
-    (tmp_path / "link").symlink_to("target")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "open").touch()
-    (tmp_path / "open").chmod(0o666)
-    for name, why in (
-        ("link", "it is a link to target"),
-        ("pipe", "it is a FIFO"),
-        ("open", "others may write to it"),
-    ):
-        with pytest.raises(OptionError, match=f"{name}: can't be written: {why}"):
-            LineWriter(tmp_path / name)
-    assert not (tmp_path / "target").exists()
-    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o666
 
 
 def test_a_stream_gets_lines_and_is_never_rotated(tmp_path: Path) -> None:

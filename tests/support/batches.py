@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import BatchRequest, BatchResult, cli
-from mlxrunner.batch.inputs import LONGEST, InputLine, lines_of_records, read_records
+from mlxrunner.batch.inputs import LONGEST, lines_of_records, read_records
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.store import BriefLine, Store, StoredLine
+from mlxrunner.batch.store import BriefLine, InputLine, Store, StoredLine
 from mlxrunner.batch.tables import Columns, Template
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.models.facts import facts_of
@@ -52,7 +52,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def entry(index: int, tokens: Sequence[int], **fields: object) -> StoredLine:
-    return StoredLine(index, index + 1, as_tokens(tokens), **fields)  # type: ignore[arg-type]
+    return StoredLine(index, index + 1, tokens=as_tokens(tokens), **fields)  # type: ignore[arg-type]
 
 
 def filled(prompts: Iterable[Sequence[int]], path: Path | None = None) -> Store:

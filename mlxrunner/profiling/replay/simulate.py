@@ -49,7 +49,6 @@ class ReplayedRequest:
     """One request as it is replayed."""
 
     prompt: TokenArray
-    """The tokens of the prompt."""
     answer: TokenArray
     """The tokens of the answer that were run through the model."""
     evaluated: int
@@ -64,9 +63,7 @@ class ReplayedRequest:
     matched: int = 0
     """The number of tokens that the prompt found in the entry."""
     entry_before: int = 0
-    """The number of tokens that the entry held before."""
     freed: bool = False
-    """True if the entry had been freed."""
 
     @classmethod
     def of(cls, logged: LoggedRequest) -> ReplayedRequest:

@@ -29,9 +29,7 @@ from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.speculation.drafting import Drafting, Experience, SourceCounts
 
 ENTRIES = (2, 4, 8)
-"""The usual numbers of entries to try."""
 SLOTS = (1, 2, 4, 8, 16)
-"""The usual numbers of slots to try."""
 Order = Literal["input", "prefix"]
 Thinking = Literal["logged", "kept", "stripped"]
 
@@ -78,13 +76,10 @@ class VariantResult:
 
     what: Variant
     requests: int = 0
-    """The number of requests."""
     hits: int = 0
     """The number of requests that reused all they could."""
     prompt: int = 0
-    """The tokens of all prompts."""
     cached: int = 0
-    """The tokens of prompts that were reused."""
 
     def add(self, found: Lookup) -> None:
         """Add the lookup of a request."""
@@ -140,7 +135,6 @@ class Simulation:
     agreed: int = 0
     """The number of requests for which the replay found exactly what the runner had found."""
     side_by_side: int = 0
-    """The number of requests to runners of several at a time."""
     only_logged: int = 0
     """The number of those requests whose log lacks what the replay needs.
 
@@ -184,7 +178,7 @@ def variants(
     slacks = slacks or sorted({0, slack * 4 or 512} - {slack})
     made = [
         AS_IT_WAS,
-        *(Variant(_counted(count, "slot"), slots=count) for count in slots),
+        *(Variant(f"{n} slot{'' if n == 1 else 's'}", slots=n) for n in slots),
         *([ONE_AT_A_TIME] if is_side_by_side(process) else []),
         *(
             Variant(f"{count} entries", ReplaySettings(entries=count))
@@ -197,10 +191,6 @@ def variants(
         *(Variant(f"slack {n}", ReplaySettings(slack=n)) for n in slacks),
     ]
     return [what for what in made if what.acts_on(process)]
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def is_side_by_side(process: Mapping[str, Any]) -> bool:
@@ -344,7 +334,6 @@ def _places(tokens: TokenArray, wanted: Sequence[int]) -> np.ndarray[Any, np.dty
 
 
 REPORT_EVERY = 50
-"""The number of requests between two calls of `progress`."""
 
 
 def simulate(

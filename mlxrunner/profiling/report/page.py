@@ -251,7 +251,6 @@ FIGURES = frozenset(
     used allocated peak lines failed cut at_a_time reused best
     """.split()
 )
-"""The columns of figures, which are aligned at the right."""
 FOREIGN = frozenset(["place", "model", "client", "session"])
 """The columns of texts that a file brings, which may have very long words."""
 
@@ -353,7 +352,6 @@ WIDE = 30
 LEAST = 1e-9
 """The least value that is drawn; no measurement is smaller."""
 ROUND = (1.0, 2.0, 5.0)
-"""The round numbers of a decade."""
 MOST_TICKS = 7
 SHORTEST = 0.004
 """The least share of a cell that a part of a bar takes, so that it is seen."""
@@ -532,7 +530,6 @@ BARS = {
 }
 """The parts of a bar, from below, and their names."""
 WIDEST = 72
-"""The most pixels of a bar."""
 MAX_TIME_TICKS = 10
 BYTES_HEIGHT = 318
 """The height of the plot of bytes: that of the plot beside it and its table of outcomes."""
@@ -585,7 +582,9 @@ def first_tokens(summary: Summary) -> str:
         Scale.around(one.evaluated for one in samples), "evaluated tokens of the prompt", _count
     )
     for one in samples:
-        plot.mark(_colour(one), SHAPES[one.outcome], x(one.evaluated), y(one.ttft_s))
+        colour = "cached" if one.outcome == "hit" else "other"
+        colour = "avoidable" if one.is_avoidable else colour
+        plot.mark(colour, SHAPES[one.outcome], x(one.evaluated), y(one.ttft_s))
     known = sum(len(times.values) for times in summary.ttft.values())
     drawn = (
         f" {number(len(samples))} of {number(known)} requests are drawn, chosen by chance."
@@ -655,10 +654,6 @@ def _parts(one: Bin) -> dict[str, int]:
         "twice": one.lost - one.avoidable,
         "new": one.new,
     }
-
-
-def _colour(one: Sample) -> str:
-    return "avoidable" if one.is_avoidable else "cached" if one.outcome == "hit" else "other"
 
 
 def _hint(line: Timeline, index: int) -> str:

@@ -177,7 +177,6 @@ SKIPPED = {
 }
 """The kinds of skipped lines, in words."""
 REPORT_EVERY = 2000
-"""The number of events between two calls of `progress`."""
 ENCODING_ERRORS = "backslashreplace"
 """The way to write lone surrogates, which JSON can name and no file can hold."""
 
@@ -187,7 +186,6 @@ class Report:
     """The figures of some files of events."""
 
     files: Sequence[Path]
-    """The files that were read."""
     summary: Summary = field(default_factory=Summary)
     skipped: Counter[str] = field(default_factory=Counter)
     """The number of lines that could not be used, by kind."""

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
 """The colours of outcomes; red is only what could have been avoided."""
 BAR = 24
-"""The most columns of a bar."""
 FIGURES = (
     "requests",
     "tokens",
@@ -64,7 +63,6 @@ FIGURES = (
     "evaluated",
     "change",
 )
-"""The columns of figures, which are aligned at the right."""
 NARROW = 72
 """The least columns of a terminal that shows bars and the longer columns."""
 
@@ -455,7 +453,8 @@ def show_event(event: Event, to: Console) -> None:
     )
     if event.caller is not None:
         to.print(Text(visible(_asker(event.caller))))
-    to.print(Text(visible(_capital(event.explain()) + "."), "bold"))
+    explained = event.explain()
+    to.print(Text(visible(f"{explained[:1].upper()}{explained[1:]}."), "bold"))
     to.print(Text(_cost(event)))
     if event.restored_tokens or event.evicted:
         to.print(Text(_moved(event)))
@@ -622,7 +621,3 @@ def _whereabouts(side: Side) -> str:
         return "(past its end)" if not side.tokens else ""
     message = "" if side.message is None else f" of message {side.message} ({side.role})"
     return f"{part_of(side)}{message}"
-
-
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]

@@ -21,14 +21,11 @@ from mlxrunner.profiling.schema import BATCH, Event, remedy
 from mlxrunner.system.speed import Rate
 
 COUNTED = ("prompt", "matched", "cached", "prefetched", "saved", "evaluated", "lost", "completion")
-"""The counts of tokens that are added up."""
 OUTCOMES = ("hit", "partial", "miss")
 BINS = 240
-"""The most bins of a timeline."""
 SAMPLES = 1500
 """The most requests in the plot of first tokens."""
 COSTLIEST = 10
-"""The number of the costliest misses that are listed."""
 NOWHERE = "(not in the entry)"
 """The place of tokens that were lost although prompt and entry did not part.
 
@@ -72,9 +69,7 @@ class LossSum:
     """The sum over the requests that lost tokens to one reason, or at one place."""
 
     requests: int = 0
-    """The number of requests."""
     tokens: int = 0
-    """The lost tokens."""
     seconds: float = 0.0
     """The seconds to evaluate them, at each request's own prefill rate if that is known."""
 
@@ -96,13 +91,10 @@ class Bin:
     time: str = ""
     """The time at which the first of them began."""
     requests: int = 0
-    """The number of requests."""
     matched: int = 0
     """The tokens that prompts found in the entry."""
     cached: int = 0
-    """The prompt tokens that were reused."""
     lost: int = 0
-    """The prompt tokens that were lost."""
     avoidable: int = 0
     """The lost tokens against whose loss something can be done."""
     new: int = 0
@@ -110,9 +102,7 @@ class Bin:
     used_bytes: int = 0
     """The most bytes of caches that hold tokens."""
     cache_bytes: int = 0
-    """The most bytes allocated for caches."""
     peak_bytes: int = 0
-    """The largest peak of all memory, in bytes."""
 
     def merge(self, other: Bin) -> None:
         """Add the requests of another bin."""
@@ -157,9 +147,7 @@ class Sample:
     """A request in the plot of first tokens."""
 
     evaluated: int
-    """The prompt tokens that were evaluated."""
     ttft_s: float
-    """The seconds to the first token."""
     outcome: str
     is_avoidable: bool = False
     """True if it lost tokens, and something can be done against that."""
@@ -172,7 +160,6 @@ class Miss:
     seconds: float
     """The seconds to evaluate the lost tokens; 0 if unknown."""
     tokens: int
-    """The number of lost tokens."""
     id: str
     time: str
     model: str
@@ -390,7 +377,6 @@ def _count(counter: Counter[str], name: str) -> None:
 
 
 MOST_RUNS = 50
-"""The most runs that are counted apart; later ones are left out."""
 MOST_FAILED = 100_000
 """The most failed lines of a run that are remembered, to tell a line from another try of it."""
 
@@ -411,15 +397,12 @@ class BatchRun:
     refused: int
     """The lines that could not be run, and made no request."""
     answered: int = 0
-    """The lines that were answered."""
     cut: int = 0
     """The answers that ended at the most tokens that they may have."""
     tries: int = 0
     """The requests: more than the lines that ran, if some were tried again."""
     prompt: int = 0
-    """The tokens of the prompts of all requests."""
     reused: int = 0
-    """The prompt tokens that were reused."""
     lost: int = 0
     """The prompt tokens that were evaluated beyond the tree of all prefixes."""
     avoidable: int = 0
