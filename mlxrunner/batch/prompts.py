@@ -85,7 +85,7 @@ def tokenize_lines(
     is_shifted = False
     for line in lines:
         tokens, options, error, text = as_tokens([]), line.options, line.error, None
-        if line.prompt is not None:
+        if line.prompt is not None and error is None:
             try:
                 prompt, made_of = _tokenize(
                     line, line.prompt, tokenizer, defaults or {}, picture_folder, context

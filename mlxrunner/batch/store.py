@@ -52,7 +52,7 @@ class InputLine:
     number: Place
     """The number of the line in the file, from 1, or a text that says where it is."""
     prompt: Prompt | None = None
-    """The text, messages or tokens of the prompt; None if there is an error."""
+    """The text, messages or tokens of the prompt; None if it can't be told."""
     id: str | int | None = None
     """The id that the line gives; None if it gives none."""
     format: Format = "plain"

@@ -2,13 +2,14 @@
 
 `Event` is the only list of these fields. The check of each line that is read, the JSON schema, the
 columns of `report --csv` and the table in the docs come from it. The fields are written in the
-order of this class. Users read the descriptions here.
+order of this class. Users read the text below each field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -197,67 +198,56 @@ Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(?!\n)$")]
 """`(?!\\n)`: in Python, `$` also matches before a line end."""
 
 
-def about(text: str, unit: str | None = None) -> Meta:
-    """Describe a field. The JSON schema has its unit, if there is one, as `unit`."""
-    return Meta(description=text, extra_json_schema={"unit": unit} if unit else None)
-
-
 @dataclass
 class Side:
     """One side of a divergence: what stands there, from `index` on."""
 
-    message: Annotated[
-        Count | None,
-        about(
-            "Number of the message, from 0; the answer in `previous` counts as one. null: the "
-            "prompt has no messages, or this side has ended."
-        ),
-    ]
-    role: Annotated[str | None, about("Role of the message, such as user; null where message is.")]
-    part: Annotated[
-        PartName | None,
-        about("Part of the message; null: unknown, or this side has ended."),
-    ]
-    tokens: Annotated[
-        list[Hash],
-        Meta(max_length=16),
-        about(
-            "Up to 16 tokens from the index on, as keyed hashes. Within one process, equal "
-            "hashes are equal tokens; the key is never stored."
-        ),
-    ]
-    text: Annotated[str | None, about("The same tokens as text, only with --log-text.")]
-    picture: Annotated[
-        Ordinal | None,
-        about("Number of the picture in its message, from 1; null: no picture."),
-    ] = None
+    message: Count | None
+    """Number of the message, from 0; the answer in `previous` counts as one. null: the prompt has
+    no messages, or this side has ended."""
+    role: str | None
+    """Role of the message, such as user; null where message is."""
+    part: PartName | None
+    """Part of the message; null: unknown, or this side has ended."""
+    tokens: Annotated[list[Hash], Meta(max_length=16)]
+    """Up to 16 tokens from the index on, as keyed hashes. Within one process, equal hashes are
+    equal tokens; the key is never stored."""
+    text: str | None
+    """The same tokens as text, only with --log-text."""
+    picture: Ordinal | None = None
+    """Number of the picture in its message, from 1; null: no picture."""
 
 
 @dataclass
 class SharedTokens:
     """The last tokens before a divergence, which both sides have."""
 
-    tokens: Annotated[list[Hash], Meta(max_length=8), about("Up to 8 tokens, as keyed hashes.")]
-    text: Annotated[str | None, about("The same tokens as text, only with --log-text.")]
+    tokens: Annotated[list[Hash], Meta(max_length=8)]
+    """Up to 8 tokens, as keyed hashes."""
+    text: str | None
+    """The same tokens as text, only with --log-text."""
 
 
 @dataclass
 class Divergence:
     """The place where the prompt leaves the entry."""
 
-    index: Annotated[Count, about("Index of the first different token.")]
-    message: Annotated[
-        Count | None,
-        about("Its message in `current`, or in `previous` if the prompt ends there."),
-    ]
-    role: Annotated[str | None, about("Role of that message.")]
-    part: Annotated[PartName | None, about("Part of that message.")]
-    common: Annotated[SharedTokens, about("The last tokens before the index.")]
-    previous: Annotated[Side, about("The entry's side, from the index on.")]
-    current: Annotated[Side, about("The prompt's side, with the fields of `previous`.")]
-    picture: Annotated[
-        Ordinal | None, about("Number of the picture in that message, from 1; null: no picture.")
-    ] = None
+    index: Count
+    """Index of the first different token."""
+    message: Count | None
+    """Its message in `current`, or in `previous` if the prompt ends there."""
+    role: str | None
+    """Role of that message."""
+    part: PartName | None
+    """Part of that message."""
+    common: SharedTokens
+    """The last tokens before the index."""
+    previous: Side
+    """The entry's side, from the index on."""
+    current: Side
+    """The prompt's side, with the fields of `previous`."""
+    picture: Ordinal | None = None
+    """Number of the picture in that message, from 1; null: no picture."""
 
     def place(self) -> str:
         """Say where the prompt leaves the entry: "in the text of message 2 (user)".
@@ -273,62 +263,50 @@ class Divergence:
 class Span:
     """A stretch of a request's time."""
 
-    name: Annotated[
-        Literal["tokenize", "lookup", "rewind", "prefill", "decode"], about("Kind of work.")
-    ]
-    start_s: Annotated[Measure, about("Start, relative to the request.", "seconds")]
-    duration_s: Annotated[Measure, about("Duration.", "seconds")]
-    tokens: Annotated[
-        Count,
-        about(
-            "tokenize, lookup: of the prompt; rewind: dropped; prefill: of the chunk; decode: of "
-            "the answer, without its first.",
-            "tokens",
-        ),
-    ]
+    name: Literal["tokenize", "lookup", "rewind", "prefill", "decode"]
+    """Kind of work."""
+    start_s: Measure
+    """Start, relative to the request."""
+    duration_s: Measure
+    """Duration."""
+    tokens: Count
+    """tokenize, lookup: of the prompt; rewind: dropped; prefill: of the chunk; decode: of the
+    answer, without its first."""
 
 
 @dataclass(kw_only=True)
 class Verify:
     """A comparison of the request with the same request run cold (--verify-cache)."""
 
-    equal: Annotated[
-        bool | None,
-        about(
-            "true: the entry was right; false: it was wrong and freed; null: untested, because "
-            "the tolerance covers one wrong token."
-        ),
-    ]
-    tokens: Annotated[Count, about("Answer tokens compared.", "tokens")]
-    first_difference: Annotated[
-        Count | None,
-        about("Number of the first answer token that differs beyond the tolerance; null: none."),
-    ]
-    logits_difference: Annotated[Measure, about("Largest difference of the last logits.")]
-    tolerance: Annotated[Measure, about("Largest difference that counts as equal.")]
-    wrong_token: Annotated[
-        Measure | None,
-        about("Difference of the last logits after one wrong token, measured once per process."),
-    ] = None
-    seconds: Annotated[
-        Measure, about("Time of the comparison, not part of any other time.", "seconds")
-    ]
+    equal: bool | None
+    """true: the entry was right; false: it was wrong and freed; null: untested, because the
+    tolerance covers one wrong token."""
+    tokens: Count
+    """Answer tokens compared."""
+    first_difference: Count | None
+    """Number of the first answer token that differs beyond the tolerance; null: none."""
+    logits_difference: Measure
+    """Largest difference of the last logits."""
+    tolerance: Measure
+    """Largest difference that counts as equal."""
+    wrong_token: Measure | None = None
+    """Difference of the last logits after one wrong token, measured once per process."""
+    seconds: Measure
+    """Time of the comparison, not part of any other time."""
 
 
 @dataclass
 class BatchLine:
     """The line of a batch that made a request."""
 
-    number: Annotated[
-        Ordinal,
-        about(
-            "Number of the line among the non-empty lines of all inputs, from 1; retries have "
-            "the same."
-        ),
-    ]
-    lines: Annotated[Ordinal, about("Lines of the input.", "lines")]
-    refused: Annotated[Count, about("Lines refused without a request.", "lines")]
-    order: Annotated[Literal["prefix", "input"], about("Value of --order.")]
+    number: Ordinal
+    """Number of the line among the non-empty lines of all inputs, from 1; retries have the same."""
+    lines: Ordinal
+    """Lines of the input."""
+    refused: Count
+    """Lines refused without a request."""
+    order: Literal["prefix", "input"]
+    """Value of --order."""
 
 
 NoteKind = Literal["call-unread", "call-cut", "calls-left-out", "not-strict"]
@@ -339,62 +317,55 @@ NoteKind = Literal["call-unread", "call-cut", "calls-left-out", "not-strict"]
 class ClientRequest:
     """The request of a client of `mlxrunner serve`."""
 
-    request: Annotated[str, about("Request id, as in the header x-request-id.")]
-    client: Annotated[str, about("Name of the client program; empty: unknown.")]
-    session: Annotated[str | None, about("The client's id of the conversation; null: none.")]
-    rules: Annotated[tuple[str, ...], about("Rules of the server that changed the prompt.")] = ()
-    cause: Annotated[
-        str | None,
-        about("Cause of the miss on the client's side; null: unknown."),
-    ] = None
-    remedy: Annotated[str | None, about("Remedy for the cause; null: none.")] = None
-    message: Annotated[
-        Count | None, about("Number of the message with the cause, from 0; null: none.")
-    ] = None
-    note: Annotated[
-        NoteKind | None,
-        about(
-            "Remark on the answer. call-unread: a tool call could not be parsed and is in the "
-            "text; call-cut: the answer ended within a call, which is in the text; "
-            "calls-left-out: calls after the first were left out, as the client asked; "
-            "not-strict: this model's call format can't be constrained to strict schemas."
-        ),
-    ] = None
-    replaced: Annotated[
-        tuple[str, ...],
-        about(
-            "Types of content that the model can't be shown, replaced by short texts: picture, "
-            "document, web_search_call ..."
-        ),
-    ] = ()
+    request: str
+    """Request id, as in the header x-request-id."""
+    client: str
+    """Name of the client program; empty: unknown."""
+    session: str | None
+    """The client's id of the conversation; null: none."""
+    rules: tuple[str, ...] = ()
+    """Rules of the server that changed the prompt."""
+    cause: str | None = None
+    """Cause of the miss on the client's side; null: unknown."""
+    remedy: str | None = None
+    """Remedy for the cause; null: none."""
+    message: Count | None = None
+    """Number of the message with the cause, from 0; null: none."""
+    note: NoteKind | None = None
+    """Remark on the answer. call-unread: a tool call could not be parsed and is in the text;
+    call-cut: the answer ended within a call, which is in the text; calls-left-out: calls after the
+    first were left out, as the client asked; not-strict: this model's call format can't be
+    constrained to strict schemas."""
+    replaced: tuple[str, ...] = ()
+    """Types of content that the model can't be shown, replaced by short texts: picture, document,
+    web_search_call ..."""
 
 
 @dataclass
 class DraftCounts:
     """Tokens that one source guessed of the answer."""
 
-    source: Annotated[
-        Literal["lookup", "earlier", "form", "model"],
-        about(
-            "lookup: repeated text; earlier: the text that the entry held before; form: the only "
-            "text that a schema or choices allow; model: a draft model."
-        ),
-    ]
-    drafted: Annotated[Count, about("Drafted tokens.", "tokens")]
-    accepted: Annotated[Count, about("Drafted tokens that were accepted.", "tokens")]
+    source: Literal["lookup", "earlier", "form", "model"]
+    """lookup: repeated text; earlier: the text that the entry held before; form: the only text that
+    a schema or choices allow; model: a draft model."""
+    drafted: Count
+    """Drafted tokens."""
+    accepted: Count
+    """Drafted tokens that were accepted."""
 
 
 @dataclass
 class Eviction:
     """A conversation that was given up to make room for the request."""
 
-    tokens: Annotated[Count, about("Tokens of the conversation.", "tokens")]
-    slot: Annotated[Count, about("Number of its slot.")]
-    cause: Annotated[
-        Literal["slot", "memory"],
-        about("slot: the request needed a slot; memory: it needed bytes."),
-    ]
-    parked: Annotated[bool, about("true: it is in the disk cache; false: it was discarded.")]
+    tokens: Count
+    """Tokens of the conversation."""
+    slot: Count
+    """Number of its slot."""
+    cause: Literal["slot", "memory"]
+    """slot: the request needed a slot; memory: it needed bytes."""
+    parked: bool
+    """true: it is in the disk cache; false: it was discarded."""
 
 
 def _place(side: Side | Divergence) -> str:
@@ -419,6 +390,16 @@ def part_of(side: Side | Divergence) -> str:
 
 SCHEMA: Literal["mlxrunner/events"] = "mlxrunner/events"
 VERSION: Literal[1] = 1
+ENDS = {"_tokens": "tokens", "_s": "seconds", "_bytes": "bytes", "_rate": "tokens/s"}
+"""The units of quantities, by the ends of their names."""
+UNITS = {
+    **dict.fromkeys("tokens drafted accepted checkpoint entry_tokens_after".split(), "tokens"),
+    **dict.fromkeys(("lines", "refused"), "lines"),
+    "seconds": "seconds",
+    "messages": "messages",
+    "max_sequences": "requests",
+}
+"""The units of other quantities."""
 SLOWEST_RATE = 0.05
 """The least rate in tokens per second: rates are rounded to tenths, so a smaller one is 0."""
 
@@ -427,258 +408,132 @@ SLOWEST_RATE = 0.05
 class Event:
     """The tokens that one request reused, the reason why not more, and the cost."""
 
-    schema: Annotated[Literal["mlxrunner/events"], about("Kind of the line.")]
-    version: Annotated[Literal[1], about("Version of the fields.")]
-    id: Annotated[
-        str,
-        Meta(pattern=r"^[0-9a-f]{12,20}(?!\n)$"),
-        about("Identifies the request: its number, then its process."),
-    ]
-    time: Annotated[
-        str,
-        Meta(extra_json_schema={"format": "date-time"}),
-        about("Start of the request: UTC, RFC 3339 with microseconds."),
-    ]
-    process: Annotated[
-        str,
-        Meta(pattern=r"^[0-9a-f]{8}(?!\n)$"),
-        about("Identifies the profile that wrote the line, one per process and runner."),
-    ]
-    command: Annotated[str, about("generate, chat, batch, serve or python.")]
-    model: Annotated[str, about("Name of the model, as given.")]
-    max_sequences: Annotated[
-        Ordinal,
-        about(
-            "Requests that the runner can run at once. With more than one, times of requests "
-            "overlap.",
-            "requests",
-        ),
-    ]
-    fingerprint: Annotated[
-        str,
-        Meta(pattern=r"^[0-9a-f]{16}(?!\n)$"),
-        about(
-            "Digest of the architecture, the weights (shapes and a sample) and the options of "
-            "the caches; not of tokenizer and chat template. Times of equal fingerprints can be "
-            "compared."
-        ),
-    ]
-    number: Annotated[Ordinal, about("Number of the request in its process, from 1.")]
-    prompt_kind: Annotated[Literal["messages", "text", "tokens"], about("Type of the prompt.")]
-    messages: Annotated[
-        Ordinal | None,
-        about("Messages in the prompt; null without messages.", "messages"),
-    ]
-    finish: Annotated[
-        Literal["stop", "length", "interrupted", "error"],
-        about(
-            "End of the request. interrupted: by Ctrl-C, a cancelled request or a closed iterator."
-        ),
-    ]
-    error: Annotated[
-        str | None, about("Name of the exception if finish is error. Its text is never logged.")
-    ]
-    entry_tokens: Annotated[Count, about("Length of the entry before the request.", "tokens")]
-    entry_tokens_after: Annotated[Count, about("Length of the entry after the request.", "tokens")]
-    prompt_tokens: Annotated[Count, about("Length of the prompt.", "tokens")]
-    matched_tokens: Annotated[
-        Count,
-        about(
-            "Longest common prefix of prompt and entry.",
-            "tokens",
-        ),
-    ]
-    cached_tokens: Annotated[
-        Count,
-        about(
-            "Prompt tokens from the cache: saved_tokens + prefetched_tokens.",
-            "tokens",
-        ),
-    ]
-    prefetched_tokens: Annotated[
-        Count,
-        about(
-            "Cached tokens that were evaluated in advance since the last request, as a chat does "
-            "while its user types.",
-            "tokens",
-        ),
-    ]
-    evaluated_tokens: Annotated[
-        Count,
-        about(
-            "Prompt tokens that this request evaluated: prompt_tokens - cached_tokens, or fewer "
-            "if the prefill was interrupted.",
-            "tokens",
-        ),
-    ]
-    trimmed_tokens: Annotated[Count, about("Tokens dropped from the entry to rewind it.", "tokens")]
-    completion_tokens: Annotated[Count, about("Length of the answer.", "tokens")]
-    shifted_tokens: Annotated[Count, about("Tokens dropped from a full context.", "tokens")]
-    reevaluated_tokens: Annotated[
-        Count,
-        about(
-            "Tokens evaluated again after a shift, where a layer could not move them.",
-            "tokens",
-        ),
-    ]
-    lost_tokens: Annotated[
-        Count,
-        about(
-            "Prompt tokens that could have been reused without `reason`. In a batch: tokens that "
-            "other lines had evaluated; the sum is what was evaluated beyond the tree of all "
-            "prefixes. 0 for empty, prompt_shorter, interrupted and restored.",
-            "tokens",
-        ),
-    ]
-    outcome: Annotated[
-        Literal["hit", "partial", "miss"],
-        about(
-            "hit: everything that could be reused was; partial: less; miss: nothing. Tokens "
-            "evaluated in advance don't count."
-        ),
-    ]
-    reason: Annotated[
-        ReasonName | None,
-        about(
-            "Reason why not more was reused, or restored if the entry came from a file; null: "
-            "nothing was lost."
-        ),
-    ]
-    evicted_by: Annotated[
-        str | None,
-        about(
-            "Cause of a lost entry: the change ('demo -> other', 'kv_bits: None -> 8'), the "
-            "request that needed the room ('request 12', as in `submitted`), 'the budget', or "
-            "'disk_cache_bytes' (evicted from disk). For restored: the file."
-        ),
-    ]
-    trim_limited_by: Annotated[
-        str | None, about("Kind of the layer that could not be trimmed to the match.")
-    ]
-    checkpoint: Annotated[
-        Count | None, about("Offset of the checkpoint that was used; null: none.", "tokens")
-    ]
-    used_bytes: Annotated[Count, about("Bytes of the entry's tokens after the request.", "bytes")]
-    cache_bytes: Annotated[
-        Count, about("Bytes allocated for caches and checkpoints after the request.", "bytes")
-    ]
-    peak_bytes: Annotated[Count, about("Peak of all MLX memory during the request.", "bytes")]
-    saved_tokens: Annotated[
-        Count,
-        about(
-            "Reused tokens: cached_tokens - prefetched_tokens.",
-            "tokens",
-        ),
-    ]
-    saved_s: Annotated[
-        Measure | None,
-        about(
-            "Estimated time to evaluate the saved tokens, from the prefills of this process; "
-            "null while too little was measured, or with parallel requests.",
-            "seconds",
-        ),
-    ]
-    run: Annotated[
-        str,
-        Meta(pattern=r"^(cold|warm)-(miss|partial|hit|restored)(?!\n)$"),
-        about(
-            "cold: first request of its process, warm: a later one; then the outcome, or "
-            "restored for the first request on an entry from a file."
-        ),
-    ]
-    divergence: Annotated[
-        Divergence | None,
-        about(
-            "Place where the prompt leaves the entry; null: nothing was lost, or there was no "
-            "entry."
-        ),
-    ]
-    tokenize_s: Annotated[Measure, about("Time to render and tokenize the prompt.", "seconds")]
-    lookup_s: Annotated[
-        Measure,
-        about(
-            "Time to find the common prefix and rewind the layers.",
-            "seconds",
-        ),
-    ]
-    prefill_s: Annotated[
-        Measure | None,
-        about("Time from the first chunk to the first token; null: no token.", "seconds"),
-    ]
-    ttft_s: Annotated[
-        Measure | None,
-        about("Time to first token; null: no token.", "seconds"),
-    ]
-    decode_s: Annotated[
-        Measure | None,
-        about("Time from the first token to the last; null: no token.", "seconds"),
-    ]
-    total_s: Annotated[Measure, about("Time of the whole request.", "seconds")]
-    profile_s: Annotated[
-        Measure, about("Time to make this event, not part of any other time.", "seconds")
-    ]
-    prefill_rate: Annotated[
-        Measure | None,
-        about("Prompt processing speed over evaluated tokens; null: unknown.", "tokens/s"),
-    ]
-    decode_rate: Annotated[
-        Measure | None,
-        about(
-            "Generation speed without the first token; null with fewer than two tokens.",
-            "tokens/s",
-        ),
-    ]
-    request_bytes: Annotated[
-        Count,
-        about(
-            "Peak of this request alone: peak_bytes minus the memory in use at its start.", "bytes"
-        ),
-    ]
-    spans: Annotated[
-        list[Span],
-        about(
-            "Time spans of the request, in order: tokenize, lookup, rewind, one prefill per "
-            "chunk, decode."
-        ),
-    ]
-    verify: Annotated[
-        Verify | None,
-        about("Comparison with a cold run (--verify-cache); null: not chosen."),
-    ]
-    line: Annotated[
-        BatchLine | None,
-        about("Line of a batch; null for other requests."),
-    ] = None
-    submitted: Annotated[
-        Ordinal | None,
-        about(
-            "Number of the request in a parallel runner, from 1; null for a runner of one at a "
-            "time."
-        ),
-    ] = None
-    restored_tokens: Annotated[
-        Count,
-        about(
-            "Cached tokens that were read from the disk cache.",
-            "tokens",
-        ),
-    ] = 0
-    draft_passes: Annotated[
-        Count,
-        about("Forward passes that checked drafted tokens."),
-    ] = 0
-    drafts: Annotated[
-        tuple[DraftCounts, ...],
-        about("Drafted tokens (speculative decoding), by source."),
-    ] = ()
-    evicted: Annotated[
-        tuple[Eviction, ...],
-        about("Conversations evicted to make room for this request."),
-    ] = ()
-    caller: Annotated[
-        ClientRequest | None,
-        about("Client of `mlxrunner serve`; null for other commands."),
-    ] = None
+    schema: Literal["mlxrunner/events"]
+    """Kind of the line."""
+    version: Literal[1]
+    """Version of the fields."""
+    id: Annotated[str, Meta(pattern=r"^[0-9a-f]{12,20}(?!\n)$")]
+    """Identifies the request: its number, then its process."""
+    time: Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+    """Start of the request: UTC, RFC 3339 with microseconds."""
+    process: Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(?!\n)$")]
+    """Identifies the profile that wrote the line, one per process and runner."""
+    command: str
+    """generate, chat, batch, serve or python."""
+    model: str
+    """Name of the model, as given."""
+    max_sequences: Ordinal
+    """Requests that the runner can run at once. With more than one, times of requests overlap."""
+    fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}(?!\n)$")]
+    """Digest of the architecture, the weights (shapes and a sample) and the options of the caches;
+    not of tokenizer and chat template. Times of equal fingerprints can be compared."""
+    number: Ordinal
+    """Number of the request in its process, from 1."""
+    prompt_kind: Literal["messages", "text", "tokens"]
+    """Type of the prompt."""
+    messages: Ordinal | None
+    """Messages in the prompt; null without messages."""
+    finish: Literal["stop", "length", "interrupted", "error"]
+    """End of the request. interrupted: by Ctrl-C, a cancelled request or a closed iterator."""
+    error: str | None
+    """Name of the exception if finish is error. Its text is never logged."""
+    entry_tokens: Count
+    """Length of the entry before the request."""
+    entry_tokens_after: Count
+    """Length of the entry after the request."""
+    prompt_tokens: Count
+    """Length of the prompt."""
+    matched_tokens: Count
+    """Longest common prefix of prompt and entry."""
+    cached_tokens: Count
+    """Prompt tokens from the cache: saved_tokens + prefetched_tokens."""
+    prefetched_tokens: Count
+    """Cached tokens that were evaluated in advance since the last request, as a chat does while its
+    user types."""
+    evaluated_tokens: Count
+    """Prompt tokens that this request evaluated: prompt_tokens - cached_tokens, or fewer if the
+    prefill was interrupted."""
+    trimmed_tokens: Count
+    """Tokens dropped from the entry to rewind it."""
+    completion_tokens: Count
+    """Length of the answer."""
+    shifted_tokens: Count
+    """Tokens dropped from a full context."""
+    reevaluated_tokens: Count
+    """Tokens evaluated again after a shift, where a layer could not move them."""
+    lost_tokens: Count
+    """Prompt tokens that could have been reused without `reason`. In a batch: tokens that other
+    lines had evaluated; the sum is what was evaluated beyond the tree of all prefixes. 0 for empty,
+    prompt_shorter, interrupted and restored."""
+    outcome: Literal["hit", "partial", "miss"]
+    """hit: everything that could be reused was; partial: less; miss: nothing. Tokens evaluated in
+    advance don't count."""
+    reason: ReasonName | None
+    """Reason why not more was reused, or restored if the entry came from a file; null: nothing was
+    lost."""
+    evicted_by: str | None
+    """Cause of a lost entry: the change ('demo -> other', 'kv_bits: None -> 8'), the request that
+    needed the room ('request 12', as in `submitted`), 'the budget', or 'disk_cache_bytes' (evicted
+    from disk). For restored: the file."""
+    trim_limited_by: str | None
+    """Kind of the layer that could not be trimmed to the match."""
+    checkpoint: Count | None
+    """Offset of the checkpoint that was used; null: none."""
+    used_bytes: Count
+    """Bytes of the entry's tokens after the request."""
+    cache_bytes: Count
+    """Bytes allocated for caches and checkpoints after the request."""
+    peak_bytes: Count
+    """Peak of all MLX memory during the request."""
+    saved_tokens: Count
+    """Reused tokens: cached_tokens - prefetched_tokens."""
+    saved_s: Measure | None
+    """Estimated time to evaluate the saved tokens, from the prefills of this process; null while
+    too little was measured, or with parallel requests."""
+    run: Annotated[str, Meta(pattern=r"^(cold|warm)-(miss|partial|hit|restored)(?!\n)$")]
+    """cold: first request of its process, warm: a later one; then the outcome, or restored for the
+    first request on an entry from a file."""
+    divergence: Divergence | None
+    """Place where the prompt leaves the entry; null: nothing was lost, or there was no entry."""
+    tokenize_s: Measure
+    """Time to render and tokenize the prompt."""
+    lookup_s: Measure
+    """Time to find the common prefix and rewind the layers."""
+    prefill_s: Measure | None
+    """Time from the first chunk to the first token; null: no token."""
+    ttft_s: Measure | None
+    """Time to first token; null: no token."""
+    decode_s: Measure | None
+    """Time from the first token to the last; null: no token."""
+    total_s: Measure
+    """Time of the whole request."""
+    profile_s: Measure
+    """Time to make this event, not part of any other time."""
+    prefill_rate: Measure | None
+    """Prompt processing speed over evaluated tokens; null: unknown."""
+    decode_rate: Measure | None
+    """Generation speed without the first token; null with fewer than two tokens."""
+    request_bytes: Count
+    """Peak of this request alone: peak_bytes minus the memory in use at its start."""
+    spans: list[Span]
+    """Time spans of the request, in order: tokenize, lookup, rewind, one prefill per chunk,
+    decode."""
+    verify: Verify | None
+    """Comparison with a cold run (--verify-cache); null: not chosen."""
+    line: BatchLine | None = None
+    """Line of a batch; null for other requests."""
+    submitted: Ordinal | None = None
+    """Number of the request in a parallel runner, from 1; null for a runner of one at a time."""
+    restored_tokens: Count = 0
+    """Cached tokens that were read from the disk cache."""
+    draft_passes: Count = 0
+    """Forward passes that checked drafted tokens."""
+    drafts: tuple[DraftCounts, ...] = ()
+    """Drafted tokens (speculative decoding), by source."""
+    evicted: tuple[Eviction, ...] = ()
+    """Conversations evicted to make room for this request."""
+    caller: ClientRequest | None = None
+    """Client of `mlxrunner serve`; null for other commands."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Event:
@@ -730,8 +585,13 @@ def event_schema() -> dict[str, Any]:
     It allows no unknown fields, although readers of events do.
     """
     _, parts = msgspec.json.schema_components([Event], ref_template="#/$defs/{name}")
-    for part in parts.values():
+    for kind, part in parts.items():
         part["additionalProperties"] = False
+        for name, text in _descriptions(globals()[kind]).items():
+            field = part["properties"][name]
+            field["description"] = text
+            if field.get("type") != "array" and (unit := _unit(name)):
+                field["unit"] = unit
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": SCHEMA,
@@ -740,6 +600,24 @@ def event_schema() -> dict[str, Any]:
     }
     event = parts.pop("Event")
     return {**event, **head, "$defs": parts}
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """Return the text below each field of a class, by name."""
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    return {
+        ast.unparse(one.target): " ".join(text.value.value.split())
+        for one, text in pairwise(body)
+        if isinstance(one, ast.AnnAssign)
+    }
+
+
+def _unit(name: str) -> str | None:
+    """Return the unit of a quantity with this name; None for another field."""
+    return UNITS.get(name) or next((unit for end, unit in ENDS.items() if name.endswith(end)), None)
 
 
 def field_rows() -> list[tuple[str, str, str]]:
