@@ -24,6 +24,7 @@ from mlx_lm.utils import get_total_parameters
 from mlxrunner.bench.harness import (
     Backend,
     Begin,
+    Comparison,
     Figure,
     Measurements,
     PromptCacheBackend,
@@ -207,14 +208,9 @@ class Bench:
             "BLAS": device.blas().value,
             "rounds": self._rounds,
         }
-        ours = self._loads["ours"]
-        share = self._weights / ceilings.bandwidth / median(ours)
-        if "mlx-lm" in self._loads:
-            self.measurements.comparisons.append(
-                less_is_better("load", "s", ours, self._loads["mlx-lm"])
-            )
+        share = self._weights / ceilings.bandwidth / median(self._loads["ours"])
+        self._add("load", "s", self._loads, (share, "bandwidth"), less_is_better)
         self.measurements.figures += [
-            Figure("load", "s", ours, share, "bandwidth"),
             Figure(f"ceiling: bandwidth, {ceilings.dtype}", "GB/s", [ceilings.bandwidth / 1e9]),
             Figure(
                 f"ceiling: arithmetic, {ceilings.dtype}", "GFLOP/s", [ceilings.arithmetic / 1e9]
@@ -243,37 +239,28 @@ class Bench:
         decode = {name: [steps / run.decode for run in those] for name, those in runs.items()}
         peak = {name: [run.peak / 1e6 for run in those] for name, those in runs.items()}
         ttft, step = median(run.ttft for run in ours), median(run.decode for run in ours) / steps
-        self.measurements.figures += [
-            Figure(
-                f"cold prefill of {context}",
-                "tok/s",
-                prefill["ours"],
-                *self._share(ttft, context, 0),
-            ),
-            Figure(
-                f"decode after {context}",
-                "tok/s",
-                decode["ours"],
-                *self._share(step, 1, ours[-1].stored),
-            ),
-            Figure(
-                f"peak memory with {context}",
-                "MB",
-                peak["ours"],
-                max(peak["ours"]) * 1e6 / device.offered_bytes(),
-                "memory",
-            ),
-        ]
-        if self._versus:
-            self.measurements.comparisons += [
-                more_is_better(
-                    f"cold prefill of {context}", "tok/s", prefill["ours"], prefill["mlx-lm"]
-                ),
-                more_is_better(
-                    f"decode after {context}", "tok/s", decode["ours"], decode["mlx-lm"]
-                ),
-                less_is_better(f"peak memory with {context}", "MB", peak["ours"], peak["mlx-lm"]),
-            ]
+        share = self._share(ttft, context, 0)
+        self._add(f"cold prefill of {context}", "tok/s", prefill, share, more_is_better)
+        share = self._share(step, 1, ours[-1].stored)
+        self._add(f"decode after {context}", "tok/s", decode, share, more_is_better)
+        share = max(peak["ours"]) * 1e6 / device.offered_bytes(), "memory"
+        self._add(f"peak memory with {context}", "MB", peak, share, less_is_better)
+
+    def _add(
+        self,
+        name: str,
+        unit: str,
+        values: dict[str, list[float]],
+        share: tuple[float | None, str | None],
+        compare: Callable[..., Comparison],
+        evaluated: int | None = None,
+    ) -> None:
+        """Record a figure, and how it compares with the one of mlx-lm if that was measured."""
+        ours = values["ours"]
+        self.measurements.figures.append(Figure(name, unit, ours, *share, evaluated))
+        if "mlx-lm" in values:
+            compared = compare(name, unit, ours, values["mlx-lm"])
+            self.measurements.comparisons.append(compared)
 
     def _warm(self, context: int) -> None:
         """Measure the time to the first token of prompts whose beginning is in the entry.
@@ -314,13 +301,9 @@ class Bench:
             share = self._share(
                 median(ms["ours"]) / 1e3, evaluated[name], self._runner.entry.used_bytes
             )
-            self.measurements.figures.append(
-                Figure(name, "ms", ms["ours"], *share, evaluated[name])
-            )
-            if self._versus and name != names[0]:  # the cold prompt is compared as a rate
-                self.measurements.comparisons.append(
-                    less_is_better(name, "ms", ms["ours"], ms["mlx-lm"])
-                )
+            if name == names[0]:  # the cold prompt is compared as a rate
+                ms = {"ours": ms["ours"]}
+            self._add(name, "ms", ms, share, less_is_better, evaluated[name])
 
     def _guessed(self, context: int) -> None:
         """Measure decode where the earlier answer to the same prompt is guessed.

@@ -11,6 +11,11 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from rich.bar import Bar
+from rich.console import Console, JustifyMethod, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.logs import read_events
 from mlxrunner.profiling.report.report import REPORT_EVERY, must_have
@@ -38,39 +43,20 @@ from mlxrunner.profiling.schema import (
 from mlxrunner.terminal.text import moment, number, percent, rate, seconds, visible
 
 if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod, RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
     from mlxrunner.profiling.replay.trials import Guesses, Simulation
 
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
 """The colours of outcomes; red is only what could have been avoided."""
 BAR = 24
-FIGURES = (
-    "requests",
-    "tokens",
-    "time",
-    "p50",
-    "p90",
-    "p99",
-    "reused",
-    "at best",
-    "failed",
-    "cut",
-    "hits",
-    "evaluated",
-    "change",
-)
+FIGURES = set("requests tokens time p50 p90 p99 reused failed cut hits evaluated change".split())
+FIGURES.add("at best")
 NARROW = 72
 """The least columns of a terminal that shows bars and the longer columns."""
 
 
 def console(stream: IO[str]) -> Console:
     """Make a console that never takes text of a file for markup, an emoji or a link."""
-    from rich.console import Console
-
     return Console(file=stream, markup=False, highlight=False, emoji=False)
 
 
@@ -86,8 +72,6 @@ def show_report(summary: Summary, to: Console) -> None:
 
 def show_simulation(simulation: Simulation, to: Console) -> None:
     """Print a row for each setting, and how far the replay agrees with the log."""
-    from rich.bar import Bar
-
     is_wide = to.width >= NARROW and not _is_ascii(to)
     columns = ("replayed", "reused", "hits", "evaluated", "change", *(["bar"] if is_wide else []))
     table = _table("", columns)
@@ -240,7 +224,6 @@ def _counts(summary: Summary) -> str:
 
 
 def _over_time(summary: Summary, to: Console) -> None:
-    from rich.text import Text
 
     bins = summary.timeline.bins
     if len(bins) < 2:
@@ -293,7 +276,6 @@ def _first_tokens(summary: Summary, to: Console) -> None:
 def _losses(
     title: str, losses: Mapping[str, LossSum], mend: Callable[[str], str], to: Console
 ) -> None:
-    from rich.bar import Bar
 
     if not losses:
         return
@@ -331,7 +313,6 @@ def _costliest(misses: list[Miss], to: Console) -> None:
 
 
 def _grid(rows: list[tuple[str, str]]) -> RenderableType:
-    from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -342,7 +323,6 @@ def _grid(rows: list[tuple[str, str]]) -> RenderableType:
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
-    from rich.table import Table
 
     table = Table(
         title=title or None,
@@ -375,7 +355,6 @@ def _print(table: Table, to: Console) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    from rich.text import Text
 
     return Text(visible(text), style)
 
@@ -443,8 +422,6 @@ def find_event(
 
 def show_event(event: Event, to: Console) -> None:
     """Print what happened, the two sides, and what to change."""
-    from rich.text import Text
-
     head = f"{event.id}  {event.command}, {event.model}, {moment(event.time)} UTC: "
     to.print(
         Text(visible(head)).append(
@@ -530,9 +507,6 @@ def _moved(event: Event) -> str:
 
 def _sides(divergence: Divergence, to: Console) -> None:
     """Print the two sides of a divergence."""
-    from rich.table import Table
-    from rich.text import Text
-
     common, previous, current = divergence.common, divergence.previous, divergence.current
     is_text = common.text is not None or previous.text is not None or current.text is not None
     if is_text:
@@ -595,8 +569,6 @@ def _shortened(word: str) -> str:
 
 def _marked(before: Pieces, pieces: Pieces, colour: str, is_text: bool) -> Text:
     """Return one side in colour, with the common text before it."""
-    from rich.text import Text
-
     text = Text()
     for piece, _ in before:
         text.append(_shown(piece), "dim")
