@@ -37,7 +37,7 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.prompt import check_pictures
-from mlxrunner.cluster.options import ClusterOptions, Connection
+from mlxrunner.cluster.options import ClusterOptions, Connection, check_installed
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
 from mlxrunner.parallel.settings import EngineSettings
@@ -98,12 +98,13 @@ def worker(address: str, **options: Any) -> None:
     """
     import asyncio
 
-    from mlxrunner.cluster.dask_workers import check_installed, work
     from mlxrunner.terminal.signals import orderly_end
 
     connection = Connection(**options)
     where = connection.check_address(address)
     check_installed()
+    from mlxrunner.cluster.dask_workers import work
+
     with orderly_end():
         asyncio.run(work(where, connection, lambda text: click.echo(text, err=True)))
 
@@ -366,6 +367,7 @@ def _run(
         with recording(recorded, "batch") as profile:
             elsewhere = None
             if cluster.is_elsewhere:
+                check_installed()
                 from mlxrunner.cluster.dask_workers import opened_dask
                 from mlxrunner.cluster.driver import over_workers
 

@@ -21,6 +21,12 @@ from multiprocessing import active_children, resource_tracker
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import dask
+from distributed import Client, LocalCluster, Nanny
+from distributed.comm import connect as opened_connection
+from distributed.security import Security
+from distributed.utils import get_ip
+
 from mlxrunner.cluster.options import ClusterOptions, Connection
 from mlxrunner.cluster.worker import sign
 from mlxrunner.errors import CutOffError, OptionError
@@ -216,9 +222,8 @@ class RestartLimit:
 def opened_dask(options: ClusterOptions) -> Iterator[DaskWorkers]:
     """Start workers in processes of this machine, or connect to a cluster.
 
-    Raise OptionError if Dask is not installed or no scheduler answers.
+    Raise OptionError if no scheduler answers.
     """
-    check_installed()
     opened: Future[tuple[DaskWorkers, Callable[[], object]]] = Future()
     others = set(active_children())
     with _deaf_children():
@@ -258,8 +263,6 @@ async def _serve(
     options: ClusterOptions, opened: Future[tuple[DaskWorkers, Callable[[], object]]]
 ) -> None:
     """Hold the connection until the function that `opened` gives is called."""
-    from distributed import Client
-
     be_quiet()
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     try:
@@ -289,8 +292,6 @@ async def _serve(
 
 async def _local_cluster(stack: AsyncExitStack, workers: int) -> Any:
     """Return a new cluster on this machine, which is started again if a worker ends meanwhile."""
-    from distributed import LocalCluster
-
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-"))
     for left in reversed(range(MOST_STARTS)):
         local = LocalCluster(
@@ -323,8 +324,6 @@ def _security(options: Connection) -> Any:
     """Return Dask's description of the certificates; None without any."""
     if not options.has_tls:
         return None
-    from distributed.security import Security
-
     own = (options.tls_cert, options.tls_key)
     return Security(
         tls_ca_file=options.tls_ca,
@@ -341,24 +340,11 @@ def be_quiet() -> None:
 
     Let a supervisor start its worker again, however long that takes: Dask ends it after 15 s.
     """
-    import dask
-    import distributed  # noqa: F401  # it makes its loggers
-
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"})
     dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
     for name in list(logging.root.manager.loggerDict):  # some of them have a level of their own
         if name.partition(".")[0] in ("distributed", "bokeh", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def check_installed() -> None:
-    """Raise OptionError if Dask is not installed."""
-    try:
-        import distributed  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            "batches over several workers need Dask: pip install 'mlxrunner[dask]'"
-        ) from error
 
 
 def _nobody_at(address: str | None, error: Exception) -> OptionError:
@@ -374,9 +360,6 @@ async def work(address: str, options: Connection, say: Callable[[str], None]) ->
 
     Raise OptionError if no scheduler answers there.
     """
-    from distributed import Nanny
-    from distributed.utils import get_ip
-
     be_quiet()
     await _check_scheduler(address, options)
     host = address.split("://")[1].rpartition(":")[0].strip("[]")
@@ -397,8 +380,6 @@ async def work(address: str, options: Connection, say: Callable[[str], None]) ->
 
 async def _check_scheduler(address: str, options: Connection) -> None:
     """Raise OptionError if none answers: the process of a worker would only fail to start."""
-    from distributed.comm import connect as opened_connection
-
     security = _security(options)
     arguments = {} if security is None else security.get_connection_args("worker")
     try:

@@ -107,6 +107,16 @@ class ClusterOptions(Connection):
         return self.workers is not None or self.dask is not None
 
 
+def check_installed() -> None:
+    """Raise OptionError if Dask is not installed."""
+    try:
+        import distributed  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            "batches over several workers need Dask: pip install 'mlxrunner[dask]'"
+        ) from error
+
+
 def is_loopback(host: str) -> bool:
     """Return True if the host is this machine, reached by no other."""
     try:

@@ -109,21 +109,10 @@ class VariantResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings of the variant, the counts and the hit rate by name."""
-        what = self.what
-        chosen = {
-            **asdict(what.settings),
-            "order": what.order,
-            "thinking": what.thinking,
-            "slots": what.slots,
-        }
-        counts = {
-            "requests": self.requests,
-            "hits": self.hits,
-            "prompt": self.prompt,
-            "cached": self.cached,
-            "evaluated": self.evaluated,
-        }
-        return {"name": self.what.name, **chosen, **counts, "hit_rate": self.hit_rate}
+        what, names = self.what, "requests hits prompt cached evaluated hit_rate".split()
+        chosen = {name: getattr(what, name) for name in ("order", "thinking", "slots")}
+        counts = {name: getattr(self, name) for name in names}
+        return {"name": what.name, **asdict(what.settings), **chosen, **counts}
 
 
 @dataclass

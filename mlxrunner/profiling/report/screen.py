@@ -49,8 +49,10 @@ if TYPE_CHECKING:
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
 """The colours of outcomes; red is only what could have been avoided."""
 BAR = 24
-FIGURES = set("requests tokens time p50 p90 p99 reused failed cut hits evaluated change".split())
-FIGURES.add("at best")
+FIGURES = {
+    "at best",
+    *"requests tokens time p50 p90 p99 reused failed cut hits evaluated change".split(),
+}
 NARROW = 72
 """The least columns of a terminal that shows bars and the longer columns."""
 
