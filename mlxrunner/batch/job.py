@@ -52,7 +52,7 @@ from mlxrunner.models.resolve import resolve
 from mlxrunner.options import check_raw
 from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.system.reading import read_json
-from mlxrunner.system.writing import is_stream, sealed, written
+from mlxrunner.system.writing import is_stream, sealed, write_errors_as, written
 
 LARGEST = 2**22
 """The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
@@ -87,11 +87,8 @@ class Completion:
 
     def write(self, path: Path) -> None:
         """Write the whole record to the disk, with mode 0600. Raise OutputError if that fails."""
-        try:
-            with written(path) as stream:
-                stream.write(sealed(json.dumps(asdict(self), indent=1)))
-        except OSError as error:
-            raise OutputError(f"{path}: can't be written: {error.strerror}") from error
+        with write_errors_as(OutputError, path), written(path) as stream:
+            stream.write(sealed(json.dumps(asdict(self), indent=1)))
 
 
 INPUT = "input"

@@ -44,6 +44,7 @@ from mlxrunner.system.writing import (
     open_own,
     open_stream,
     whole_sync,
+    write_errors_as,
     written,
 )
 
@@ -235,10 +236,8 @@ class AnswerFile:
 
         If the file has content, call `mend` before `append`.
         """
-        try:
+        with write_errors_as(OutputError, path):
             return cls(os.fdopen(open_own(path), "r+b", buffering=0), str(path), is_file=True)
-        except OSError as error:
-            raise _unwritable(str(path), error) from error
 
     @classmethod
     def streaming(cls, path: Path | None) -> AnswerFile:
@@ -250,10 +249,8 @@ class AnswerFile:
             if sys.stdout is None or not _is_open(sys.stdout):
                 raise OutputError("standard output is closed")
             return cls(sys.stdout.buffer, "standard output", is_file=False)
-        try:
+        with write_errors_as(OutputError, path):
             return cls(os.fdopen(open_stream(path), "wb", buffering=0), str(path), is_file=False)
-        except OSError as error:
-            raise _unwritable(str(path), error) from error
 
     def mend(self, answers: Iterable[StoredAnswer]) -> None:
         """Compare the file with the store's answers, cut off a torn end, and go to the end.
@@ -273,10 +270,8 @@ class AnswerFile:
                 self._hash.update(line)
             else:
                 self._check_torn(reader.read(1), b"", "its last lines are")
-        try:
+        with write_errors_as(OutputError, self.name):
             self._stream.truncate(end)
-        except OSError as error:
-            raise _unwritable(self.name, error) from error
         self.size = end
 
     def _check_torn(self, found: bytes, line: bytes, where: str) -> None:
@@ -297,7 +292,7 @@ class AnswerFile:
         A line that was interrupted half-way is overwritten. Raise BrokenPipeError if nobody reads
         the stream any more.
         """
-        try:
+        with write_errors_as(OutputError, self.name):
             if self.is_file:
                 self._stream.seek(self.size)
             for answer in answers:
@@ -308,10 +303,6 @@ class AnswerFile:
             self._stream.flush()
             if self.is_file:
                 os.fsync(self._stream.fileno())
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise _unwritable(self.name, error) from error
 
     def _write(self, line: bytes) -> None:
         """Write the whole line: an unbuffered write may take only a part."""
@@ -323,18 +314,14 @@ class AnswerFile:
         """Put the file and its name onto the disk, so that a power cut loses neither."""
         if not self.is_file:
             return
-        try:
+        with write_errors_as(OutputError, self.name):
             whole_sync(self._stream.fileno())
-        except OSError as error:
-            raise _unwritable(self.name, error) from error
         _sync_folder(Path(self.name))
 
     def rename(self, path: Path) -> None:
         """Give the file the name `path`, in the place of the file that has it."""
-        try:
+        with write_errors_as(OutputError, path):
             os.replace(self.name, path)
-        except OSError as error:
-            raise _unwritable(str(path), error) from error
         self.name = str(path)
         _sync_folder(path)
 
@@ -364,11 +351,6 @@ def _is_open(stream: TextIO) -> bool:
         return is_writable(stream.fileno())
     except (OSError, ValueError):
         return not stream.closed
-
-
-def _unwritable(name: str, error: OSError) -> OutputError:
-    """Return the error for a file or stream that can't be written."""
-    return OutputError(f"{name}: can't be written: {error.strerror}")
 
 
 class AnswerWriter:
@@ -430,12 +412,8 @@ class AnswerWriter:
 
 def check_writable(file: Path, *, replaced: bool = False) -> None:
     """Raise OutputError if `file` exists and can't be written."""
-    try:
+    with write_errors_as(OutputError, file), suppress(FileNotFoundError):
         check_own(file, replaced=replaced)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise OutputError(f"{file}: can't be written: {error.strerror}") from error
 
 
 @contextmanager

@@ -24,7 +24,14 @@ from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
 from mlxrunner.results import logger
 from mlxrunner.system.reading import open_given, say_if_waiting
-from mlxrunner.system.writing import check_own, is_stream, open_own, open_stream, write_all
+from mlxrunner.system.writing import (
+    check_own,
+    is_stream,
+    open_own,
+    open_stream,
+    write_all,
+    write_errors_as,
+)
 
 LIMIT = 64 * 10**6
 """The bytes of a file before it is rotated."""
@@ -57,12 +64,8 @@ class LineWriter:
         self._is_stream = is_stream(file)
         self._looked = 0.0
         self._warned = self._told = False
-        try:
+        with write_errors_as(OptionError, self._file):
             self._descriptor = self._open()
-        except OSError as error:
-            raise OptionError(
-                f"{self._file}: can't be written: {error.strerror or error}"
-            ) from error
 
     def write(self, line: str) -> None:
         """Append `line` and a newline."""

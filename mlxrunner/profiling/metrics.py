@@ -8,13 +8,14 @@ counts of the last one to write stay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.results import logger
 from mlxrunner.system.reading import read_text
-from mlxrunner.system.writing import check_own, written
+from mlxrunner.system.writing import check_own, write_errors_as, written
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -165,17 +166,13 @@ class MetricsFile(MetricsCollector):
         """Take over the counts in the file. Raise OptionError if it is not ours."""
         from prometheus_client.parser import text_string_to_metric_families
 
+        families = []
         try:
-            check_own(self._path, replaced=True)
-            text = read_text(self._path, LARGEST)
-            text = text.replace("mlxrunner_ahead_", "mlxrunner_prefetched_")  # as of 0.2
-            families = list(text_string_to_metric_families(text))
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise OptionError(
-                f"{self._path}: can't be written: {error.strerror or error}"
-            ) from error
+            with write_errors_as(OptionError, self._path), suppress(FileNotFoundError):
+                check_own(self._path, replaced=True)
+                text = read_text(self._path, LARGEST)
+                text = text.replace("mlxrunner_ahead_", "mlxrunner_prefetched_")  # as of 0.2
+                families = list(text_string_to_metric_families(text))
         except ReadError as error:
             raise OptionError(str(error)) from error
         except (ValueError, KeyError, IndexError) as error:
@@ -198,13 +195,11 @@ class MetricsFile(MetricsCollector):
         from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
         text = generate_latest(self.registry, ALLOWUTF8).decode()
-        try:
-            with written(self._path, shared=True, sync=False) as stream:
-                stream.write(text)
-        except OSError as error:
-            raise OptionError(
-                f"{self._path}: can't be written: {error.strerror or error}"
-            ) from error
+        with (
+            write_errors_as(OptionError, self._path),
+            written(self._path, shared=True, sync=False) as stream,
+        ):
+            stream.write(text)
 
 
 def _labels(labels: Mapping[str, str]) -> Labels:

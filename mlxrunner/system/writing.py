@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from mlxrunner.errors import MlxrunnerError
 from mlxrunner.system.reading import kind_of
 
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -158,6 +159,21 @@ def open_temporary() -> IO[bytes]:
 def open_temporary_database() -> sqlite3.Connection:
     """Open a SQLite file without a name, which vanishes with the process."""
     return sqlite3.connect("", timeout=0, isolation_level=None)
+
+
+@contextmanager
+def write_errors_as(kind: type[MlxrunnerError], file: Name) -> Iterator[None]:
+    """Raise an error of this kind, in one line that names the file, for one of the system.
+
+    A pipe that nobody reads any more is left as it is.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = os.fspath(file)
+        raise kind(f"{name}: can't be written: {error.strerror or error}") from error
 
 
 @contextmanager
