@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.errors import OptionError, ReadError
+from mlxrunner.errors import MissingFileError, OptionError, ReadError
 from mlxrunner.results import logger
 from mlxrunner.system.reading import read_text
 from mlxrunner.system.writing import check_own, write_errors_as, written
@@ -166,13 +166,14 @@ class MetricsFile(MetricsCollector):
         """Take over the counts in the file. Raise OptionError if it is not ours."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        families = []
+        with write_errors_as(OptionError, self._path), suppress(FileNotFoundError):
+            check_own(self._path, replaced=True)
         try:
-            with write_errors_as(OptionError, self._path), suppress(FileNotFoundError):
-                check_own(self._path, replaced=True)
-                text = read_text(self._path, LARGEST)
-                text = text.replace("mlxrunner_ahead_", "mlxrunner_prefetched_")  # as of 0.2
-                families = list(text_string_to_metric_families(text))
+            text = read_text(self._path, LARGEST)
+            text = text.replace("mlxrunner_ahead_", "mlxrunner_prefetched_")  # as of 0.2
+            families = list(text_string_to_metric_families(text))
+        except MissingFileError:
+            return
         except ReadError as error:
             raise OptionError(str(error)) from error
         except (ValueError, KeyError, IndexError) as error:

@@ -71,13 +71,13 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
 
 def test_a_killed_shard_equals_an_unbroken_one(folder: Path) -> None:
     """The store of a shard has its lines only, and goes on like that of a whole batch."""
-    Path("in.jsonl").write_text(lines(160, broken=(7, 61)))
+    Path("in.jsonl").write_text(lines(120, broken=(7, 61)))
     options = ["--shard", "2/2", "--no-usage", "--context", "128", "--parallel", "1", "-q"]
     assert run("in.jsonl", "-o", "whole.jsonl", *options).exit_code in (0, 3)
     expected, output, done = Path("whole.jsonl").read_bytes(), Path("out.jsonl"), [0]
     output.touch()
     with Starter([*options, "--no-reserve", "--order", "input", "--resume"]) as starter:
-        for _ in range(3):
+        for _ in range(2):
             process = starter.start("in.jsonl", "out.jsonl", as_user=False)
             until(partial(has_grown, output, output.stat().st_size))
             process.kill()
@@ -275,7 +275,7 @@ def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
     folder: Path, number: signal.Signals
 ) -> None:
     """Exit code 1; the same command with --resume does the rest."""
-    Path("in.jsonl").write_text(lines(40))
+    Path("in.jsonl").write_text(lines(24))
     expected = unbroken("--order", "input")
     process = started("--order", "input")
     process.send_signal(number)
@@ -287,7 +287,7 @@ def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
         "--no-reserve --order input --resume\n" in said
     )
     with Store.open(Path("out.jsonl.run")) as store:
-        assert 0 < store.counts.done < 40
+        assert 0 < store.counts.done < 24
         assert len(Path("out.jsonl").read_bytes().splitlines()) == store.counts.done
     assert expected.startswith(Path("out.jsonl").read_bytes())
     assert resume("--order", "input").exit_code == 0

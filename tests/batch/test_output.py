@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 from support.batches import entry
-from support.models import write_model
 
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import check_same
 from mlxrunner.batch.output import AnswerFile, AnswerWriter, write_line
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine
-from mlxrunner.errors import DifferentRunError, ModelError, OptionError, OutputError
-from mlxrunner.models.fingerprint import model_parts, option_parts
+from mlxrunner.errors import DifferentRunError, OptionError, OutputError
+from mlxrunner.models.fingerprint import option_parts
 from mlxrunner.results import Result, Usage
 from mlxrunner.testing import EOS, ByteTokenizer
 from mlxrunner.tokenizer.base import Vocabulary
@@ -318,29 +317,6 @@ def test_openai_errors(refused: bool, status: int, kind: str) -> None:
         "code": None,
     }
     assert found["error"] == {"code": kind, "message": "line 6: no good"}
-
-
-def test_a_model_is_known_by_its_parts(tmp_path: Path) -> None:
-    """Other weights, configuration or tokenizer are another model, and the part is named."""
-    model = tmp_path / "model"
-    write_model(model)
-    was = model_parts("m", model)
-    assert set(was) == {"model", "set of weights", "config.json", "tokenizer", "chat template"}
-    assert model_parts("m", model) == was
-    for file, part in (("tokenizer.json", "tokenizer"), ("config.json", "config.json")):
-        before = (model / file).read_bytes()
-        changed = before + b" " if part == "tokenizer" else before.replace(b"{", b'{"new": 1, ', 1)
-        (model / file).write_bytes(changed)
-        with pytest.raises(DifferentRunError, match=f"another {part}: .* then, .* now"):
-            check_same(was, model_parts("m", model), "out")
-        (model / file).write_bytes(before)
-    (model / "model.safetensors").unlink()
-    write_model(model, hidden_size=32)
-    with pytest.raises(DifferentRunError, match=r"another set of weights: \w+ then, \w+ now"):
-        check_same(was, model_parts("m", model), "out")
-    (model / "model.safetensors").unlink()
-    with pytest.raises(ModelError):
-        model_parts("m", model)
 
 
 def test_a_difference_is_named_with_both_values() -> None:
