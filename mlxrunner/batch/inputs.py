@@ -153,7 +153,8 @@ class Inputs:
                 for number, record in read(stream, name, self._columns, LONGEST):
                     yield f"row {number}", record
             else:
-                yield from self._lines_of(part, decompressed(hashed, name))
+                with decompressed(hashed, name) as content:
+                    yield from self._lines_of(part, content)
                 _read_to_end(hashed)
         self._digests.append(hashed.digest)
 

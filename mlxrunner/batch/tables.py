@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
 from mlxrunner.system.reading import read_json
@@ -325,44 +325,31 @@ class HashedStream(io.RawIOBase):
         return len(part)
 
 
-class _Decompressed(io.RawIOBase):
-    """A decompressing stream whose errors are a PromptError that names the file."""
+@contextmanager
+def decompressed(stream: HashedStream, name: str) -> Iterator[BinaryIO]:
+    """Open a stream, decompressed if it is gzip or zstd. `name` is for errors.
 
-    def __init__(self, read: Callable[[int], bytes], name: str, kind: str) -> None:
-        self._read, self._name, self._kind = read, name, kind
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            part = self._read(len(buffer))
-        except (EOFError, OSError, zlib.error) as error:
-            is_cut = isinstance(error, EOFError) or "truncated" in str(error).lower()
-            why = "it is cut off" if is_cut else " ".join(str(error).split())
-            raise PromptError(
-                f"{self._name}: can't be read to its end as {self._kind}: {why}: copy or download "
-                "it again"
-            ) from error
-        buffer[: len(part)] = part
-        return len(part)
-
-
-def decompressed(stream: HashedStream, name: str) -> io.BufferedReader:
-    """Return the stream, decompressed if it is gzip or zstd. `name` is for errors.
-
-    Reading raises PromptError if the stream is cut off or damaged. Raise PromptError if it is zstd
-    and pyarrow is missing.
+    Raise PromptError if the stream is cut off or damaged where it is read within the block, or if
+    it is zstd and pyarrow is missing.
     """
+    source: BinaryIO = io.BufferedReader(stream)
     if stream.head.startswith(GZIP):
-        opened = gzip.GzipFile(fileobj=io.BufferedReader(stream), mode="rb")
-        return io.BufferedReader(_Decompressed(opened.read1, name, "gzip"))
-    if stream.head.startswith(ZSTD):
+        kind, source = "gzip", cast(BinaryIO, gzip.GzipFile(fileobj=source, mode="rb"))
+    elif stream.head.startswith(ZSTD):
         pyarrow = needed("zstd", name)
-        source = pyarrow.PythonFile(io.BufferedReader(stream), mode="r")
-        codec = pyarrow.CompressedInputStream(source, "zstd")
-        return io.BufferedReader(_Decompressed(codec.read, name, "zstd"))
-    return io.BufferedReader(stream)
+        codec = pyarrow.CompressedInputStream(pyarrow.PythonFile(source, mode="r"), "zstd")
+        kind, source = "zstd", io.BufferedReader(codec)
+    else:
+        yield source
+        return
+    try:
+        yield source
+    except (EOFError, OSError, zlib.error) as error:
+        is_cut = isinstance(error, EOFError) or "truncated" in str(error).lower()
+        why = "it is cut off" if is_cut else " ".join(str(error).split())
+        raise PromptError(
+            f"{name}: can't be read to its end as {kind}: {why}: copy or download it again"
+        ) from error
 
 
 def needed(kind: str, name: str) -> Any:

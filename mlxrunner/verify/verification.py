@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from mlxrunner.bench.harness import load_or_make
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.tokens import as_tokens, common_prefix
 from mlxrunner.errors import NotSupportedError, OptionError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit
@@ -293,19 +294,13 @@ def ask(runner: Runner, case: Case, count: int) -> AnswerLogits:
 
 def difference(one: AnswerLogits, other: AnswerLogits) -> Difference:
     """Return the difference of two answers, up to and including the first token that differs."""
-    equal = same_tokens(one.tokens, other.tokens)
+    equal = common_prefix(as_tokens(one.tokens), as_tokens(other.tokens))
     count = min(equal + 1, len(one.tokens), len(other.tokens))
     return Difference(
         equal,
         max(len(one.tokens), len(other.tokens)),
         largest(one.logits[:count], other.logits[:count]),
     )
-
-
-def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of equal tokens, from the first on."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def largest(one: Logits, other: Logits) -> float:
@@ -498,7 +493,7 @@ def _worst(answers: list[LogprobAnswer], others: list[LogprobAnswer]) -> Differe
 
 def _against(one: LogprobAnswer, other: LogprobAnswer) -> Difference:
     """Compare the log-probabilities that both have, up to the first token that differs."""
-    equal = same_tokens(one.tokens, other.tokens)
+    equal = common_prefix(as_tokens(one.tokens), as_tokens(other.tokens))
     pairs = list(zip(one.logprobs, other.logprobs, strict=False))[: equal + 1]
     apart = [
         abs(value - there[token])

@@ -75,6 +75,9 @@ def test_a_file_that_is_cut_off_anywhere_is_one_error(kind: str) -> None:
         Path("in.gz").write_bytes(whole[:size])
         with pytest.raises(PromptError, match=r"in.gz: can't be read to its end as .*: it is cut"):
             list(Inputs(["in.gz"], BatchOptions()))
+    Path("in.gz").write_bytes(whole + b"garbage")
+    with pytest.raises(PromptError, match=r"in.gz: can't be read to its end as"):
+        list(Inputs(["in.gz"], BatchOptions()))
 
 
 def test_a_small_file_that_decompresses_to_a_large_line_costs_no_memory() -> None:
@@ -109,9 +112,13 @@ def test_zstd_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPat
     """gzip needs nothing."""
     stream = HashedStream(io.BytesIO(_packed(LINES)))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(PromptError, match="needs pyarrow: pip install pyarrow"):
-        decompressed(stream, "in.zst")
-    assert decompressed(HashedStream(io.BytesIO(gzip.compress(LINES))), "in.gz").read() == LINES
+    with (
+        pytest.raises(PromptError, match="needs pyarrow: pip install pyarrow"),
+        decompressed(stream, "in.zst"),
+    ):
+        pass
+    with decompressed(HashedStream(io.BytesIO(gzip.compress(LINES))), "in.gz") as content:
+        assert content.read() == LINES
 
 
 @pytest.mark.parametrize(

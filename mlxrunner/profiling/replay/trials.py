@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.lookup import Lookup
@@ -313,13 +314,9 @@ class Rewriter:
 
 def _places(tokens: TokenArray, wanted: Sequence[int]) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return the places where `wanted` begins in `tokens`."""
-    count = len(tokens) - len(wanted) + 1
-    if count <= 0:
+    if len(tokens) < len(wanted):
         return np.empty(0, np.intp)
-    found = np.ones(count, np.bool_)
-    for index, token in enumerate(wanted):
-        found &= tokens[index : index + count] == token
-    return np.flatnonzero(found)
+    return np.flatnonzero((sliding_window_view(tokens, len(wanted)) == wanted).all(axis=1))
 
 
 REPORT_EVERY = 50
