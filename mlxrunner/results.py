@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxrunner.config.option import check_kind, listed
 from mlxrunner.errors import CancelledError, OptionError
-from mlxrunner.system.speed import Rate
 
 logger = logging.getLogger("mlxrunner")
 
@@ -31,6 +30,26 @@ RENAMED = {
 def with_new_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields that 0.2 may have written under the names of today."""
     return {RENAMED.get(name, name): value for name, value in fields.items()}
+
+
+@dataclass
+class Rate:
+    """A measured speed."""
+
+    tokens: float = 0
+    """The tokens that were measured."""
+    seconds: float = 0.0
+    """The seconds that they took."""
+
+    def add(self, tokens: float, seconds: float) -> None:
+        """Add a measurement, which weighs as much as its seconds."""
+        self.tokens += tokens
+        self.seconds += seconds
+
+    @property
+    def per_second(self) -> float | None:
+        """The tokens per second; None before the first measurement."""
+        return self.tokens / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.chat.attachments import picture_paths, read_text
 from mlxrunner.chat.command_table import PATH, Command, flagged, quoted, whole_number
-from mlxrunner.chat.conversation import UndoState
+from mlxrunner.chat.conversation import POLICIES, UndoState
 from mlxrunner.chat.markdown import code_blocks
-from mlxrunner.chat.rendering import POLICIES
 from mlxrunner.config.file import NAMED, Config, read_config_file
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import DEFAULT, HERE, about, layer, settled, values
@@ -31,8 +30,7 @@ from mlxrunner.profiling.schema import explain_reuse, remedy
 from mlxrunner.results import Usage
 from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.system.writing import written
-from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.templates.thinking import without_thinking
+from mlxrunner.templates.messages import PlainMessage, without_thinking
 from mlxrunner.terminal.keyboard import copy
 from mlxrunner.terminal.text import count_of, seconds, size
 

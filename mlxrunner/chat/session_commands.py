@@ -11,8 +11,7 @@ from typing import Any
 from mlxrunner.chat.attachments import NAME
 from mlxrunner.chat.command_table import Command
 from mlxrunner.chat.commands import SETTABLE
-from mlxrunner.chat.conversation import Conversation, UndoState
-from mlxrunner.chat.rendering import POLICIES
+from mlxrunner.chat.conversation import POLICIES, Conversation, UndoState
 from mlxrunner.chat.repl import Chat
 from mlxrunner.errors import MlxrunnerError, OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from typing import Protocol
 
-from mlxrunner.templates.thinking import ThinkingSplitter
+from mlxrunner.templates.messages import ThinkingSplitter
 from mlxrunner.terminal.text import FilteredStream, visible
 
 LOGGER = logging.getLogger("mlxrunner")

@@ -11,7 +11,7 @@ from mlxrunner.engine.sampling import Decoded
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk, FinishReason
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.stream import StopScanner
+from mlxrunner.tokenizer.base import StopScanner
 
 SEED_TOKENS = 16
 """Most tokens in the last forward pass of a prefill.

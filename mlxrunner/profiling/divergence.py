@@ -23,9 +23,15 @@ from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
 from mlxrunner.profiling.schema import REASONS, Divergence, SharedTokens, Side
 from mlxrunner.results import Usage
-from mlxrunner.templates.messages import PICTURE, SYSTEM_ROLES, system_count
-from mlxrunner.templates.segments import Place, Rendered, common, common_end, is_thinking
-from mlxrunner.templates.thinking import THINKING_TAGS
+from mlxrunner.templates.messages import (
+    PICTURE,
+    SYSTEM_ROLES,
+    THINKING_TAGS,
+    common,
+    common_end,
+    system_count,
+)
+from mlxrunner.templates.segments import Place, Rendered, is_thinking
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 

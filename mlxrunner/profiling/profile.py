@@ -56,10 +56,10 @@ from mlxrunner.profiling.schema import (
     Verify,
 )
 from mlxrunner.profiling.tokenlog import TokenLines
-from mlxrunner.results import logger
+from mlxrunner.results import Rate, logger
 from mlxrunner.runner import CHECKPOINT_BUDGET, Runner
-from mlxrunner.system.speed import PrefillCurve, Rate
-from mlxrunner.templates.thinking import thinking_tokens
+from mlxrunner.system.speed import PrefillCurve
+from mlxrunner.templates.messages import thinking_tokens
 from mlxrunner.tokenizer.prompt import Seeing
 
 if TYPE_CHECKING:

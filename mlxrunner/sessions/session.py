@@ -15,8 +15,7 @@ import msgspec
 from mlxrunner.errors import PictureError, PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
 from mlxrunner.system.reading import said_once, unsealed
-from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.templates.thinking import content_for_template
+from mlxrunner.templates.messages import PlainMessage, common, content_for_template
 
 if TYPE_CHECKING:
     from mlxrunner.pictures.table import Picture
@@ -197,14 +196,6 @@ class History:
         return [
             replace(turn, begins=within(turn.begins), ends=within(turn.ends)) for turn in self.turns
         ]
-
-
-def common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return the length of the longest common prefix."""
-    short = min(len(a), len(b))
-    if a[:short] == b[:short]:
-        return short
-    return next(index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
 SCHEMA = 1

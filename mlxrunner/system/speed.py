@@ -1,36 +1,11 @@
-"""Turn tokens and seconds into rates and forecasts. No tensors.
+"""Forecast the time of a prefill on this machine from earlier ones. No tensors.
 
-`Rate` is what was measured: tokens, and the seconds that they took. `PrefillCurve` forecasts the
-time of a prefill on this machine from earlier ones: a chunk that takes the cache from `a` to `b`
-tokens costs `fixed + linear * (b - a) + square * (b**2 - a**2)` seconds, for the pass itself, for
-each token, and for attention, which grows with what is cached. The scheduler's own costs of a step
-are in its pace.
+A chunk that takes the cache from `a` to `b` tokens costs `fixed + linear * (b - a) + square *
+(b**2 - a**2)` seconds, for the pass itself, for each token, and for attention, which grows with the
+cached tokens. The scheduler's own costs of a step are in its pace.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-
-
-@dataclass
-class Rate:
-    """A measured speed."""
-
-    tokens: float = 0
-    """The tokens that were measured."""
-    seconds: float = 0.0
-    """The seconds that they took."""
-
-    def add(self, tokens: float, seconds: float) -> None:
-        """Add a measurement, which weighs as much as its seconds."""
-        self.tokens += tokens
-        self.seconds += seconds
-
-    @property
-    def per_second(self) -> float | None:
-        """The tokens per second; None before the first measurement."""
-        return self.tokens / self.seconds if self.seconds else None
-
 
 Terms = tuple[float, float, float]
 """The fixed, the linear and the square part of a cost."""

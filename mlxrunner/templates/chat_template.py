@@ -18,18 +18,19 @@ from mlxrunner.errors import MlxrunnerError, OptionError, PromptError, TemplateL
 from mlxrunner.results import logger
 from mlxrunner.templates.messages import (
     ROLES,
+    THINKING_TAGS,
     MessageFormat,
     Messages,
     PlainMessage,
     calls_of,
     can_fold,
     check_messages,
+    common,
     has_calls,
+    opens_thinking,
 )
 from mlxrunner.templates.probe import MARK, PARTS_SHOWN, FormatProbe
 from mlxrunner.templates.rendering import Render
-from mlxrunner.templates.segments import common
-from mlxrunner.templates.thinking import THINKING_TAGS, opens_thinking
 
 SHORT = 16
 """Characters of a text that is not sure to be a message's own, wherever it is found."""

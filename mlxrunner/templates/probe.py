@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from mlxrunner.errors import OptionError, PromptError, TemplateLimitError
-from mlxrunner.templates.messages import ROLES, MessageFormat, Messages
+from mlxrunner.templates.messages import ROLES, MessageFormat, Messages, common
 
 MARK = "qzj{}x"
 """Stands for a text: letters and a number, which no filter changes."""
@@ -368,7 +368,7 @@ def _look(
     inner = set[int]()
     for text, tail in zip(texts, tails, strict=True):
         body = _tokens(encode, text[: text.rindex(turn.mark)].rpartition(anchor)[2])
-        begins = _shared(header, body)
+        begins = common(header, body)
         if any(map(is_mark, header)) and not any(map(is_mark, header[:begins])):
             return None, set()  # the turn begins in another way than with a generation prompt
         before = tail[: tail.index(end)] if end is not None and end in tail else []
@@ -395,11 +395,11 @@ def _end(
     own = last_mark(tails[0])
     if len(tails) == 1:
         return own
-    both = last_mark(tails[0][: _shared(*tails)])
+    both = last_mark(tails[0][: common(*tails)])
     if both is not None:
         return both
     # The last message ends in its own way, as in gpt-oss, or not at all.
-    return own if own is not None else last_mark(open_[: _shared(open_, tails[1])])
+    return own if own is not None else last_mark(open_[: common(open_, tails[1])])
 
 
 def _rendered(
@@ -424,8 +424,3 @@ def _tokens(encode: Encode, text: str) -> list[int]:
 def _behind(text: str, mark: str) -> str:
     """Return the text behind the last `mark`; nothing if there is none."""
     return text.rpartition(mark)[2] if mark in text else ""
-
-
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -19,8 +19,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from mlxrunner.errors import PromptError
-from mlxrunner.templates.messages import PlainMessage
-from mlxrunner.templates.thinking import THINKING_TAGS
+from mlxrunner.templates.messages import THINKING_TAGS, PlainMessage, common, common_end
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 _MARK = re.compile(f"{_OPEN}(\\d+)\\.(\\d+){_CLOSE}")
@@ -330,34 +329,10 @@ def _middle(text: str, without: str) -> tuple[tuple[int, int], bool]:
     The second value is True if that part is the only difference.
     """
     begin = common(text, without)
-    after = common(text[begin:][::-1], without[begin:][::-1])
+    after = common_end(text[begin:], without[begin:])
     end, is_all = len(text) - after, begin + after == len(without)
     while (
         is_all and 0 < begin < end and text[begin - 1] == text[end - 1]
     ):  # the same difference may begin earlier
         begin, end = begin - 1, end - 1
     return (begin, end), is_all
-
-
-def common(a: str, b: str) -> int:
-    """Return the length of the common prefix."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a.startswith(b[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def common_end(a: str, b: str) -> int:
-    """Return the length of the longest common end of two texts."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a.endswith(b[len(b) - middle :]):
-            low = middle
-        else:
-            high = middle - 1
-    return low

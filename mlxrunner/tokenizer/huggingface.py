@@ -25,6 +25,7 @@ from mlxrunner.templates.rendering import (
 )
 from mlxrunner.tokenizer.base import (
     FROM_CONFIG,
+    DecodeStream,
     Ends,
     TemplateTokenizer,
     Vocabulary,
@@ -33,7 +34,6 @@ from mlxrunner.tokenizer.base import (
     with_bos,
 )
 from mlxrunner.tokenizer.limits import check_ids, letters_per_token
-from mlxrunner.tokenizer.stream import DecodeStream
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 PROBE = '{"a": [1, "b c"]}'

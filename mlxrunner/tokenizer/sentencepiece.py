@@ -18,13 +18,13 @@ from mlxrunner.templates.rendering import (
 )
 from mlxrunner.tokenizer.base import (
     FROM_CONFIG,
+    ByteStream,
     Ends,
     TemplateTokenizer,
     Vocabulary,
     checked_text,
     with_bos,
 )
-from mlxrunner.tokenizer.stream import ByteStream
 
 SPACE = "▁"
 NORMALIZER, NAME, CHARSMAP = 3, 1, 2

@@ -7,10 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxrunner.chat.conversation import Conversation
-from mlxrunner.chat.rendering import TemplateDrift
+from mlxrunner.chat.conversation import Conversation, TemplateDrift
 from mlxrunner.runner import Runner
-from mlxrunner.templates.thinking import ThinkingSplitter, has_thinking, without_thinking
+from mlxrunner.templates.messages import ThinkingSplitter, has_thinking, without_thinking
 from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
 
 

@@ -18,7 +18,7 @@ from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.divergence import Divergences
 from mlxrunner.profiling.schema import Divergence
-from mlxrunner.templates.segments import common
+from mlxrunner.templates.messages import common
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 

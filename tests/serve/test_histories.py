@@ -20,8 +20,8 @@ from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.serve.events import AnswerEvent, ServerRequest, TextDelta
 from mlxrunner.serve.prompts.builder import BuiltPrompt, PromptBuilder
+from mlxrunner.templates.messages import common
 from mlxrunner.templates.parts import NO_PICTURE
-from mlxrunner.templates.segments import common
 
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5Erk"

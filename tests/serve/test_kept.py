@@ -26,7 +26,7 @@ from mlxrunner.serve.prompts.answer_tokens import (
 )
 from mlxrunner.serve.prompts.builder import BuiltPrompt, PromptBuilder
 from mlxrunner.serve.tools.reader import ParsedAnswer
-from mlxrunner.tokenizer.stream import AnswerTokens
+from mlxrunner.tokenizer.base import AnswerTokens
 
 FAMILIES = ("qwen3", "qwen3.5", "llama3", "mistral", "gpt-oss", "glm", "deepseek", "gemma3")
 TOOL = {

@@ -27,7 +27,7 @@ from mlxrunner.serve.prompts.answer_tokens import (
 )
 from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.tools.reader import ParsedAnswer
-from mlxrunner.tokenizer.stream import AnswerTokens
+from mlxrunner.tokenizer.base import AnswerTokens
 from tests.serve.test_kept import FAMILIES, MERGED, Client, call_text
 
 

@@ -15,7 +15,7 @@ from mlxrunner.profiling.divergence import REMEDIES
 from mlxrunner.serve.events import ApiError, ServerRequest
 from mlxrunner.serve.prompts.builder import PromptBuilder
 from mlxrunner.serve.prompts.rules import RULES
-from mlxrunner.templates.segments import common
+from mlxrunner.templates.messages import common
 
 Makers = dict[str, PromptBuilder]
 TOOL = {

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
 
-from mlxrunner.templates.thinking import overlap
+from mlxrunner.templates.messages import overlap
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.stream import ByteStream, DecodeStream, StopScanner
+from mlxrunner.tokenizer.base import ByteStream, DecodeStream, StopScanner
 
 BROKEN = "\ufffd"
 FIXTURE = examples(60)

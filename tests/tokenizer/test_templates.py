@@ -15,7 +15,7 @@ from support.sample import examples
 from support.tokenizers import save_byte_level
 
 from mlxrunner import PromptError
-from mlxrunner.chat.rendering import Renderer
+from mlxrunner.chat.conversation import Renderer
 from mlxrunner.models import fingerprint
 from mlxrunner.sessions.session import History, SessionTurn
 from mlxrunner.templates.rendering import read_json, read_templates

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxrunner.profiling.schema import BATCH, Event, remedy
-from mlxrunner.system.speed import Rate
+from mlxrunner.results import Rate
 
 COUNTED = ("prompt", "matched", "cached", "prefetched", "saved", "evaluated", "lost", "completion")
 OUTCOMES = ("hit", "partial", "miss")

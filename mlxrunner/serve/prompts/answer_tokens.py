@@ -31,11 +31,10 @@ from mlxrunner.serve.prompts.lru import ENTRY, LRUCache, footprint
 from mlxrunner.serve.tools.reader import Calls, ParsedAnswer
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.system.writing import open_own, write_all, written
-from mlxrunner.templates.segments import common, common_end
+from mlxrunner.templates.messages import common, common_end
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.base import left_over
+from mlxrunner.tokenizer.base import AnswerTokens, left_over
 from mlxrunner.tokenizer.limits import check_text
-from mlxrunner.tokenizer.stream import AnswerTokens
 
 UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""

@@ -57,8 +57,8 @@ from mlxrunner.templates.parts import UNREAD_PICTURE, own_message, without_pictu
 from mlxrunner.templates.probe import TemplateProbe
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
+from mlxrunner.tokenizer.base import AnswerTokens
 from mlxrunner.tokenizer.prompt import TokenizedPrompt, end_texts, tokenize_prompt
-from mlxrunner.tokenizer.stream import AnswerTokens
 
 MOST_BYTES = 32_000_000
 """Most bytes of messages that are remembered, as they came and as they were checked."""

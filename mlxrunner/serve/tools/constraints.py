@@ -30,7 +30,7 @@ from mlxrunner.serve.tools.formats import (
     rules_of,
     strict_error,
 )
-from mlxrunner.templates.thinking import THINKING_TAGS, ThinkingSplitter
+from mlxrunner.templates.messages import THINKING_TAGS, ThinkingSplitter
 from mlxrunner.tokenizer import Tokenizer
 
 BEGINNING = "\0"

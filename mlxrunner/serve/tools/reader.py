@@ -19,8 +19,7 @@ from mlxrunner.serve.events import (
     ToolCallEvent,
 )
 from mlxrunner.serve.tools.formats import CallFormat, ParsedCall, Tools, name_of
-from mlxrunner.templates.segments import common
-from mlxrunner.templates.thinking import ThinkingSplitter, overlap, without_thinking
+from mlxrunner.templates.messages import ThinkingSplitter, common, overlap, without_thinking
 
 _HEADER = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*[\w.-]+\s*\[ARGS\]\s*")
 AnswerPiece = TextDelta | ThinkingDelta | ParsedCall
