@@ -70,11 +70,11 @@ def serve(pipe: Connection, folder: Path) -> None:
     settings = ServeSettings(port=0, disk_cache=False)
     opening = ModelLoader(settings=settings, runner={"context": 4096})
     record = RequestLog(None, log_text=False)
-    house = ModelManager(ModelNames(str(folder)), opening, record.watch)
-    opened = house.load_first()
+    manager = ModelManager(ModelNames(str(folder)), opening, record.watch)
+    opened = manager.load_first()
     with listen(settings) as listening:
-        app = application(house, record, settings)
-        server = UvicornServer(app, house, 0, lambda: pipe.send(listening.getsockname()[1]))
+        app = application(manager, record, settings)
+        server = UvicornServer(app, manager, 0, lambda: pipe.send(listening.getsockname()[1]))
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         served = threading.Thread(target=lambda: _run(server, listening))
         served.start()

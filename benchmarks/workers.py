@@ -28,7 +28,7 @@ QUESTIONS = 20
 def write(lines: int) -> None:
     """Write shuffled questions on documents of about 100 tokens, half of them greedy."""
     chosen = random.Random(1)
-    words = "the a cat bird town river told asked friend house".split()
+    words = "the a cat bird town river told asked friend manager".split()
     documents = [" ".join(chosen.choices(words, k=80)) for _ in range(-(-lines // QUESTIONS))]
     asked = [
         {

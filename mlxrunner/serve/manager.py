@@ -488,7 +488,6 @@ class ChunkReader:
             await news_of(self._handle, early, at_end=True)
 
     def _since(self) -> float:
-        """Return the seconds since the last delivery."""
         return asyncio.get_running_loop().time() - self._last
 
     def close(self) -> None:

@@ -129,7 +129,6 @@ class ModelNames:
         yield from dict.fromkeys((self.shown, *aliases, *others))
 
     def _may_be(self, name: str) -> bool:
-        """Return True if requests may get the model `name`."""
         return not self.only_first or name == self.first
 
 
@@ -212,13 +211,14 @@ def card_of(shown: str, name: str, place: ModelSlot | None, *, pictures: bool) -
     with suppress(OSError):
         if folder:
             found = dict(_described(folder, (folder / "config.json").stat().st_mtime))
-    eyes, only_eyes = found.pop("has_vision_encoder", False), found.pop("needs_mlx_vlm", False)
+    has_vision = found.pop("has_vision_encoder", False)
+    needs_vision = found.pop("needs_mlx_vlm", False)
     return ModelCard(
         shown,
         opened is not None,
         0 if opened is None else opened.room,
         digest="" if opened is None else opened.digest,
-        sees=(pictures and eyes) or only_eyes if opened is None else opened.sees,
+        sees=(pictures and has_vision) or needs_vision if opened is None else opened.sees,
         expires=None if place is None else place.expires,
         **found,
     )
@@ -269,7 +269,7 @@ class ModelSlots:
         self._places: dict[str, ModelSlot] = {}
         self._leaving: list[ModelSlot] = []
         """Places that no new request gets, until their last request has ended."""
-        self._door = asyncio.Lock()
+        self._lock = asyncio.Lock()
         """Held while a model is loaded or unloaded."""
         self._left = asyncio.Event()
         """Set when a request has left its place."""
@@ -332,7 +332,7 @@ class ModelSlots:
             await self._unload(place)
 
     async def _load(self, place: ModelSlot) -> None:
-        async with self._door:
+        async with self._lock:
             needed = await run_in_worker(self._opening.least, place.name)
             budget = await run_in_worker(self._opening.budget)
             while self._bytes() + needed > budget and (other := self._least_useful(place)):
@@ -380,7 +380,7 @@ class ModelSlots:
 
     def _unload_soon(self, place: ModelSlot) -> None:
         async def unload() -> None:
-            async with self._door:
+            async with self._lock:
                 if place.opened is not None:
                     await self._make_leave(place)
 
@@ -559,7 +559,6 @@ class ModelLoader:
         return DraftPlan.of(self.draft_model, self._context(facts), settings).nbytes
 
     def _context(self, facts: ModelFacts) -> int:
-        """Return the context of a model, in tokens, before memory narrows it."""
         return RunnerSettings.of(**self.runner).context or facts.context
 
     def _demand(

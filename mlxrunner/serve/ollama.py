@@ -186,7 +186,6 @@ def seconds_of(given: float | str | None) -> float | None:
 
 
 def _messages(body: OllamaChatRequest | OllamaGenerateRequest) -> Iterator[dict[str, Any]]:
-    """Yield the messages in OpenAI's form, in their order."""
     if isinstance(body, OllamaGenerateRequest):
         if body.system:
             yield {"role": "system", "content": body.system}

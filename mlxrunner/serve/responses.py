@@ -416,7 +416,6 @@ class ResponseWriter(EventWriter):
         return found
 
     def _thought(self, name: str, text: str, status: str) -> dict[str, Any]:
-        """Return the item of a thought."""
         item: dict[str, Any] = {"id": name, "type": "reasoning", "summary": [], "content": []}
         if text:
             item["content"] = [{"type": "reasoning_text", "text": text}]
@@ -430,11 +429,9 @@ class ResponseWriter(EventWriter):
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(event))
 
     def _part(self, kind: str, **fields: Any) -> bytes:
-        """Return an event about the open item."""
         return self._event(kind, item_id=self._item_id, output_index=len(self._output), **fields)
 
     def _piece(self, kind: str, **fields: Any) -> bytes:
-        """Return an event about the only content of the open item."""
         return self._part(kind, content_index=0, **fields)
 
     @property
@@ -443,7 +440,6 @@ class ResponseWriter(EventWriter):
         return f"{prefix}_{self._id}_{len(self._output)}"
 
     def _item(self, status: str) -> dict[str, Any]:
-        """Return the open item."""
         if self._kind == "message":
             logprobs = chat_logprobs(self._tokens)
             return message_item(self._item_id, self._text, status=status, logprobs=logprobs)
@@ -457,7 +453,6 @@ class ResponseWriter(EventWriter):
         return item
 
     def _open(self, kind: str) -> Iterator[bytes]:
-        """Begin an item of this type, if none is open."""
         if self._kind == kind:
             return
         yield from self._close()
@@ -470,14 +465,12 @@ class ResponseWriter(EventWriter):
             yield self._piece("response.content_part.added", part=self._content("in_progress"))
 
     def _content(self, status: str) -> dict[str, Any]:
-        """Return the only content of the open item."""
         if self._kind == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
         content: dict[str, Any] = self._item(status)["content"][0]
         return content
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
-        """End the open item."""
         if self._kind is None:
             return
         if self._kind == "message":
@@ -504,7 +497,6 @@ class ResponseWriter(EventWriter):
 
 
 def _code(refused: ApiError) -> str:
-    """Return their code of an error in a response."""
     if refused.code == "context_length_exceeded":
         return refused.code
     known = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

@@ -368,7 +368,6 @@ class RequestLog:
                 self._waiting[key] = event
 
     def _finish(self, event: Event, note: AnswerNote | None) -> None:
-        """Write an event with the remark on its answer."""
         if note is not None and event.caller is not None:
             event.caller.note = note.kind
         self._write(event)

@@ -1,4 +1,4 @@
-"""A server for the tests of protocols."""
+"""A server for the tests of protocols, and makers of prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.scripted import Scripted, app_of, serving
+from support.strict_templates import TEMPLATES, load_strict
+
+from mlxrunner.serve.prompts.builder import PromptBuilder
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +31,13 @@ def answers(served: tuple[Scripted, str]) -> Scripted:
 def url(served: tuple[Scripted, str], answers: Scripted) -> str:
     """The address of a server that gives these answers."""
     return served[1]
+
+
+@pytest.fixture(scope="module")
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
+    """A maker for each family of templates."""
+    root = tmp_path_factory.mktemp("makers")
+    return {
+        family: PromptBuilder(load_strict(root / family, family), template)
+        for family, (template, _) in TEMPLATES.items()
+    }

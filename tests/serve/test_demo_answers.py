@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.houses import served
+from support.managers import served
 
 from mlxrunner.options import ServeSettings
 from mlxrunner.serve.models import ModelLoader

@@ -50,12 +50,12 @@ class Running:
     def __init__(self, folder: Path, settings: ServeSettings) -> None:
         record = RequestLog()
         opening = ModelLoader(settings=settings, runner={"context": CONTEXT})
-        self.house = ModelManager(ModelNames(str(folder)), opening, record.watch)
-        self.runner = self.house.load_first().runner
+        self.manager = ModelManager(ModelNames(str(folder)), opening, record.watch)
+        self.runner = self.manager.load_first().runner
         self.listening = listen(settings)
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
-        app = application(self.house, record, settings)
-        self._server = UvicornServer(app, self.house, 300, lambda: None)
+        app = application(self.manager, record, settings)
+        self._server = UvicornServer(app, self.manager, 300, lambda: None)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -67,7 +67,7 @@ class Running:
         try:
             await self._server.serve(sockets=[self.listening])
         finally:
-            await self.house.close()
+            await self.manager.close()
 
     def tasks(self) -> int:
         """Return the number of tasks of the server, its own one included."""
@@ -103,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(folder: Path, **settings: Any) -> Iterator[Running]:
     server = Running(folder, ServeSettings(port=0, **settings))
     try:
-        until(lambda: server.house and httpx.get(f"{server.url}/health").is_success)
+        until(lambda: server.manager and httpx.get(f"{server.url}/health").is_success)
         yield server
     finally:
         server.stop()
@@ -130,7 +130,7 @@ def test_clients_of_all_kinds(folder: Path) -> None:
         assert 0 < model["parked_bytes"] <= 2_000_000
         assert model["bytes"] <= 200_000_000
         assert _users(server) == 0
-        assert 0 < tally.later <= server.house.refused
+        assert 0 < tally.later <= server.manager.refused
 
 
 def test_a_client_that_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_client_that_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def _users(server: Running) -> int:
-    return sum(place.users for place in server.house.models_held)
+    return sum(place.users for place in server.manager.models_held)
 
 
 @pytest.mark.parametrize("slots", [1, 3])

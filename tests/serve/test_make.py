@@ -47,16 +47,6 @@ def asked(**more: Any) -> ServerRequest:
     )
 
 
-@pytest.fixture(scope="module")
-def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
-    """A maker for each family of templates."""
-    root = tmp_path_factory.mktemp("make")
-    return {
-        name: PromptBuilder(load_strict(root / name, name), template)
-        for name, (template, _) in TEMPLATES.items()
-    }
-
-
 def constrained(maker: PromptBuilder, made: BuiltPrompt, prefer: str) -> str:
     """Return an answer that fits the form of a request: of the letters that may come, the best."""
     tokenizer = maker.tokenizer

@@ -13,7 +13,7 @@ import pytest
 from support.actor import playing
 from support.browser import WIDTHS, browse, measure, needs_chromium
 from support.events import as_event, example_event
-from support.houses import asked, open_house, served
+from support.managers import asked, open_manager, served
 
 from mlxrunner.options import ServeSettings
 from mlxrunner.profiling.report.page import TableLink, table
@@ -209,9 +209,9 @@ async def test_events_wait_for_the_end_of_an_answer(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     record, settings = RequestLog(file), ServeSettings(slots=2, disk_cache=False)
     opening = playing(lambda text: "Well, " * 90)(settings=settings, runner={"context": 4000})
-    async with open_house(ModelNames("actor"), opening, record) as house:
+    async with open_manager(ModelNames("actor"), opening, record) as manager:
         for number in range(4):
-            stream = house.answer(asked(model="actor", id=f"left-{number}"))
+            stream = manager.answer(asked(model="actor", id=f"left-{number}"))
             if number:
                 await anext(stream)
             await stream.aclose()

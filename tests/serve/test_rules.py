@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.strict_templates import TEMPLATES, load_strict
+from support.strict_templates import TEMPLATES
 
 from mlxrunner.profiling.divergence import REMEDIES
 from mlxrunner.serve.events import ApiError, ServerRequest
@@ -28,16 +28,6 @@ TOOL = {
 }
 ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli;"
-
-
-@pytest.fixture(scope="module")
-def makers(tmp_path_factory: pytest.TempPathFactory) -> Makers:
-    """A maker for each family of templates."""
-    root = tmp_path_factory.mktemp("strict")
-    return {
-        family: PromptBuilder(load_strict(root / family, family), template)
-        for family, (template, _) in TEMPLATES.items()
-    }
 
 
 @pytest.fixture(params=TEMPLATES)

@@ -12,7 +12,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 from support.actor import calling, playing
-from support.houses import open_house, served
+from support.managers import open_manager, served
 from support.strict_templates import (
     FIRST,
     LONG,
@@ -339,8 +339,8 @@ def opening_of(script: str) -> ModelLoader:
 
 async def answer_of(request: ServerRequest, script: str) -> list[AnswerEvent]:
     """Return what a served model answers that would write `script`."""
-    async with open_house(ModelNames("actor"), opening_of(script)) as house:
-        return [event async for event in house.answer(request)]
+    async with open_manager(ModelNames("actor"), opening_of(script)) as manager:
+        return [event async for event in manager.answer(request)]
 
 
 NARROW = {

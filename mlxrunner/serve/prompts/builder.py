@@ -137,7 +137,7 @@ class PromptBuilder:
         self._encoder = PromptEncoder(tokenizer)
         self._known = MemoizedFunction(_known, MOST_BYTES)
         self._off = frozenset(off)
-        self._eyes = (
+        self._picture_reader = (
             PictureReader(tokenizer, folder) if isinstance(tokenizer, SeeingTokenizer) else None
         )
 
@@ -210,7 +210,7 @@ class PromptBuilder:
         self.kept.keep(made.link, made.rendered, answer, said, is_cut=is_cut)
 
     def _conversation(self, asked: ServerRequest, began: float, context: int | None) -> BuiltPrompt:
-        shown = None if self._eyes is None else RequestPictures(self._eyes)
+        shown = None if self._picture_reader is None else RequestPictures(self._picture_reader)
         known, unseen = self._checked(asked.messages, shown)
         source = [one.message for one in known]
         draft = PromptDraft(list(map(self._with_thinking, source)), list(map(dict, asked.tools)))
@@ -327,7 +327,7 @@ class PromptBuilder:
         if not messages:
             check_messages(messages)  # raises
         known, unseen, own = list[_CheckedMessage](), list[str](), own_message(messages)
-        marker = None if self._eyes is None else self._eyes.tokenizer.marker
+        marker = None if self._picture_reader is None else self._picture_reader.tokenizer.marker
         for index, message in enumerate(messages):
             if marker and not (index == own and has_picture(message)):
                 message = _without_marker(message, marker)
@@ -346,7 +346,6 @@ class PromptBuilder:
         return known, unseen
 
     def _digest(self, message: Mapping[str, Any]) -> bytes:
-        """Return the digest of a message that a rule has changed."""
         return message_digest(message) if "pictures" in message else self._known(message).digest
 
     def _text(
@@ -463,7 +462,6 @@ def _seen(index: int, message: Mapping[str, Any], shown: RequestPictures | None)
 
 
 def _known(message: Mapping[str, Any]) -> _CheckedMessage:
-    """Return a message, checked. Raise PromptError."""
     return _described(check_message(0, message))
 
 
@@ -473,7 +471,6 @@ def _described(checked: PlainMessage) -> _CheckedMessage:
 
 
 def _variables(asked: ServerRequest, draft: PromptDraft) -> dict[str, Any]:
-    """Return the variables of the chat template."""
     variables = dict(asked.variables)
     if draft.tools:
         variables["tools"] = draft.tools
@@ -521,14 +518,14 @@ class PictureReader:
 class RequestPictures:
     """The pictures of one request."""
 
-    def __init__(self, eyes: PictureReader) -> None:
+    def __init__(self, reader: PictureReader) -> None:
         """Begin without pictures."""
-        self._eyes = eyes
+        self._picture_reader = reader
         self._by_name: dict[str, Prepared] = {}
 
     def see(self, image: Any, name: str) -> str:
         """Read a picture, and return its digest, which stands for it. Raise PictureError."""
-        found = self._eyes.read(image, name)
+        found = self._picture_reader.read(image, name)
         digest = found.picture.digest.hex()
         self._by_name[digest] = found
         return digest
@@ -541,7 +538,7 @@ class RequestPictures:
     def filled(self, text: str, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return rendered `messages` with the text of each picture. Raise PromptError."""
         pictures = self.of(messages)
-        return self._eyes.tokenizer.filled(text, pictures) if pictures else text
+        return self._picture_reader.tokenizer.filled(text, pictures) if pictures else text
 
     def placed(
         self, tokens: TokenArray, text: str, messages: Any
@@ -550,6 +547,6 @@ class RequestPictures:
 
         Text and messages follow as observers get them. Raise PromptError.
         """
-        tokenizer, pictures = self._eyes.tokenizer, self.of(messages)
+        tokenizer, pictures = self._picture_reader.tokenizer, self.of(messages)
         placed = tokenizer.placed(tokens, pictures)
         return placed, tokenizer.spelled(text, pictures), tokenizer.worded(messages, pictures)

@@ -431,7 +431,6 @@ def _checked(tools: Sequence[Mapping[str, Any]], schema_of: Any) -> str:
 
 
 def _calls(tools: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
-    """Return the schema of a call of any of `tools`."""
     calls, definitions = [], {}
     for number, tool in enumerate(tools):
         schema = arguments_of(tool)

@@ -59,9 +59,9 @@ def layered(
     model = write_kind(folder, kind, tokenizer)
     record, played = RequestLog(), Played(script)
     opening = LayeredOpening(settings=SETTINGS, played=played)
-    house = ModelManager(ModelNames(str(folder)), opening, record.watch, record.ended)
-    recorder = Recorder(application(house, record, SETTINGS))
-    with house.load_first().runner as runner, serving(recorder) as url:
+    manager = ModelManager(ModelNames(str(folder)), opening, record.watch, record.ended)
+    recorder = Recorder(application(manager, record, SETTINGS))
+    with manager.load_first().runner as runner, serving(recorder) as url:
         yield Layered(kind, url, model, runner, played, recorder)
 
 

@@ -23,8 +23,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 from support.actor import playing
-from support.houses import served
 from support.jobs import DONE, SHARE, STEPS, TASK, Shared, script
+from support.managers import served
 
 from mlxrunner.options import ServeSettings
 from mlxrunner.serve.models import ServedModel

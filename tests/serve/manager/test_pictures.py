@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from PIL import Image
-from support.houses import asked, events_of, held_in, open_house
+from support.managers import asked, events_of, held_in, open_manager
 from support.seeing import write_seeing
 
 from mlxrunner import Runner
@@ -69,12 +69,12 @@ async def seeing(
     model: str = "demo-pictures",
 ) -> AsyncIterator[ModelManager]:
     found = ModelLoader(settings=settings, runner={"context": 2000})
-    async with open_house(ModelNames(model, {}), found, record) as house:
-        yield house
+    async with open_manager(ModelNames(model, {}), found, record) as manager:
+        yield manager
 
 
-async def answered(house: ModelManager, messages: list[dict[str, Any]]) -> tuple[str, AnswerEnd]:
-    events = await events_of(house, request(messages))
+async def answered(manager: ModelManager, messages: list[dict[str, Any]]) -> tuple[str, AnswerEnd]:
+    events = await events_of(manager, request(messages))
     assert isinstance(events[-1], AnswerEnd)
     return "".join(one.text for one in events if isinstance(one, TextDelta)), events[-1]
 
@@ -131,11 +131,11 @@ async def test_conversations_go_on_after_a_restart(
     runner = Runner.load("demo-pictures", context=2000, pictures=True, reserve=False)
     with runner:
         for start in (0, 1):
-            async with seeing(settings) as house:
+            async with seeing(settings) as manager:
                 first = {"role": "user", "content": [shown(2 + start), said("?")]}
-                await answered(house, [first])
+                await answered(manager, [first])
                 for number, talk in enumerate(talks):
-                    text, ended = await answered(house, talk)
+                    text, ended = await answered(manager, talk)
                     assert text == cold(runner, talk)
                     assert ended.usage.cached_tokens >= told[number]
                     told[number] = ended.usage.prompt_tokens
@@ -162,22 +162,22 @@ async def test_random_conversations_are_answered_as_cold(
     model = kind if has_words else str(write_seeing(tmp_path / kind, kind))
 
     with Runner.load(model, pictures=True, reserve=False) as runner:
-        async with seeing(model=model) as house:
+        async with seeing(model=model) as manager:
             messages: list[dict[str, Any]] = []
             kept = 0
             for _ in range(14):
                 messages = changed(draw, messages)
                 if draw.random() < 0.15:
-                    stream = house.answer(request(messages))
+                    stream = manager.answer(request(messages))
                     await anext(stream)
                     await stream.aclose()
-                text, ended = await answered(house, messages)
+                text, ended = await answered(manager, messages)
                 assert text == cold(runner, messages)
                 kept += ended.usage.cached_tokens
                 said = text if has_words else "Fine."
                 messages = [*messages, {"role": "assistant", "content": said}]
             assert kept > 100
-            assert held_in(house).loaded.model.sight.encoded <= len(FILES)
+            assert held_in(manager).loaded.model.sight.encoded <= len(FILES)
 
 
 async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     record = RequestLog(str(events))
 
-    async with seeing(record=record) as house:
+    async with seeing(record=record) as manager:
         first = [{"role": "user", "content": [shown(0), shown(1), said(QUESTIONS[0])]}]
-        text, _ = await answered(house, first)
+        text, _ = await answered(manager, first)
         rest = [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
-        await answered(house, [*first, *rest])
+        await answered(manager, [*first, *rest])
         first[0]["content"] = [shown(0), shown(2), said(QUESTIONS[0])]
-        _, found = await answered(house, [*first, *rest])
+        _, found = await answered(manager, [*first, *rest])
     record.close()
     cause = found.cause
     assert cause is not None
@@ -218,27 +218,27 @@ async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
 async def test_what_can_not_be_shown_is_refused(content: list[dict[str, Any]], why: str) -> None:
     """Each has a reason, and the next request is answered."""
 
-    async with seeing() as house:
+    async with seeing() as manager:
         with pytest.raises(ApiError, match=why) as caught:
-            await events_of(house, request([{"role": "user", "content": content}]))
+            await events_of(manager, request([{"role": "user", "content": content}]))
         assert caught.value.status == 400
         fine = [{"role": "user", "content": [shown(0), said(QUESTIONS[0])]}]
-        assert await house.count(request(fine)) > 20
+        assert await manager.count(request(fine)) > 20
 
 
 async def test_too_many_pictures_at_once_are_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client is told to come again, and then there is room."""
     monkeypatch.setattr(vision_encoder, "KEPT_BYTES", 0)
 
-    async with seeing() as house:
-        house.load_first().loaded.model.sight._kept_bytes = 0
+    async with seeing() as manager:
+        manager.load_first().loaded.model.sight._kept_bytes = 0
         asks = [[{"role": "user", "content": [shown(number)]}] for number in range(2)]
         monkeypatch.setattr(vision_encoder, "HELD_BYTES", 1)
         with pytest.raises(ApiError, match="the pictures of requests take") as caught:
-            await answered(house, asks[0])
+            await answered(manager, asks[0])
         assert (caught.value.status, caught.value.retry_after) == (503, 5)
         monkeypatch.setattr(vision_encoder, "HELD_BYTES", 2**29)
-        await answered(house, asks[1])
+        await answered(manager, asks[1])
 
 
 async def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
@@ -254,10 +254,10 @@ async def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
         content = [{"type": "image", "image": url}, said(QUESTIONS[0])]
         return [{"role": "user", "content": content}]
 
-    async with seeing(settings) as house:
-        await answered(house, [{"role": "user", "content": [shown(1), said(QUESTIONS[0])]}])
+    async with seeing(settings) as manager:
+        await answered(manager, [{"role": "user", "content": [shown(1), said(QUESTIONS[0])]}])
         inside = (folder / "shapes of mine.png").as_uri()
-        _, ended = await answered(house, by_url(inside))
+        _, ended = await answered(manager, by_url(inside))
         assert ended.usage.outcome == "hit"
         for outside in (
             (folder / "link.png").as_uri(),
@@ -267,20 +267,20 @@ async def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
             f"{inside}%00",
         ):
             with pytest.raises(ApiError, match="is not in the folder"):
-                await events_of(house, request(by_url(outside)))
+                await events_of(manager, request(by_url(outside)))
         missing = f"{folder.as_uri()}/missing.png"
         with pytest.raises(ApiError, match=r"missing\.png"):
-            await events_of(house, request(by_url(missing)))
+            await events_of(manager, request(by_url(missing)))
 
 
 async def test_without_the_option_the_remedy_is_named() -> None:
     """The model is loaded for text then."""
 
-    async with seeing(replace(SETTINGS, pictures=False)) as house:
+    async with seeing(replace(SETTINGS, pictures=False)) as manager:
         content = [shown(0), said(QUESTIONS[0])]
         with pytest.raises(ApiError, match="start the server with --pictures"):
-            await events_of(house, request([{"role": "user", "content": content}]))
-        await events_of(house, request([{"role": "user", "content": QUESTIONS[0]}]))
+            await events_of(manager, request([{"role": "user", "content": content}]))
+        await events_of(manager, request([{"role": "user", "content": QUESTIONS[0]}]))
 
 
 @pytest.mark.parametrize("pictures", [True, False])
@@ -288,21 +288,21 @@ async def test_the_list_of_models_says_which_see(pictures: bool) -> None:
     """It does so before they are loaded, because clients read it when they start."""
 
     found = ModelLoader(settings=replace(SETTINGS, pictures=pictures), runner={"context": 400})
-    async with open_house(ModelNames("demo", {"eyes": "demo-pictures"}), found) as house:
-        sees = {card.name: card.sees for card in house.models()}
+    async with open_manager(ModelNames("demo", {"eyes": "demo-pictures"}), found) as manager:
+        sees = {card.name: card.sees for card in manager.models()}
         assert sees == {"demo": False, "eyes": pictures}
-        await house.hold("eyes", 60)
-        assert house.card("eyes").sees == pictures
+        await manager.hold("eyes", 60)
+        assert manager.card("eyes").sees == pictures
 
 
 async def test_a_model_without_eyes_answers_text(caplog: pytest.LogCaptureFixture) -> None:
     """A warning says why it sees nothing."""
 
     found = ModelLoader(settings=SETTINGS, runner={"context": 400})
-    async with open_house(ModelNames("demo", {}), found) as house:
-        await events_of(house, request([{"role": "user", "content": "Hello"}]))
+    async with open_manager(ModelNames("demo", {}), found) as manager:
+        await events_of(manager, request([{"role": "user", "content": "Hello"}]))
         with pytest.raises(ApiError, match="ask a model that sees"):
-            await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
+            await events_of(manager, request([{"role": "user", "content": [shown(0)]}]))
     assert "demo sees no pictures" in caplog.text
 
 
@@ -310,10 +310,10 @@ async def test_what_a_seeing_model_can_not_have() -> None:
     """Quantized caches are refused; guesses and parking are left out."""
 
     found = ModelLoader(settings=SETTINGS, runner={"context": 400, "kv_bits": 8})
-    async with open_house(ModelNames("demo-pictures", {}), found) as house:
+    async with open_manager(ModelNames("demo-pictures", {}), found) as manager:
         with pytest.raises(OptionError, match="kv_bits"):
-            house.load_first()
+            manager.load_first()
     found = ModelLoader(settings=SETTINGS, runner={"context": 400}, speculate="lookup")
-    async with open_house(ModelNames("demo-pictures", {}), found) as house:
-        assert house.load_first().sees
-        await events_of(house, request([{"role": "user", "content": [shown(0)]}]))
+    async with open_manager(ModelNames("demo-pictures", {}), found) as manager:
+        assert manager.load_first().sees
+        await events_of(manager, request([{"role": "user", "content": [shown(0)]}]))

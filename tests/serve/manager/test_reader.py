@@ -13,7 +13,7 @@ from support.threads import LONG, alone, asked, opened
 
 from mlxrunner import ClosedError, ParallelRunner
 from mlxrunner.parallel import thread
-from mlxrunner.serve import manager
+from mlxrunner.serve import manager as manager_module
 from mlxrunner.serve.manager import FAST_S, GATHERED_S, ChunkReader
 
 
@@ -133,8 +133,8 @@ class Made:
 
     def delivered(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[float]]]:
         """Return each delivery: when it was, and the times of its tokens."""
-        monkeypatch.setattr(manager, "news_of", self.news)
-        monkeypatch.setattr(manager.asyncio, "get_running_loop", lambda: self)
+        monkeypatch.setattr(manager_module, "news_of", self.news)
+        monkeypatch.setattr(manager_module.asyncio, "get_running_loop", lambda: self)
 
         async def read() -> list[tuple[float, list[float]]]:
             reader: Any = ChunkReader(self)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The house answers or refuses, and says what was reused and why not more."""
+"""The manager answers or refuses, and says what was reused and why not more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.houses import asked, events_of, house_of, open_house, opening
+from support.managers import asked, events_of, manager_of, open_manager, opening
 
 from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.serve.events import AnswerEnd, ApiError, Client, ServerRequest, TextDelta
@@ -21,16 +21,16 @@ from mlxrunner.serve.watch import RequestLog, explained
 async def test_an_answer_and_the_next_turn(folder: Path) -> None:
     """The second request reuses the first one, and says so; both say what they cost."""
 
-    async with house_of(folder, opening()) as house:
-        first = (await events_of(house, asked()))[-1]
-        again = await events_of(house, asked())
+    async with manager_of(folder, opening()) as manager:
+        first = (await events_of(manager, asked()))[-1]
+        again = await events_of(manager, asked())
         assert isinstance(first, AnswerEnd)
         assert isinstance(again[-1], AnswerEnd)
         used = first.usage
         assert (first.reason, used.outcome, used.reason) == ("length", "miss", "empty")
         assert again[-1].usage.cached_tokens == first.usage.prompt_tokens - 1
         assert [type(event) for event in again[:-1]] == [TextDelta] * (len(again) - 1)
-        count = await house.count(asked())
+        count = await manager.count(asked())
         assert count == first.usage.prompt_tokens
 
 
@@ -38,13 +38,13 @@ async def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
     """The report has its name and its remedy; a hit has none."""
 
     texts = ["Today is 2026-11-02. Be brief.", "Today is 2026-11-03. Be brief."]
-    async with house_of(folder, opening()) as house:
+    async with manager_of(folder, opening()) as manager:
         reports = []
         for text in (texts[0], texts[0], texts[1]):
             system = {"role": "system", "content": text}
             one = asked()
             one = replace(one, messages=[system, *one.messages])
-            ended = (await events_of(house, one))[-1]
+            ended = (await events_of(manager, one))[-1]
             assert isinstance(ended, AnswerEnd)
             reports.append(report(ended))
             said = headers(one, ended)["x-mlxrunner-cache"]
@@ -58,11 +58,11 @@ async def test_the_cause_of_a_miss_is_named(folder: Path) -> None:
 async def test_a_queue_that_is_full(folder: Path) -> None:
     """The request beyond it is told when to come again; the others are answered."""
 
-    async with house_of(folder, opening()) as house:
-        running = [asyncio.create_task(events_of(house, asked(str(n)))) for n in range(3)]
+    async with manager_of(folder, opening()) as manager:
+        running = [asyncio.create_task(events_of(manager, asked(str(n)))) for n in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as refused:
-            await events_of(house, asked())
+            await events_of(manager, asked())
         assert refused.value.status == 429
         assert refused.value.retry_after
         assert (
@@ -70,7 +70,7 @@ async def test_a_queue_that_is_full(folder: Path) -> None:
         )
         for events in await asyncio.gather(*running):
             assert isinstance(events[-1], AnswerEnd)
-        assert house.refused == 1
+        assert manager.refused == 1
 
 
 @pytest.mark.parametrize(
@@ -88,28 +88,28 @@ async def test_a_queue_that_is_full(folder: Path) -> None:
 )
 @pytest.mark.exhaustive(6)
 async def test_refusals(folder: Path, one: ServerRequest, status: int, words: str) -> None:
-    """They have a status and a sentence with both values, and leave the house as it was."""
+    """They have a status and a sentence with both values, and leave the manager as it was."""
 
-    async with house_of(folder, opening()) as house:
+    async with manager_of(folder, opening()) as manager:
         with pytest.raises(ApiError, match=words) as refused:
-            await events_of(house, one)
+            await events_of(manager, one)
         assert refused.value.status == status
-        assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
+        assert isinstance((await events_of(manager, asked()))[-1], AnswerEnd)
 
 
 async def test_a_prompt_that_is_far_too_long_is_counted(folder: Path) -> None:
     """Its tokens are counted, though the context has no room for them."""
 
-    async with house_of(folder, opening()) as house:
-        assert await house.count(asked("x" * 50_000)) > 50_000
+    async with manager_of(folder, opening()) as manager:
+        assert await manager.count(asked("x" * 50_000)) > 50_000
 
 
 async def test_more_tokens_asked_for_than_there_are(folder: Path) -> None:
     """Clients ask for 32,000 tokens of any model: the answer ends where the context does."""
 
-    async with house_of(folder, opening()) as house:
+    async with manager_of(folder, opening()) as manager:
         one = asked(options={"max_tokens": 32_000, "stop_tokens": []})
-        ended = (await events_of(house, one))[-1]
+        ended = (await events_of(manager, one))[-1]
         assert isinstance(ended, AnswerEnd)
         assert ended.reason == "length"
         assert ended.usage.total_tokens == 400
@@ -118,14 +118,14 @@ async def test_more_tokens_asked_for_than_there_are(folder: Path) -> None:
 async def test_stop_strings(folder: Path) -> None:
     """The end names the string that ended the answer."""
 
-    async with house_of(folder, opening()) as house:
+    async with manager_of(folder, opening()) as manager:
         long = asked(options={"max_tokens": 30, "stop_tokens": []})
         text = "".join(
-            event.text for event in await events_of(house, long) if isinstance(event, TextDelta)
+            event.text for event in await events_of(manager, long) if isinstance(event, TextDelta)
         )
         stop = next(one for one in text[3:] if one.isascii())
         one = asked(options={"max_tokens": 30, "stop": [stop, "never"], "stop_tokens": []})
-        ended = (await events_of(house, one))[-1]
+        ended = (await events_of(manager, one))[-1]
         assert isinstance(ended, AnswerEnd)
         assert (ended.reason, ended.stop_sequence) == ("stop_sequence", stop)
 
@@ -135,14 +135,14 @@ async def test_the_client_is_named(folder: Path) -> None:
     seen: list[Any] = []
 
     made = opening()
-    house = ModelManager(
+    manager = ModelManager(
         ModelNames(str(folder / "first")),
         made,
         lambda opened: opened.runner.observers.append(lambda _, it: seen.append(it)),
     )
     client = Client("claude-cli", "a session")
-    await events_of(house, asked(id="msg_1", client=client))
-    await house.close()
+    await events_of(manager, asked(id="msg_1", client=client))
+    await manager.close()
     caller = seen[0].prepared.caller
     assert (caller.request, caller.client, caller.session) == ("msg_1", "claude-cli", "a session")
 
@@ -151,13 +151,13 @@ async def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
     """The response, the event and its explanation name the same cause, message and remedy."""
     record = RequestLog(tmp_path / "events.jsonl")
 
-    async with open_house(ModelNames(str(folder / "first")), opening(), record) as house:
+    async with open_manager(ModelNames(str(folder / "first")), opening(), record) as manager:
         for day in (21, 22):
             messages = [
                 {"role": "system", "content": f"Today is 2026-11-{day}. " + "Be brief. " * 9},
                 {"role": "user", "content": "Hello"},
             ]
-            ended = (await events_of(house, asked(messages=messages, id=f"msg_{day}")))[-1]
+            ended = (await events_of(manager, asked(messages=messages, id=f"msg_{day}")))[-1]
             assert isinstance(ended, AnswerEnd)
     found = report(ended)
     record.close()

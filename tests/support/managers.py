@@ -1,4 +1,4 @@
-"""Houses of models for tests, with openings that count."""
+"""Managers of models for tests, with openings that count."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ def opening(settings: ServeSettings = SETTINGS, **needs: int) -> Counting:
 
 
 @asynccontextmanager
-async def house_of(folder: Path, opening: ModelLoader) -> AsyncIterator[ModelManager]:
+async def manager_of(folder: Path, opening: ModelLoader) -> AsyncIterator[ModelManager]:
     aliases = {name: str(folder / name) for name in ("second", "third")}
-    async with open_house(ModelNames(str(folder / "first"), aliases), opening) as house:
-        yield house
+    async with open_manager(ModelNames(str(folder / "first"), aliases), opening) as manager:
+        yield manager
 
 
 @asynccontextmanager
-async def open_house(
+async def open_manager(
     names: ModelNames, opening: ModelLoader, record: RequestLog | None = None
 ) -> AsyncIterator[ModelManager]:
-    """Return a house with an opening of any kind, and close it."""
+    """Return a manager with an opening of any kind, and close it."""
     watching = [lambda opened: None] if record is None else [record.watch, record.ended]
-    house = ModelManager(names, opening, *watching)
+    manager = ModelManager(names, opening, *watching)
     try:
-        yield house
+        yield manager
     finally:
-        await house.close()
+        await manager.close()
 
 
 @contextmanager
@@ -78,9 +78,9 @@ def served(
 ) -> Iterator[tuple[str, ServedModel]]:
     """Serve a model over HTTP, and yield the address and the model."""
     record = RequestLog() if record is None else record
-    house = ModelManager(ModelNames(name), opening, record.watch, record.ended)
-    opened = house.load_first()
-    with serving(application(house, record, opening.settings)) as url:
+    manager = ModelManager(ModelNames(name), opening, record.watch, record.ended)
+    opened = manager.load_first()
+    with serving(application(manager, record, opening.settings)) as url:
         yield url, opened
 
 
@@ -90,8 +90,8 @@ def asked(text: str = "Hello", **more: Any) -> ServerRequest:
     return ServerRequest(**{**given, **more})
 
 
-async def events_of(house: ModelManager, one: ServerRequest) -> list[AnswerEvent]:
-    return [event async for event in house.answer(one)]
+async def events_of(manager: ModelManager, one: ServerRequest) -> list[AnswerEvent]:
+    return [event async for event in manager.answer(one)]
 
 
 async def reached(holds: Callable[[], object]) -> None:
@@ -101,8 +101,8 @@ async def reached(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def held_in(house: ModelManager) -> ServedModel:
-    """Return the first model that a house has loaded."""
-    opened = next(iter(house.models_held)).opened
+def held_in(manager: ModelManager) -> ServedModel:
+    """Return the first model that a manager has loaded."""
+    opened = next(iter(manager.models_held)).opened
     assert opened is not None
     return opened

@@ -1,4 +1,4 @@
-"""The house loads models on demand, and unloads them."""
+"""The manager loads models on demand, and unloads them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.houses import (
+from support.managers import (
     SETTINGS,
     Counting,
     asked,
     events_of,
     held_in,
-    house_of,
+    manager_of,
     opening,
     reached,
 )
@@ -22,7 +22,7 @@ from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.options import ServeSettings
 from mlxrunner.parallel.thread import has_work
-from mlxrunner.serve import manager
+from mlxrunner.serve import manager as manager_module
 from mlxrunner.serve.events import AnswerEnd, ApiError, Ping
 from mlxrunner.serve.manager import ModelManager
 from mlxrunner.serve.models import ModelLoader, ModelNames, ServedModel
@@ -34,7 +34,7 @@ async def test_two_requests_load_a_model_once(folder: Path) -> None:
     """They wait for the same loading; the event loop goes on meanwhile."""
 
     made = opening()
-    async with house_of(folder, made) as house:
+    async with manager_of(folder, made) as manager:
         ticks = 0
 
         async def tick() -> None:
@@ -44,7 +44,7 @@ async def test_two_requests_load_a_model_once(folder: Path) -> None:
                 await asyncio.sleep(0.001)
 
         ticking = asyncio.create_task(tick())
-        both = [asyncio.create_task(events_of(house, asked())) for _ in range(2)]
+        both = [asyncio.create_task(events_of(manager, asked())) for _ in range(2)]
         answers = await asyncio.gather(*both)
         ticking.cancel()
         assert made.loads == ["first"]
@@ -56,10 +56,10 @@ async def test_beats_come_while_a_model_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client is told why it waits, and how far its prompt is."""
-    monkeypatch.setattr(manager.Heartbeat.__init__, "__defaults__", (0.0, 0.0))
+    monkeypatch.setattr(manager_module.Heartbeat.__init__, "__defaults__", (0.0, 0.0))
 
-    async with house_of(folder, opening()) as house:
-        events = await events_of(house, asked("x" * 300))
+    async with manager_of(folder, opening()) as manager:
+        events = await events_of(manager, asked("x" * 300))
         assert Ping() in events
         assert isinstance(events[-1], AnswerEnd)
 
@@ -69,17 +69,17 @@ async def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> N
     half = 180_000_000
 
     made = opening(first=half, second=half, third=half)
-    async with house_of(folder, made) as house:
-        await events_of(house, asked())
-        await events_of(house, asked(model="second"))
-        await events_of(house, asked())
+    async with manager_of(folder, made) as manager:
+        await events_of(manager, asked())
+        await events_of(manager, asked(model="second"))
+        await events_of(manager, asked())
         assert made.loads == ["first", "second"]
-        await events_of(house, asked(model="third"))
-        held = [Path(place.name).name for place in house.models_held]
+        await events_of(manager, asked(model="third"))
+        held = [Path(place.name).name for place in manager.models_held]
         assert held == ["first", "third"]
-        answer = house.answer(asked(options={"max_tokens": 300, "stop_tokens": []}))
+        answer = manager.answer(asked(options={"max_tokens": 300, "stop_tokens": []}))
         await anext(answer)
-        later = asyncio.create_task(events_of(house, asked(model="second")))
+        later = asyncio.create_task(events_of(manager, asked(model="second")))
         rest = [event async for event in answer]
         assert isinstance(rest[-1], AnswerEnd)
         assert rest[-1].usage.completion_tokens == 300
@@ -91,10 +91,10 @@ async def test_a_model_that_does_not_fit(folder: Path) -> None:
 
     settings = ServeSettings(slots=2, disk_cache=False, memory=1000)
     made = ModelLoader(settings=settings)
-    async with house_of(folder, made) as house:
+    async with manager_of(folder, made) as manager:
         for _ in range(2):
             with pytest.raises(ApiError, match="give more --memory") as refused:
-                await events_of(house, asked())
+                await events_of(manager, asked())
             assert refused.value.status == 503
 
 
@@ -119,10 +119,10 @@ async def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> 
         object.__setattr__(made, name, value)
     for name in ("may_load", "ended"):
         object.__setattr__(made, name, threading.Event())
-    async with house_of(folder, made) as house:
-        waiting = asyncio.create_task(events_of(house, asked()))
+    async with manager_of(folder, made) as manager:
+        waiting = asyncio.create_task(events_of(manager, asked()))
         await reached(lambda: made.loads)
-        await house.close()
+        await manager.close()
         assert not made.ended.is_set()
         assert has_work()
         done, _ = await asyncio.wait({waiting})
@@ -142,27 +142,27 @@ async def test_a_model_that_can_not_be_watched(folder: Path) -> None:
         if len(opened_ones) == 1:
             raise OptionError("events: the disk is full")
 
-    house = ModelManager(ModelNames(str(folder / "first")), opening(), refuse)
+    manager = ModelManager(ModelNames(str(folder / "first")), opening(), refuse)
     with pytest.raises(ApiError, match="the disk is full"):
-        await events_of(house, asked())
-    assert list(house.models_held) == []
+        await events_of(manager, asked())
+    assert list(manager.models_held) == []
     with pytest.raises(ClosedError):
         opened_ones[0].runner.submit("x")
-    await house.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
+    await manager.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
     assert len(opened_ones) == 1
-    assert isinstance((await events_of(house, asked()))[-1], AnswerEnd)
-    await house.close()
+    assert isinstance((await events_of(manager, asked()))[-1], AnswerEnd)
+    await manager.close()
 
 
 async def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_path: Path) -> None:
     """The files of its first time are closed, and both times are in the record."""
     record = RequestLog(tmp_path / "events.jsonl")
 
-    house = ModelManager(ModelNames(str(folder / "first")), opening(), record.watch)
+    manager = ModelManager(ModelNames(str(folder / "first")), opening(), record.watch)
     for number in range(3):
-        await events_of(house, asked(id=f"msg_{number}", keep_alive=0))
-        await reached(lambda: not list(house.models_held))
-    await house.close()
+        await events_of(manager, asked(id=f"msg_{number}", keep_alive=0))
+        await reached(lambda: not list(manager.models_held))
+    await manager.close()
     assert len(record._profiles) == 1
     assert [record.event(f"msg_{number}") is None for number in range(3)] == [False] * 3
     record.close()
@@ -172,45 +172,45 @@ async def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_p
 async def test_keep_alive(folder: Path) -> None:
     """0 unloads a model after its answer; a negative number keeps it, and so does None."""
 
-    async with house_of(folder, opening()) as house:
-        await events_of(house, asked(keep_alive=0))
-        await reached(lambda: not list(house.models_held))
-        await house.hold("first", 1000)
-        card = next(iter(house.models()))
+    async with manager_of(folder, opening()) as manager:
+        await events_of(manager, asked(keep_alive=0))
+        await reached(lambda: not list(manager.models_held))
+        await manager.hold("first", 1000)
+        card = next(iter(manager.models()))
         assert card.is_loaded
         assert card.expires is not None
-        await events_of(house, asked(keep_alive=-1))
-        assert next(iter(house.models())).expires is None
-        await house.hold("first", 0)
-        await reached(lambda: not list(house.models_held))
+        await events_of(manager, asked(keep_alive=-1))
+        assert next(iter(manager.models())).expires is None
+        await manager.hold("first", 0)
+        await reached(lambda: not list(manager.models_held))
 
 
 async def test_cards_of_names(folder: Path) -> None:
     """Every name that a request may give has a card, in the form of the lists; no other has."""
 
-    async with house_of(folder, opening()) as house:
+    async with manager_of(folder, opening()) as manager:
         names = ["first", "second", "demo", "first:latest", ""]
-        assert [house.card(name).name for name in names] == [*names[:3], "first", "first"]
-        assert house.card("demo").architecture == "llama"
-        assert not house.card("demo").has_thinking
+        assert [manager.card(name).name for name in names] == [*names[:3], "first", "first"]
+        assert manager.card("demo").architecture == "llama"
+        assert not manager.card("demo").has_thinking
         with pytest.raises(ApiError, match="no model fourth") as raised:
-            house.card("fourth")
+            manager.card("fourth")
         assert raised.value.status == 404
 
 
 async def test_a_house_that_is_closed(folder: Path) -> None:
     """It takes no request, and running ones end with a reason."""
 
-    async with house_of(folder, opening()) as house:
-        await events_of(house, asked())
+    async with manager_of(folder, opening()) as manager:
+        await events_of(manager, asked())
         running = asyncio.create_task(
-            events_of(house, asked(options={"stop_tokens": [], "max_tokens": 390}))
+            events_of(manager, asked(options={"stop_tokens": [], "max_tokens": 390}))
         )
-        runner = held_in(house).runner
+        runner = held_in(manager).runner
         await reached(lambda: runner.stats().busy)
-        await house.close()
+        await manager.close()
         with pytest.raises(ApiError, match="stopping"):
-            await events_of(house, asked())
+            await events_of(manager, asked())
         done, _ = await asyncio.wait({running})
         error = done.pop().exception()
         assert error is None or (isinstance(error, ApiError) and error.status == 503)

@@ -1,11 +1,11 @@
-"""Models for a house."""
+"""Models for a manager."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.houses import CHATML
+from support.managers import CHATML
 from support.models import write_model, write_tokenizer
 
 

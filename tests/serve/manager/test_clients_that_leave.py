@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 from support.actor import playing
-from support.houses import (
+from support.managers import (
     SETTINGS,
     asked,
     events_of,
     held_in,
-    house_of,
-    open_house,
+    manager_of,
+    open_manager,
     opening,
     reached,
 )
 
 from mlxrunner import Handle
-from mlxrunner.serve import manager as house_module
+from mlxrunner.serve import manager as manager_module
 from mlxrunner.serve.events import AnswerEnd, AnswerEvent, ApiError, TextDelta
 from mlxrunner.serve.models import ModelNames
 
@@ -32,13 +32,13 @@ from mlxrunner.serve.models import ModelNames
 async def test_a_client_that_leaves(folder: Path, way: str) -> None:
     """Its slot is free after the step that runs, and what it had evaluated is reused."""
 
-    async with house_of(folder, opening()) as house:
+    async with manager_of(folder, opening()) as manager:
         endless = asked("x" * 100, options={"stop_tokens": []})
-        await events_of(house, asked())
-        (place,) = house.models_held
-        runner = held_in(house).runner
+        await events_of(manager, asked())
+        (place,) = manager.models_held
+        runner = held_in(manager).runner
         if way == "closed":
-            answer = house.answer(endless)
+            answer = manager.answer(endless)
             async for event in answer:
                 if isinstance(event, TextDelta):
                     break
@@ -47,7 +47,7 @@ async def test_a_client_that_leaves(folder: Path, way: str) -> None:
             seen = list[AnswerEvent]()
 
             async def read() -> None:
-                async for event in house.answer(endless):
+                async for event in manager.answer(endless):
                     seen.append(event)
 
             task = asyncio.create_task(read())
@@ -58,7 +58,7 @@ async def test_a_client_that_leaves(folder: Path, way: str) -> None:
         await reached(lambda: not runner.stats().busy)
         assert runner.stats().steps <= steps + 2
         assert place.users == 0
-        ended = (await events_of(house, asked("x" * 100)))[-1]
+        ended = (await events_of(manager, asked("x" * 100)))[-1]
         assert isinstance(ended, AnswerEnd)
         assert ended.usage.cached_tokens > 100
 
@@ -68,14 +68,14 @@ async def test_what_a_client_saw_before_it_left_is_kept() -> None:
 
     endless = playing(lambda text: "Word " * 500)
     opening = endless(settings=SETTINGS, runner={"context": 4000})
-    async with open_house(ModelNames("actor", {}), opening) as house:
-        answer, seen = house.answer(asked(options={})), ""
+    async with open_manager(ModelNames("actor", {}), opening) as manager:
+        answer, seen = manager.answer(asked(options={})), ""
         async with aclosing(answer):
             async for event in answer:
                 seen += event.text if isinstance(event, TextDelta) else ""
                 if len(seen) > 20:
                     break
-        maker = held_in(house).maker
+        maker = held_in(manager).maker
         await reached(lambda: len(maker.kept))
         sent = [
             {"role": "user", "content": "Hello"},
@@ -99,10 +99,10 @@ async def test_a_client_that_leaves_while_its_prompt_is_made(
         raise ApiError(400, "the prompt is too long")
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    async with house_of(folder, opening()) as house:
-        await events_of(house, asked())
+    async with manager_of(folder, opening()) as manager:
+        await events_of(manager, asked())
         monkeypatch.setattr("mlxrunner.serve.manager._begin", refuse)
-        task = asyncio.create_task(events_of(house, asked()))
+        task = asyncio.create_task(events_of(manager, asked()))
         await reached(makes.is_set)
         task.cancel()
         await asyncio.wait({task})
@@ -119,17 +119,17 @@ async def test_a_client_that_leaves_while_its_request_is_submitted(
 ) -> None:
     """Nobody reads its answer, so it ends."""
     begun, may_return = list[Any](), threading.Event()
-    begin = house_module._begin
+    begin = manager_module._begin
 
     def begin_slowly(*given: Any) -> Any:
         begun.append(begin(*given))
         may_return.wait()
         return begun[0]
 
-    async with house_of(folder, opening()) as house:
-        await events_of(house, asked())
-        monkeypatch.setattr(house_module, "_begin", begin_slowly)
-        task = asyncio.create_task(events_of(house, asked(options={"stop_tokens": []})))
+    async with manager_of(folder, opening()) as manager:
+        await events_of(manager, asked())
+        monkeypatch.setattr(manager_module, "_begin", begin_slowly)
+        task = asyncio.create_task(events_of(manager, asked(options={"stop_tokens": []})))
         await reached(lambda: begun)
         task.cancel()
         await asyncio.wait({task})
