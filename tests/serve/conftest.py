@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 from support.scripted import Scripted, app_of, serving
 from support.strict_templates import TEMPLATES, load_strict
@@ -31,6 +32,12 @@ def answers(served: tuple[Scripted, str]) -> Scripted:
 def url(served: tuple[Scripted, str], answers: Scripted) -> str:
     """The address of a server that gives these answers."""
     return served[1]
+
+
+@pytest.fixture
+def client(url: str) -> openai.OpenAI:
+    """OpenAI's client, for this server."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
 
 
 @pytest.fixture(scope="module")

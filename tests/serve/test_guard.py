@@ -120,9 +120,7 @@ def connected(address: str) -> socket.socket:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server without a key that reads bodies of at most 1,000 bytes."""
-    rules = AccessRules(
-        most_bytes=1000, most_seconds=0.2, origins=frozenset({"http://app.example"})
-    )
+    rules = AccessRules(most_bytes=1000, origins=frozenset({"http://app.example"}))
     with served(rules) as address:
         yield address
 
@@ -484,9 +482,9 @@ async def test_a_part_of_a_body_is_held_until_its_client_leaves() -> None:
     assert (sent, guard.bodies.held) == ([], 0)
 
 
-def test_a_body_that_does_not_come(url: str) -> None:
+def test_a_body_that_does_not_come() -> None:
     """A client that stalls is told so, and keeps nothing busy."""
-    with connected(url) as slow:
+    with served(AccessRules(most_seconds=0.2)) as url, connected(url) as slow:
         slow.sendall(
             b"POST /api/chat HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n" + b'{"a'
         )

@@ -43,12 +43,6 @@ CALLS = [
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture
-def client(url: str) -> openai.OpenAI:
-    """Their client, for this server."""
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
-
-
 def test_a_response(client: openai.OpenAI, answers: Scripted) -> None:
     """Its text, its usage and what was reused."""
     raw = client.responses.with_raw_response.create(
