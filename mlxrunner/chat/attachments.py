@@ -85,7 +85,7 @@ class Attachments:
                 content = fenced(name, read_text(name, runner)).rstrip("\n")
                 named |= {name: content} if content not in text else {}
             elif in_quotes or "/" in word or "." in word.strip("."):
-                say(f"no such file: {in_quotes or word}; sent as it is")
+                say(f"no such file: {in_quotes or word}; sent as text")
         return "\n\n".join(
             ["".join([*dict.fromkeys(pictures), self.before(text)]), *named.values()]
         )

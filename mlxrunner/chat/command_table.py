@@ -88,7 +88,9 @@ class CommandTable:
         if command is None:
             raise OptionError(f"no such command: {name} ({self._similar(name)}/help lists them)")
         if argument and not command.takes:
-            raise OptionError(f"{name} takes no argument; {QUOTES} around a text sends it as it is")
+            raise OptionError(
+                f"{name} takes no argument; {QUOTES} around a text sends it unchanged"
+            )
         return command, argument
 
     def is_command(self, text: str) -> bool:

@@ -76,7 +76,7 @@ def set_(chat: Chat, argument: str) -> None:
     if name == "parameter" and value:  # as ollama has it
         name, _, value = value.strip().partition(" ")
     if name == "system":
-        raise OptionError(f"the system prompt is no setting: /system {value or 'TEXT'} sets it")
+        raise OptionError(f"the system prompt is not a setting: /system {value or 'TEXT'} sets it")
     if not name:
         show_settings(chat)
         return
@@ -177,9 +177,9 @@ def think(chat: Chat, argument: str) -> None:
             raise OptionError("this model's template has no switch for thinking")
         conversation.variables = {**conversation.variables, "enable_thinking": argument == "on"}
     elif argument:
-        raise OptionError(f"/think {argument}: has to be show, hide, on or off")
+        raise OptionError(f"/think {argument}: must be show, hide, on or off")
     wanted = conversation.variables.get("enable_thinking")
-    switched = "as the template has it" if wanted is None else "on" if wanted else "off"
+    switched = "the template's default" if wanted is None else "on" if wanted else "off"
     chat.say(f"thinking is {'shown' if chat.show_thinking else 'hidden'}; it is {switched}")
 
 
@@ -278,7 +278,7 @@ SETTING_COMMANDS = (
     Command(
         "/system",
         "[TEXT]",
-        "set the system prompt, or @NAME of the config file",
+        "set the system prompt; @NAME: one of the config file",
         system,
         _prompt_names,
         is_daily=True,
@@ -286,7 +286,7 @@ SETTING_COMMANDS = (
     Command(
         "/set",
         "[NAME VALUE]",
-        "set it (VALUE default: reset), or greedy; alone: list",
+        "change it (default: reset; or greedy); alone: list",
         set_,
         setting_words,
         is_daily=True,
@@ -294,21 +294,21 @@ SETTING_COMMANDS = (
     Command(
         "/show",
         "[N]",
-        "settings and numbered messages; N: message N whole",
+        "show settings and messages; N: the whole message N",
         show,
         is_daily=True,
     ),
     Command(
         "/think",
         "[show|hide|on|off]",
-        "show or hide thinking; let the model think or not",
+        "show or hide thinking; turn it on or off",
         think,
         _think_words,
     ),
     Command(
         "/model",
         "[NAME]",
-        "go on with another model, which evaluates all again",
+        "switch models (rereads the conversation)",
         model,
         _model_names,
         is_daily=True,
@@ -319,11 +319,11 @@ SETTING_COMMANDS = (
 def undo(chat: Chat, argument: str) -> None:
     taken = chat.conversation.undo(whole_number(argument, default=1))
     if not taken:
-        raise OptionError("there is no turn to take back")
+        raise OptionError("there is no turn to remove")
     left = count_of(len(chat.conversation.history.turns), "turn")
     chat.say(
-        f"{count_of(len(taken), 'turn')} taken back, {left} left: {chat.conversation.outlook()}"
-        f"; /redo brings {'it' if len(taken) == 1 else 'them'} back"
+        f"{count_of(len(taken), 'turn')} removed, {left} left: "
+        f"{chat.conversation.outlook()}; /redo restores {'it' if len(taken) == 1 else 'them'}"
     )
 
 
@@ -332,14 +332,14 @@ def redo(chat: Chat, argument: str) -> None:
     present = conversation.branch
     branch = chat.undo_history.pop(name, present)
     if branch is None:
-        raise OptionError(f"no command has taken anything away from branch {name}")
+        raise OptionError(f"there is nothing to restore on branch {name}")
     chat.branches.drop_kept_within(branch)
     kept = ""
     if UndoState(name, present).is_lost_in(branch):
-        kept = f"; what was here is kept as branch {chat.branches.keep(name, present)}"
+        kept = f"; the previous conversation is branch {chat.branches.keep(name, present)}"
     conversation.switch_to(branch)
     turns = count_of(len(branch.history.turns), "turn")
-    chat.say(f"brought back, {turns}: {conversation.outlook()}{kept}")
+    chat.say(f"restored, {turns}: {conversation.outlook()}{kept}")
 
 
 def edit(chat: Chat, argument: str) -> None:
@@ -370,20 +370,14 @@ def edit(chat: Chat, argument: str) -> None:
 def retry(chat: Chat, argument: str) -> None:
     history = chat.conversation.history
     if not history.turns:
-        raise OptionError("there is no answer to try again")
+        raise OptionError("there is no answer to repeat")
     options = parse_settings(argument)
     merged: dict[str, Any] = chat.conversation.effective | options
     if not merged.get("temperature") and not options:
-        chat.say(
-            "the temperature is 0, so the answer will be the same: "
-            "/retry temperature=0.8 gives another"
-        )
+        chat.say("the temperature is 0, so the answer will be the same: try /retry temperature=0.8")
     elif merged.get("seed") is not None and not options:
         seed = merged["seed"]
-        chat.say(
-            f"the seed is {seed}, so the answer will be the same: "
-            f"/retry seed={seed + 1} gives another"
-        )
+        chat.say(f"the seed is {seed}, so the answer will be the same: try /retry seed={seed + 1}")
     *earlier, last = history.turns
     chat.answer(last.user, history.cut(len(earlier)), **options)
 
@@ -392,7 +386,7 @@ def branch(chat: Chat, argument: str) -> None:
     drop, name = flagged(argument, "-d")
     if drop:
         dropped = count_of(len(chat.branches.drop(name).history.turns), "turn")
-        chat.say(f"branch {name} is dropped, with {dropped}")
+        chat.say(f"branch {name} deleted, with {dropped}")
     elif argument:
         chat.branches.fork(argument, chat.conversation.branch)
         chat.say(f"on branch {argument}: {chat.conversation.outlook()}")
@@ -412,8 +406,8 @@ def clear(chat: Chat, argument: str) -> None:
     had_turns = bool(chat.conversation.history.turns)
     chat.conversation.clear()
     chat.attachments.clear()
-    back = "; /redo brings it back" if had_turns else ""
-    chat.say(f"cleared: {chat.conversation.outlook()}{back}")
+    back = "; /redo restores it" if had_turns else ""
+    chat.say(f"conversation cleared{back}")
 
 
 def _names(chat: Chat, before: str) -> Iterable[str]:
@@ -425,19 +419,21 @@ def _retry_words(chat: Chat, before: str) -> Iterable[str]:
 
 
 TURN_COMMANDS = (
-    Command("/undo", "[N]", "take the last turn back, or the last N", undo, is_daily=True),
-    Command("/redo", "", "bring back what the last command took away", redo, is_daily=True),
+    Command("/undo", "[N]", "remove the last turn, or the last N", undo, is_daily=True),
+    Command(
+        "/redo", "", "undo the last /undo, /clear, /edit, /retry or /system", redo, is_daily=True
+    ),
     Command(
         "/edit",
         "[N]",
-        "edit message N of /show, or your last, and go on there",
+        "edit message N, or your last, and continue there",
         edit,
         is_daily=True,
     ),
     Command(
         "/retry",
         "[NAME=VALUE ...]",
-        "answer the last message again, with other sampling",
+        "answer the last message again, with these settings",
         retry,
         _retry_words,
         is_daily=True,
@@ -445,12 +441,14 @@ TURN_COMMANDS = (
     Command(
         "/branch",
         "[-d] [NAME]",
-        "go on as branch NAME, leaving this one as it is; without NAME: list them; -d drops one",
+        "continue as branch NAME; alone: list; -d: delete one",
         branch,
         _names,
     ),
-    Command("/switch", "NAME", "go on with another branch", switch, _names),
-    Command("/clear", "", "forget the conversation; the system prompt stays", clear, is_daily=True),
+    Command("/switch", "NAME", "switch to another branch", switch, _names),
+    Command(
+        "/clear", "", "clear the conversation, but not the system prompt", clear, is_daily=True
+    ),
 )
 
 
@@ -458,16 +456,18 @@ def attach(chat: Chat, argument: str) -> None:
     drop, name = flagged(argument, "-d")
     attached = chat.attachments.texts
     if drop and name and name not in attached:
-        raise OptionError(f"{name} does not wait for the next message: /file lists those that do")
+        raise OptionError(
+            f"{name} is not attached to the next message: /file lists the attached ones"
+        )
     if drop:
         for one in [name] if name else list(attached):
             del attached[one]
     elif name:
         attached[name] = read_text(name, chat.runner)
     for one, text in attached.items():
-        chat.say(f"{one} ({size(len(text.encode()))}) goes with the next message")
+        chat.say(f"{one} ({size(len(text.encode()))}) is attached to the next message")
     if not attached:
-        chat.say("no file goes with the next message")
+        chat.say("no file is attached to the next message")
 
 
 def show_picture(chat: Chat, argument: str) -> None:
@@ -481,9 +481,9 @@ def show_picture(chat: Chat, argument: str) -> None:
             if name not in waiting:
                 waiting.append(name)
     for name in waiting:
-        chat.say(f"{name} goes with the next message")
+        chat.say(f"{name} is attached to the next message")
     if not waiting:
-        chat.say("no picture goes with the next message")
+        chat.say("no picture is attached to the next message")
 
 
 def copy_answer(chat: Chat, argument: str) -> None:
@@ -501,7 +501,7 @@ def copy_answer(chat: Chat, argument: str) -> None:
             lines = count_of(len(blocks[-1].splitlines()), "line")
             chat.say(f"copied {lines} of code in message {2 * number + 2} {copy(blocks[-1])}")
             return
-    raise OptionError("no answer has a block of code: /copy copies the last answer whole")
+    raise OptionError("no answer has a block of code: /copy copies the whole last answer")
 
 
 def _answer(chat: Chat, number: int) -> str:
@@ -545,14 +545,14 @@ FILE_COMMANDS = (
     Command(
         "/file",
         f"[-d] [{PATH}]",
-        "put a file before the next text; alone: list; -d: drop",
+        "add a file to the next text; alone: list; -d: remove",
         attach,
         is_daily=True,
     ),
     Command(
         "/image",
         f"[-d] [{PATH}]",
-        "show a picture with the next text; alone: list; -d: drop",
+        "add a picture to the text; alone: list; -d: remove",
         show_picture,
     ),
     Command(
@@ -565,7 +565,7 @@ FILE_COMMANDS = (
     Command(
         "/copy",
         "[code]",
-        "copy the last answer; code: the last block of code",
+        "copy the last answer; code: its last block of code",
         copy_answer,
         lambda chat, before: ("code",),
         is_daily=True,
@@ -573,7 +573,7 @@ FILE_COMMANDS = (
     Command(
         "/export",
         f"[-f] {PATH}",
-        "write the conversation as Markdown, or JSON for PATH.json; -f overwrites",
+        "write Markdown, or JSON for PATH.json; -f: overwrite",
         export,
     ),
 )
@@ -679,15 +679,15 @@ def explanation(usage: Usage) -> list[str]:
     """Return lines that say why a turn did not reuse more."""
     lines = [explain_reuse(usage.as_dict())]
     if mend := remedy(usage.reason):
-        lines.append(f"what would help: {mend}")
+        lines.append(f"remedy: {mend}")
     if usage.cache.lost_tokens:
-        lines.append(f"{usage.cache.lost_tokens} tokens were evaluated that need not have been")
+        lines.append(f"{usage.cache.lost_tokens} tokens could have been reused")
     if usage.cache.checkpoint is not None:
-        lines.append(f"a checkpoint at token {usage.cache.checkpoint} was used to go back")
+        lines.append(f"a checkpoint at token {usage.cache.checkpoint} was used")
     if usage.cache.trimmed_tokens:
         lines.append(
-            f"{usage.cache.trimmed_tokens} tokens of the entry were trimmed, "
-            "as the prompt goes on otherwise"
+            f"{usage.cache.trimmed_tokens} cached tokens were trimmed, because the prompt "
+            "differs from there on"
         )
     if usage.cache.shifted_tokens:
         again = (
@@ -706,8 +706,8 @@ REPORT_COMMANDS = (
     Command(
         "/stats",
         "",
-        "what the last turn and the session reused and evaluated, and what that saved",
+        "show reuse and speed of the last turn and the session",
         stats,
     ),
-    Command("/explain", "", "why the last turn did not reuse more", explain),
+    Command("/explain", "", "show why the last turn did not reuse more", explain),
 )

@@ -392,9 +392,9 @@ class Branches:
         Raise OptionError if the name is taken or not one word.
         """
         if not name or name.split() != [name]:
-            raise OptionError(f"{name!r} is not a name for a branch: it has to be one word")
+            raise OptionError(f"{name!r} can't be the name of a branch: use one word")
         if name in self:
-            raise OptionError(f"there is a branch {name} already: /switch {name} goes to it")
+            raise OptionError(f"branch {name} exists already: /switch {name} opens it")
         self.others[self.current] = present
         self.current = name
 
@@ -428,7 +428,7 @@ class Branches:
     def drop(self, name: str) -> Branch:
         """Drop a branch and return it. Raise OptionError if it is the present one or unknown."""
         if name == self.current:
-            raise OptionError(f"branch {name} is the present one: /switch to another one first")
+            raise OptionError(f"branch {name} is in use: /switch to another one first")
         self._check(name)
         self.given_up.append(self.others.pop(name))
         return self.given_up[-1]
@@ -471,12 +471,12 @@ def full_context(
         most = (conversation.effective | options).get("max_tokens")
         if most is not None and usage.completion_tokens >= most:
             yield (
-                f"(cut off at max_tokens {most}: /set max_tokens {2 * most} allows more, "
+                f"(stopped at max_tokens {most}: /set max_tokens {2 * most} allows more, "
                 f"/retry max_tokens={2 * most} answers again)"
             )
         else:
             yield (
-                f"(cut off at the end of the context of {context} tokens: "
+                f"(stopped at the end of the context of {context} tokens: "
                 f"{more_room(conversation)})"
             )
 
@@ -486,7 +486,7 @@ def more_room(conversation: Conversation) -> str:
     runner = conversation.runner
     longer = f"/set context {min(2 * runner.context, runner.facts.context)} makes it longer, "
     is_longest = runner.context >= runner.facts.context
-    return f"{'' if is_longest else longer}/undo takes turns back, /clear all of them"
+    return f"{'' if is_longest else longer}/undo removes turns, /clear all of them"
 
 
 Policy = Literal["exact", "template"]
@@ -495,10 +495,10 @@ UNKNOWN = "\ue0f0\ue0f1"
 """Stands for a text that is not known yet: private characters, which no template changes."""
 DRIFTS = {
     "none": "none",
-    "retokenized": "the same text in other tokens",
-    "whitespace": "other white space",
-    "thinking": "thinking that the template leaves out",
-    "text": "other text",
+    "retokenized": "different tokens of the same text",
+    "whitespace": "different white space",
+    "thinking": "thinking that the template drops",
+    "text": "different text",
 }
 
 

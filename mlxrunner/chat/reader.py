@@ -172,5 +172,5 @@ class TypeAhead:
         try:
             self._evaluate(text, outdated)
         except Exception as error:  # sending the message raises it again
-            logger.debug("nothing evaluated ahead: %s", error)
+            logger.debug("nothing was evaluated in advance: %s", error)
         return "" if outdated() else text

@@ -169,9 +169,9 @@ class Chat:
     def _hint(self, error: ContextLengthError) -> str:
         """Return a hint that says what makes room, or ""."""
         if self.attachments.texts:
-            return "; /file -d drops the files that wait"
+            return "; /file -d removes the attached files"
         if self.attachments.pictures:
-            return "; /image -d drops the pictures that wait"
+            return "; /image -d removes the attached pictures"
         evaluated = len(self.conversation.history.rendering.tokens)
         fits_alone = error.tokens - evaluated < error.context
         return f"; {more_room(self.conversation)}" if fits_alone else ""
@@ -367,10 +367,10 @@ class ChatModel:
         if not self._chat.conversation.sees:
             if (why := why_no_vision(self._chat.model)) is not None:
                 raise ModelError(why)
-            self._chat.say(f"{self._chat.model} is loaded again, with its eyes")
+            self._chat.say(f"{self._chat.model} is loaded again, with its vision encoder")
             self.change(self._chat.model, pictures=True)
         if not self._chat.conversation.sees:
-            raise PromptError("a model that several hosts share sees no pictures")
+            raise PromptError("a model that several hosts share can't see pictures")
 
     def change(self, name: str, **changes: Any) -> None:
         """Load another model, or the same one with other options, and continue with it.
@@ -405,9 +405,7 @@ class ChatModel:
         """
         runner = self._chat.conversation.runner
         if isinstance(runner, NoRunner) and runner.why is None:
-            self._chat.say(
-                f"{self._chat.model} is loaded again: it had been given up for the other model"
-            )
+            self._chat.say(f"{self._chat.model} is loaded again")
             with uninterrupted():
                 self._chat.conversation.runner = self._loaded_again()
         if self._chat.conversation.runner is not self._known_runner and not isinstance(
@@ -453,7 +451,7 @@ class ChatModel:
             except MlxrunnerError as error:
                 why = str(error).partition("\n")[0]
         if why:
-            self._chat.say(f"{draft} guesses nothing for {model}: {why}")
+            self._chat.say(f"{draft} is not used as draft model of {model}: {why}")
         return runner
 
 
@@ -505,10 +503,10 @@ def open_chat(
 
 
 HELP = (
-    "Alt-Enter, Ctrl-J or a backslash at the end: the text goes on in a new line.",
-    '""" around a text sends it as it is, whatever it begins with.',
-    "@PATH in a text: the file, or picture, goes with it.  Ctrl-X Ctrl-E: $EDITOR.",
-    "Ctrl-C stops an answer and keeps what was shown; it clears the line.",
+    "Alt-Enter, Ctrl-J or a backslash at the end of the line begin a new line.",
+    '""" around a text sends it unchanged, even if it looks like a command.',
+    "@PATH in a text attaches a file or a picture.  Ctrl-X Ctrl-E opens $EDITOR.",
+    "Ctrl-C stops an answer, keeping its text; at the prompt it clears the line.",
     "Ctrl-Z suspends the chat.  Ctrl-D, exit or quit leave it.",
 )
 """Lines of /help after the commands; a terminal of 80 columns wraps none of them."""
@@ -519,7 +517,9 @@ def commands(*more: Command) -> CommandTable:
 
     def show_help(chat: Chat, argument: str) -> None:
         if argument not in ("", "all"):
-            raise OptionError(f"/help {argument}: /help shows the daily commands, /help all all")
+            raise OptionError(
+                f"/help {argument}: /help shows the common commands, /help all every command"
+            )
         for line in (*table.help(is_whole=argument == "all"), *HELP):
             chat.say(line)
 
@@ -536,7 +536,7 @@ def commands(*more: Command) -> CommandTable:
             Command(
                 "/help",
                 "[all]",
-                "what is used daily; all: every command (also /?)",
+                "show common commands; all: every command (also /?)",
                 show_help,
                 lambda chat, before: ("all",),
                 is_daily=True,

@@ -92,7 +92,7 @@ class Saving:
             Command(
                 "/save",
                 "[-f] NAME",
-                "save as session NAME; -f overwrites another one",
+                "save as session NAME; -f: overwrite another one",
                 self._save,
                 self._names,
                 is_daily=True,
@@ -100,7 +100,7 @@ class Saving:
             Command(
                 "/load",
                 "[-f] NAME",
-                "go on with session NAME; -f gives up unsaved turns",
+                "load session NAME; -f: discard unsaved turns",
                 self._load,
                 self._names,
                 is_daily=True,
@@ -155,8 +155,8 @@ class Saving:
                 + "; leave it there, or begin a new chat without --continue"
             )
         raise SessionError(
-            "there is no unnamed chat to go on with: a chat in a terminal is kept after its first "
-            "answer, unless --no-save; `mlxrunner sessions list` lists what there is"
+            "there is no unnamed chat to continue: a chat in a terminal is saved after its "
+            "first answer, unless --no-save; `mlxrunner sessions list` lists all"
         )
 
     def begin(self, chat: Chat, resumed: bool) -> None:
@@ -167,7 +167,7 @@ class Saving:
             chat.say(self._resume(chat, self.kept_as, settings=False))
             chat.recall()
         elif self.name is not None:
-            chat.say(f"session {self.name}: a new one")
+            chat.say(f"session {self.name}: new")
             self._saved[self.name] = _Saved.of(self._session(chat), 0.0)
         chat.after_turn.append(self._after_turn)
         chat.after_command.append(self._after_command)
@@ -212,7 +212,7 @@ class Saving:
                 drop_oldest(self.store)
         except SessionError as error:
             self._keeps_unnamed, self._unnamed = False, None
-            chat.say(f"this chat is not kept from now on: {error}")
+            chat.say(f"this chat is not saved from now on: {error}")
 
     def _save_states(self, chat: Chat, name: str) -> None:
         """Write what commands took away, and what is not there yet, to the disk."""
@@ -249,9 +249,7 @@ class Saving:
         for branch, dropped in saved.dropped(chat, self._session(chat)) if saved else ():
             kept = chat.branches.keep(branch, dropped)
             turns = count_of(len(dropped.history.turns), "turn")
-            chat.say(
-                f"what was saved is kept as branch {kept} ({turns}): /switch {kept} goes back to it"
-            )
+            chat.say(f"the saved turns are branch {kept} ({turns}): /switch {kept} returns to it")
 
     def _save(self, chat: Chat, argument: str) -> None:
         force, name = _forced(argument, self.name)
@@ -261,7 +259,7 @@ class Saving:
                 found = (
                     f"session {name} was changed elsewhere"
                     if name in self._saved
-                    else f"there is a session {name} already"
+                    else f"session {name} exists already"
                 )
                 raise OptionError(f"{found}: /save -f {name} overwrites it")
             with self._naming_safe_turns(chat, name):
@@ -278,8 +276,8 @@ class Saving:
         kept = self._unnamed
         if not force and not goes_over and kept is None and self._is_unsaved(chat):
             raise OptionError(
-                f"what was said is not saved ({_turns(chat)}): /save NAME saves it, "
-                f"/load -f {name} gives it up"
+                f"the conversation is not saved ({_turns(chat)}): /save NAME saves it, /load "
+                f"-f {name} discards it"
             )
         session = self.store.load(name)  # raise its errors before the present chat is given up
         with ExitStack() as held:
@@ -297,7 +295,7 @@ class Saving:
                 self._lock.close()
                 self._lock.push(held.pop_all())
         if kept not in (None, name):
-            chat.say(f"the chat so far is kept as {kept}: /load {kept} goes back to it")
+            chat.say(f"the chat so far is saved as {kept}: /load {kept} returns to it")
         chat.say(line)
         chat.recall()
 
@@ -406,7 +404,7 @@ def _where_turns_are(chat: Chat) -> str:
     if chat.conversation.history.turns or longest is None or not others[longest]:
         return ""
     turns = count_of(others[longest], "turn")
-    return f"; branch {longest} has {turns}: /switch {longest} goes to it"
+    return f"; branch {longest} has {turns}: /switch {longest} opens it"
 
 
 def settings_of(chat: Chat) -> dict[str, Any]:
@@ -463,13 +461,15 @@ def must_be_wanted(name: str | None, before: str, model: str, keyboard: Keyboard
         return
     what = f"session {name} was saved with the model {before}, and -m names {model}"
     if is_terminal():
-        question = f"{what}, which evaluates it anew. Go on with {model}? [y/N] "
+        question = f"{what}, which evaluates it again. Continue with {model}? [y/N] "
         if keyboard.ask(visible(question)).lower() in ("y", "yes"):
             return
-        raise OptionError(f"nothing has changed: without -m, session {name} goes on with {before}")
+        raise OptionError(
+            f"nothing has changed: without -m, session {name} continues with {before}"
+        )
     raise OptionError(
-        f"{what}: --switch-model goes on with {model}, which evaluates it anew; leave -m out to go "
-        f"on with {before}"
+        f"{what}: --switch-model continues with {model}, which evaluates it again; without "
+        f"-m, {before} continues"
     )
 
 
@@ -484,7 +484,7 @@ def load_with_context(chat: Chat, session: Session) -> None:
     try:
         chat.loaded.change(chat.model, context=context)
     except MlxrunnerError as error:
-        chat.say(f"its context of {context} tokens is left out: {error}")
+        chat.say(f"its context of {context} tokens is not used: {error}")
     else:
         chat.say(f"loaded again with a context of {context} tokens")
 

@@ -277,7 +277,7 @@ def _say_if_full(runner: Runner, last: Chunk, max_tokens: int | None) -> None:
     """Say on stderr that the end of the context has cut the answer off."""
     told = last.usage is not None and last.usage.completion_tokens == max_tokens
     if last.finish_reason == "length" and not told:
-        line = f"(cut off at the end of the context of {runner.context} tokens: "
+        line = f"(stopped at the end of the context of {runner.context} tokens: "
         more = "--context N makes it longer, --overflow shift drops the oldest half)"
         click.secho(line + more, err=True, dim=True)
 

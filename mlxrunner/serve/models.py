@@ -547,7 +547,7 @@ class ModelLoader:
                 )
         except MlxrunnerError as error:
             why = str(error).partition("\n")[0]
-            logger.warning("%s guesses nothing for %s: %s", name, loaded.name, why)
+            logger.warning("%s is not used as draft model of %s: %s", name, loaded.name, why)
             return None
         return name
 

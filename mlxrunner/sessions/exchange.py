@@ -276,7 +276,7 @@ def import_session(
     sessions = sessions or SessionStore()
     if sessions.exists(name):
         raise SessionError(
-            f"there is a session {name!r} already: `mlxrunner sessions rm {name}` removes it"
+            f"the session {name!r} exists already: `mlxrunner sessions rm {name}` removes it"
         )
     folder = resolve(model)
     unread, options = unread_model(folder), CacheOptions(kv_bits=kv_bits)

@@ -22,8 +22,8 @@ from mlxrunner.terminal.text import size
 from mlxrunner.tokenizer import Tokenizer
 
 CHANGED = (
-    "its file was changed by something else: its texts and settings are kept as they are there, "
-    "its tokens and caches are dropped"
+    "its file was changed by another program: its tokens and caches are dropped, text and "
+    "settings are used as they are"
 )
 """The note on a session whose checksum is wrong, as after an edit by hand."""
 
@@ -92,7 +92,7 @@ class Saver:
         if session.is_changed:
             return session, CHANGED
         return session, self._restore(name, known) + (
-            "; it is tokenized anew: its tokens do not spell its text" if mismatched else ""
+            "; it is tokenized again: its tokens do not match its text" if mismatched else ""
         )
 
     def _restore(self, name: str, known: Mapping[bytes, Picture]) -> str:
@@ -100,7 +100,7 @@ class Saver:
             folder = self.store.folder_of(name)
             entry = stored_entry(folder, folder.remove)  # a damaged piece is written again
             if entry is None:
-                return "without caches: the first turn evaluates it anew"
+                return "without caches: the first turn evaluates it again"
             if different := differences(entry.fingerprint, self._fingerprint):
                 raise SessionError(", ".join(PARTS[part] for part in different))
             if len(entry.tokens) > self.runner.context:
@@ -110,7 +110,7 @@ class Saver:
             entry.check(self._outline)
             entry.renumber(known)
         except SessionError as error:
-            return f"its text is kept, its caches are dropped: {error}"
+            return f"its caches are dropped, its text is kept: {error}"
         self.runner.cache.adopt(entry, f"session {name}")
         return f"{len(entry.tokens)} tokens restored ({size(entry.nbytes)})"
 

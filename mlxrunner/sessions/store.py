@@ -334,4 +334,4 @@ def drop_oldest(store: SessionStore) -> None:
 def must_be_free(store: SessionStore, name: str) -> None:
     """Raise SessionError if a new session may not be called `name`, as chats without a name are."""
     if is_unnamed(name) and not store.exists(name):
-        raise SessionError(f"{name!r} is how chats without a name are called: use another name")
+        raise SessionError(f"{name!r} is a name of unnamed chats: use another name")

@@ -238,11 +238,11 @@ def edit_outside(text: str, keyboard: Keyboard) -> str:
             ) from error
         if code:
             raise MlxrunnerError(
-                f"the editor {command!r} ended with code {code}, so the text stays as it was"
+                f"the editor {command!r} ended with code {code}: the text is unchanged"
             )
         edited = read_text(path, LONGEST_TEXT)
     if "\0" in edited:
-        raise ReadError("what the editor left is not a text: it has a byte 0")
+        raise ReadError("the edited file is not a text: it has a byte 0")
     return edited.removesuffix("\n")
 
 

@@ -29,7 +29,7 @@ def test_code_is_copied_from_the_last_answer_that_has_some(
     monkeypatch.setattr("mlxrunner.chat.commands.copy", copy)
     do("Hello!", "How are you?")
     assert do("/copy code") == [
-        "error: no answer has a block of code: /copy copies the last answer whole"
+        "error: no answer has a block of code: /copy copies the whole last answer"
     ]
     chat.conversation.answer_with(0, FENCED)
     do("Thanks!")
@@ -60,9 +60,9 @@ def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -
     assert users[2:4] == ["and @home?", "or @no/such.txt"]
     assert users[4].endswith(f'and @"no such"\n\n{tmp_path}/two words.txt:\n```\nspaces\n```')
     assert users[4].count("\nspaces\n") == 1
-    assert f"{tmp_path}/note.txt (25 B) goes with the next message" in lines
-    assert "no such file: no/such.txt; sent as it is" in lines
-    assert "no such file: no such; sent as it is" in lines
+    assert f"{tmp_path}/note.txt (25 B) is attached to the next message" in lines
+    assert "no such file: no/such.txt; sent as text" in lines
+    assert "no such file: no such; sent as text" in lines
 
 
 def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
     assert too_long.endswith("with a longer --context")
     assert damaged.startswith("error: ")
     assert "/clear" not in damaged
-    assert cut.startswith("(cut off at max_tokens 3: ")
-    assert due_to_turns.endswith("; /undo takes turns back, /clear all of them")
-    assert with_files.endswith("; /file -d drops the files that wait")
+    assert cut.startswith("(stopped at max_tokens 3: ")
+    assert due_to_turns.endswith("; /undo removes turns, /clear all of them")
+    assert with_files.endswith("; /file -d removes the attached files")
 
 
 def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
         "/file",
     )
     waiting = [
-        f"{first} (3 B) goes with the next message",
-        f"{second} (4.95 kB) goes with the next message",
+        f"{first} (3 B) is attached to the next message",
+        f"{second} (4.95 kB) is attached to the next message",
     ]
     assert lines[1:6] == [waiting[0], *waiting, *waiting]
     assert lines[6].startswith("error: the prompt has")
@@ -108,7 +108,7 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
     assert do(f"/file -d {second}") == waiting[:1]
     assert do("/file -d", "What is my name?") == [
         "Your name is Ana.",
-        "no file goes with the next message",
+        "no file is attached to the next message",
     ]
     assert len(chat.conversation.history.turns) == 2
 

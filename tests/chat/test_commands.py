@@ -59,11 +59,11 @@ def test_help_has_every_command(do: Do) -> None:
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
         (
             "/clear the table please",
-            'error: /clear takes no argument; """ around a text sends it as it is',
+            'error: /clear takes no argument; """ around a text sends it unchanged',
         ),
         (
             "/set system Be brief.",
-            "error: the system prompt is no setting: /system Be brief. sets it",
+            "error: the system prompt is not a setting: /system Be brief. sets it",
         ),
         ('/system ""', "system prompt: (none)"),
         ("/set parameter top_k 7", "top_k = 7"),
@@ -74,20 +74,20 @@ def test_help_has_every_command(do: Do) -> None:
             "error: '11111111111111111111' is not a whole number between 1 and 999999999",
         ),
         ("/edit 1", "error: there is nothing to edit yet"),
-        ("/retry", "error: there is no answer to try again"),
+        ("/retry", "error: there is no answer to repeat"),
         ("/switch", "error: there is no branch '': there are main"),
         (
             "/branch two words",
-            "error: 'two words' is not a name for a branch: it has to be one word",
+            "error: 'two words' can't be the name of a branch: use one word",
         ),
-        ("/branch main", "error: there is a branch main already: /switch main goes to it"),
+        ("/branch main", "error: branch main exists already: /switch main opens it"),
         ("/stats", "no turn yet"),
         ("/explain", "no turn yet"),
         ("/copy", "error: there is no answer to copy yet"),
-        ("/file", "no file goes with the next message"),
+        ("/file", "no file is attached to the next message"),
         (
             "/file -d a.txt",
-            "error: a.txt does not wait for the next message: /file lists those that do",
+            "error: a.txt is not attached to the next message: /file lists the attached ones",
         ),
         ("/file nowhere.txt", "error: nowhere.txt: no such file"),
         ("/file /dev/zero", "error: /dev/zero: is a device, not a regular file"),
@@ -112,7 +112,7 @@ def test_help_has_every_command(do: Do) -> None:
         ("/set stop [1", "error: stop: [1 is not readable as JSON"),
         ("/set stop [1]", "error: stop: each stop string has to be a text"),
         ("/model nowhere", "error: nowhere: no such model"),
-        ("/think hard", "error: /think hard: has to be show, hide, on or off"),
+        ("/think hard", "error: /think hard: must be show, hide, on or off"),
         ("/think on", "error: this model's template has no switch for thinking"),
     ],
 )
@@ -192,8 +192,8 @@ def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
         'stop = "."',
         "stop = (none)",
         "max_tokens = 2",
-        "(cut off at max_tokens 2: /set max_tokens 4 allows more, /retry max_tokens=4 answers "
-        "again)",
+        "(stopped at max_tokens 2: /set max_tokens 4 allows more, /retry max_tokens=4 "
+        "answers again)",
         "stop = (none)",
     ]
     assert do("/set seed 5", '/set stop "a\\n"', '/set stop ["x", "y"]') == [
@@ -302,7 +302,7 @@ def test_a_longer_context_is_offered_as_the_chat_sets_it(do: Do) -> None:
     """The options of the command line are of no use at the prompt."""
     *_, full = do("/set overflow stop", "/set context 40", "My name is Ana.", "My name is Ana.")
     assert full.endswith(
-        "; /set context 80 makes it longer, /undo takes turns back, /clear all of them"
+        "; /set context 80 makes it longer, /undo removes turns, /clear all of them"
     )
 
 

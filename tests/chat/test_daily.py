@@ -48,7 +48,9 @@ def test_help_fits_a_small_screen(open_screen: Any) -> None:
     assert screen.say("/?") == short
     assert "/explain" in screen.say("/help all")
     said = screen.say("/help me please")
-    assert said == "error: /help me please: /help shows the daily commands, /help all all"
+    assert said == (
+        "error: /help me please: /help shows the common commands, /help all every command"
+    )
 
 
 def test_a_word_that_says_goodbye_in_a_pipe_is_a_text() -> None:
@@ -108,7 +110,7 @@ def test_an_editor_that_fails_changes_nothing(open_screen: Any, tmp_path: Path) 
     screen.until("ready")
     screen.child.send(CTRL_C)
     screen.until(lambda: screen.lines[-1] == ">>> half a line")
-    assert "ended with code 3, so the text stays as it was" in " ".join(screen.shown.split())
+    assert "ended with code 3: the text is unchanged" in " ".join(screen.shown.split())
     screen.child.send(CTRL_C)
     screen.prompt()
     screen.child.send("/editor\r")

@@ -37,8 +37,8 @@ def test_an_answer_that_is_cut_off_at_a_limit_says_so(capsys: pytest.CaptureFixt
     chat = chat_of(200, "hello", "/retry max_tokens=3", "/set max_tokens 2", "hello", max_tokens=5)
     notes = [note for note in notes_of(chat, capsys) if note.startswith("(")]
     assert notes == [
-        f"(cut off at max_tokens {most}: /set max_tokens {2 * most} allows more, "
-        f"/retry max_tokens={2 * most} answers again)"
+        f"(stopped at max_tokens {most}: /set max_tokens {2 * most} allows more, /retry "
+        f"max_tokens={2 * most} answers again)"
         for most in (5, 3, 2)
     ]
 
@@ -49,13 +49,12 @@ def test_an_answer_that_is_cut_off_at_the_end_of_the_context_says_so(
     """A longer context is offered where the model has one."""
     notes = notes_of(chat_of(60, "hello", overflow="stop"), capsys)
     assert notes == [
-        "(cut off at the end of the context of 60 tokens: /set context 120 makes it longer, "
-        "/undo takes turns back, /clear all of them)"
+        "(stopped at the end of the context of 60 tokens: /set context 120 makes it longer, "
+        "/undo removes turns, /clear all of them)"
     ]
     notes = notes_of(chat_of(60, "hello", most=60, overflow="stop"), capsys)
     assert notes == [
-        "(cut off at the end of the context of 60 tokens: /undo takes turns back, /clear all of "
-        "them)"
+        "(stopped at the end of the context of 60 tokens: /undo removes turns, /clear all of them)"
     ]
 
 
@@ -86,8 +85,8 @@ def test_the_line_is_dim_in_a_terminal(open_screen: Any) -> None:
     """It is apart from the answer."""
     screen = open_screen(*CHAT[1:], "--max-tokens", "2", size=(150, 30))
     said = screen.say("My name is Ana.").splitlines()
-    assert said[-1].startswith("(cut off at max_tokens 2: ")
-    assert "\x1b[2m(cut off" in screen.raw
+    assert said[-1].startswith("(stopped at max_tokens 2: ")
+    assert "\x1b[2m(stopped at" in screen.raw
     assert screen.leave() == 0
 
 

@@ -83,7 +83,7 @@ def test_loading_keeps_an_unnamed_chat_and_says_where(
     two = typed()
     two.type("My name is Ana.", "/undo", "I have a dog.", "/load trip")
     (kept,) = unnamed_chats(two.store)
-    assert f"the chat so far is kept as {kept}: /load {kept} goes back to it" in (
+    assert f"the chat so far is saved as {kept}: /load {kept} returns to it" in (
         capsys.readouterr().err
     )
     assert two.users == ["Hello!"]
@@ -150,7 +150,9 @@ def test_a_full_disk_ends_the_keeping_and_not_the_chat(
     one = typed()
     one.type("My name is Ana.", "Hello!")
     assert one.users == ["My name is Ana.", "Hello!"]
-    assert capsys.readouterr().err.count("this chat is not kept from now on: the disk is full") == 1
+    assert (
+        capsys.readouterr().err.count("this chat is not saved from now on: the disk is full") == 1
+    )
 
 
 def chat(typed: str, *arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
@@ -183,7 +185,7 @@ def test_chats_in_a_terminal_are_kept_and_those_in_a_pipe_are_not(
     assert "model demo, context of 2048 tokens" in shown[at:]
     assert r">>> My name is \u202eAna." in shown[at:]
     assert "\u202e" not in again.raw
-    assert again.say("/redo").startswith("brought back, 1 turn: ")
+    assert again.say("/redo").startswith("restored, 1 turn: ")
     assert again.leave() == 0
     assert chat("What is my name?\n", "--continue", data=data).stdout == "Your name is Ana.\n"
 
@@ -196,7 +198,7 @@ def test_another_model_of_a_session_is_asked_for(open_screen: Any, tmp_path: Pat
     chat("My name is Ana.\n", "--session", "trip", data=data)
     refused = chat("Hello!\n", *other, data=data)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--switch-model goes on with " in refused.stderr
+    assert "--switch-model continues with " in refused.stderr
     switched = chat("/show\n", *other, "--switch-model", data=data)
     assert switched.returncode == 0
     assert f"model     {tmp_path}/model" in switched.stderr
@@ -206,7 +208,7 @@ def test_another_model_of_a_session_is_asked_for(open_screen: Any, tmp_path: Pat
     assert screen.child.isalive()
     screen.child.send("n\r")
     assert screen.end() == 2
-    assert "nothing has changed: without -m, session trip goes on with" in " ".join(
+    assert "nothing has changed: without -m, session trip continues with" in " ".join(
         screen.raw.split()
     )
     screen = open_screen(*CHAT, *other, "--max-tokens", "4")

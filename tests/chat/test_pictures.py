@@ -144,7 +144,7 @@ def test_what_is_dropped_waits_for_the_next_message(
     assert [line.split(",")[0] for line in said[-2:]] == ["[picture: 0.png", "[picture: 1.png"]
     assert not chat.conversation.history.turns
     type_to(chat, "/image -d", "Hello")
-    assert "no picture goes with the next message" in capsys.readouterr().err
+    assert "no picture is attached to the next message" in capsys.readouterr().err
     assert chat.conversation.history.turns[0].user == "Hello"
 
 
@@ -207,7 +207,7 @@ def test_the_eyes_are_loaded_when_they_are_needed(
     runner = Runner.load(DEMO, reserve=False)
     chat = Chat(Conversation(runner), model=DEMO, loading={"reserve": False})
     type_to(chat, "Hello", f"What is in @{pictures[0]}", "/model demo", "Hello again")
-    assert f"{DEMO} is loaded again, with its eyes" in capsys.readouterr().err
+    assert f"{DEMO} is loaded again, with its vision encoder" in capsys.readouterr().err
     assert len(chat.conversation.history.turns) == 3
     assert "pictures" not in chat.loading
     assert not chat.conversation.sees

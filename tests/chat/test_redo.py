@@ -68,7 +68,7 @@ def test_redo_brings_back_what_each_command_took(
     one.type("/undo", "/clear", "/redo", "/redo")
     assert one.chat.conversation.history is whole
     one.type("/redo")
-    assert "error: no command has taken anything away from branch main" in capsys.readouterr().err
+    assert "error: there is nothing to restore on branch main" in capsys.readouterr().err
     one.type("/system You are a parrot.", "/redo")
     assert (one.chat.conversation.history, one.chat.conversation.system) == (whole, None)
     one.type("/retry seed=3 temperature=2", "/redo")
@@ -82,7 +82,7 @@ def test_redo_keeps_what_came_after_as_a_branch(
     one = typed()
     one.type("My name is Ana.", "/clear", "My name is Bo.", "/redo")
     assert one.users == ["My name is Ana."]
-    assert "; what was here is kept as branch main~1" in capsys.readouterr().err
+    assert "; the previous conversation is branch main~1" in capsys.readouterr().err
     one.type("/switch main~1")
     assert one.users == ["My name is Bo."]
 

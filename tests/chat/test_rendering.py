@@ -203,9 +203,9 @@ def test_exact_keeps_what_was_evaluated_and_says_how_it_differs() -> None:
     assert drift is not None
     assert (drift.kind, drift.evaluated - drift.template) == ("whitespace", 4)
     assert (
-        str(drift) == f"other white space, after {drift.at} tokens: "
-        f"{drift.evaluated - drift.at} were evaluated, "
-        f"the template has {drift.template - drift.at}"
+        str(drift) == f"different white space, after {drift.at} tokens: "
+        f"{drift.evaluated - drift.at} were evaluated, the template has "
+        f"{drift.template - drift.at}"
     )
     assert is_spelled(conversation)
 

@@ -62,7 +62,7 @@ def test_commands_work_in_a_pipe_and_talk_on_stderr() -> None:
     assert re.fullmatch(r"entry      49 of 2048 tokens", notes[8])
     assert re.fullmatch(r"           .* used, .* allocated", notes[9])
     assert notes[10] == "history    exact; drift from the template: none"
-    assert notes[11].startswith("cleared: ")
+    assert notes[11].startswith("conversation cleared")
     assert notes[12] == "error: no such command: /nonsense (/help lists them)"
     assert any(note.startswith("/clear") for note in notes[13:])
 

@@ -56,11 +56,11 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
     assert ("(sliding)" in lines[0]) == (reason == "rewind_limited")
     assert ("(a reset)" in lines[0]) == (reason not in (None, "rewind_limited"))
     remedy = REASONS[reason].remedy if reason else ""
-    assert lines[1:-4] == ([f"what would help: {remedy}"] if remedy else [])
+    assert lines[1:-4] == ([f"remedy: {remedy}"] if remedy else [])
     assert lines[-4:] == [
-        "9 tokens were evaluated that need not have been",
-        "a checkpoint at token 30 was used to go back",
-        "5 tokens of the entry were trimmed, as the prompt goes on otherwise",
+        "9 tokens could have been reused",
+        "a checkpoint at token 30 was used",
+        "5 cached tokens were trimmed, because the prompt differs from there on",
         "the context was full: 9 of the oldest tokens were dropped, 4 evaluated again for it",
     ]
 

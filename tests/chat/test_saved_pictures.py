@@ -206,10 +206,10 @@ def test_damaged_names_of_pictures_cost_the_caches_only(
     typed.type("And now?", session="zor")
     said = "".join(capsys.readouterr())
     if where == "caches":
-        assert "its text is kept, its caches are dropped: " in said
+        assert "its caches are dropped, its text is kept: " in said
         assert "among the" in said
     else:
-        assert "its file was changed by something else" in said
+        assert "its file was changed by another program" in said
     album, messages = typed.chat.conversation.album, typed.chat.conversation.messages
     assert len(messages) == 4
     assert messages[-1]["content"] == cold_answer(seeing, album, messages[:-1])

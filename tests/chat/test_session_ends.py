@@ -30,7 +30,7 @@ def test_a_damaged_cache_file_costs_a_cold_turn(talk: Talk, data: Path) -> None:
     again = talk(["What is my name?"], "--session", "zor")
     assert again.stdout == "Your name is Zorblin.\n"
     assert again.stderr.startswith(
-        "session zor: 1 turn, its text is kept, its caches are dropped: talk-"
+        "session zor: 1 turn, its caches are dropped, its text is kept: talk-"
     )
     assert again.stderr.count("\n") == 1
     assert "69 tokens restored" in talk([], "--session", "zor").stderr
@@ -174,11 +174,11 @@ def test_a_chat_in_a_pipe_that_is_killed_costs_nothing(data: Path) -> None:
         assert child.stderr is not None
         child.stdin.write("My name is Ana.\n/undo\n")
         child.stdin.flush()
-        assert any(line.startswith("1 turn taken back") for line in child.stderr)
+        assert any(line.startswith("1 turn removed") for line in child.stderr)
         child.send_signal(signal.SIGHUP)
         child.stdin.write("My name is Zorblin.\n/undo\n")
         child.stdin.flush()
-        assert any(line.startswith("1 turn taken back") for line in child.stderr)
+        assert any(line.startswith("1 turn removed") for line in child.stderr)
         child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert content(data, "hup")["branches"]["main"]["history"]["turns"] == []

@@ -33,7 +33,7 @@ def test_no_command_wipes_what_was_saved(talk: Talk, data: Path, wipes: list[str
         for turn in content(data, "zor")["branches"]["main"]["history"]["turns"]
     ]
     wiped = talk([*wipes, "/bye"], "--session", "zor")
-    line = "what was saved is kept as branch main~1 (2 turns): /switch main~1 goes back to it"
+    line = "the saved turns are branch main~1 (2 turns): /switch main~1 returns to it"
     assert wiped.stderr.count(line) == 1
     kept = content(data, "zor")["branches"]["main~1"]["history"]["turns"]
     assert [(turn["user"], turn["answer"]) for turn in kept] == before
@@ -56,7 +56,7 @@ def test_no_command_wipes_what_was_saved(talk: Talk, data: Path, wipes: list[str
 
 def test_a_session_whose_branch_is_empty_says_where_its_turns_are(talk: Talk) -> None:
     talk(["My name is Ana.", "/undo 99", "/bye"], "--session", "zor")
-    line = "; branch main~1 has 1 turn: /switch main~1 goes to it\n"
+    line = "; branch main~1 has 1 turn: /switch main~1 opens it\n"
     assert line in talk(["/bye"], "--session", "zor").stderr
     talk(["/switch main~1", "/bye"], "--session", "zor")
     assert line not in talk(["/bye"], "--session", "zor").stderr
@@ -72,7 +72,7 @@ def test_an_answer_that_is_changed_or_tried_again_is_kept(talk: Talk, data: Path
         "--session",
         "zor",
     )
-    assert other.stderr.count("what was saved is kept as branch main~") == 2
+    assert other.stderr.count("the saved turns are branch main~") == 2
     answers = {
         branch["history"]["turns"][0]["answer"]
         for branch in content(data, "zor")["branches"].values()
@@ -84,7 +84,7 @@ def test_an_answer_that_is_changed_or_tried_again_is_kept(talk: Talk, data: Path
 def test_an_explicit_flag_overwrites(talk: Talk, data: Path) -> None:
     """/save -f drops what was there, unless the chat itself has saved under that name."""
     result = talk(["My name is Ana.", "/save zor", "/clear", "My name is Quib.", "/save zor"])
-    assert result.stderr.count("kept as branch main~1 (1 turn)") == 1
+    assert result.stderr.count("turns are branch main~1 (1 turn)") == 1
     assert list(content(data, "zor")["branches"]) == ["main~1", "main"]
     talk(["My name is Bo.", "/save -f zor"])
     assert list(content(data, "zor")["branches"]) == ["main"]
@@ -95,10 +95,10 @@ def test_the_branch_that_is_talked_on_can_not_be_dropped(talk: Talk) -> None:
     """A branch that is not there can not be dropped either."""
     result = talk(["/branch -d main", "/branch -d other", "/branch other", "/branch -d main"])
     assert result.stderr.splitlines()[:2] == [
-        "error: branch main is the present one: /switch to another one first",
+        "error: branch main is in use: /switch to another one first",
         "error: there is no branch 'other': there are main",
     ]
-    assert result.stderr.splitlines()[3] == "branch main is dropped, with 0 turns"
+    assert result.stderr.splitlines()[3] == "branch main deleted, with 0 turns"
 
 
 def test_a_session_without_a_turn_leaves_nothing(talk: Talk, data: Path) -> None:
@@ -123,10 +123,10 @@ def test_nothing_is_lost_without_being_said(talk: Talk, data: Path) -> None:
     ]
     result = talk([*lines, "What is my name?"])
     said = result.stderr.splitlines()
-    assert said[0] == "error: there is a session ana already: /save -f ana overwrites it"
+    assert said[0] == "error: session ana exists already: /save -f ana overwrites it"
     assert (
-        said[1] == "error: what was said is not saved (1 turn): "
-        "/save NAME saves it, /load -f ana gives it up"
+        said[1] == "error: the conversation is not saved (1 turn): /save NAME saves it, "
+        "/load -f ana discards it"
     )
     assert said[2].startswith("saved as zor: 1 turn")
     assert said[3].startswith("saved as zor: 1 turn")

@@ -57,7 +57,7 @@ def test_a_session_that_is_open_is_refused_at_once(
     """The second chat says so in one line, before it loads the model; /save and rm do, too."""
     first = open_screen("-m", "mlxrunner", "chat", "--no-reserve", "--session", "zor")
     first.prompt()
-    assert "session zor: a new one" in first.shown
+    assert "session zor: new" in first.shown
     first.say("My name is Zorblin.")
     second = talk(["Hello!"], "--session", "zor", "-m", "nowhere")
     assert (second.stdout, second.exit_code) == ("", 2)
@@ -102,7 +102,7 @@ def test_context_and_shown_thinking_come_back(talk: Talk, data: Path) -> None:
     """Context and shown thinking come back with --session and /load, unless another is given."""
     talk(["/set context 512", "My name is Zorblin.", "/think hide"], "--session", "zor")
     asked = ["/set context", "/think"]
-    hidden = "thinking is hidden; it is as the template has it"
+    hidden = "thinking is hidden; it is the template's default"
     again = talk(asked, "--session", "zor").stderr.splitlines()
     assert again == ["session zor: 1 turn, 38 tokens restored (350 kB)", "context = 512", hidden]
     given = talk(asked, "--session", "zor", "--context", "600").stderr.splitlines()
@@ -125,7 +125,7 @@ def test_a_context_that_can_not_be_is_left_out_by_a_load(talk: Talk, data: Path)
     saved["settings"]["context"] = 2**31 - 1
     (data / "sessions" / "zor" / TEXT).write_text(json.dumps(saved))
     loaded = talk(["/load zor", "What is my name?"], "--reserve")
-    assert loaded.stderr.startswith("its context of 2147483647 tokens is left out: ")
+    assert loaded.stderr.startswith("its context of 2147483647 tokens is not used: ")
     assert "session zor: 1 turn" in loaded.stderr
     assert loaded.stdout == "Your name is Zorblin.\n"
 
@@ -154,8 +154,8 @@ def test_tokens_that_do_not_spell_the_text_are_dropped(
     again = talk(lines, "--session", "zor")
     first = again.stderr.splitlines()[0]
     assert (
-        first == "session zor: 1 turn, 38 tokens restored (350 kB); "
-        "it is tokenized anew: its tokens do not spell its text"
+        first == "session zor: 1 turn, 38 tokens restored (350 kB); it is tokenized again: "
+        "its tokens do not match its text"
     )
     assert again.stdout.splitlines()[-1] == f"Your name is {'Ana' if lines[1:] else 'Zorblin'}."
     assert "tokenized anew" not in talk([], "--session", "zor").stderr
@@ -258,7 +258,7 @@ def test_text_only_and_fewer_bits(talk: Talk, data: Path) -> None:
     assert os.listdir(data / "sessions" / "zor") == [TEXT]
     again = talk(["What is my name?"], "--session", "zor")
     assert again.stderr.startswith(
-        "session zor: 3 turns, without caches: the first turn evaluates it anew\n"
+        "session zor: 3 turns, without caches: the first turn evaluates it again\n"
     )
     assert again.stdout == "Your name is Zorblin.\n"
     wrong = talk(["Hello!"], "--session", "zor", "--session-kv-bits", "3")

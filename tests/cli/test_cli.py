@@ -460,7 +460,7 @@ def test_a_terminal_says_that_the_context_was_full(open_screen: Any) -> None:
     """The limit of --max-tokens is no surprise, and is not mentioned."""
     command = ("-m", "mlxrunner", "generate", "--no-reserve", "My name is Bo. What is my name?")
     screen = open_screen(*command, "--context", "33")
-    screen.until("(cut off at the end of the context of 33 tokens: --context N makes it longer")
+    screen.until("(stopped at the end of the context of 33 tokens: --context N makes it longer")
     screen = open_screen(*command, "--max-tokens", "3")
     screen.until("Your name is")
     screen.child.expect(pexpect.EOF)

@@ -83,9 +83,12 @@ def test_the_draft_model_stays_after_another_model_if_it_can(tmp_path: Path) -> 
     typed = f"Hello\n/model {tmp_path / 'other'}\nHello\n/model demo\nHello\n/stats\n"
     chat = run("chat", "--no-save", "--max-tokens", "9", "--draft-model", "demo", stdin=typed)
     assert chat.exit_code == 0
-    why = f"demo guesses nothing for {tmp_path / 'other'}: speculate: a draft model has to have"
+    why = (
+        f"demo is not used as draft model of {tmp_path / 'other'}: speculate: a draft "
+        "model has to have"
+    )
     assert chat.stderr.count(why) == 1
-    assert chat.stderr.count("guesses nothing") == 1
+    assert chat.stderr.count("is not used as draft model") == 1
     assert "context of" in chat.stderr.split(why)[1]
 
 

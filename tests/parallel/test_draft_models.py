@@ -292,4 +292,4 @@ def test_each_model_of_a_server_has_a_draft_model_if_it_can(
     with second.runner:
         assert second.runner.draft_bytes == 0
         assert second.runner.complete("In the morning", max_tokens=3).tokens
-    assert "demo guesses nothing for" in caplog.text
+    assert "demo is not used as draft model of" in caplog.text

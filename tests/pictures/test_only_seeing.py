@@ -59,7 +59,7 @@ def test_commands_need_no_option(folder: Path, tmp_path: Path) -> None:
     asked = f"/image {SHAPES}\nWhat?\n"
     chat = typed("chat", "-m", folder, "--no-reserve", "--max-tokens", 3, text=asked)
     assert chat.exit_code == 0, chat.output
-    assert "goes with the next message" in chat.output
+    assert "is attached to the next message" in chat.output
     assert "loaded again" not in chat.output
     lines, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines.write_text('{"prompt": "a"}\n{"prompt": "ab"}\n')

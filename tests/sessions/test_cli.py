@@ -168,7 +168,7 @@ def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
     taken = run("cache", "import", str(file), "--session", "zor")
     assert (
         taken.stderr
-        == "mlxrunner: there is a session 'zor' already: `mlxrunner sessions rm zor` removes it\n"
+        == "mlxrunner: the session 'zor' exists already: `mlxrunner sessions rm zor` removes it\n"
     )
 
 

@@ -202,7 +202,8 @@ def test_what_was_changed_is_not_given_up(talk: Begin, store: SessionStore) -> N
     mine = talk()
     mine(ANA, "/save ana", "/clear", ZORBLIN, "/save zor")
     refused = (
-        "error: what was said is not saved (1 turn): /save NAME saves it, /load -f ana gives it up"
+        "error: the conversation is not saved (1 turn): /save NAME saves it, /load -f ana "
+        "discards it"
     )
     for one in (mine, talk("own")):
         one("/load zor")
@@ -228,7 +229,7 @@ def test_a_failed_turn_counts_as_said(talk: Begin) -> None:
     mine(ANA, "/save ana", "/clear")
     mine.chat.conversation.options = {"overflow": "error"}
     mine(ZORBLIN, WHO)
-    assert mine("/load ana")[-1].startswith("error: what was said is not saved (2 turns)")
+    assert mine("/load ana")[-1].startswith("error: the conversation is not saved (2 turns)")
 
 
 def test_a_model_whose_files_are_gone_or_others_by_now(
@@ -246,7 +247,7 @@ def test_a_model_whose_files_are_gone_or_others_by_now(
     one(WHO, "/save rel")
     again = talk(None, Runner.load(str(folder), reserve=False), model=str(folder))
     assert again("/load rel")[-1].startswith(
-        "session rel: 2 turns, its text is kept, its caches are dropped: other weights"
+        "session rel: 2 turns, its caches are dropped, its text is kept: other weights"
     )
 
 

@@ -143,7 +143,7 @@ def test_a_hostile_header_is_one_line(
     """The text is kept, the next turn starts cold and answers as ever."""
     rewrite(store.folder / "one" / CACHE, change)
     runner, line = damaged()
-    assert line.startswith("its text is kept, its caches are dropped: the cache ")
+    assert line.startswith("its caches are dropped, its text is kept: the cache ")
     assert answer(runner, PROMPT) == answer(oracle_runner(["full", "full"]), PROMPT)
 
 
@@ -155,7 +155,7 @@ def test_a_truncated_file_is_one_line(
     file = store.folder / "one" / CACHE
     file.write_bytes(file.read_bytes()[:keep])
     runner, line = damaged()
-    assert line.startswith("its text is kept, its caches are dropped: the cache is truncated")
+    assert line.startswith("its caches are dropped, its text is kept: the cache is truncated")
     assert last(runner, PROMPT).outcome == "miss"
 
 
@@ -233,5 +233,5 @@ def test_a_link_in_place_of_the_caches_is_not_followed(
     file.rename(store.folder / "elsewhere")
     file.symlink_to(store.folder / "elsewhere")
     assert damaged()[1].startswith(
-        "its text is kept, its caches are dropped: the cache can't be read"
+        "its caches are dropped, its text is kept: the cache can't be read"
     )

@@ -242,7 +242,7 @@ def test_another_model_keeps_the_text_and_says_why(saver: Make, part: str, why: 
     save(saver(runner))
     other = oracle_runner()
     found, line = saver(other, **{part: "another"}).load("one")
-    assert line == f"its text is kept, its caches are dropped: {why}"
+    assert line == f"its caches are dropped, its text is kept: {why}"
     assert found.messages == [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "hello"},
@@ -260,7 +260,7 @@ def test_another_format_of_caches_keeps_the_text_and_says_why(saver: Make) -> No
     save(saver(runner))
     for kinds in (["full", "full"], ["full", "sliding", "full"]):
         _, line = saver(oracle_runner(kinds)).load("one")
-        assert line == "its text is kept, its caches are dropped: caches of another format"
+        assert line == "its caches are dropped, its text is kept: caches of another format"
 
 
 def test_a_context_that_is_too_short_keeps_the_text_and_says_why(saver: Make) -> None:
@@ -270,8 +270,8 @@ def test_a_context_that_is_too_short_keeps_the_text_and_says_why(saver: Make) ->
     save(saver(runner))
     _, line = saver(oracle_runner(context=20)).load("one")
     assert (
-        line == f"its text is kept, its caches are dropped: "
-        f"{len(PROMPT) + 5} tokens, and the context is 20"
+        line == f"its caches are dropped, its text is kept: {len(PROMPT) + 5} tokens, and "
+        "the context is 20"
     )
 
 
@@ -283,7 +283,7 @@ def test_text_only(saver: Make, store: SessionStore) -> None:
     save(saver(runner, caches=False))
     assert os.listdir(store.folder / "one") == [TEXT]
     _, line = saver(oracle_runner()).load("one")
-    assert line == "without caches: the first turn evaluates it anew"
+    assert line == "without caches: the first turn evaluates it again"
 
 
 def test_fewer_bits_in_the_file(saver: Make, store: SessionStore) -> None:
@@ -348,7 +348,7 @@ def test_a_changed_digit_of_the_tokens_costs_a_cold_turn(
     assert file.read_text() != text
     restored = oracle_runner(kinds)
     found, line = saver(restored).load("one")
-    assert line.startswith("its file was changed by something else: its texts and settings are")
+    assert line.startswith("its file was changed by another program: its tokens and caches are")
     assert [turn.user for turn in found.history.turns] == ["hello"]
     assert found.history.rendering.tokens == ()
     assert last(restored, PROMPT).cached_tokens == 0

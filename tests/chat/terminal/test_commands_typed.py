@@ -18,15 +18,15 @@ def test_going_back_says_what_is_reused(open_screen: Any) -> None:
     """/undo, /edit, /retry, /branch, /switch and /clear say what they reuse, one by one."""
     screen = open_screen(*CHAT)
     screen.prompt()
-    assert screen.say("/undo") == "error: there is no turn to take back"
+    assert screen.say("/undo") == "error: there is no turn to remove"
     assert screen.say("/edit") == "error: there is nothing to edit yet"
-    assert screen.say("/retry") == "error: there is no answer to try again"
+    assert screen.say("/retry") == "error: there is no answer to repeat"
     screen.say("My name is Ana.")
     screen.say("I have a dog.")
     undone = screen.say("/undo")
     assert re.fullmatch(
-        r"1 turn taken back, 1 turn left: (\d+) of \1 tokens reused, 0 to evaluate; "
-        "/redo brings it back",
+        "1 turn removed, 1 turn left: (\\d+) of \\1 tokens reused, 0 to evaluate; /redo "
+        "restores it",
         undone,
     )
     assert re.fullmatch(
@@ -66,10 +66,10 @@ def test_going_back_says_what_is_reused(open_screen: Any) -> None:
     )
     assert screen.say("/set seed 3").endswith("seed = 3")
     screen.say("/set temperature 1.5")
-    again = "the seed is 3, so the answer will be the same: /retry seed=4 gives another"
+    again = "the seed is 3, so the answer will be the same: try /retry seed=4"
     assert screen.say("/retry").splitlines()[0] == again
     assert screen.say("/retry temperature=hot") == "error: temperature: 'hot' is not a number"
-    assert screen.say("/clear").startswith("cleared: ")
+    assert screen.say("/clear").startswith("conversation cleared")
     assert screen.say("What is my name?") != "Your name is Ana."
 
 
@@ -85,24 +85,24 @@ def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> 
         "/show": r"(?s)sampling  temperature 0\.5.*system    The user's name is Ana"
         r".*2 assistant Your name is Ana",
         "/set temperature default": r"temperature = 0\.0",
-        "/think hide": "thinking is hidden; it is as the template has it",
+        "/think hide": "thinking is hidden; it is the template's default",
         "/stats": "(?s)last turn  .*history    exact; drift from the template: none",
         "/explain": r"\d+ of \d+ prompt tokens were reused",
         "/copy": r"copied 17 characters through the terminal \(OSC 52\), if it allows that",
         f"/export {tmp_path}/talk.md": f"1 turn written to {tmp_path}/talk.md",
-        f"/file {tmp_path}/note.txt": r"note.txt \(14 B\) goes with the next message",
-        "/file -d": "no file goes with the next message",
-        "/image": "no picture goes with the next message",
+        f"/file {tmp_path}/note.txt": "note.txt \\(14 B\\) is attached to the next message",
+        "/file -d": "no file is attached to the next message",
+        "/image": "no picture is attached to the next message",
         "/save trip": r"saved as trip: 1 turn, \d+ tokens",
         "/branch other": f"on branch other: {tokens}",
-        "/undo": f"1 turn taken back, 0 turns left: {tokens}",
-        "/redo": f"brought back, 1 turn: {tokens}",
+        "/undo": f"1 turn removed, 0 turns left: {tokens}",
+        "/redo": f"restored, 1 turn: {tokens}",
         "/switch main": f"on branch main, 1 turn: {tokens}",
         "/retry temperature=0": rf"(?s){tokens}\nYour name is Ana\.",
         "/edit": ">>> What is my name\\?$",  # which Ctrl-C then gives up
         "/editor Hi!": ">>> Hi!$",
         "/model demo": "model: demo, context of 2048 tokens",
-        "/clear": f"cleared: {tokens}",
+        "/clear": "conversation cleared",
         "/load -f trip": "session trip: 1 turn, ",
     }
     typed = {text.split()[0] for text in said if text.startswith("/")}

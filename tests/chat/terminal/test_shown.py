@@ -95,7 +95,7 @@ def test_thinking_is_shown_hidden_and_switched_off(open_screen: Any, tmp_path: P
     screen = open_screen(str(script))
     assert screen.say("Is it?").splitlines() == ["hmm, well", "", "So it is."]
     assert "\x1b[2mhmm" in screen.raw
-    assert screen.say("/think hide") == "thinking is hidden; it is as the template has it"
+    assert screen.say("/think hide") == "thinking is hidden; it is the template's default"
     assert screen.say("Is it?") == "So it is."
     assert screen.say("/think off") == "thinking is hidden; it is off"
     assert screen.say("Is it?") == "At once."

@@ -45,7 +45,7 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     screen.child.send(f"/file {tmp_path}/a lo{TAB}")
     screen.until("a long name.txt")
     screen.child.send("\r")
-    screen.until("goes with the next message").prompt()
+    screen.until("is attached to the next message").prompt()
     screen.child.send(UP + UP + UP)
     screen.until(">>> /explain")
     screen.child.send(UP)
