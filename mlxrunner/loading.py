@@ -51,38 +51,28 @@ def plan_model(
     range.
     """
     asked = RunnerSettings.of(context=context, **settings)
-    if pictures or is_run_by_mlx_vlm(model):
-        return _planned_seeing(unread_vision_model(model), asked)
-    return _planned(without_weights(model), asked)
+    return _context_and_plan(model, asked, pictures=pictures)[1]
 
 
 def context_and_plan(model: str) -> tuple[int, Plan]:
     """Return the context that `model` was made for, in tokens, and the plan of a start without
     options. Raise ModelError if the model is missing or broken.
     """
-    if is_run_by_mlx_vlm(model):
+    return _context_and_plan(model, RunnerSettings())
+
+
+def _context_and_plan(
+    model: str, settings: RunnerSettings, *, pictures: bool = False
+) -> tuple[int, Plan]:
+    if pictures or is_run_by_mlx_vlm(model):
         unread = unread_vision_model(model)
-        return unread.facts.context, _planned_seeing(unread, RunnerSettings())
+        return unread.facts.context, _planned_seeing(unread, settings)
     found = without_weights(model)
-    return found.facts.context, _planned(found, RunnerSettings())
+    return found.facts.context, _planned(found, settings)
 
 
 def _planned(found: Shapes, settings: RunnerSettings) -> Plan:
-    demand = demand_of(
-        found.model,
-        found.config,
-        cache_options(settings, found.facts.context),
-        settings.prefill_step,
-        weights=found.weight_bytes,
-        checkpoint_budget=settings.checkpoint_budget,
-    )
-    return choose(
-        demand,
-        settings.context,
-        settings.prefill_step,
-        offered=device.offered_bytes(),
-        limit=found.facts.context,
-    )
+    return _chosen(_demand(found, settings, found.weight_bytes), settings, found.facts.context)
 
 
 def cache_options(
@@ -108,67 +98,50 @@ def load(
 ) -> Runner:
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
     if pictures or is_run_by_mlx_vlm(model):
-        return _seeing(kind, model, settings, reserve, trust_remote_code, draft_model, progress)
-    runner = _loaded(kind, model, settings, reserve, trust_remote_code, progress)
+        refused = {
+            "trust_remote_code": trust_remote_code,
+            "draft_model": draft_model,
+            "kv_bits": settings.kv_bits is not None,
+        }
+        for name, given in refused.items():
+            if given:
+                raise OptionError(
+                    f"{name}: a model that sees pictures runs without it: leave it out"
+                )
+
+        def check(unread: LoadedModel) -> None:
+            must_fit(_planned_seeing(unread, settings))
+
+        loaded = load_vision_model(model, progress=progress, check=check)
+        demand = _demand_seeing(loaded, settings, tries=reserve)
+    else:
+        if reserve:
+            with suppress(ModelError):  # loading the model explains better what is wrong with it
+                must_fit(plan_model(model, **vars(settings)))
+        loaded = load_model(model, trust_remote_code=trust_remote_code, progress=progress)
+        demand = _demand(loaded, settings, weights_of(loaded.model))
+    if reserve:
+        runner = _reserved(kind, loaded, model, settings, demand, progress)
+    else:
+        runner = _growing(kind, loaded, model, settings, demand)
     if draft_model is not None:
         add_draft_model(runner, draft_model, trust_remote_code=trust_remote_code, progress=progress)
     return runner
 
 
-def _loaded(
-    kind: type[Runner],
-    model: str,
-    settings: RunnerSettings,
-    reserve: bool,
-    trust_remote_code: bool,
-    progress: LoadProgress,
-) -> Runner:
-    if reserve:
-        with suppress(ModelError):  # loading the model explains better what is wrong with it
-            must_fit(plan_model(model, **vars(settings)))
-    loaded = load_model(model, trust_remote_code=trust_remote_code, progress=progress)
-    demand = _demand(loaded, settings, weights_of(loaded.model))
-    if not reserve:
-        return _growing(kind, loaded, model, settings, demand)
-    return _reserved(kind, loaded, model, settings, demand, progress)
-
-
-def _seeing(
-    kind: type[Runner],
-    model: str,
-    settings: RunnerSettings,
-    reserve: bool,
-    trust_remote_code: bool,
-    draft_model: str | None,
-    progress: LoadProgress,
-) -> Runner:
-    """Load `model` with its encoder of pictures."""
-    refused = {"trust_remote_code": trust_remote_code, "draft_model": draft_model}
-    for name, given in refused.items():
-        if given:
-            raise OptionError(f"{name}: a model that sees pictures runs without it: leave it out")
-    if settings.kv_bits is not None:
-        raise OptionError("kv_bits: a model that sees pictures runs without it: leave it out")
-
-    def check(unread: LoadedModel) -> None:
-        must_fit(_planned_seeing(unread, settings))
-
-    loaded = load_vision_model(model, progress=progress, check=check)
-    demand = _demand(loaded, settings, weights_of(loaded.model.inner))
-    demand = replace(demand, pictures=loaded.model.sight.work_bytes(tries=reserve))
-    if not reserve:
-        return _growing(kind, loaded, model, settings, demand)
-    return _reserved(kind, loaded, model, settings, demand, progress)
-
-
 def _planned_seeing(unread: LoadedModel, settings: RunnerSettings) -> Plan:
     """Return the plan of a model that sees pictures, before its encoder has run."""
-    demand = _demand(unread, settings, weights_of(unread.model.inner))
-    demand = replace(demand, pictures=unread.model.sight.work_bytes(tries=False))
-    return _chosen(demand, settings, unread.facts.context, device.offered_bytes())
+    demand = _demand_seeing(unread, settings, tries=False)
+    return _chosen(demand, settings, unread.facts.context)
 
 
-def _demand(loaded: LoadedModel, settings: RunnerSettings, weights: int) -> Demand:
+def _demand_seeing(loaded: LoadedModel, settings: RunnerSettings, *, tries: bool) -> Demand:
+    """Return what a model that sees pictures needs; its encoder runs once if `tries`."""
+    demand = _demand(loaded, settings, weights_of(loaded.model.inner))
+    return replace(demand, pictures=loaded.model.sight.work_bytes(tries=tries))
+
+
+def _demand(loaded: LoadedModel | Shapes, settings: RunnerSettings, weights: int) -> Demand:
     return demand_of(
         loaded.model,
         loaded.config,
@@ -212,7 +185,7 @@ def _growing(
     kind: type[Runner], loaded: LoadedModel, model: str, settings: RunnerSettings, demand: Demand
 ) -> Runner:
     """Return a runner that takes memory as the conversation grows."""
-    plan = _chosen(demand, settings, loaded.facts.context, device.offered_bytes())
+    plan = _chosen(demand, settings, loaded.facts.context)
     runner = _made(kind, loaded, model, settings, plan, whole=False)
     runner.growing = demand
     must_have_room(demand, 1, settings.prefill_step)
@@ -260,7 +233,10 @@ def _taken(runner: Runner) -> int:
     return reserve_memory(runner.model, caches, runner.context, step, scratch).batch
 
 
-def _chosen(demand: Demand, settings: RunnerSettings, limit: int, offered: int) -> Plan:
+def _chosen(
+    demand: Demand, settings: RunnerSettings, limit: int, offered: int | None = None
+) -> Plan:
+    offered = device.offered_bytes() if offered is None else offered
     return choose(demand, settings.context, settings.prefill_step, offered=offered, limit=limit)
 
 

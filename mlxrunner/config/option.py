@@ -159,11 +159,11 @@ def with_current_names(
 def check_fields(options: Any) -> None:
     """Check all fields of a dataclass that `option` made. Raise OptionError if one is wrong."""
     for one in fields(options):
-        if "option" not in one.metadata:
+        value = getattr(options, one.name)
+        if value is one.default or "option" not in one.metadata:
             continue
-        described, value = about(one), getattr(options, one.name)
-        if value is not one.default and not described.is_list:
-            described.check(one.name, value)
+        if not about(one).is_list:
+            about(one).check(one.name, value)
 
 
 def _list_of(name: str, text: str) -> tuple[Any, ...]:
