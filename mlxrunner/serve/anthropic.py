@@ -43,6 +43,8 @@ from mlxrunner.serve.protocol import (
 )
 from mlxrunner.templates.parts import Parts, item_text, parts_of
 
+OWN = (None, "custom")
+"""The types of a client's own tools. Anthropic's have a type that bears a date."""
 BETWEEN = "\n"
 """The text between the blocks of a system prompt, of a user's message, of a result."""
 
@@ -127,7 +129,8 @@ def read(body: CountTokensRequest, client: Client, request_id: str) -> ServerReq
     """Return what a body asks for. Raise ApiError for what is not supported."""
     more, variables = options_of(body.model_extra or {})
     _refuse_thread(body)
-    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if is_own(tool)]
+    own = [(n, tool) for n, tool in enumerate(body.tools or ()) if tool.type in OWN]
+    tools = [_tool(number, tool) for number, tool in own]
     choice = body.tool_choice
     output = body.output_config or OutputConfig()
     messages, replaced = shown_messages(list(_messages(body)))
@@ -184,14 +187,9 @@ def _refuse_space(number: int, last: Mapping[str, Any]) -> None:
         )
 
 
-def is_own(tool: AnthropicTool) -> bool:
-    """Return True if a tool is the client's own. Anthropic's have a type that bears a date."""
-    return tool.type in (None, "custom")
-
-
 def left_out(body: CountTokensRequest) -> tuple[str, ...]:
     """Return the tools that the model is not told of, and the fields that are ignored."""
-    tools = [f"tool {tool.type}" for tool in body.tools or () if not is_own(tool)]
+    tools = [f"tool {tool.type}" for tool in body.tools or () if tool.type not in OWN]
     return (*tools, *unread(body.model_extra or {}))
 
 

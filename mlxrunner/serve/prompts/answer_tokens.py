@@ -55,13 +55,13 @@ class AnswerTokenCache:
         """Begin without answers. At most `most` bytes are kept, of those used last."""
         self._most = most
         self._file: AnswerTokenFile | None = None
-        self._turns: OrderedDict[tuple[bytes, int], CachedAnswer] = OrderedDict()
-        self._places: dict[bytes, list[int]] = {}
-        self._number = self._nbytes = 0
+        self._turns: OrderedDict[bytes, list[CachedAnswer]] = OrderedDict()
+        """The answers to each conversation, the newest last."""
+        self._nbytes = 0
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return sum(map(len, self._turns.values()))
 
     @property
     def nbytes(self) -> int:
@@ -102,23 +102,18 @@ class AnswerTokenCache:
     def _add(self, link: bytes, turn: CachedAnswer) -> bool:
         """Add an answer, or the forms that are new of one that is known. Return False then."""
         with self._lock:
-            for number in tuple(self._places.get(link, ())):
-                known = self._turns[link, number]
-                if (known.before, known.answer.text) != (turn.before, turn.answer.text):
-                    continue
-                self._places[link].remove(number)
-                self._places[link].append(number)
-                self._turns.move_to_end((link, number))
-                if np.array_equal(known.answer.tokens, turn.answer.tokens):
-                    _learn(known, turn.known)
-                    return False
-                self._nbytes -= known.nbytes  # the newest spelling is the one that is cached
-                self._turns[link, number] = turn
-                self._weigh(turn)
-                return True
-            self._number += 1
-            self._turns[link, self._number] = turn
-            self._places.setdefault(link, []).append(self._number)
+            turns = self._turns.setdefault(link, [])
+            self._turns.move_to_end(link)
+            for known in turns:
+                if (known.before, known.answer.text) == (turn.before, turn.answer.text):
+                    turns.remove(known)
+                    if np.array_equal(known.answer.tokens, turn.answer.tokens):
+                        turns.append(known)
+                        _learn(known, turn.known)
+                        return False
+                    self._nbytes -= known.nbytes  # the newest spelling is the one that is cached
+                    break
+            turns.append(turn)
             self._weigh(turn)
             return True
 
@@ -128,14 +123,10 @@ class AnswerTokenCache:
         turn.nbytes = 2 * ENTRY + footprint(turn)
         self._nbytes += turn.nbytes
         while self._nbytes > self._most and self._turns:
-            self._drop(next(iter(self._turns)))
-
-    def _drop(self, key: tuple[bytes, int]) -> None:
-        self._nbytes -= self._turns.pop(key).nbytes
-        numbers = self._places[key[0]]
-        numbers.remove(key[1])
-        if not numbers:
-            del self._places[key[0]]
+            link, turns = next(iter(self._turns.items()))
+            self._nbytes -= turns.pop(0).nbytes
+            if not turns:
+                del self._turns[link]
 
     def fills(
         self,
@@ -151,7 +142,7 @@ class AnswerTokenCache:
         """
         found, learned = list[TokenSpan](), list[tuple[bytes, CachedAnswer]]()
         hashed, at = _hash(""), 0
-        for number, key, turn in self._candidates(links):
+        for number, link, turn in self._candidates(links):
             if turn.length < at or (found and turn.length < found[-1].end):
                 continue
             hashed.update(text[at : turn.length].encode(errors="surrogatepass"))
@@ -163,28 +154,26 @@ class AnswerTokenCache:
             if fill is not None:
                 found.append(fill)
                 with self._lock:
-                    if key in self._turns:
-                        self._turns.move_to_end(key)
+                    if turn in self._turns.get(link, ()):
+                        self._turns.move_to_end(link)
                         if turn.forms != forms:
                             self._weigh(turn)
-                            learned.append((key[0], turn))
+                            learned.append((link, turn))
         if self._file is not None:
             for link, turn in learned:
                 self._file.add(link, turn)
         return found
 
-    def _candidates(
-        self, links: Sequence[bytes]
-    ) -> list[tuple[int, tuple[bytes, int], CachedAnswer]]:
+    def _candidates(self, links: Sequence[bytes]) -> list[tuple[int, bytes, CachedAnswer]]:
         """Return the kept answers to the beginnings of a conversation.
 
         The last of each come first, and those that were cut off behind the others.
         """
         with self._lock:
             found = [
-                (number, (link, place), self._turns[link, place])
+                (number, link, turn)
                 for number, link in enumerate(links[:-1])
-                for place in reversed(self._places.get(link, ()))
+                for turn in reversed(self._turns.get(link, ()))
             ]
         return sorted(found, key=lambda one: (one[2].length, one[2].is_cut))
 

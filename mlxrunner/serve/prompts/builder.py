@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -220,13 +221,14 @@ class PromptBuilder:
             draft, is_open = replace(draft, messages=draft.messages[:-1]), False
         draft, rules = apply(draft, self.probe, self._off)
         variables = _variables(asked, draft)
-        text, header = self._begun(draft, variables, shown, is_open)
+        begun = partial(self._begun, variables, shown, is_open)
+        text, header = begun(draft)
         digests = {id(one.message): one.digest for one in known}
         links = chain([digests.get(id(one)) or self._digest(one) for one in draft.messages])
         fills = self.kept.fills(
             text,
             links,
-            lambda number: self._without(draft, number, variables, shown, is_open),
+            lambda number: _without(draft, number, begun),
             lambda prompt, answer: ParsedAnswer.of(answer, self.form, asked.tools, prompt[-TAIL:]),
         )
         # Words that are continued are the model's own tokens, or the template's, but not of both.
@@ -271,10 +273,10 @@ class PromptBuilder:
 
     def _begun(
         self,
-        draft: PromptDraft,
         variables: Mapping[str, Any],
         shown: RequestPictures | None,
         is_open: bool,
+        draft: PromptDraft,
     ) -> tuple[str, int]:
         """Return the text of a conversation, and its length up to the answer.
 
@@ -285,7 +287,7 @@ class PromptBuilder:
             return text, len(text)
 
         def render(messages: Sequence[Any], **more: Any) -> str:
-            own = PromptDraft(list(messages), draft.tools, draft.places)
+            own = replace(draft, messages=list(messages))
             return self._text(own, {**variables, **more}, shown)
 
         found = continued(render, draft.messages, end_texts(self.tokenizer))
@@ -356,23 +358,6 @@ class PromptBuilder:
         text = written(text, draft, self.probe)
         return text if shown is None else shown.filled(text, messages)
 
-    def _without(
-        self,
-        draft: PromptDraft,
-        number: int,
-        variables: Mapping[str, Any],
-        shown: RequestPictures | None,
-        is_open: bool,
-    ) -> str | None:
-        """Return the text with `UNKNOWN` in place of an answer, or None if that is refused."""
-        messages = list(draft.messages)
-        messages[number] = {"role": "assistant", "content": UNKNOWN}
-        try:
-            own = PromptDraft(messages, draft.tools, draft.places)
-            return self._begun(own, variables, shown, is_open)[0]
-        except PromptError:
-            return None
-
     def _with_thinking(self, message: PlainMessage) -> dict[str, Any]:
         """Return a message with its thinking where the template looks for it, or without it."""
         same: Any = message
@@ -408,6 +393,18 @@ class PromptBuilder:
             given = asked.options.get("stop") or ()
             return {"stop": [*([given] if isinstance(given, str) else given), self.form.start]}
         return {}
+
+
+def _without(
+    draft: PromptDraft, number: int, begun: Callable[[PromptDraft], tuple[str, int]]
+) -> str | None:
+    """Return the text with `UNKNOWN` in place of an answer, or None if that is refused."""
+    messages = list(draft.messages)
+    messages[number] = {"role": "assistant", "content": UNKNOWN}
+    try:
+        return begun(replace(draft, messages=messages))[0]
+    except PromptError:
+        return None
 
 
 def _without_marker(value: Any, marker: str) -> Any:
