@@ -326,7 +326,7 @@ def route_class(prefix: str, *, any_type: bool = False) -> type[APIRoute]:
             async def answered(request: Request) -> Response:
                 scope = _as_json(request.scope) if any_type else request.scope
                 request = JsonRequest(scope, request.receive)
-                request.state.id = new_id(prefix)
+                request.state.id = prefix + uuid.uuid4().hex[:24]
                 try:
                     return await handler(request)
                 except ClientLeftError:
@@ -346,11 +346,6 @@ def _as_json(scope: Any) -> Any:
     return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
-def new_id(prefix: str) -> str:
-    """Return a new id that begins with `prefix`."""
-    return prefix + uuid.uuid4().hex[:24]
-
-
 def client_of(request: Request, session: object = None) -> Client:
     """Return who asks. `session` is what the body says of the conversation, if no header does.
 
@@ -358,17 +353,13 @@ def client_of(request: Request, session: object = None) -> Client:
     The names are shown on pages and in terminals, so nothing in them controls one.
     """
     agent = request.headers.get("user-agent", "").split(" ")[0].partition("/")[0]
-    named = _session(request.headers)
+    named = next((request.headers[one] for one in SESSIONS if request.headers.get(one)), None)
     if named is None and isinstance(session, str):
         named = session or None
     return Client(
         name=one_line(agent, LONGEST_NAME),
         session=None if named is None else one_line(named, LONGEST_SESSION),
     )
-
-
-def _session(headers: Mapping[str, str]) -> str | None:
-    return next((headers[name] for name in SESSIONS if headers.get(name)), None)
 
 
 T = TypeVar("T")

@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -279,6 +278,13 @@ class ResponseStore:
             self._by_id.move_to_end(name)
         return self._by_id.get(name)
 
+    def stored(self, name: str) -> StoredResponse:
+        """Return the response with this id. Raise ApiError if it is not kept."""
+        found = self.find(name)
+        if found is None:
+            raise ApiError(404, f"the response {name!r:.80} is not kept", code="not_found")
+        return found
+
     def previous(self, name: str) -> StoredResponse:
         """Return the response to go on from. Raise ApiError if it is not kept."""
         found = self.find(name)
@@ -526,17 +532,15 @@ def router(answers: AnswerBackend) -> APIRouter:
         count = await while_connected(request, answers.count(asked_for(body, request).asked))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
-    find = partial(_stored, kept)
-
     @routes.get("/v1/responses/{name}")
     async def retrieve_response(name: str) -> Response:
         """Return a response that is kept."""
-        return JSONResponse(find(name).body)
+        return JSONResponse(kept.stored(name).body)
 
     @routes.get("/v1/responses/{name}/input_items")
     async def list_input_items(name: str) -> Response:
         """List the items of the request for a response that is kept, the latest first."""
-        items = find(name).items
+        items = kept.stored(name).items
         named = [{"id": f"{name}_in_{number}", **item} for number, item in enumerate(items)][::-1]
         ends = {"first_id": named[0]["id"], "last_id": named[-1]["id"]} if named else {}
         return JSONResponse({"object": "list", "data": named, "has_more": False, **ends})
@@ -544,15 +548,8 @@ def router(answers: AnswerBackend) -> APIRouter:
     @routes.delete("/v1/responses/{name}")
     async def delete_response(name: str) -> Response:
         """Forget a response."""
-        find(name)
+        kept.stored(name)
         kept.remove(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     return routes
-
-
-def _stored(kept: ResponseStore, name: str) -> StoredResponse:
-    found = kept.find(name)
-    if found is None:
-        raise ApiError(404, f"the response {name!r:.80} is not kept", code="not_found")
-    return found
