@@ -155,8 +155,8 @@ class FormError(MlxrunnerError):
     def __init__(self, tokens: int, why: str = "") -> None:
         reason = f": {why}" if why else ""
         super().__init__(
-            f"after {tokens} tokens of the answer, no token of the model fits the form that was "
-            f"asked for{reason}"
+            f"after {tokens} tokens of the answer, no token of the model fits the schema or "
+            f"choices{reason}"
         )
         self.tokens = tokens
 

@@ -303,8 +303,8 @@ def _existing_store(job: Job, path: Path) -> Store:
     if store.is_complete and not job.resume and not job.retry_failed:
         store.close()
         raise OutputError(
-            f"{path}: is there from a run that has not ended: go on with it with --resume, or "
-            f"remove it and {job.output} to begin again"
+            f"{path}: belongs to an unfinished run: continue it with --resume, or remove it "
+            f"and {job.output} to start again"
         )
     return store
 
@@ -384,15 +384,15 @@ def _to_resume(job: Job, parts: Mapping[str, str]) -> Completion | None:
     is_same = output_digest(output) == found.digest
     if not is_same and path.with_suffix(".retry").exists():
         raise OutputError(
-            f"{output}: a run with --retry-failed was cut off while it replaced the output: go on "
-            "with --retry-failed"
+            f"{output}: a run with --retry-failed was interrupted while it replaced the "
+            "output: repeat --retry-failed"
         )
     if size != found.size:
         raise OutputError(
             f"{output}: has {size} bytes, and the run that wrote it left {found.size}: {again}"
         )
     if not is_same:
-        raise OutputError(f"{output}: is not what the run left, somebody has changed it: {again}")
+        raise OutputError(f"{output}: was changed after the run: {again}")
     return found
 
 
@@ -401,7 +401,7 @@ def _to_retry(job: Job, parts: Mapping[str, str]) -> Completion:
     output, path = Path(job.output), completion_path(Path(f"{job.output}.retry"))
     if (running := Path(f"{output}.run")).exists():
         raise OutputError(
-            f"{running}: is there from a run that has not ended: go on with it with --resume; "
+            f"{running}: belongs to an unfinished run: continue it with --resume; "
             "--retry-failed is for a finished output"
         )
     if not output.exists():
@@ -415,8 +415,7 @@ def _to_retry(job: Job, parts: Mapping[str, str]) -> Completion:
     check_same(found.made_from, _as_before(parts, found.made_from), job.output)
     if output_digest(output) != found.digest and not _has_taken_place(job, found):
         raise OutputError(
-            f"{output}: is not what the run left, somebody has changed it: choose another -o, or "
-            "remove it to begin again"
+            f"{output}: was changed after the run: choose another -o, or remove it to start again"
         )
     return found
 
@@ -528,7 +527,7 @@ class ShardOutput:
         """Read what the output was made from. Raise OutputError if it is no whole shard."""
         store = Path(f"{path}.run")
         if store.exists():
-            raise OutputError(f"{path}: this shard has not ended: go on with it with --resume")
+            raise OutputError(f"{path}: this shard has not ended: continue it with --resume")
         if not path.exists():
             raise OutputError(f"{path}: is not there")
         record = Completion.read(completion_path(store))
@@ -539,7 +538,7 @@ class ShardOutput:
                 "output"
             )
         if SHARD not in record.made_from or CUT not in record.made_from:
-            raise OutputError(f"{path}: is no shard: it was made without --shard, leave it out")
+            raise OutputError(f"{path}: is not a shard: it was made without --shard, leave it out")
         try:
             shard = Shard.of(str(json.loads(record.made_from[SHARD])))
         except (ValueError, OptionError, RecursionError) as error:
@@ -622,9 +621,9 @@ def _check_alike(shards: Sequence[ShardOutput]) -> None:
             )
         if other.record.made_from[CUT] != first.record.made_from[CUT]:
             raise DifferentRunError(
-                f"{other.path}: its machine cut the batch in another way than that of "
-                f"{first.path}: run the shards again, with the same version of mlxrunner and the "
-                "same --context"
+                f"{other.path}: its machine partitioned the batch differently than that of "
+                f"{first.path}: run the shards again, with the same version of mlxrunner and "
+                "the same --context"
             )
 
 

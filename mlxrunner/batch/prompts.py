@@ -367,8 +367,8 @@ def again(
         pixels = _pixels(number, row["image"], folder)
         if tokenizer.digest_of(pixels) != picture.digest:  # another one must take no ids
             raise PromptError(
-                f"picture {number} of the line is another one than when the batch was read: put "
-                "the file back, or begin again with another -o"
+                f"picture {number} of the line has changed since the batch was read: restore "
+                "the file, or start again with another -o"
             )
         tokenizer.restore(picture)
         found.append(tokenizer.prepare(pixels))

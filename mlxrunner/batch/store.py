@@ -626,8 +626,8 @@ def reason(error: sqlite3.Error) -> str:
             return "another process is using it: wait for its end"
         case sqlite3.SQLITE_FULL:
             return (
-                "the disk is full (or that of temporary files): make room and go on; what was "
-                "committed is kept"
+                "the disk is full (or that of temporary files): free space and resume; "
+                "committed answers are kept"
             )
         case sqlite3.SQLITE_CONSTRAINT:
             return f"a line has to be there, and can have one result only ({error})"

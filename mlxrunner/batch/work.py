@@ -589,7 +589,7 @@ class Status:
         problem = _write(path, self._progress())
         if problem is not None:
             self._broken = True
-            self._warn(f"--progress-file {problem}; the batch goes on without it")
+            self._warn(f"--progress-file {problem}; the batch continues without it")
 
     def _write_summary(self) -> None:
         path = self._job.summary

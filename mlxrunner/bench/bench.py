@@ -111,7 +111,7 @@ class Bench:
         self._load() if self._ranks is None else self._load_on(self._ranks)
         self._runner.observers.append(self._observe)
         self._evaluated = self._accepted = 0
-        self._begin("measuring what the machine can do at most")
+        self._begin("measuring the machine's limits")
         self._ceilings = measure_ceilings(self._runner.model, quick=self._quick)
         self._say_what(self._ceilings)
         for context in self._contexts:

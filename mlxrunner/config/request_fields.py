@@ -220,12 +220,12 @@ A path that honours one reads it before this table is asked.
 """
 
 _BILLING = "nobody is billed or ranked here"
-_CACHE = "everything is kept and reused anyway, and reuse changes no answer"
+_CACHE = "prompts are always cached, and reuse changes no answer"
 _LOADING = "the server decides how a model is loaded"
-_SHAPE = "it only sets up what is refused itself"
+_SHAPE = "it configures a refused field"
 _SPEED = "it changes how fast an answer comes, not which"
-_WISH = "it is a wish, not a limit"
-_TRACE = "it is for the logs of another server"
+_WISH = "a hint, not a limit"
+_TRACE = "for the logs of another server"
 
 IGNORED: dict[str, RequestField] = {
     # OpenAI
@@ -250,8 +250,8 @@ IGNORED: dict[str, RequestField] = {
     "user": RequestField("OpenAI", _TRACE),
     "verbosity": RequestField("OpenAI", _WISH),
     # Anthropic
-    "anthropic_beta": RequestField("Anthropic", "what is supported needs no switch"),
-    "betas": RequestField("Anthropic", "what is supported needs no switch"),
+    "anthropic_beta": RequestField("Anthropic", "supported features need no switch"),
+    "betas": RequestField("Anthropic", "supported features need no switch"),
     "billing_policy": RequestField("Anthropic", _BILLING),
     "cache_control": RequestField("Anthropic", _CACHE),
     "compaction": RequestField("Anthropic", "the client shortens conversations"),
@@ -260,7 +260,7 @@ IGNORED: dict[str, RequestField] = {
     "fallbacks": RequestField("Anthropic", "the named model answers, or an error says why not"),
     "inference_geo": RequestField("Anthropic", "nothing leaves this machine"),
     "speed": RequestField("Anthropic", _SPEED),
-    "thread": RequestField("Anthropic", "no threads are kept; one that goes on is refused"),
+    "thread": RequestField("Anthropic", "threads are not kept; continuing one is refused"),
     "user_profile_id": RequestField("Anthropic", _TRACE),
     "workspace_id": RequestField("Anthropic", _TRACE),
     # vLLM, SGLang

@@ -193,14 +193,14 @@ def _fetch(name: str, commit: str, files: Sequence[HubFile], tell: Tell) -> None
             _fetch_file(name, commit, file, progress)
     except KeyboardInterrupt:
         progress.close()
-        progress.say(f"stopped: {_kept(files)}; the same command goes on from there")
+        progress.say(f"stopped: {_kept(files)}; the same command resumes")
         raise
     except ModelError:
         raise
     except Exception as error:  # the network, the hub, or the disk
         why = one_line(" ".join(str(error).split()), 300) or type(error).__name__
         raise ModelError(
-            f"{name}: the download failed: {why}; {_kept(files)}: try again to go on from there"
+            f"{name}: the download failed: {why}; {_kept(files)}: try again to resume"
         ) from error
     finally:
         progress.close()

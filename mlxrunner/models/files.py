@@ -157,7 +157,7 @@ def _opened(file: Path, limit: int | None = None) -> tuple[int, int]:
     """Return `open_file` of a file of a model. Raise ModelError if it can't be one."""
     if is_of_kernel(file):
         raise ModelError(
-            f"{file}: is a file of the kernel, not a regular file: copy what it holds into a file"
+            f"{file}: is a file of the kernel, not a regular file: copy its content into a file"
         )
     try:
         return open_file(file, limit)

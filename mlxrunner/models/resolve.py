@@ -298,7 +298,7 @@ def must_be_removable(name: str) -> None:
             f"{name}: not a model of the hub cache; remove a directory of your own yourself"
         )
     if folder.is_symlink():
-        raise OptionError(f"{name}: {folder} is a link: remove what it leads to yourself")
+        raise OptionError(f"{name}: {folder} is a link: remove its target yourself")
     if not folder.is_dir():
         raise OptionError(f"{name}: not in the hub cache, {folder.parent}")
     if is_being_downloaded(name):

@@ -132,9 +132,7 @@ class OpenSettings(EngineSettings):
         if self.disk_cache_dir is not None:
             check_path("disk_cache_dir", self.disk_cache_dir)
             if not self.disk_cache_bytes:
-                raise OptionError(
-                    "disk_cache_dir: there is no disk cache without disk_cache_bytes: give both"
-                )
+                raise OptionError("disk_cache_dir: needs disk_cache_bytes, too")
 
 
 class EngineKwargs(RunnerKwargs, total=False):

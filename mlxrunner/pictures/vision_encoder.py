@@ -200,8 +200,8 @@ class VisionEncoder:
         view = self._views.get(picture.digest)
         if view is None:
             raise PromptError(
-                "a picture of this conversation has to be evaluated again, and is no longer "
-                "there: send it again"
+                "a picture of this conversation has to be evaluated again, and was dropped: "
+                "send it again"
             )
         if view.seen is None:
             assert view.inputs is not None

@@ -252,12 +252,13 @@ REMEDIES = {
     "system-changed": "Keep {message} the same through a conversation.",
     "thinking-stripped": "Send the thinking of {message} back, or keep the template from leaving "
     "it out.",
-    "message-edited": "Send {message} back as it was: all behind it has to be evaluated again.",
-    "picture-changed": "Send {picture} of {message} back as it was: it and all behind it are "
-    "evaluated again.",
+    "message-edited": "Send {message} back unchanged: all tokens after it are evaluated again.",
+    "picture-changed": "Send {picture} of {message} back unchanged: it and all tokens after "
+    "it are evaluated again.",
     "asked-anew": "Nothing is to be done: only the last message is another one.",
     "message-dropped": "Keep {message} until the conversation is compacted as a whole.",
-    "message-inserted": "Put new messages at the end: all behind {message} is evaluated again.",
+    "message-inserted": "Put new messages at the end: all tokens after {message} are "
+    "evaluated again.",
 }
 """The known causes, each with its remedy."""
 _TITLE = re.compile(r"\b(?:title|topic|tags?|headline)\b", re.IGNORECASE)

@@ -32,7 +32,7 @@ COUNTERS = {
     "mlxrunner_cached_tokens": "Prompt tokens that requests did not evaluate.",
     "mlxrunner_prefetched_tokens": "Of these, the ones that were evaluated in advance.",
     "mlxrunner_evaluated_tokens": "Prompt tokens that requests evaluated.",
-    "mlxrunner_lost_tokens": "Prompt tokens evaluated that need not have been, by reason.",
+    "mlxrunner_lost_tokens": "Prompt tokens that could have been reused, by reason.",
     "mlxrunner_completion_tokens": "Tokens of answers.",
     "mlxrunner_prefill_seconds": "Time spent on evaluating prompts.",
     "mlxrunner_decode_seconds": "Time spent on answers after their first token.",

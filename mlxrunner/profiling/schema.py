@@ -44,14 +44,14 @@ _ALL = (
     Reason("empty", "there was no entry yet"),
     Reason(
         "no_common_token",
-        "already the first token differs from the entry's",
-        "keep what comes first the same: the same template, the same BOS, the same system prompt",
+        "the first token already differs from the entry's",
+        "keep the beginning the same: template, BOS, system prompt",
     ),
     Reason(
         "diverged",
         "the prompt leaves the entry in the middle",
-        "put what changes (dates, retrieved text, counters) at the end, and send earlier turns "
-        "back as they were",
+        "put changing text (dates, retrieved text, counters) at the end, and send earlier "
+        "turns back unchanged",
     ),
     Reason("prompt_shorter", "the prompt is the beginning of the entry, which was rewound to it"),
     Reason(
@@ -61,52 +61,50 @@ _ALL = (
     ),
     Reason(
         "entry_freed",
-        "the entry had been given up",
-        "see what gave it up (evicted_by); a reset is the caller's own",
+        "the entry was freed",
+        "see evicted_by for the cause; a reset is the caller's own",
     ),
     Reason(
         "model_changed",
-        "another model was loaded: what the one before it evaluated is of no use to it",
-        "ask one model all its prompts before going on to the next, or run two processes",
+        "another model was loaded, which can't use the cache of the one before",
+        "send one model all its prompts before the next, or run two processes",
     ),
     Reason(
         "options_changed",
-        "the model was loaded again with options that change what is stored",
+        "the model was loaded again with options that change its cache",
         "choose --context, --kv-bits and the others once, at start",
     ),
     Reason(
         "interrupted",
-        "the request before it was ended before its prompt was evaluated, so the rest of it was "
-        "missing",
+        "the previous prefill was interrupted, so the rest of the prompt was missing",
     ),
     Reason(
         "verify_failed",
-        "a check against a cold run had found the entry wrong, and freed it",
+        "a check against a cold run found the entry wrong and freed it",
         "this is a bug or broken memory: please report it with the event, and run with "
         "--verify-cache 1 to see how often",
     ),
     Reason("restored", "the entry came from a file"),
     Reason(
         "evicted",
-        "it had been evaluated, and given up to make room for another request",
-        "more memory or more slots (--memory, --slots), or more bytes on disk for parked "
-        "conversations (--disk-cache-bytes)",
+        "the conversation was evicted to make room for another request",
+        "more memory or more slots (--memory, --slots), or a larger disk cache "
+        "(--disk-cache-bytes)",
     ),
     Reason(
         "batch_order",
-        "an earlier line of the batch had evaluated it, and the entry had gone on to others",
-        "run the lines in prefix order (--order prefix, which is the default): it evaluates each "
+        "an earlier line of the batch had evaluated it, before the entry was used for other lines",
+        "run the lines in prefix order (--order prefix, the default), which evaluates each "
         "prefix once",
     ),
     Reason(
         "line_failed",
-        "it had been evaluated, and was lost because a line failed or was tried again",
+        "the cache was lost because a line failed or was tried again",
         "see why lines failed: the errors are in the output",
     ),
     Reason(
         "side_by_side",
-        "lines that ran at the same time evaluated the same few tokens, instead of waiting for "
-        "each other",
+        "parallel lines evaluated the same few tokens instead of waiting for each other",
     ),
 )
 PARTING = ("diverged", "no_common_token", "rewind_limited")
@@ -119,16 +117,13 @@ REASONS: Mapping[str, Reason] = {reason.name: reason for reason in _ALL}
 
 PLACE_REMEDIES = {
     "system: text": (
-        "keep the system prompt the same; what changes (a date, retrieved text) belongs into the "
-        "last message"
+        "keep the system prompt the same, and put changing text (a date, retrieved text) "
+        "into the last message"
     ),
-    "text": (
-        "send earlier messages back to the letter as they were; what changes belongs into the last "
-        "message"
-    ),
-    "picture": "send earlier pictures back as they were; another one belongs into the last message",
+    "text": ("send earlier messages back unchanged, and put changing text into the last message"),
+    "picture": "send earlier pictures back unchanged, and put new ones into the last message",
     "thinking": (
-        "the template leaves out earlier thinking: mlxrunner simulate says what keeping it would do"
+        "the template drops earlier thinking: mlxrunner simulate shows the effect of keeping it"
     ),
     "tools": "send the same tools, in the same order and words, from the first request on",
     "template header": (
@@ -136,10 +131,10 @@ PLACE_REMEDIES = {
         "same messages, and fix the template's variables"
     ),
     "message end": (
-        "a message goes on where it had ended before: send earlier messages back as they were"
+        "a message continues after its earlier end: send earlier messages back unchanged"
     ),
     "generation prompt": (
-        "the answer had begun otherwise: choose options of the template (thinking or not) once"
+        "the answer began differently: choose template options (thinking or not) once"
     ),
 }
 """The remedies by the part of the message, or by role and part."""

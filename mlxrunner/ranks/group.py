@@ -68,7 +68,9 @@ def _bind_advice(hosts: Hosts, rank: int) -> str:
         try:
             free.bind((str(own), 0))
         except OSError:
-            return f"{own} is no address of this machine, and rank {rank} is here: mend --hosts"
+            return (
+                f"{own} is not an address of this machine, and rank {rank} is here: correct --hosts"
+            )
     first, last = hosts.port + 1, hosts.port + len(hosts.addresses)
     return f"the ranks need the ports {first} to {last}, one each: choose another --port of launch"
 

@@ -157,7 +157,7 @@ def find_server(url: str, key: str | None, model: str | None) -> ServerAddress:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise LaunchError(
-            f"what answers at {url} is no mlxrunner server: its list of models can't be read"
+            f"{url} is not an mlxrunner server: its list of models can't be read"
         ) from error
     if not models:
         raise LaunchError(f"the server at {url} has no model: start it with one")

@@ -140,7 +140,7 @@ GAUGES = {
     "waiting": "Requests that wait for a slot, or for room.",
     "tokens": "Tokens that the slots hold.",
     "bytes": "Bytes of keys, values and checkpoints in use.",
-    "parked": "Bytes on disk of parked conversations.",
+    "parked": "Bytes of the disk cache.",
 }
 """The fields of `Stats` that are metrics, and their descriptions."""
 
@@ -225,7 +225,7 @@ def _conversations(models: Sequence[Mapping[str, Any]]) -> str:
         for _, model, one in sorted(held, key=lambda found: found[:2])
     ]
     columns = ["state", "client", "session", "tokens", "size", "request", "model"]
-    text = "What each slot holds. An idle conversation goes on where it ended."
+    text = "The conversation in each slot. An idle one continues where it ended."
     table = plots.table(columns, rows, kind="stack")
     return plots.panel("Conversations", text, table, is_wide=True)
 

@@ -53,7 +53,7 @@ def _said(
     except LogitsError as error:
         if isinstance(seat, DraftModel):
             seat.forget()
-        logger.warning("the draft model failed, and an answer goes on without: %s", error)
+        logger.warning("the draft model failed, and the answer continues without it: %s", error)
         return None
 
 
@@ -120,7 +120,7 @@ class DraftSlot:
         except Exception as error:
             entry.forget()
             self.close()
-            logger.warning("the draft model failed, and an answer goes on without: %s", error)
+            logger.warning("the draft model failed, and the answer continues without it: %s", error)
             return None
 
     def close(self) -> None:

@@ -323,7 +323,7 @@ def is_of_kernel(path: str | os.PathLike[str]) -> bool:
 
 def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
-        advice = "name a file in it" if stat.S_ISDIR(mode) else "copy what it holds into a file"
+        advice = "name a file in it" if stat.S_ISDIR(mode) else "copy its content into a file"
         raise ReadError(f"{Path(path)}: is {kind_of(mode)}, not a regular file: {advice}")
 
 
@@ -338,8 +338,8 @@ def _check_size(path: str | os.PathLike[str], nbytes: int, limit: int | None) ->
 def _missing(path: str | os.PathLike[str], dir_fd: int | None) -> str:
     try:
         return (
-            f"a link to {os.readlink(path, dir_fd=dir_fd)}, which is missing: make the file or the "
-            "link anew"
+            f"a link to {os.readlink(path, dir_fd=dir_fd)}, which is missing: make the file "
+            "or the link again"
         )
     except OSError:
         return "no such file"

@@ -331,7 +331,9 @@ def moved_keys(talk: Talk) -> Check:
     if moved is None:
         return Check(MOVED_KEYS, untested="the first layer stores no keys as they were computed")
     if usage is None or usage.cached_tokens <= case.options["keep"]:
-        return Check(MOVED_KEYS, untested="nothing was moved: what is left was evaluated again")
+        return Check(
+            MOVED_KEYS, untested="nothing was moved: the remaining text was evaluated again"
+        )
     tokens = list(runner.entry.tokens)
     runner.reset()
     talk.say(tokens, 1)

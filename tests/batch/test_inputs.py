@@ -352,7 +352,7 @@ def test_each_file_of_a_folder_is_a_prompt() -> None:
     assert found == {
         "binary": "file binary: there is a NUL byte in it: is it a text file?",
         "empty": "file empty: prompt is empty",
-        "fifo": "file fifo: is a FIFO, not a regular file: copy what it holds into a file",
+        "fifo": "file fifo: is a FIFO, not a regular file: copy its content into a file",
         "latin": "file latin: can't be read: not UTF-8 (byte 0), save it as UTF-8 text",
         "link": "file link: is a link that leads out of the folder: copy the file",
         "up": "file up: is a link that leads out of the folder: copy the file",

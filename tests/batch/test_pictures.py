@@ -131,7 +131,7 @@ def test_a_file_that_has_changed_since_is_named(photos: Path) -> None:
     result = run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--resume")
     assert result.exit_code == 3, result.stderr
     found = answers()
-    assert "picture 1 of the line is another one than when the batch was read" in found[2]["error"]
+    assert "picture 1 of the line has changed since the batch was read" in found[2]["error"]
     assert text_of(found[3]) == cold(2)[1]
 
 

@@ -128,8 +128,8 @@ def test_without_resume_nothing_is_overwritten(folder: Path) -> None:
     content = Path("out.jsonl").read_bytes()
     result = run("in.jsonl", "-o", "out.jsonl")
     assert (
-        "out.jsonl.run: is there from a run that has not ended: go on with it with --resume, or "
-        "remove it and out.jsonl" in result.stderr
+        "out.jsonl.run: belongs to an unfinished run: continue it with --resume, or remove "
+        "it and out.jsonl" in result.stderr
     )
     Path("out.jsonl.run").unlink()
     result = run("in.jsonl", "-o", "out.jsonl")
@@ -404,8 +404,7 @@ def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Pa
     result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume")
     assert result.exit_code == 2
     assert (
-        "whole.jsonl: is not what the run left, somebody has changed it: choose another -o, or "
-        "remove it" in result.stderr
+        "whole.jsonl: was changed after the run: choose another -o, or remove it" in result.stderr
     )
     assert Path("whole.jsonl").read_bytes() == changed
     Path("whole.jsonl").write_bytes(expected)

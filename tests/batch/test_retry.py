@@ -154,7 +154,7 @@ def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.Monke
     assert (found == before) == (step in ("before the new name", "before the input is there"))
     if step == "before the record":
         result = run("--no-usage", "--resume")
-        assert (result.exit_code, "go on with --retry-failed" in result.stderr) == (2, True)
+        assert (result.exit_code, "repeat --retry-failed" in result.stderr) == (2, True)
     assert run("--no-usage", "--retry-failed").exit_code == 3
     after = Path("out.jsonl").read_bytes().splitlines()
     assert [index for index in range(9) if before[index] != after[index]] == list(FAILING)
@@ -208,8 +208,8 @@ def test_an_input_on_standard_input_has_to_come_again() -> None:
     [
         ("no output", "out.jsonl: is not there: --retry-failed is for a finished output"),
         ("no record", "out.jsonl.done is missing or damaged, which says what the answers were"),
-        ("changed", "out.jsonl: is not what the run left, somebody has changed it"),
-        ("running", "out.jsonl.run: is there from a run that has not ended: go on with it with"),
+        ("changed", "out.jsonl: was changed after the run"),
+        ("running", "out.jsonl.run: belongs to an unfinished run: continue it with"),
         ("input", "out.jsonl was begun with another input: "),
         ("options", "out.jsonl was begun with another --max-tokens: not set then, 4 now"),
         ("taken", "out.jsonl.retried: is there already: remove it"),

@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     "not ended": (
         lambda: Path("part2.jsonl.run").write_bytes(b""),
         PARTS,
-        "part2.jsonl: this shard has not ended: go on with it with --resume",
+        "part2.jsonl: this shard has not ended: continue it with --resume",
     ),
     "changed": (
         lambda: Path("part2.jsonl").write_bytes(Path("part2.jsonl").read_bytes()[:-1] + b" "),
@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     "no shard": (
         lambda: run("in.jsonl", "-o", "plain.jsonl", "--no-usage"),
         (*PARTS, "plain.jsonl"),
-        "plain.jsonl: is no shard: it was made without --shard, leave it out",
+        "plain.jsonl: is not a shard: it was made without --shard, leave it out",
     ),
     "of another batch": (
         lambda: other_input("other.jsonl"),
@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     "cut in another way": (
         lambda: rewritten("part2.jsonl", cut="0"),
         PARTS,
-        "part2.jsonl: its machine cut the batch in another way than that of part1.jsonl",
+        "part2.jsonl: its machine partitioned the batch differently than that of part1.jsonl",
     ),
 }
 

@@ -249,7 +249,7 @@ def test_ctrl_c_keeps_what_came_and_says_so(hub_of_a_model: Any, hub_cache: Path
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert errors.splitlines()[-1].startswith("stopped: ")
-    assert errors.splitlines()[-1].endswith("the same command goes on from there")
+    assert errors.splitlines()[-1].endswith("the same command resumes")
     assert "Traceback" not in errors
     again = program()
     _, errors = again.communicate(timeout=PATIENCE_S)

@@ -63,7 +63,7 @@ def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
 
 def test_a_folder_without_bytes_is_refused(tmp_path: Path) -> None:
     """It would stay empty."""
-    with pytest.raises(OptionError, match="disk_cache_dir: there is no disk cache without"):
+    with pytest.raises(OptionError, match="disk_cache_dir: needs disk_cache_bytes"):
         Engine.load("demo", max_sequences=1, context=64, disk_cache_dir=tmp_path, reserve=False)
 
 

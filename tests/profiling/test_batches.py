@@ -159,7 +159,7 @@ def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
         "side_by_side"
     }
     for text in (words, page, explained):
-        assert "put what changes" not in text
+        assert "put changing text" not in text
         assert "send earlier messages back" not in text
     assert "What to change" not in explained
     assert "nothing was lost by that" in explained

@@ -48,7 +48,7 @@ def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> N
     assert "the entry had the thinking block of message 1 (assistant)" in together
     assert "the prompt has the text of message 1 (assistant)" in together
     assert "33 of them because of that (10.1 ms)" in together
-    assert "What to change: send earlier messages back to the letter as they were" in together
+    assert "What to change: send earlier messages back unchanged" in together
     (line,) = [line for line in result.stdout.splitlines() if "│<think>" in line]
     assert "│Your name is" in line
 
@@ -126,10 +126,10 @@ def test_what_was_given_up_and_what_came_back_is_said() -> None:
     text = " ".join(shown(example_event(restored_tokens=25, evicted=[gone, kept])).split())
     assert "25 of the reused tokens came back from disk." in text
     assert "To get memory, it gave up 812 tokens, which are lost." in text
-    assert "To get a slot, it gave up 90 tokens, which are parked on disk." in text
+    assert "To get a slot, it gave up 90 tokens, which are in the disk cache." in text
     lost = shown(example_event(reason="evicted", evicted_by="request 12", divergence=None))
     told = " ".join(lost.split())
-    assert "given up to make room for another request (request 12)" in told
+    assert "evicted to make room for another request (request 12)" in told
     assert "What to change: more memory or more slots" in told
 
 

@@ -35,11 +35,7 @@ def test_interrupted(events: Path, lines: Lines) -> None:
     assert (stopped["evaluated_tokens"], stopped["lost_tokens"]) == (16, 0)
     has(event, reason="interrupted", cached_tokens=16, evaluated_tokens=24, lost_tokens=0)
     assert later["reason"] == "diverged"
-    assert (
-        Event.of(event)
-        .explain()
-        .startswith("the request before it was ended before its prompt was evaluated")
-    )
+    assert Event.of(event).explain().startswith("the previous prefill was interrupted")
 
 
 # The program, which takes a second for each forward pass until a file is there.
@@ -85,7 +81,7 @@ def test_interrupted_in_a_terminal(
     assert again["cached_tokens"] == stopped["entry_tokens_after"]
     assert stopped["evaluated_tokens"] == stopped["entry_tokens_after"] - stopped["cached_tokens"]
     assert (again["outcome"], again["lost_tokens"]) == ("hit", 0)
-    assert "was ended before its prompt was evaluated" in said(events)
+    assert "previous prefill was interrupted" in said(events)
 
 
 def test_what_an_interrupted_request_lost_is_counted_once() -> None:

@@ -98,7 +98,7 @@ def test_no_common_token(tmp_path: Path, events: Path, lines: Lines) -> None:
     assert (event["outcome"], event["reason"]) == ("miss", "no_common_token")
     assert (event["divergence"]["index"], event["divergence"]["role"]) == (0, "system")
     assert event["lost_tokens"] == event["entry_tokens"]
-    assert "already the first token differs" in said(events)
+    assert "the first token already differs" in said(events)
 
 
 def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
@@ -147,7 +147,7 @@ def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
     assert event["evicted_by"] == "a reset"
     assert event["lost_tokens"] == len("Hello ")
     assert first["lost_tokens"] == 0
-    assert "the entry had been given up (a reset)" in said(events)
+    assert "the entry was freed (a reset)" in said(events)
 
 
 def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
@@ -167,8 +167,8 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
     assert (again["reason"], again["evicted_by"]) == ("options_changed", "loaded again")
     assert len({event["fingerprint"] for event in (options, model, again)}) == 1
     explained = Event.of(options).explain()
-    assert explained.startswith("the model was loaded again with options that change what is ")
-    assert "stored (kv_bits: None -> 8)" in explained
+    assert explained.startswith("the model was loaded again with options that change its ")
+    assert "cache (kv_bits: None -> 8)" in explained
     assert Event.of(model).explain().startswith("another model was loaded")
 
 
@@ -217,7 +217,7 @@ def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPat
     assert (after["outcome"], after["reason"]) == ("miss", "verify_failed")
     assert after["lost_tokens"] == after["prompt_tokens"] - 1
     assert after["evicted_by"].startswith("request 2 run again cold: ")
-    assert "had found the entry wrong" in said(events)
+    assert "found the entry wrong" in said(events)
     assert run(*command, "--verify-cache", 1).exit_code == 0  # without --strict it is only reported
     assert json.loads(events.read_text().splitlines()[-1])["reason"] == "verify_failed"
 

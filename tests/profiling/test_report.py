@@ -143,7 +143,7 @@ def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path, 
         ("--csv", tmp_path, "can't be written: Is a directory"),
         ("--trace", f"/dev/fd/{full}", "can't be written: No space left"),
         ("--csv", f"/dev/fd/{full}", f"/dev/fd/{full}: can't be written: No space left"),
-        ("--csv", events, "is what is being read"),
+        ("--csv", events, "is an input"),
     ):
         other = [] if option == "--trace" else ["--trace", tmp_path / "o.trace"]
         result = run(events, option, target, *other)

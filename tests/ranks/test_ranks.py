@@ -248,7 +248,7 @@ def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"
     file.write_text('[{"ips": ["192.0.2.1"]}, {"ips": ["127.0.0.1"]}]')
     hosts = read_hosts(str(file), free_port(2))
-    with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1 is not an address of this machine"):
         join(hosts, 0)
 
 

@@ -161,4 +161,4 @@ def test_a_client_that_is_missing_is_named_with_its_installation(
 def test_what_is_no_server_of_models_is_one_line(server: ThreadingHTTPServer) -> None:
     result = launch(f"http://127.0.0.1:{server.server_port}/x", "claude")
     assert result.exit_code == 1
-    assert "is no mlxrunner server" in result.stderr
+    assert "is not an mlxrunner server" in result.stderr

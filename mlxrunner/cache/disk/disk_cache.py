@@ -280,8 +280,8 @@ class DiskCache:
             index.add(conversation)
         if damaged:
             self._say(
-                f"{len(damaged)} of {len(heads)} conversations in {folder.path} can't be restored, "
-                f"and are evaluated again when they go on: {damaged[0]}"
+                f"{len(damaged)} of {len(heads)} conversations in {folder.path} can't be "
+                f"restored, and are evaluated again: {damaged[0]}"
             )
         self._recover({name: found.st_size for name, found in files.items()})
         for name in files.keys() - index.sizes.keys():

@@ -323,8 +323,8 @@ class BatchedModel(Backend):
         ways = self._rotators(by)
         if ways is None:
             raise NotSupportedError(
-                "this model's keys can't be moved to other positions: "
-                "what is kept has to be evaluated again"
+                "this model's keys can't be moved to other positions: the kept tokens have "
+                "to be evaluated again"
             )
         return ways[self._rows[layer].layer](keys, by)
 

@@ -315,7 +315,7 @@ def replaced(
     path = Path(file)
     try:
         if path.exists() and any(path.samefile(one) for one in inputs):
-            raise OutputError(f"{file} is what is being read: give the result another name")
+            raise OutputError(f"{file} is an input: give the result another name")
         if is_stream(path):
             with os.fdopen(
                 open_stream(path), "w", encoding="utf-8", errors=ENCODING_ERRORS, newline=newline

@@ -502,7 +502,7 @@ def _moved(event: Event) -> str:
         said.append(f"{number(event.restored_tokens)} of the reused tokens came back from disk.")
     for one in event.evicted:
         need = "a slot" if one.cause == "slot" else "memory"
-        where = "parked on disk" if one.parked else "lost"
+        where = "in the disk cache" if one.parked else "lost"
         said.append(f"To get {need}, it gave up {number(one.tokens)} tokens, which are {where}.")
     return " ".join(said)
 

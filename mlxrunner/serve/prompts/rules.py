@@ -147,7 +147,7 @@ _in_order = MemoizedFunction(_ordered, MOST_BYTES)
 @_rule(
     "developer-as-system",
     "Gives messages of role `developer` the role `system`.",
-    "The template has no such role, and would leave them out or refuse them.",
+    "The template does not know this role, and would drop or refuse them.",
     "Codex; templates other than that of gpt-oss",
 )
 def _developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
@@ -248,7 +248,7 @@ NO_RESULT = "[no result]"
 
 @_rule(
     "results-behind-calls",
-    "Puts each result behind its call; a call without one gets `[no result]`, and a result "
+    "Puts each result after its call; a call without one gets `[no result]`, and a result "
     "without a call becomes a text of the user.",
     "The template refuses a call without its result, or a result without its call.",
     "all with tools, after an interruption or a compaction; Mistral, gpt-oss",

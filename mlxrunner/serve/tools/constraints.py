@@ -251,7 +251,8 @@ def _check(tool: Mapping[str, Any], spelling: ToolCallSyntax) -> None:
     """Raise ApiError if the calls of a strict tool can't be held to its name and schema."""
     if not re.fullmatch(spelling.names, name_of(tool)):
         raise strict_error(
-            tool, "this model's form of calls has no such names: change it, or leave out strict"
+            tool,
+            "this model's call format can't have such names: change the name, or leave out strict",
         )
     try:
         check_form(GenerateOptions.of(schema=arguments_of(tool)))

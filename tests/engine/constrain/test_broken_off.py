@@ -16,7 +16,7 @@ def test_a_dead_end_is_an_error_and_the_entry_stays_true() -> None:
     runner, prompt = build(tokenizer=FewLetters()), [1, 2, 3]
     shown = []
     with pytest.raises(
-        FormError, match="after 3 tokens of the answer, no token of the model fits the form"
+        FormError, match="after 3 tokens of the answer, no token of the model fits the schema"
     ) as raised:
         for chunk in runner.generate(prompt, schema={"const": "abz"}):
             shown.append(chunk.token)

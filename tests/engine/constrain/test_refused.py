@@ -39,8 +39,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     ),
     "itself": (
         {"$ref": "#"},
-        "schema: after 0 tokens of the answer, no token of the model fits the form that was asked "
-        "for",
+        "schema: after 0 tokens of the answer, no token of the model fits the schema or choices",
     ),
     "unsupported": ({"not": {"type": "string"}}, 'schema: Unimplemented keys: ["not"]'),
     "unknown type": ({"type": "strin"}, "schema: Invalid type: strin"),
@@ -156,7 +155,7 @@ def test_a_vocabulary_that_cannot_spell_a_choice_is_named_with_it() -> None:
     assert text(ask(runner, schema={"enum": ["abc", "zzz"]})) == '"abc"'
     with pytest.raises(
         OptionError,
-        match="schema: after 0 tokens of the answer, no token of the model fits the form",
+        match="schema: after 0 tokens of the answer, no token of the model fits the schema",
     ):
         runner.generate([1, 2, 3], schema={"const": 7})
 
