@@ -292,7 +292,7 @@ def _row_fields(
         missing = ", ".join(map(repr, header[len(row) :]))
         hint = f"(is {DELIMITERS.get(delimiter, repr(delimiter))} missing?)"
         return BrokenLineError(f"{problem}none for {missing:.200} {hint}", known)
-    beyond = f"{', '.join(map(repr, row[len(header) :])):.200} is behind the last"
+    beyond = f"{', '.join(map(repr, row[len(header) :])):.200} follows the last"
     return BrokenLineError(f"{problem}{beyond}, {header[-1]!r:.80} (are quotes missing?)", known)
 
 

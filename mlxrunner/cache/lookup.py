@@ -160,7 +160,7 @@ class Early:
         evicted_by = (
             by.evicted_by
             if by.reason == "entry_freed"
-            else "what was evaluated in advance and not asked for"
+            else "tokens evaluated in advance that the prompt did not continue"
         )
         return replace(found, reason="entry_freed", evicted_by=evicted_by)
 

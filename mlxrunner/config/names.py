@@ -144,8 +144,8 @@ FLAGS: dict[str, str] = {
 WAYS: dict[str, str] = {
     "stream": "Each answer comes as it is made, without an option.",
     "no_stream": "Each answer comes as it is made; generate --json prints it when it is whole.",
-    "tensor_parallel": "It stands behind mlxrunner launch --hosts FILE --, with the command.",
-    "pipeline": "It stands behind mlxrunner launch --hosts FILE --, with the command.",
+    "tensor_parallel": "It belongs after mlxrunner launch --hosts FILE --, with the command.",
+    "pipeline": "It belongs after mlxrunner launch --hosts FILE --, with the command.",
     "option": "Each option of a request has its own flag, such as --temperature 0.8.",
     "file": "A prompt can come from standard input (mlxrunner generate < FILE); the files of a "
     "batch are its arguments; in a chat, /file FILE adds a text.",

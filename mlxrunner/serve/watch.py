@@ -200,7 +200,8 @@ def _loaded(models: Sequence[Mapping[str, Any]]) -> str:
         return "No model is loaded; a request loads its own."
     return " ".join(
         f"{safe(one['model'])}: {one['busy']} of {one['slots']} slots busy, {one['waiting']} "
-        f"waiting, {size(one['bytes'])} of conversations, {size(one['parked_bytes'])} parked."
+        f"waiting, {size(one['bytes'])} of conversations, {size(one['parked_bytes'])} on "
+        "disk."
         for one in models
     )
 

@@ -70,7 +70,7 @@ def read_header(fd: int, size: int, most: int) -> Header:
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise HeaderError("damaged: the metadata of its header are no texts")
+        raise HeaderError("damaged: the metadata of its header are not texts")
     tensors = {
         name: _place(name, entry, begin) for name, entry in entries.items() if name != METADATA
     }
@@ -97,7 +97,7 @@ def _read_json(fd: int, size: int, most: int) -> tuple[dict[str, Any], int]:
             f"damaged: its header is no JSON ({' '.join(str(error).split())[:100]})"
         ) from error
     if not isinstance(entries, dict):
-        raise HeaderError("damaged: its header is no object")
+        raise HeaderError("damaged: its header is not an object")
     return entries, 8 + length
 
 
@@ -109,7 +109,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _place(name: str, entry: Any, begin: int) -> TensorPlace:

@@ -583,7 +583,7 @@ def _written_before_mark(
     if not why and begun is not None and head == begun + said:
         return Continued(head, 0, len(head) - len(said))
     if not why and _is_text(tail, ends):
-        why = "writes other text behind it"
+        why = "writes other text after it"
     if why:
         what = "words" if words else "thinking"
         raise PromptError(

@@ -48,8 +48,8 @@ def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
         (b"1", "row 2 has 1 values and the header 2 columns: none for 'b' (is a comma missing?)"),
         (
             b"1,2,3",
-            "row 2 has 3 values and the header 2 columns: '3' is behind the last, 'b' (are quotes "
-            "missing?)",
+            "row 2 has 3 values and the header 2 columns: '3' follows the last, 'b' (are "
+            "quotes missing?)",
         ),
         (b'"1"x,2', "not a CSV row: ',' expected after '\"'"),
         (b"\xff,2", "not a CSV row: it is not UTF-8"),

@@ -304,14 +304,17 @@ NORM = "model.norm.weight"
         (lambda header: header[NORM].update(data_offsets=[0, 256]), "overlap"),
         (lambda header: header.pop(NORM), "bytes between them"),
         (lambda header: header[NORM].update(data_offsets=[-256, 0]), "can't be"),
-        (lambda header: header[NORM].update(data_offsets=[0, float("inf")]), "Infinity is no JSON"),
+        (
+            lambda header: header[NORM].update(data_offsets=[0, float("inf")]),
+            "Infinity is not JSON",
+        ),
         (lambda header: header[NORM].update(shape=[True] * 64), "can't be"),
         (lambda header: header[NORM].update(shape=[2**62, 4]), "can't be"),
         (
             lambda header: header[NORM].update(dtype="F99"),
             "its header describes 'model.norm.weight' as",
         ),
-        (lambda header: header.update(__metadata__={"a": 1}), "no texts"),
+        (lambda header: header.update(__metadata__={"a": 1}), "are not texts"),
         (lambda header: header.update({"x" * 10**6: 3}), "its header describes 'xxx"),
     ],
     ids=(

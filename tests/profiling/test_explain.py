@@ -125,8 +125,8 @@ def test_what_was_given_up_and_what_came_back_is_said() -> None:
     kept = {"tokens": 90, "slot": 1, "cause": "slot", "parked": True}
     text = " ".join(shown(example_event(restored_tokens=25, evicted=[gone, kept])).split())
     assert "25 of the reused tokens came back from disk." in text
-    assert "To get memory, it gave up 812 tokens, which are lost." in text
-    assert "To get a slot, it gave up 90 tokens, which are in the disk cache." in text
+    assert "To get memory, it evicted 812 tokens, which are lost." in text
+    assert "To get a slot, it evicted 90 tokens, which are in the disk cache." in text
     lost = shown(example_event(reason="evicted", evicted_by="request 12", divergence=None))
     told = " ".join(lost.split())
     assert "evicted to make room for another request (request 12)" in told

@@ -576,7 +576,7 @@ def test_broken_lines_are_skipped_with_a_count(log: Path) -> None:
     result = run(log)
     assert result.exit_code == 0
     assert "1 broken or cut off" in result.stderr
-    assert "that go on from a lost one" in result.stderr
+    assert "that continue a lost one" in result.stderr
 
 
 def test_an_entry_from_elsewhere_is_said(log: Path) -> None:

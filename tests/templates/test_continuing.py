@@ -76,7 +76,7 @@ def test_a_prompt_ends_with_the_words(
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} Be brief!"
             "{% if add_generation_prompt %}>{% endif %}",
-            "writes other text behind it",
+            "writes other text after it",
         ),
         (
             "{% for m in messages %}{{ m.content | upper if m.role == 'assistant' else m.content }}"

@@ -219,7 +219,7 @@ class SlidingWindowCache(ArrayCache):
         rows = keys.shape[2]
         if values.shape[2] != rows or not min(offset, self.window - 1) <= rows <= offset:
             raise ValueError(
-                f"{rows} rows of keys and {values.shape[2]} of values are no window of "
+                f"{rows} rows of keys and {values.shape[2]} of values are not a window of "
                 f"{self.window} at {offset}"
             )
         return Stored(keys, values, offset - rows, rows)

@@ -307,7 +307,7 @@ def _part(
 
 def _taken(view: PerSequenceLayer, name: str, array: mx.array, group: Group) -> mx.array:
     if array.ndim < 2 or array.shape[:2] != (1, view.step.tokens):
-        raise TypeError(f"{name}: an array of shape {array.shape} is no row of tokens")
+        raise TypeError(f"{name}: an array of shape {array.shape} is not a row of tokens")
     return group.take(array)
 
 

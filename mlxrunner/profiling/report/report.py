@@ -172,7 +172,7 @@ SKIPPED = {
     "foreign": "of something else",
     "version": "of another version",
     "invalid": "with missing or wrong fields",
-    "lost": "that go on from a lost one",
+    "lost": "that continue a lost one",
     "parallel": "of parallel requests, which have no entry of their own",
 }
 """The kinds of skipped lines, in words."""

@@ -503,7 +503,7 @@ def _moved(event: Event) -> str:
     for one in event.evicted:
         need = "a slot" if one.cause == "slot" else "memory"
         where = "in the disk cache" if one.parked else "lost"
-        said.append(f"To get {need}, it gave up {number(one.tokens)} tokens, which are {where}.")
+        said.append(f"To get {need}, it evicted {number(one.tokens)} tokens, which are {where}.")
     return " ".join(said)
 
 
