@@ -27,7 +27,7 @@ import numpy as np
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.store import InputLine, LineCounts, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.pictures.table import Picture
@@ -84,19 +84,15 @@ def tokenize_lines(
     """
     is_shifted = False
     for line in lines:
-        tokens, options, error, text = as_tokens([]), line.options, line.error, None
-        if line.prompt is not None and error is None:
+        found: dict[str, Any] = {"prompt": None}
+        if line.prompt is not None and line.error is None:
             try:
-                prompt, made_of = _tokenize(
+                found = _tokenize(
                     line, line.prompt, tokenizer, defaults or {}, picture_folder, context
                 )
-                check_tokens(prompt.tokens, has_pictures=prompt.pictures > 0)
-                options = _within(context, line, prompt, tokenizer, defaults or {})
-                tokens, text = prompt.tokens, made_of if is_text(made_of) else None
-                is_shifted |= len(tokens) >= context
+                is_shifted |= len(found["tokens"]) >= context
             except (PromptError, OptionError) as problem:
-                error = f"{place_of(line.number)}: {one_line(str(problem))}"
-        found = {"prompt": text, "options": options, "error": error, "tokens": tokens}
+                found["error"] = f"{place_of(line.number)}: {one_line(str(problem))}"
         store.add(StoredLine(**vars(line) | found))
     return is_shifted
 
@@ -115,42 +111,31 @@ def _tokenize(
     defaults: Mapping[str, Any],
     picture_folder: str | None,
     context: int,
-) -> tuple[TokenizedPrompt, Prompt]:
-    """Tokenize a prompt with the template variables and tools of its line.
+) -> dict[str, Any]:
+    """Return the fields of a stored line that come from its prompt.
 
-    Messages also get the template variables and tools of the defaults. Return what the line keeps
-    of the prompt, too. Raise ContextLengthError if it certainly leaves no room in `context` tokens.
-    """
-    has_messages = is_text(given) and not isinstance(given, str)
-    options = GenerateOptions.of(**{**(defaults if has_messages else {}), **line.options})
-    continues = options.continue_final_message
-    if shows(given):
-        messages: Any = given
-        return tokenized(messages, tokenizer, options.variables, picture_folder, continues)
-    is_shifted = {**defaults, **line.options}.get("overflow") == "shift"
-    room = None if is_shifted else context
-    prompt = tokenize_prompt(tokenizer, given, options.variables, room, continues)
-    return prompt, given
-
-
-def _within(
-    context: int,
-    line: InputLine,
-    prompt: TokenizedPrompt,
-    tokenizer: Tokenizer,
-    defaults: Mapping[str, Any],
-) -> Mapping[str, Any]:
-    """Return the line's options, and the number of tokens that a shift keeps by default.
-
-    Only the messages tell where the system prompt ends. Raise PromptError if the prompt does not
-    fit.
+    Only messages get the template variables and tools of the defaults. The options get the number
+    of tokens that a shift keeps by default, since only the messages tell where the system prompt
+    ends. Raise OptionError, or PromptError, also for a prompt that leaves no room in `context`.
     """
     together = {**defaults, **line.options}
-    if together.get("overflow") == "shift":
-        shift = shift_of(GenerateOptions.of(**together), tokenizer, prompt, context)
-        return line.options if shift is None else {**line.options, "keep": shift.keep}
-    check_length(prompt.tokens, context)
-    return line.options
+    is_shifted = together.get("overflow") == "shift"
+    has_messages = is_text(given) and not isinstance(given, str)
+    options = GenerateOptions.of(**(together if has_messages else line.options))
+    variables, continues = options.variables, options.continue_final_message
+    kept: Any = given
+    if shows(given):
+        prompt, kept = tokenized(kept, tokenizer, variables, picture_folder, continues)
+    else:
+        room = None if is_shifted else context
+        prompt = tokenize_prompt(tokenizer, given, variables, room, continues)
+    check_tokens(prompt.tokens, has_pictures=prompt.pictures > 0)
+    found: dict[str, Any] = {"tokens": prompt.tokens, "prompt": kept if is_text(kept) else None}
+    if not is_shifted:
+        check_length(prompt.tokens, context)
+    elif shift := shift_of(GenerateOptions.of(**together), tokenizer, prompt, context):
+        found["options"] = {**line.options, "keep": shift.keep}
+    return found
 
 
 @dataclass(frozen=True)
