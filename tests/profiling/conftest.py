@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.checks import read_lines
 from support.families import ENDS, _write_family, family, family_tokenizers, write_family
 from support.models import save_model, tiny_config, tiny_model
 
@@ -66,17 +66,6 @@ def scripted(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.fixture(name="lines")
-def _lines() -> Callable[[Path], list[dict[str, Any]]]:
-    """Reads the JSON lines of a file."""
-    return lines
-
-
 class Talk:
     """A tiny model of a family with dictated answers, watched by a profile.
 
@@ -115,7 +104,7 @@ class Talk:
             )
             == answer
         )
-        return lines(self.file)[-1]
+        return read_lines(self.file)[-1]
 
 
 @pytest.fixture

@@ -7,24 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checks import has
-from support.events import Lines
+from support.checks import has, read_lines
 
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 
 
-def test_what_was_evaluated_in_advance_is_no_interrupted_request(
-    events: Path, lines: Lines
-) -> None:
+def test_what_was_evaluated_in_advance_is_no_interrupted_request(events: Path) -> None:
     """It is there or not yet there; nothing was lost, and nothing was saved."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
     profile.watch(runner)
     asked = iter([False, False, True])
     assert 0 < runner.evaluate(list(range(1, 41)), cancelled=lambda: next(asked)) < 40
     list(runner.generate(list(range(1, 41)), max_tokens=2))
-    (event,) = lines(events)
+    (event,) = read_lines(events)
     assert (event["outcome"], event["reason"], event["lost_tokens"]) == ("miss", "empty", 0)
     assert (event["saved_tokens"], event["saved_s"]) == (0, 0.0)
     assert event["prefetched_tokens"] == event["cached_tokens"] > 0
@@ -50,7 +47,7 @@ main()
 
 
 def test_typing_ahead_hides_no_loss_in_a_terminal(
-    open_screen: Any, events: Path, lines: Lines, tmp_path: Path
+    open_screen: Any, events: Path, tmp_path: Path
 ) -> None:
     """A turn, /clear, another one, all of it evaluated while it is typed."""
     evaluated = tmp_path / "evaluated"
@@ -70,8 +67,8 @@ def test_typing_ahead_hides_no_loss_in_a_terminal(
             )
         )
         screen.child.send("\r")
-    screen.until(lambda: len(lines(events)) == 2)
-    first, second = lines(events)
+    screen.until(lambda: len(read_lines(events)) == 2)
+    first, second = read_lines(events)
     assert (first["run"], first["saved_tokens"]) == ("cold-miss", 0)
     assert (second["run"], second["reason"]) == ("warm-partial", "diverged")
     assert second["divergence"].items() >= {"message": 0, "role": "user", "part": "text"}.items()
@@ -80,9 +77,7 @@ def test_typing_ahead_hides_no_loss_in_a_terminal(
     assert second["prefetched_tokens"] > 0
 
 
-def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(
-    events: Path, lines: Lines
-) -> None:
+def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(events: Path) -> None:
     """In a chat something is evaluated before nearly every turn."""
     runner, other, profile = oracle_runner(), oracle_runner(), Profile(events=events)
     profile.watch(runner)
@@ -91,11 +86,11 @@ def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(
     runner.cache.adopt(other.entry.export(), "session a")
     runner.evaluate([*told, 9])
     list(runner.generate([*told, 9, 8], max_tokens=1))
-    (event,) = lines(events)
+    (event,) = read_lines(events)
     assert (event["reason"], event["run"]) == ("restored", "cold-restored")
 
 
-def test_a_restored_entry_that_was_given_up_unread_says_so(events: Path, lines: Lines) -> None:
+def test_a_restored_entry_that_was_given_up_unread_says_so(events: Path) -> None:
     """Nothing was restored then."""
     runner, other, profile = oracle_runner(), oracle_runner(), Profile(events=events)
     profile.watch(runner)
@@ -103,11 +98,11 @@ def test_a_restored_entry_that_was_given_up_unread_says_so(events: Path, lines: 
     runner.cache.adopt(other.entry.export(), "session a")
     runner.reset()
     list(runner.generate([1, 2, 3], max_tokens=1))
-    (event,) = lines(events)
+    (event,) = read_lines(events)
     assert (event["outcome"], event["reason"], event["run"]) == ("miss", "entry_freed", "cold-miss")
 
 
-def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path, lines: Lines) -> None:
+def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path) -> None:
     """An unsent draft loses nothing of the last request, and its used part is not saved."""
     runner, profile = Runner.load("demo", reserve=False), Profile(events=events, log_text=True)
     profile.watch(runner)
@@ -118,7 +113,7 @@ def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing(events: Path, lin
         [*messages, {"role": "user", "content": "I have a parrot and much more to say about it"}]
     )
     list(runner.generate([*messages, {"role": "user", "content": "I have a dog."}]))
-    _, event = lines(events)
+    _, event = read_lines(events)
     has(event, outcome="hit", reason=None, divergence=None, lost_tokens=0)
     assert event["saved_tokens"] == event["entry_tokens"] == event["matched_tokens"]
     assert 0 < event["prefetched_tokens"] < event["prompt_tokens"] - event["saved_tokens"]

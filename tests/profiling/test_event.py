@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner
+from support.checks import read_lines
 from support.engine import Engine
 from support.waiting import PATIENCE_S, until
 
@@ -25,8 +25,6 @@ from mlxrunner.profiling.profile import Profile, logfmt
 from mlxrunner.profiling.schema import Event, event_schema
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
-
-Lines = Callable[[Path], list[dict[str, Any]]]
 
 
 @pytest.fixture
@@ -61,9 +59,7 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return events
 
 
-def test_each_request_is_one_event_of_the_schema(
-    runner: Runner, events: Path, lines: Lines
-) -> None:
+def test_each_request_is_one_event_of_the_schema(runner: Runner, events: Path) -> None:
     """Each kind of request, sampling and ending gives one event of the schema."""
     prompt = list(range(1, 50))
     list(runner.generate(prompt, max_tokens=3))
@@ -74,7 +70,7 @@ def test_each_request_is_one_event_of_the_schema(
     list(runner.generate([{"role": "user", "content": "x" * 60}], max_tokens=90, overflow="shift"))
     with pytest.raises(ContextFullError):
         list(runner.generate("x" * 120, overflow="error"))
-    found = checked(lines(events))
+    found = checked(read_lines(events))
     assert [event["number"] for event in found] == list(range(1, 8))
     assert [event["finish"] for event in found] == [*["length"] * 6, "error"]
     assert [event["prompt_kind"] for event in found] == [
@@ -91,10 +87,10 @@ def test_each_request_is_one_event_of_the_schema(
     assert timedelta(0) <= datetime.now(UTC) - moment < timedelta(minutes=5)
 
 
-def test_the_spans_are_the_chunks_that_were_run(runner: Runner, events: Path, lines: Lines) -> None:
+def test_the_spans_are_the_chunks_that_were_run(runner: Runner, events: Path) -> None:
     """Nothing else is counted in a rate; the first token is not decode's."""
     usage = list(runner.generate(list(range(1, 50)), max_tokens=7))[-1].usage
-    (event,) = checked(lines(events))
+    (event,) = checked(read_lines(events))
     assert usage is not None
     prefill = [span for span in event["spans"] if span["name"] == "prefill"]
     assert sum(span["tokens"] for span in prefill) == 49
@@ -111,19 +107,17 @@ def test_the_spans_are_the_chunks_that_were_run(runner: Runner, events: Path, li
     ]
     assert event["spans"][-1]["tokens"] == 6
     list(runner.generate([1, 2, 3, 99], max_tokens=1))
-    again = checked(lines(events))[-1]
+    again = checked(read_lines(events))[-1]
     assert ("rewind", 52) in [(span["name"], span["tokens"]) for span in again["spans"]]
     assert (again["decode_rate"], again["spans"][-1]["name"]) == (None, "prefill")
 
 
-def test_what_an_event_has_of_usage_is_the_usage(
-    runner: Runner, events: Path, lines: Lines
-) -> None:
+def test_what_an_event_has_of_usage_is_the_usage(runner: Runner, events: Path) -> None:
     """Field by field; an abandoned iterator is an interrupted request."""
     for prompt in ([1, 2, 3, 4], [1, 2, 3, 9, 9]):
         usage = list(runner.generate(prompt, max_tokens=4))[-1].usage
         assert usage is not None
-        event = lines(events)[-1]
+        event = read_lines(events)[-1]
         shared = event.keys() & usage.as_dict().keys() - {
             "tokenize_s",
             "lookup_s",
@@ -138,13 +132,13 @@ def test_what_an_event_has_of_usage_is_the_usage(
     chunks = runner.generate([1, 2], max_tokens=9)
     next(chunks)
     chunks.close()  # type: ignore[attr-defined]
-    event = checked(lines(events))[-1]
+    event = checked(read_lines(events))[-1]
     assert (event["finish"], event["completion_tokens"]) == ("interrupted", 1)
     assert event["entry_tokens_after"] == len(runner.entry.tokens)
 
 
 def test_an_answer_that_is_not_awaited_to_its_last_end_is_no_interrupt(
-    runner: Runner, events: Path, lines: Lines
+    runner: Runner, events: Path
 ) -> None:
     """Whoever stops reading at the last chunk has read all of it."""
     for chunk in runner.generate([1, 2], max_tokens=2):
@@ -152,12 +146,12 @@ def test_an_answer_that_is_not_awaited_to_its_last_end_is_no_interrupt(
             break
     del chunk
     runner.reset()
-    assert [event["finish"] for event in lines(events)] == ["length"]
+    assert [event["finish"] for event in read_lines(events)] == ["length"]
 
 
 @pytest.mark.parametrize("then", ["generate", "evaluate", "keep", "reset"])
 def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
-    then: str, runner: Runner, events: Path, lines: Lines
+    then: str, runner: Runner, events: Path
 ) -> None:
     """A loop that leaves at the finish reason, and another call while its iterator still lives."""
     first = runner.generate([1, 2, 3, 4, 5], max_tokens=3, stop_tokens=[])
@@ -169,7 +163,7 @@ def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
             then
         ]([9, 8])
     first.close()  # type: ignore[attr-defined]
-    written = checked(lines(events))
+    written = checked(read_lines(events))
     assert [event["prompt_tokens"] for event in written] == [5, 2][: len(written)]
     assert [event["entry_tokens_after"] for event in written] == [7, 3][: len(written)]
     assert runner.usage is not None
@@ -177,7 +171,7 @@ def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
 
 
 def test_a_request_that_is_refused_for_another_takes_nothing_from_its_event(
-    runner: Runner, events: Path, lines: Lines
+    runner: Runner, events: Path
 ) -> None:
     """BusyError in the middle of an answer."""
     first = runner.generate(list(range(1, 40)), max_tokens=3, stop_tokens=[])
@@ -185,13 +179,11 @@ def test_a_request_that_is_refused_for_another_takes_nothing_from_its_event(
     with pytest.raises(BusyError):
         runner.generate([9, 8], max_tokens=2)
     list(first)
-    (event,) = checked(lines(events))
+    (event,) = checked(read_lines(events))
     assert "prefill" in [span["name"] for span in event["spans"]]
 
 
-def test_an_exception_in_the_model_is_named_without_its_text(
-    runner: Runner, events: Path, lines: Lines
-) -> None:
+def test_an_exception_in_the_model_is_named_without_its_text(runner: Runner, events: Path) -> None:
     """Texts of errors may hold what nobody wanted to write down."""
 
     def fail(*_: Any) -> Any:
@@ -199,7 +191,7 @@ def test_an_exception_in_the_model_is_named_without_its_text(
 
     with pytest.raises(ValueError, match="secret"):
         list(runner.generate([1, 2], logits_processors=[fail]))
-    assert checked(lines(events))[-1]["error"] == "ValueError"
+    assert checked(read_lines(events))[-1]["error"] == "ValueError"
     assert "secret" not in events.read_text()
 
 
@@ -238,7 +230,7 @@ def test_the_same_answers_with_and_without_events(events: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) -> None:
+def test_requests_of_a_parallel_runner_are_events(events: Path) -> None:
     """Each with what it shared; a cancelled one too."""
     profile = Profile("python", events=events)
     messages = [{"role": "user", "content": "My name is Ana. What is my name?"}]
@@ -250,7 +242,7 @@ def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) ->
         next(iter(handle))
         handle.cancel()
     profile.finish()
-    first, second, third, cancelled = checked(lines(events))
+    first, second, third, cancelled = checked(read_lines(events))
     assert (first["reason"], first["run"]) == ("empty", "cold-miss")
     assert (second["outcome"], second["cached_tokens"]) == ("hit", second["prompt_tokens"] - 1)
     assert third["reason"] in ("diverged", "no_common_token")
@@ -259,23 +251,23 @@ def test_requests_of_a_parallel_runner_are_events(events: Path, lines: Lines) ->
 
 
 @pytest.mark.exhaustive(0)
-def test_answers_at_once_are_events_of_the_command(events: Path, lines: Lines) -> None:
+def test_answers_at_once_are_events_of_the_command(events: Path) -> None:
     """generate --n."""
     result = CliRunner().invoke(
         cli.main, ["generate", "-p", "Hello!", "--n", "3", "--events", str(events)]
     )
     assert result.exit_code == 0
-    assert [(event["command"], event["number"]) for event in checked(lines(events))] == [
+    assert [(event["command"], event["number"]) for event in checked(read_lines(events))] == [
         ("generate", n) for n in (1, 2, 3)
     ]
 
 
-def test_the_file_can_come_from_the_environment(events: Path, lines: Lines) -> None:
+def test_the_file_can_come_from_the_environment(events: Path) -> None:
     """MLXRUNNER_EVENTS."""
     CliRunner().invoke(
         cli.main, ["generate", "-p", "Hello!"], env={"MLXRUNNER_EVENTS": str(events)}
     )
-    assert len(checked(lines(events))) == 1
+    assert len(checked(read_lines(events))) == 1
 
 
 def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> None:
@@ -316,9 +308,7 @@ def greetings(count: int, events: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_killed_process_leaves_whole_lines(
-    tmp_path: Path, lines: Lines, number: signal.Signals
-) -> None:
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path, number: signal.Signals) -> None:
     """In an endless run, Ctrl-C also leaves the event of the request that it ended."""
     file = tmp_path / "events"
     command = greetings(1_000_000, str(file))
@@ -328,7 +318,7 @@ def test_a_killed_process_leaves_whole_lines(
     until(lambda: file.exists() and file.read_bytes().count(b"\n") >= 3)
     process.send_signal(number)
     process.wait(PATIENCE_S)
-    found = checked(lines(file))
+    found = checked(read_lines(file))
     assert [event["number"] for event in found] == list(range(1, len(found) + 1))
     assert len(found) >= 3
     if number == signal.SIGINT:

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checks import has
-from support.events import Lines, said
+from support.checks import has, read_lines
+from support.events import said
 
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.schema import Event
 from mlxrunner.testing import oracle_runner
 
 
-def test_interrupted(events: Path, lines: Lines) -> None:
+def test_interrupted(events: Path) -> None:
     """A prefill that Ctrl-C ends counts what it finished, and nothing else is lost."""
     runner, profile = oracle_runner(prefill_step=8), Profile(events=events)
     profile.watch(runner)
@@ -28,7 +28,7 @@ def test_interrupted(events: Path, lines: Lines) -> None:
         list(runner.generate(prompt, max_tokens=2, progress=press))
     list(runner.generate(prompt, max_tokens=2))
     list(runner.generate([*prompt[:30], 90, 91], max_tokens=2))
-    stopped, event, later = lines(events)
+    stopped, event, later = read_lines(events)
     has(stopped, finish="interrupted", completion_tokens=0, entry_tokens_after=16)
     assert (stopped["ttft_s"], stopped["decode_s"], stopped["prefill_s"]) == (None, None, None)
     assert [span["tokens"] for span in stopped["spans"] if span["name"] == "prefill"] == [8, 8]
@@ -59,9 +59,7 @@ main()
 
 
 @pytest.mark.exhaustive(0)
-def test_interrupted_in_a_terminal(
-    open_screen: Any, events: Path, lines: Lines, tmp_path: Path
-) -> None:
+def test_interrupted_in_a_terminal(open_screen: Any, events: Path, tmp_path: Path) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
     go_on = tmp_path / "go on"
     options = ("--no-type-ahead", "--prefill-step", "4", "--events", str(events))
@@ -74,8 +72,8 @@ def test_interrupted_in_a_terminal(
             screen.child.sendintr()
             screen.until("interrupted")
             go_on.touch()
-        screen.until(lambda requests=requests: events.exists() and len(lines(events)) == requests)
-    stopped, again = lines(events)
+        screen.until(lambda n=requests: events.exists() and len(read_lines(events)) == n)
+    stopped, again = read_lines(events)
     assert (stopped["finish"], stopped["completion_tokens"]) == ("interrupted", 0)
     assert again["reason"] == "interrupted"
     assert again["cached_tokens"] == stopped["entry_tokens_after"]

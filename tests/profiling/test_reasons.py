@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.checks import has
-from support.events import Lines, run, said
+from support.checks import has, read_lines
+from support.events import run, said
 from support.models import write_model
 
 from mlxrunner import cli
@@ -36,10 +36,10 @@ def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
     ] == "empty prompt_shorter interrupted restored side_by_side".split()
 
 
-def test_empty_and_prompt_shorter(events: Path, lines: Lines) -> None:
+def test_empty_and_prompt_shorter(events: Path) -> None:
     """The first request of a process, and the same again."""
     run("generate", "-p", "Hello!", "--repeat", 2, "--events", events)
-    first, second = lines(events)
+    first, second = read_lines(events)
     assert (first["outcome"], first["reason"], first["run"]) == ("miss", "empty", "cold-miss")
     assert (second["outcome"], second["reason"]) == ("hit", "prompt_shorter")
     assert second["run"] == "warm-hit"
@@ -47,24 +47,22 @@ def test_empty_and_prompt_shorter(events: Path, lines: Lines) -> None:
     assert "the prompt is the beginning of the entry" in said(events)
 
 
-def test_nothing_lost(events: Path, lines: Lines) -> None:
+def test_nothing_lost(events: Path) -> None:
     """The next turn of a chat."""
     run("chat", "--events", events, stdin="My name is Ana.\nWhat is my name?\n")
-    last = lines(events)[-1]
+    last = read_lines(events)[-1]
     assert (last["outcome"], last["reason"], last["divergence"]) == ("hit", None, None)
     assert (last["command"], last["prompt_kind"], last["messages"]) == ("chat", "messages", 3)
     assert "nothing was lost" in said(events)
 
 
-def test_diverged_in_each_family(
-    family: Any, scripted: Callable[..., Path], events: Path, lines: Lines
-) -> None:
+def test_diverged_in_each_family(family: Any, scripted: Callable[..., Path], events: Path) -> None:
     """A chat that begins anew with other words: role, message and part are named."""
     begin = {"mistral": "[/INST]", "harmony": "t"}.get(family.name, "\n")
     folder = scripted(family.name, begin, "fine")
     command = f"chat -m {folder} --events {events} --log-text --no-reserve"
     run(*command.split(), stdin="Dear old friend\n/clear\nDear you\n")
-    event = lines(events)[-1]
+    event = read_lines(events)[-1]
     assert event["reason"] == "diverged"
     assert place(event["divergence"]) == (0, "user", "text")
     assert event["divergence"]["common"]["text"].endswith("Dear ")
@@ -76,37 +74,35 @@ def test_diverged_in_each_family(
     assert "in the text of message 0 (user)" in said(events)
 
 
-def test_diverged_at_thinking_that_is_stripped(
-    scripted: Callable[..., Path], events: Path, lines: Lines
-) -> None:
+def test_diverged_at_thinking_that_is_stripped(scripted: Callable[..., Path], events: Path) -> None:
     """Qwen 3: the model thinks, and the template leaves that out of the next prompt."""
     folder = scripted("qwen3", "\n", "<think>hm</think>Ok")
     run("chat", "-m", folder, "--events", events, "--no-reserve", stdin="Hello\nAgain\n")
-    event = lines(events)[-1]
+    event = read_lines(events)[-1]
     assert event["reason"] == "diverged"
     sides = [place(event["divergence"][side]) for side in ("previous", "current")]
     assert sides == [(1, "assistant", "thinking"), (1, "assistant", "text")]
     assert "where before was the thinking block of message 1 (assistant)" in said(events)
 
 
-def test_no_common_token(tmp_path: Path, events: Path, lines: Lines) -> None:
+def test_no_common_token(tmp_path: Path, events: Path) -> None:
     """A model without BOS: a conversation with a system prompt begins with another token."""
     write_model(tmp_path / "model")
     command = f"chat -m {tmp_path}/model --max-tokens 4 --no-reserve --events {events}"
     run(*command.split(), stdin="hello\n/system Be brief.\nhello\n")
-    event = lines(events)[-1]
+    event = read_lines(events)[-1]
     assert (event["outcome"], event["reason"]) == ("miss", "no_common_token")
     assert (event["divergence"]["index"], event["divergence"]["role"]) == (0, "system")
     assert event["lost_tokens"] == event["entry_tokens"]
     assert "the first token already differs" in said(events)
 
 
-def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
+def test_rewind_limited(tmp_path: Path, events: Path) -> None:
     """A recurrent model without checkpoints can't go back over its answer."""
     write_model(tmp_path / "model", "mamba2")
     command = f"generate -m {tmp_path}/model -p hello --raw --max-tokens 4 --no-reserve"
     run(*command.split(), "--repeat", 2, "--checkpoint-budget", 0, "--events", events)
-    event = lines(events)[-1]
+    event = read_lines(events)[-1]
     assert (event["outcome"], event["reason"]) == ("miss", "rewind_limited")
     assert event["trim_limited_by"] == "recurrent"
     assert event["lost_tokens"] == event["prompt_tokens"] - 1
@@ -115,11 +111,7 @@ def test_rewind_limited(tmp_path: Path, events: Path, lines: Lines) -> None:
 
 
 def test_rewind_limited_names_the_place_in_each_family(
-    family: Any,
-    write_family: Callable[[Path, str], None],
-    tmp_path: Path,
-    events: Path,
-    lines: Lines,
+    family: Any, write_family: Callable[[Path, str], None], tmp_path: Path, events: Path
 ) -> None:
     """Where the conversation was edited, and the layer that could not go back to there."""
     write_model(tmp_path / "model", "mamba2", vocab_size=300)
@@ -129,7 +121,7 @@ def test_rewind_limited_names_the_place_in_each_family(
     options = "--max-tokens 2 --no-reserve --checkpoint-budget 0"
     command = f"chat -m {tmp_path}/model {options} --events {events}"
     run(*command.split(), stdin="Dear old friend\n/clear\nDear you\n")
-    event = lines(events)[-1]
+    event = read_lines(events)[-1]
     assert (event["reason"], event["trim_limited_by"]) == ("rewind_limited", "recurrent")
     assert event["cached_tokens"] == 0
     assert place(event["divergence"]) == (0, "user", "text")
@@ -150,7 +142,7 @@ def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
     assert "the entry was freed (a reset)" in said(events)
 
 
-def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
+def test_model_changed_and_options_changed(events: Path) -> None:
     """Another model or other options in one process are the reason; the profile goes with them."""
     profile = Profile(events=events)
     for name, bits in (("demo", None), ("demo", 8), ("other", 8), ("other", 8)):
@@ -159,7 +151,7 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
         profile.watch(runner)
         list(runner.generate("My name is Ana.", max_tokens=2))
     profile.finish()
-    _, options, model, again = lines(events)
+    _, options, model, again = read_lines(events)
     assert (options["reason"], options["run"]) == ("options_changed", "warm-miss")
     assert options["evicted_by"] == "kv_bits: None -> 8"
     assert options["lost_tokens"] == options["prompt_tokens"] - 1
@@ -172,7 +164,7 @@ def test_model_changed_and_options_changed(events: Path, lines: Lines) -> None:
     assert Event.of(model).explain().startswith("another model was loaded")
 
 
-def test_restored(events: Path, lines: Lines) -> None:
+def test_restored(events: Path) -> None:
     """An entry that came from a file; once, and only where nothing else was lost."""
     runner, profile = oracle_runner(), Profile(events=events)
     profile.watch(runner)
@@ -184,7 +176,7 @@ def test_restored(events: Path, lines: Lines) -> None:
         runner.cache.adopt(other.entry.export(), "chat.session")
         list(runner.generate(prompt, max_tokens=1))
     list(runner.generate([1, 7, 6], max_tokens=1))
-    _, first, second, parted, last = lines(events)
+    _, first, second, parted, last = read_lines(events)
     assert (first["reason"], first["run"]) == ("restored", "warm-restored")
     assert first["evicted_by"] == "chat.session"
     assert second["reason"] == "restored"
@@ -193,7 +185,7 @@ def test_restored(events: Path, lines: Lines) -> None:
     assert Event.of(first).explain().startswith("the entry came from a file (chat.session)")
 
 
-def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_failed(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rewind that spoils what is stored is found, reported and mended, with its own exit code."""
     from mlxrunner.cache.layers.full import FullAttentionCache
 
@@ -211,7 +203,7 @@ def test_verify_failed(events: Path, lines: Lines, monkeypatch: pytest.MonkeyPat
     assert failed.stderr.startswith(
         "mlxrunner: 1 of 1 verified requests gave something else when they were run again cold"
     )
-    _, wrong, after = lines(events)
+    _, wrong, after = read_lines(events)
     assert wrong["verify"]["equal"] is False
     assert wrong["verify"]["logits_difference"] > wrong["verify"]["tolerance"]
     assert (after["outcome"], after["reason"]) == ("miss", "verify_failed")

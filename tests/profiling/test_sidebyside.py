@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.checks import read_lines, write_lines
 from support.conversations import Played, Trace, play
 from support.engine import Engine, EngineHandle, move_no_keys, request_of
 from support.histories import History, Parts, tiny_parts
@@ -246,7 +246,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
     """A process was killed while it ran: those that shared its tokens find less."""
     file = tmp_path / "log"
     logged_batch("llama", file, 3)
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = read_lines(file)
     begun = min(
         (line for line in lines if line["kind"] == "request"),
         key=lambda line: line["scheduling"]["began"],
@@ -254,7 +254,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
     del lines[lines.index(begun)]
     for line in lines[1:]:
         line["shared"], line["prompt"] = 0, line["prompt"] or [1]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(file, lines)
     made = simulate([file])
     assert made.requests == 23
     assert made.agreed < 23
@@ -271,7 +271,7 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
     """Every field in turn, of another type or far out of range."""
     file = tmp_path / "log"
     logged_batch("gemma3_text", file, 3)
-    lines = [json.loads(line) for line in file.read_text().splitlines()[:9]]
+    lines = read_lines(file)[:9]
     values: list[Any] = ["", "cancelled", "forgotten", -1, 0, 1, 10**12, 2**60, True, None, {}]
     for value in [*values, [], [[]], [5], [0, 0], [0, 2**50], [2**50, 2**50]]:
         changed = [
@@ -281,7 +281,7 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
             for line in lines[1:]
         ]
         first = lines[0] | ({name: value} if name in lines[0] else {})
-        file.write_text("".join(json.dumps(line) + "\n" for line in [first, *changed]))
+        write_lines(file, [first, *changed])
         result = CliRunner().invoke(cli.main, ["simulate", str(file)])
         assert result.exit_code in (0, 2), (value, result.output)
         assert "internal error" not in result.output
@@ -292,11 +292,11 @@ def test_a_log_that_says_max_batch_is_replayed_as_well(tmp_path: Path) -> None:
     file = tmp_path / "log"
     logged_batch("gemma3_text", file, 3)
     now = simulate([file])
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = read_lines(file)
     first = lines[0]
     assert first["prefill_step"] == 64
     first |= {"max_batch": first["prefill_step"], "prefill_step": 2048}
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(file, lines)
     earlier = simulate([file])
     assert earlier.agreed == now.agreed == now.requests > 0
 

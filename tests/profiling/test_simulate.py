@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support.checks import has
+from support.checks import has, read_lines, write_lines
 from support.engine import SEED_TOKENS, Engine, after_each_chunk
 from support.models import tiny_config, tiny_model
 
@@ -152,18 +152,8 @@ def assert_agrees(logged: list[LoggedRequest]) -> set[str | None]:
     seen = set()
     for one in logged:
         found, facts = again.run(ReplayedRequest.of(one)), one.facts
-        replayed = (
-            found.matched,
-            found.cached,
-            found.entry_tokens,
-            len(again.tokens),
-            again.checkpoints,
-        )
-        real = tuple(
-            facts[name]
-            for name in ("matched", "cached", "entry_before", "entry_after", "checkpoints")
-        )
-        assert replayed == real, f"request {facts['number']}"
+        has(facts, matched=found.matched, cached=found.cached, entry_before=found.entry_tokens)
+        has(facts, entry_after=len(again.tokens), checkpoints=again.checkpoints)
         seen.add(found.reason)
     return seen
 
@@ -350,58 +340,24 @@ def request(*tokens: int, answer: tuple[int, ...] = ()) -> ReplayedRequest:
 
 
 def process(**changes: Any) -> dict[str, Any]:
-    full = {
-        "kind": "full",
-        "count": 2,
-        "needs_checkpoints": False,
-        "row_bytes": 8,
-        "checkpoint_rows": 0,
-        "checkpoint_fixed": 0,
-    }
-    layers = [{**full, "window": None, "slack": None, "room": None}]
-    settings = {
-        "context": 4096,
-        "prefill_step": 8,
-        "checkpoint_interval": 50,
-        "checkpoint_budget": 0,
-        "rewind_slack": 10,
-    }
-    return {
-        "process": "p",
-        "layers": layers,
-        "message_ends": [],
-        "thinking": [],
-        **settings,
-        **changes,
-    }
+    layer = nested(0) | {"kind": "full", "count": 2, "row_bytes": 8}
+    settings: dict[str, Any] = {"context": 4096, "prefill_step": 8, "checkpoint_interval": 50}
+    settings |= {"checkpoint_budget": 0, "rewind_slack": 10, "message_ends": [], "thinking": []}
+    return {"process": "p", "layers": [layer], **settings, **changes}
 
 
 def test_two_entries_hold_two_conversations() -> None:
     """One entry alternates, two hold two conversations, and a third evicts the oldest used."""
     first, second, third = ([number * 100 + i for i in range(20)] for number in (1, 2, 3))
 
-    def cached(entries: int, *prompts: list[int]) -> list[int]:
+    def cached(entries: int, *prompts: list[int]) -> str:
         again = Replay(process(), ReplaySettings(entries=entries))
-        return [again.run(request(*prompt)).cached for prompt in prompts]
+        return " ".join(str(again.run(request(*prompt)).cached) for prompt in prompts)
 
-    assert cached(1, first, second, [*first, 1], [*second, 2]) == [0, 0, 0, 0]
-    assert cached(2, first, second, [*first, 1], [*second, 2]) == [0, 0, 20, 20]
-    assert cached(2, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [
-        0,
-        0,
-        20,
-        0,
-        0,
-        0,
-    ]
-    assert cached(3, first, second, [*first, 1], third, [*second, 2], [*first, 3]) == [
-        0,
-        0,
-        20,
-        0,
-        20,
-        20,
-    ]
+    two = [first, second, [*first, 1], [*second, 2]]
+    three = [first, second, [*first, 1], third, [*second, 2], [*first, 3]]
+    assert (cached(1, *two), cached(2, *two)) == ("0 0 0 0", "0 0 20 20")
+    assert (cached(2, *three), cached(3, *three)) == ("0 0 20 0 0 0", "0 0 20 0 20 20")
 
 
 def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
@@ -434,36 +390,19 @@ def test_the_command_prints_a_table(log: Path) -> None:
     """A row for each setting, and that the replay is to be trusted."""
     result = run(log)
     assert (result.exit_code, result.stderr) == (0, "")
-    for wanted in (
-        "as it was run",
-        "2 entries",
-        "8 entries",
-        "sorted by prefix",
-        "interval 12",
-        "interval 200",
-        "slack 0",
-        "slack 40",
-        "found exactly",
-    ):
-        assert wanted in result.stdout
+    wanted = "as it was run,2 entries,8 entries,sorted by prefix,interval 12,interval 200,slack 0"
+    for name in f"{wanted},slack 40,found exactly".split(","):
+        assert name in result.stdout
     assert "3 entries" in run(log, "--entries", "3").stdout
 
 
 def test_the_command_prints_json(log: Path) -> None:
     """The same figures."""
-    found = json.loads(
-        run(
-            log, "--json", "--entries", "2", "--checkpoint-interval", "10", "--rewind-slack", "99"
-        ).stdout
-    )
+    options = "--json --entries 2 --checkpoint-interval 10 --rewind-slack 99".split()
+    found = json.loads(run(log, *options).stdout)
     assert found["agreed"] == found["requests"]
-    assert [one["name"] for one in found["rows"]] == [
-        "as it was run",
-        "2 entries",
-        "sorted by prefix",
-        "interval 10",
-        "slack 99",
-    ]
+    names = ",".join(one["name"] for one in found["rows"])
+    assert names == "as it was run,2 entries,sorted by prefix,interval 10,slack 99"
     assert all(one["cached"] + one["evaluated"] == one["prompt"] for one in found["rows"])
 
 
@@ -483,30 +422,28 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"prefill_step": 0},
-        {"checkpoint_interval": 0},
-        {"layers": [{}]},
-        {"layers": [7]},
-        {"layers": [nested(440)]},
-        {"thinking": [{"begin": "x"}]},
-        {"context": 0},
+        ({"prefill_step": 0}, "no requests in"),
+        ({"checkpoint_interval": 0}, "no requests in"),
+        ({"layers": [{}]}, "no requests in"),
+        ({"layers": [7]}, "no requests in"),
+        ({"layers": [nested(440)]}, "no requests in"),
+        ({"layers": []}, "of parallel requests, which have no entry"),
+        ({"thinking": [{"begin": "x"}]}, "no requests in"),
+        ({"context": 0}, "no requests in"),
     ],
     ids=lambda changes: str(changes)[:40],
 )
-def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]) -> None:
-    """Zero steps, broken layers: counted, never a crash or a hang."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text(
-        "".join(
-            json.dumps(line | (changes if line["kind"] == "process" else {})) + "\n"
-            for line in lines
-        )
-    )
+def test_a_log_that_makes_no_sense_is_refused(
+    log: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Zero steps, broken layers, or an older log without layers: counted, never a crash."""
+    lines = read_lines(log)
+    write_lines(log, (line | (changes if line["kind"] == "process" else {}) for line in lines))
     result = run(log)
     assert result.exit_code == 2
-    assert "no requests in" in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
@@ -534,12 +471,9 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
         ]
         results = list(several.run_each(requests))
         profile.finish()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text(
-        "".join(
-            json.dumps({name: line[name] for name in line if name != "scheduling"}) + "\n"
-            for line in lines
-        )
+    lines = read_lines(log)
+    write_lines(
+        log, ({name: line[name] for name in line if name != "scheduling"} for line in lines)
     )
     simulation = replay([log])
     has(simulation, requests=20, side_by_side=20, only_logged=20, agreed=0)
@@ -552,20 +486,6 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     )
     assert "20 requests ran side by side" in run(log).stdout
     assert json.loads(run(log, "--json").stdout)["side_by_side"] == 20
-
-
-def test_parallel_requests_of_older_logs_are_left_out(log: Path) -> None:
-    """Without their layers they can't be replayed."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text(
-        "".join(
-            json.dumps(line | ({"layers": []} if line["kind"] == "process" else {})) + "\n"
-            for line in lines
-        )
-    )
-    result = run(log)
-    assert result.exit_code == 2
-    assert "of parallel requests, which have no entry" in result.stderr
 
 
 def test_broken_lines_are_skipped_with_a_count(log: Path) -> None:
@@ -581,9 +501,9 @@ def test_broken_lines_are_skipped_with_a_count(log: Path) -> None:
 
 def test_an_entry_from_elsewhere_is_said(log: Path) -> None:
     """A log whose first requests are missing can't be replayed exactly, and the table says so."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = read_lines(log)
     lines[1] |= {"matched": 5, "cached": 5, "entry_before": 5}
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(log, lines)
     assert f"{len(lines) - 2} of {len(lines) - 1} requests found exactly" in " ".join(
         run(log).stdout.split()
     )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.checks import has
+from support.checks import has, read_lines, write_lines
 
 from mlxrunner import cli
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.tokenlog import ANEW, read_token_log
 from mlxrunner.testing import oracle_runner
-
-Lines = Callable[[Path], list[dict[str, Any]]]
 
 
 @pytest.fixture
@@ -84,7 +81,7 @@ def press(done: int) -> None:
         raise KeyboardInterrupt
 
 
-def test_a_turn_takes_a_line_of_a_turn(log: Path, lines: Lines) -> None:
+def test_a_turn_takes_a_line_of_a_turn(log: Path) -> None:
     """Not of a conversation; and now and then one that stands for itself."""
     runner, profile = watched(log)
     prompt = list(range(1, 200))
@@ -92,7 +89,7 @@ def test_a_turn_takes_a_line_of_a_turn(log: Path, lines: Lines) -> None:
         prompt = [*(list(runner.entry.tokens) or prompt), turn]
         list(runner.generate(prompt, max_tokens=2))
     profile.finish()
-    requests = [line for line in lines(log) if line["kind"] == "request"]
+    requests = [line for line in read_lines(log) if line["kind"] == "request"]
     assert all(len(line["prompt"]) <= 2 for line in requests[1:] if line["shared"])
     assert [line["number"] for line in requests if not line["shared"]] == [1, ANEW + 1]
     assert list(read_token_log([log]))[-1].prompt.tolist() == prompt
@@ -149,14 +146,14 @@ def test_a_line_that_makes_no_sense_is_skipped(log: Path, change: dict[str, Any]
     assert read.skipped.total() == 1
 
 
-def test_a_log_of_an_earlier_program_is_read(log: Path, lines: Lines) -> None:
+def test_a_log_of_an_earlier_program_is_read(log: Path) -> None:
     """Its fields have other names."""
     runner, profile = watched(log)
     list(runner.generate([1, 2, 3], max_tokens=3))
     profile.finish()
-    process, request = lines(log)
+    process, request = read_lines(log)
     request |= {"freed_by": request.pop("evicted_by"), "beside": {"slot": 0}}
-    log.write_text(f"{json.dumps(process)}\n{json.dumps(request)}\n")
+    write_lines(log, [process, request])
     (one,) = read_token_log([log])
     assert (one.facts["evicted_by"], one.facts["scheduling"]) == (None, {"slot": 0})
 

@@ -1,8 +1,10 @@
-"""Assertions that say in one line what they expect."""
+"""Assertions that say in one line what they expect, and files of JSON lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -10,3 +12,12 @@ def has(found: Any, **wanted: Any) -> None:
     """Assert that the items, or the attributes, with these names have these values."""
     of = found.__getitem__ if isinstance(found, Mapping) else found.__getattribute__
     assert {name: of(name) for name in wanted} == wanted
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the JSON lines of a file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))

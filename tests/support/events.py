@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -206,9 +206,6 @@ def _spans(
 
 def _rfc3339(moment: datetime) -> str:
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-Lines = Callable[[Path], list[dict[str, Any]]]
 
 
 def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:
