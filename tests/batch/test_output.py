@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.batches import entry
+from support.checks import raising
 
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import check_same
@@ -117,15 +118,11 @@ def test_the_store_has_everything_before_the_output_does(
         store.finish()
         writer = AnswerWriter(store, output, "input")
         store.record(0, LINES[0])
-        monkeypatch.setattr(
-            AnswerFile, "append", lambda self, bodies: (_ for _ in ()).throw(OutputError("full"))
-        )
+        monkeypatch.setattr(AnswerFile, "append", raising(OutputError("full")))
         with pytest.raises(OutputError):
             writer.flush()
         monkeypatch.undo()
-        monkeypatch.setattr(
-            Store, "commit", lambda self: (_ for _ in ()).throw(OutputError("full"))
-        )
+        monkeypatch.setattr(Store, "commit", raising(OutputError("full")))
         store.record(1, LINES[1])
         with pytest.raises(OutputError):
             writer.flush()

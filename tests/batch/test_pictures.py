@@ -15,6 +15,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from PIL import Image
 from support.batch_command import answers, run, write
+from support.checks import ends
 
 from mlxrunner import BatchRequest, ParallelRunner, Runner, run_batch
 from mlxrunner.batch.store import Store
@@ -98,8 +99,7 @@ def cold(count: int) -> list[str]:
 def test_lines_in_every_form_are_answered_as_cold(photos: Path) -> None:
     """The order that reuses most brings the lines of a picture together."""
     write(*(line(number) for number in range(12)))
-    result = run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--events", "events.jsonl")
-    assert result.exit_code == 0, result.stderr
+    ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--events", "events.jsonl"), 0)
     assert [text_of(one) for one in answers()] == cold(12)
     events = [json.loads(one) for one in Path("events.jsonl").read_text().splitlines()]
     assert sum(event["cached_tokens"] > 15 for event in events) >= 9
@@ -111,14 +111,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_pictures(photos: Path) -> 
     lines = [line(number) for number in range(9)]
     broken = {"id": "broken", "messages": [{"role": "user", "content": [{"type": "image"}]}]}
     write(*lines[:4], broken, *lines[4:])
-    expected = run("in.jsonl", "-o", "whole.jsonl", *OPTIONS)
-    assert expected.exit_code == 3, expected.stderr
-    stopped = run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--order", "input", "--max-errors", 1)
-    assert stopped.exit_code == 1, stopped.stderr
+    ends(run("in.jsonl", "-o", "whole.jsonl", *OPTIONS), 3)
+    ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--order", "input", "--max-errors", 1), 1)
     with Store.open(Path("out.jsonl.run")) as store:
         assert 0 < store.counts.done < 9
-    result = run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--resume")
-    assert result.exit_code == 3, result.stderr
+    ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--resume"), 3)
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
 
 
@@ -128,8 +125,7 @@ def test_a_file_that_has_changed_since_is_named(photos: Path) -> None:
     write(line(0), broken, line(2), line(1))
     run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--order", "input", "--max-errors", 1)
     (photos / "2.png").write_bytes(png(7))
-    result = run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--resume")
-    assert result.exit_code == 3, result.stderr
+    ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--resume"), 3)
     found = answers()
     assert "picture 1 of the line has changed since the batch was read" in found[2]["error"]
     assert text_of(found[3]) == cold(2)[1]
@@ -149,8 +145,7 @@ def test_what_is_no_picture_is_the_error_of_its_line(photos: Path, image: Any, w
     """It stops nothing."""
     content = [{"type": "image", "image": image}]
     write({"id": 0, "messages": [{"role": "user", "content": content}]}, line(0))
-    result = run("in.jsonl", "-o", "out.jsonl", *OPTIONS)
-    assert result.exit_code == 3, result.stderr
+    ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS), 3)
     assert why in answers()[0]["error"]
     assert text_of(answers()[1]) == cold(1)[0]
 
@@ -158,8 +153,7 @@ def test_what_is_no_picture_is_the_error_of_its_line(photos: Path, image: Any, w
 def test_without_the_option_the_remedy_is_named(photos: Path) -> None:
     """The model is loaded for text then."""
     write(line(0), line(3))
-    result = run("in.jsonl", "-o", "out.jsonl", "-m", "demo-pictures", "--no-reserve")
-    assert result.exit_code == 3
+    ends(run("in.jsonl", "-o", "out.jsonl", "-m", "demo-pictures", "--no-reserve"), 3)
     assert answers()[0]["error"] == (
         "line 1: message 0 has a picture: run the batch with --pictures"
     )
@@ -179,9 +173,7 @@ def test_without_the_option_the_remedy_is_named(photos: Path) -> None:
 def test_what_a_seeing_model_can_not_have(photos: Path, given: list[Any], why: str) -> None:
     """Each is refused before anything is read."""
     write(line(0))
-    result = run("in.jsonl", "-o", "out.jsonl", *MODEL, *given)
-    assert result.exit_code == 2
-    assert why in result.stderr
+    ends(run("in.jsonl", "-o", "out.jsonl", *MODEL, *given), 2, why)
 
 
 def test_the_plan_counts_positions_of_pictures(photos: Path) -> None:

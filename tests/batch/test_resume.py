@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.batches import TYPED, complete, resume, run, stop_in_the_middle, unbroken
+from support.checks import ends, raising
 from support.models import write_model
 
 from mlxrunner.batch.store import Store
@@ -52,7 +53,7 @@ def test_an_output_that_lost_its_end_gets_it_from_the_store(
     with monkeypatch.context() as patched:
         patched.setattr(
             "mlxrunner.batch.work.survey",
-            lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt),
+            raising(KeyboardInterrupt),
         )
         assert resume().exit_code == 130
     assert Path("out.jsonl").read_bytes() == content
@@ -110,11 +111,12 @@ def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
     stop_in_the_middle()
     before = Path("out.jsonl.run").read_bytes()
     assert json.loads(run(*plan).stdout)["done"] == 6
-    result = run(*plan, "--system", "Be kind.")
-    assert (result.exit_code, "was begun with another --system: " in result.stderr) == (2, True)
-    result = run(*plan, "--template-var", "enable_thinking=false")
-    assert result.exit_code == 2
-    assert "was begun with another --template-var: not set then, " in result.stderr
+    ends(run(*plan, "--system", "Be kind."), 2, "was begun with another --system: ")
+    ends(
+        run(*plan, "--template-var", "enable_thinking=false"),
+        2,
+        "was begun with another --template-var: not set then, ",
+    )
     assert Path("out.jsonl.run").read_bytes() == before
     resume()
     assert Path("out.jsonl").read_bytes() == expected
@@ -161,9 +163,8 @@ def test_other_options_or_another_model_are_refused_with_the_difference(
     expected = unbroken()
     stop_in_the_middle()
     result = resume(*arguments)
-    assert result.exit_code == 2
-    assert f"mlxrunner: out.jsonl was begun with {message}" in result.stderr
-    assert "to continue:" not in result.stderr  # not with these options
+    ends(result, 2, f"mlxrunner: out.jsonl was begun with {message}")
+    assert "to continue" not in result.stderr  # not with these options
     resume()
     assert Path("out.jsonl").read_bytes() == expected
 
@@ -173,9 +174,7 @@ def test_another_input_is_refused(folder: Path) -> None:
     stop_in_the_middle()
     with Path("in.jsonl").open("a") as file:
         file.write("\n")
-    result = resume()
-    assert result.exit_code == 2
-    assert "was begun with another input: " in result.stderr
+    ends(resume(), 2, "was begun with another input: ")
 
 
 def test_a_run_from_standard_input_goes_on_with_or_without_it(folder: Path) -> None:
@@ -197,9 +196,7 @@ def test_a_refused_resume_keeps_a_store_that_has_no_answer_yet(
     expected, text = unbroken(), Path("in.jsonl").read_text()
     arguments = ["-", "-o", "out.jsonl", "--no-usage", "--parallel", 1]
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "mlxrunner.batch.work.open_output", lambda job: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patched.setattr("mlxrunner.batch.work.open_output", raising(KeyboardInterrupt))
         patched.setattr(Path, "unlink", lambda self: None)  # a killed process doesn't tidy up
         assert run(*arguments, stdin=text).exit_code == 130
     assert (
@@ -236,9 +233,11 @@ def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
 
 def test_an_error_before_the_first_answer_leaves_nothing_behind(folder: Path) -> None:
     """No empty output, no store: the same command without --resume is right again."""
-    result = run("in.jsonl", "-o", "out.jsonl", "--strict")
-    assert result.exit_code == 2
-    assert "1 of 12 lines can't be run, the first: line 6: not JSON" in result.stderr
+    ends(
+        run("in.jsonl", "-o", "out.jsonl", "--strict"),
+        2,
+        "1 of 12 lines can't be run, the first: line 6: not JSON",
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl"]
 
 
@@ -307,18 +306,14 @@ def test_killed_after_the_last_answer(folder: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(
             "mlxrunner.batch.output.AnswerFile.seal",
-            lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
+            raising(KeyboardInterrupt),
         )
         assert resume().exit_code == 130
     Path("out.jsonl").write_bytes(expected[:-50])
     monkeypatch.setattr(
         "mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded")
     )
-    result = resume()
-    assert (
-        result.exit_code,
-        "out.jsonl is complete (12 lines): nothing to do" in result.stderr,
-    ) == (3, True)
+    ends(resume(), 3, "out.jsonl is complete (12 lines): nothing to do")
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
 
@@ -351,14 +346,9 @@ def test_resume_of_a_complete_output_refuses_what_it_was_not_made_from(
     write_model(folder / "tiny")
     expected, text = complete(), Path("in.jsonl").read_text()
     again: list[object] = ["in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"]
-    result = run(*again, *arguments)
-    assert (result.exit_code, f"whole.jsonl was begun with {message}" in result.stderr) == (2, True)
+    ends(run(*again, *arguments), 2, f"whole.jsonl was begun with {message}")
     Path("in.jsonl").write_text(text.replace("Ana", "Ann", 1))
-    result = run(*again)
-    assert (result.exit_code, "whole.jsonl was begun with another input: " in result.stderr) == (
-        2,
-        True,
-    )
+    ends(run(*again), 2, "whole.jsonl was begun with another input: ")
     assert Path("whole.jsonl").read_bytes() == expected
 
 
@@ -370,12 +360,11 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
     expected = complete()
     again = ["in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"]
     Path("whole.jsonl").write_bytes(expected + b"{}\n")
-    result = run(*again)
-    assert (
-        result.exit_code,
-        f"has {len(expected) + 3} bytes, and the run that wrote it left {len(expected)}"
-        in result.stderr,
-    ) == (2, True)
+    ends(
+        run(*again),
+        2,
+        f"has {len(expected) + 3} bytes, and the run that wrote it left {len(expected)}",
+    )
     Path("whole.jsonl").write_bytes(expected)
     for broken in (
         "",
@@ -385,11 +374,7 @@ def test_resume_of_an_output_that_nothing_is_known_of_is_refused(folder: Path) -
         "[" * 10_000,
     ):
         Path("whole.jsonl.done").write_text(broken)
-        result = run(*again)
-        assert (
-            result.exit_code,
-            "and neither whole.jsonl.run nor whole.jsonl.done" in result.stderr,
-        ) == (2, True)
+        ends(run(*again), 2, "and neither whole.jsonl.run nor whole.jsonl.done")
     Path("whole.jsonl").unlink()
     assert run(*again, "--max-tokens", 3).exit_code == 3
     assert "nothing to do" in run(*again, "--max-tokens", 3).stderr
@@ -401,10 +386,10 @@ def test_an_output_that_was_changed_and_kept_its_size_is_not_complete(folder: Pa
     changed = expected.replace(b"name", b"Name", 1)
     assert changed != expected
     Path("whole.jsonl").write_bytes(changed)
-    result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume")
-    assert result.exit_code == 2
-    assert (
-        "whole.jsonl: was changed after the run: choose another -o, or remove it" in result.stderr
+    ends(
+        run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--resume"),
+        2,
+        "whole.jsonl: was changed after the run: choose another -o, or remove it",
     )
     assert Path("whole.jsonl").read_bytes() == changed
     Path("whole.jsonl").write_bytes(expected)

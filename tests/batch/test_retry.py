@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.checks import ends, raising
 
 from mlxrunner import cli
 from mlxrunner.runner import Runner
@@ -53,8 +54,7 @@ def write_input(form: str = "plain") -> None:
 def some_fail(*arguments: object) -> list[bytes]:
     """Finish a run in which three lines fail, and return its lines."""
     Path("ill").write_text("".join(f"seed{index} " for index in FAILING))
-    result = run(*arguments)
-    assert (result.exit_code, "3 of 9 lines failed" in result.stderr) == (3, True), result.stderr
+    ends(run(*arguments), 3, "3 of 9 lines failed")
     Path("ill").unlink()
     return Path("out.jsonl").read_bytes().splitlines()
 
@@ -79,8 +79,7 @@ def test_only_the_failed_lines_run_and_the_others_keep_their_bytes(
     assert "1 of 9 lines failed, the first: line 8: not JSON" in result.stderr
     assert files() == {"in.jsonl", "out.jsonl", "out.jsonl.done"}
     assert Path("out.jsonl").stat().st_mode & 0o777 == 0o600
-    done = run("--resume")
-    assert (done.exit_code, "is complete (9 lines)" in done.stderr) == (3, True)
+    ends(run("--resume"), 3, "is complete (9 lines)")
     monkeypatch.setattr(
         "mlxrunner.batch.work.open_runner", lambda *arguments: pytest.fail("a model is loaded")
     )
@@ -99,8 +98,7 @@ def test_the_whole_is_what_an_unbroken_run_writes() -> None:
     Path("ill").unlink()
     assert run("--no-usage", "--retry-failed", "--timeout", 600).exit_code == 0
     assert Path("out.jsonl").read_bytes() == expected
-    result = run("--no-usage", "--retry-failed")
-    assert (result.exit_code, "nothing to do" in result.stderr) == (0, True)
+    ends(run("--no-usage", "--retry-failed"), 0, "nothing to do")
 
 
 def test_with_done_order_the_new_answers_come_last() -> None:
@@ -119,13 +117,11 @@ def test_a_retry_that_was_stopped_goes_on_and_the_output_waits_for_it() -> None:
     old = Path("out.jsonl").read_bytes()
     Path("stop").write_text("seed5")
     result = run("--retry-failed", "--order", "input")
-    assert result.exit_code == 130
-    assert "to continue: mlxrunner" in result.stderr
+    ends(result, 130, "to continue: mlxrunner")
     assert "--resume" not in result.stderr
     assert Path("out.jsonl").read_bytes() == old
     Path("stop").write_text("seed2")
-    result = run("--retry-failed", "--order", "input")
-    assert (result.exit_code, "2 lines in " in result.stderr) == (3, True), result.stderr
+    ends(run("--retry-failed", "--order", "input"), 3, "2 lines in ")
     after = Path("out.jsonl").read_bytes().splitlines()
     assert [index for index in range(9) if before[index] != after[index]] == list(FAILING)
     assert files() == {"in.jsonl", "out.jsonl", "out.jsonl.done", "stop"}
@@ -144,7 +140,7 @@ def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.Monke
     """The output is the old or the new one, whole; the same command goes on."""
     before = some_fail("--no-usage")
     with monkeypatch.context() as patched:
-        patched.setattr(STEPS[step], lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(STEPS[step], raising(KeyboardInterrupt))
         if step == "before the input is there":  # a killed process does not tidy up
             patched.setattr(Path, "unlink", lambda self: None)
         assert run("--no-usage", "--retry-failed").exit_code == 130
@@ -153,8 +149,7 @@ def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.Monke
     assert len(found) == 9
     assert (found == before) == (step in ("before the new name", "before the input is there"))
     if step == "before the record":
-        result = run("--no-usage", "--resume")
-        assert (result.exit_code, "repeat --retry-failed" in result.stderr) == (2, True)
+        ends(run("--no-usage", "--resume"), 2, "repeat --retry-failed")
     assert run("--no-usage", "--retry-failed").exit_code == 3
     after = Path("out.jsonl").read_bytes().splitlines()
     assert [index for index in range(9) if before[index] != after[index]] == list(FAILING)
@@ -197,8 +192,7 @@ def test_an_input_on_standard_input_has_to_come_again() -> None:
     Path("ill").write_text("seed2")
     assert run(source="-", stdin=text).exit_code == 3
     Path("ill").unlink()
-    result = run("--retry-failed", source="-")
-    assert (result.exit_code, "was begun with another input: " in result.stderr) == (2, True)
+    ends(run("--retry-failed", source="-"), 2, "was begun with another input: ")
     assert run("--retry-failed", source="-", stdin=text).exit_code == 3
     assert sum(b'"error"' in line for line in Path("out.jsonl").read_bytes().splitlines()) == 1
 
@@ -235,8 +229,7 @@ def test_what_is_missing_is_said_and_nothing_is_changed(what: str, message: str)
     before = {path.name: path.read_bytes() for path in Path().iterdir()}
     more = {"options": ["--max-tokens", 4], "stream": ["-o", "-"]}.get(what, [])
     result = run("--retry-failed", *more)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    ends(result, 2, message)
     assert result.stderr.count("\n") == 1
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
 
@@ -262,7 +255,7 @@ def test_a_plan_of_a_retry_that_was_cut_off_is_about_what_is_left(
     with monkeypatch.context() as patched:
         patched.setattr(
             "mlxrunner.batch.job.Completion.write",
-            lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt),
+            raising(KeyboardInterrupt),
         )
         assert run("--retry-failed").exit_code == 130
     planned = run("--retry-failed", "--plan", "--json")
@@ -275,12 +268,9 @@ def test_a_full_disk_leaves_the_old_output(monkeypatch: pytest.MonkeyPatch) -> N
     """Exit code 1, and the same command goes on when there is room."""
     before = some_fail()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        patched.setattr(os, "fsync", raising(OSError(28, "No space")))
         result = run("--retry-failed")
-    assert (result.exit_code, "out.jsonl.retried: can't be written: No space" in result.stderr) == (
-        1,
-        True,
-    )
+    ends(result, 1, "out.jsonl.retried: can't be written: No space")
     assert Path("out.jsonl").read_bytes().splitlines() == before
     assert run("--retry-failed").exit_code == 3
     after = Path("out.jsonl").read_bytes().splitlines()

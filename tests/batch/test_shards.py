@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support.batches import lines, run, unbroken
+from support.checks import ends
 
 from mlxrunner import cli
 from mlxrunner.batch import job as merging
@@ -66,9 +67,7 @@ def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_merged_shards_are_the_output_of_one_machine(copied: Path) -> None:
     """Greedy, seeded and broken lines, byte for byte, in any order of the outputs."""
     whole = unbroken()
-    result = merge(*reversed(PARTS))
-    assert result.exit_code == 3
-    assert "all.jsonl: 12 lines of 3 shards, 1 of them failed" in result.stderr
+    ends(merge(*reversed(PARTS)), 3, "all.jsonl: 12 lines of 3 shards, 1 of them failed")
     assert Path("all.jsonl").read_bytes() == whole
     assert Path("all.jsonl").stat().st_mode & 0o777 == 0o600
 
@@ -105,14 +104,11 @@ def test_seeds_are_those_of_the_whole_batch(folder: Path) -> None:
 def test_a_shard_that_was_stopped_goes_on(folder: Path, order: str) -> None:
     """It runs its own lines only, and ends with the bytes of an unbroken run."""
     shard(1, count=2, output="whole.jsonl")
-    result = shard(1, "--order", order, "--max-errors", 1, count=2)
-    assert result.exit_code == 1
+    ends(shard(1, "--order", order, "--max-errors", 1, count=2), 1)
     with Store.open(Path("part1.jsonl.run")) as store:
         counts = store.counts
     assert counts.left > 0
-    result = shard(1, "--order", order, "--resume", count=2)
-    assert result.exit_code == 3
-    assert f"{count_of(counts.left, 'line')} in " in result.stderr
+    ends(shard(1, "--order", order, "--resume", count=2), 3, f"{count_of(counts.left, 'line')} in ")
     assert Path("part1.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
 
 
@@ -250,9 +246,7 @@ def test_shards_that_do_not_make_a_batch_are_refused(
 ) -> None:
     """The error names the file and says what to do, and nothing is written."""
     change()
-    result = merge(*outputs)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    ends(merge(*outputs), 2, message)
     assert not Path("all.jsonl").exists()
     assert not Path("all.jsonl.done").exists()
 
@@ -296,9 +290,7 @@ def test_a_record_that_fits_hides_nothing(
 ) -> None:
     """Each line of the batch has to be there once, also where a shard agrees with its record."""
     recorded(PARTS[0], change(Path(PARTS[0]).read_bytes()))
-    result = merge()
-    assert result.exit_code == 2
-    assert message in result.stderr
+    ends(merge(), 2, message)
     assert not Path("all.jsonl").exists()
 
 
@@ -311,8 +303,7 @@ def test_names_that_lead_nowhere_are_refused(copied: Path) -> None:
     shutil.copy("part1.jsonl.done", "folder.done")
     for name in ("loop", "folder", "pipe"):
         result = merge(name, *PARTS[1:])
-        assert result.exit_code == 2
-        assert name in result.stderr
+        ends(result, 2, name)
         assert "internal error" not in result.stderr
 
 
@@ -363,15 +354,12 @@ OTHER_OPTIONS = {
 def test_options_that_do_not_go_together_are_refused(
     folder: Path, given: tuple[str, ...], message: str
 ) -> None:
-    result = run("in.jsonl", *given)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    ends(run("in.jsonl", *given), 2, message)
 
 
 def test_an_input_called_merge_is_reached_by_its_path(folder: Path) -> None:
     Path("in.jsonl").rename("merge")
-    result = run_plain("./merge", "-o", "out.jsonl", "--no-usage", "--max-tokens", "2")
-    assert result.exit_code == 3
+    ends(run_plain("./merge", "-o", "out.jsonl", "--no-usage", "--max-tokens", "2"), 3)
     assert len(Path("out.jsonl").read_text().splitlines()) == 12
 
 

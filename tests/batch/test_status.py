@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.checks import ends, raising
 
 from mlxrunner import cli
 from mlxrunner.batch import work
@@ -98,7 +99,7 @@ def test_the_last_state_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> No
         assert "was begun with another --system" in read(name)["error"]
     monkeypatch.setattr(
         "mlxrunner.batch.work.open_runner",
-        lambda *arguments: (_ for _ in ()).throw(SystemExit(143)),
+        raising(SystemExit(143)),
     )
     assert run(*REPORTS, "--resume").exit_code == 143
     assert (read("progress.json")["state"], read("progress.json")["error"]) == ("interrupted", None)
@@ -169,13 +170,11 @@ def test_a_file_that_is_something_else_is_refused(name: str) -> None:
     before = Path("in.jsonl").read_bytes()
     for option in ("--progress-file", "--summary"):
         other = "--summary" if option == "--progress-file" else "--progress-file"
-        result = run(option, name, other, "./other")
-        assert (result.exit_code, "choose a file of its own" in result.stderr) == (2, True)
+        ends(run(option, name, other, "./other"), 2, "choose a file of its own")
     assert Path("in.jsonl").read_bytes() == before
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 
 
 def test_a_plan_has_nothing_to_tell() -> None:
     """Both options are refused with --plan."""
-    result = run("--plan", "--summary", "s.json")
-    assert (result.exit_code, "--plan runs nothing" in result.stderr) == (2, True)
+    ends(run("--plan", "--summary", "s.json"), 2, "--plan runs nothing")

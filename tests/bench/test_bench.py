@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.checks import ends, raising
 from support.models import write_model
 
 from mlxrunner import ModelError, cli
@@ -178,9 +179,7 @@ def test_quick_is_one_round_of_a_short_prompt() -> None:
 
 def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures so far, and the exit code of an interrupt."""
-    monkeypatch.setattr(
-        Bench, "_warm", lambda self, context: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr(Bench, "_warm", raising(KeyboardInterrupt))
     result = run("--quick")
     assert result.exit_code == 130
     assert "cold prefill of 128" in result.stdout
@@ -208,8 +207,7 @@ def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_can_not_be_measured_is_said(arguments: list[str], message: str) -> None:
     """In one line, with both numbers, before anything is measured."""
     result = run(*arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    ends(result, 2, message)
     assert result.stdout == ""
 
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from support.architectures import build, settings_of
 from support.batch_command import FACTS, answers, openai, run, write
+from support.checks import ends
 from support.engine import Engine
 from support.models import save_model, write_tokenizer
 
@@ -39,8 +40,7 @@ def test_a_batch_passes_its_memory_and_step_on(
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for given in ([], ["--memory", "1500000", "--max-step-ms", "50"]):
         command = ["batch", str(source), "-o", str(tmp_path / f"{len(given)}.jsonl"), *given]
-        result = CliRunner().invoke(cli.main, [*command, "--parallel", "3", "--no-reserve"])
-        assert result.exit_code == 0, result.output
+        ends(CliRunner().invoke(cli.main, [*command, "--parallel", "3", "--no-reserve"]), 0)
     free, bounded = (runner.settings for runner in seen)
     assert (free["memory"], free["max_step_ms"]) == (None, 0)
     assert (bounded["memory"], bounded["max_step_ms"]) == (1500000, 50)
@@ -138,19 +138,21 @@ def test_a_model_that_cannot_run_several_runs_one_at_a_time_and_says_why() -> No
     """GPT-2 adds the number of a token in its row to a position that is a number."""
     save_model(Path("gpt2"), build("gpt2"), settings_of("gpt2"))
     write_tokenizer(Path("gpt2"))
-    result = run(
-        write(*[{"prompt": "ab", "max_tokens": 2}] * 3),
-        "-o",
-        "out.jsonl",
-        "-m",
-        "gpt2",
-        "--parallel",
-        3,
-        "--context",
-        64,
+    ends(
+        run(
+            write(*[{"prompt": "ab", "max_tokens": 2}] * 3),
+            "-o",
+            "out.jsonl",
+            "-m",
+            "gpt2",
+            "--parallel",
+            3,
+            "--context",
+            64,
+        ),
+        0,
+        "one line at a time: layer 0: this model can't run several sequences",
     )
-    assert result.exit_code == 0, result.stderr
-    assert "one line at a time: layer 0: this model can't run several sequences" in result.stderr
     assert len({line["text"] for line in answers()}) == 1
 
 
@@ -223,8 +225,7 @@ def test_bad_lines_get_an_error_with_their_number_and_stop_nothing() -> None:
         strict=True,
     ):
         assert said in error["error"]
-    assert result.exit_code == 3
-    assert "7 of 9 lines failed, the first: line 2: not JSON" in result.stderr
+    ends(result, 3, "7 of 9 lines failed, the first: line 2: not JSON")
 
 
 def test_only_bad_lines_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +252,12 @@ def test_strict_runs_nothing_if_a_line_is_bad() -> None:
 def test_max_errors_stops_and_can_be_gone_on_with() -> None:
     """With the command that it prints: it counts what failed since."""
     write({"prompt": "Hello!"}, *BROKEN)
-    result = run("in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input")
-    assert result.exit_code == 1
-    assert "stopped: 4 of 8 lines are done (--max-errors 3)" in result.stderr
-    assert "to continue: " in result.stderr
+    ends(
+        run("in.jsonl", "-o", "out.jsonl", "--max-errors", 3, "--order", "input"),
+        1,
+        "stopped: 4 of 8 lines are done (--max-errors 3)",
+        "to continue: ",
+    )
     assert len(answers()) == 4
     for code, written in ((1, 7), (3, 8)):
         result = run(

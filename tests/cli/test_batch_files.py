@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.batch_command import answers, run, table, write
+from support.checks import ends
 from support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -49,10 +50,8 @@ def test_csv_end_to_end() -> None:
     assert (answers()[0]["id"], answers()[0]["text"]) == ("x", "Your name is Ana.")
     assert (result.exit_code, len(answers())) == (3, 3)
     assert answers()[2]["error"].startswith("line 5: ")
-    result = run("in.csv", "-o", "other.jsonl")
-    assert (result.exit_code, "neither a column 'prompt' nor" in result.stderr) == (2, True)
-    result = run("in.csv", "-o", "other.jsonl", "--prompt-template", "{town}")
-    assert (result.exit_code, "no column 'town'" in result.stderr) == (2, True)
+    ends(run("in.csv", "-o", "other.jsonl"), 2, "neither a column 'prompt' nor")
+    ends(run("in.csv", "-o", "other.jsonl", "--prompt-template", "{town}"), 2, "no column 'town'")
     assert not Path("other.jsonl").exists()
     assert not Path("other.jsonl.run").exists()
 
@@ -152,8 +151,7 @@ def test_answers_become_a_parquet_file_when_all_are_there() -> None:
         {"custom_id": "t", "url": "/v1/completions", "body": {"prompt": "Hello!", "max_tokens": 2}},
         {"custom_id": "r", "url": "/v1/responses", "body": {"input": "Hello!"}},
     ]
-    result = run(write(*ours, *theirs), "-o", "out.parquet")
-    assert result.exit_code == 3
+    ends(run(write(*ours, *theirs), "-o", "out.parquet"), 3)
     rows = table()
     assert [row["id"] for row in rows] == ["a", "5", None, "c", "t", "r"]
     assert [row["index"] for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -173,16 +171,14 @@ def test_answers_become_a_parquet_file_when_all_are_there() -> None:
     assert all(isinstance(row[name], int) for row in rows if row["text"] for name in counts)
     assert [row["line"] for row in rows] == Path("out.parquet.jsonl").read_text().splitlines()
     assert Path("out.parquet").stat().st_mode & 0o777 == 0o600
-    again = run("in.jsonl", "-o", "out.parquet")
-    assert (again.exit_code, "out.parquet: is there already" in again.stderr) == (2, True)
+    ends(run("in.jsonl", "-o", "out.parquet"), 2, "out.parquet: is there already")
 
 
 def test_a_parquet_file_comes_with_the_end_of_a_run_that_is_resumed() -> None:
     """Until then there are the lines only; --resume of a finished run makes the file again."""
     pytest.importorskip("pyarrow")
     write(*({"id": number, "prompt": "Hello!", "max_tokens": 3} for number in range(4)), "no json")
-    stopped = run("in.jsonl", "-o", "out.parquet", "--max-errors", 1, "--no-usage")
-    assert stopped.exit_code == 1
+    ends(run("in.jsonl", "-o", "out.parquet", "--max-errors", 1, "--no-usage"), 1)
     assert not Path("out.parquet").exists()
     assert run("in.jsonl", "-o", "out.parquet", "--no-usage", "--resume").exit_code == 3
     first = Path("out.parquet").read_bytes()
@@ -197,25 +193,21 @@ def test_several_inputs_are_one_batch_that_can_be_resumed_with_the_same_ones() -
     write({"id": "a", "prompt": "Hello!"})
     Path("more.csv").write_text("key,question\na,Hello!\nb,Hello!\n")
     names = ("in.jsonl", "more.csv", "-o", "out.jsonl", "--prompt-column", "question")
-    result = run(*names, "--id-column", "key")
-    assert result.exit_code == 3
+    ends(run(*names, "--id-column", "key"), 3)
     first, again, last = answers()
     assert (first["id"], last["id"], first["text"]) == ("a", "b", last["text"])
     assert again["error"] == "more.csv line 2: id 'a' was there before, on in.jsonl line 1"
     assert run(*names, "--id-column", "key", "--resume").exit_code == 3
-    result = run(*names, "--resume")
-    assert (result.exit_code, 'another --id-column: "key" then' in result.stderr) == (2, True)
+    ends(run(*names, "--resume"), 2, 'another --id-column: "key" then')
     Path("more.csv").write_text("key,question\na,Hello!\n")
-    result = run(*names, "--id-column", "key", "--resume")
-    assert (result.exit_code, "was begun with another input" in result.stderr) == (2, True)
+    ends(run(*names, "--id-column", "key", "--resume"), 2, "was begun with another input")
 
 
 def test_an_output_in_the_folder_of_the_input_is_refused() -> None:
     """The next run would read it."""
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("Hello!")
-    result = run("texts", "-o", "texts/out.jsonl")
-    assert (result.exit_code, "is in the input" in result.stderr) == (2, True)
+    ends(run("texts", "-o", "texts/out.jsonl"), 2, "is in the input")
     assert run("texts", "-o", "out.jsonl").exit_code == 0
     assert [(line["id"], line["text"]) for line in answers()] == [
         ("a.txt", "Hello! How can I help you?")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.batch_command import answers, openai, run, write
+from support.checks import ends
 from support.models import write_model, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -93,8 +94,7 @@ def test_the_form_of_a_line_takes_the_place_of_the_batch_s(
 ) -> None:
     """Also one of the other kind, or none."""
     Path("schema.json").write_text('{"enum": [1]}')
-    result = run(write({"prompt": "Hello!"} | line), "-o", "out.jsonl", "--max-tokens", 4, *given)
-    assert result.exit_code == 0, result.stderr
+    ends(run(write({"prompt": "Hello!"} | line), "-o", "out.jsonl", "--max-tokens", 4, *given), 0)
     assert answers()[0]["text"] not in ("a", "b", "1")
 
 
@@ -126,8 +126,7 @@ def test_template_variables_and_tools_become_part_of_the_prompt() -> None:
         {"id": "refused", "messages": talk, "tools": ["weather"]},
     ]
     options = ("--max-tokens", 3, "--template-var", "style=terse", "--tools", "tools.json")
-    result = run(write(*lines), "-o", "out.jsonl", "-m", "tiny", "--events", "events", *options)
-    assert result.exit_code == 3, result.stderr
+    ends(run(write(*lines), "-o", "out.jsonl", "-m", "tiny", "--events", "events", *options), 3)
     default, own, openai, refused = answers()
     listed = json.dumps([TOOL])
     lengths = [
@@ -147,9 +146,11 @@ def test_raw_prompts_have_no_template_to_set_variables_of() -> None:
     """Refused before anything is read."""
     for option in (("--template-var", "a=1"), ("--tools", "tools.json")):
         Path("tools.json").write_text(json.dumps([TOOL]))
-        result = run(write({"prompt": "a"}), "-o", "out.jsonl", "--raw", *option)
-        assert result.exit_code == 2
-        assert f"{option[0]} needs the chat template, which --raw leaves out" in result.stderr
+        ends(
+            run(write({"prompt": "a"}), "-o", "out.jsonl", "--raw", *option),
+            2,
+            f"{option[0]} needs the chat template, which --raw leaves out",
+        )
 
 
 def test_lines_of_the_responses_api_are_answered_with_its_response_object() -> None:

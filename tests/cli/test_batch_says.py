@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.batch_command import answers, run, write
+from support.checks import ends
 
 from mlxrunner.batch.work import Tally
 
@@ -172,18 +173,20 @@ def test_each_line_leaves_an_event(folder: Path) -> None:
     """With --events: what it reused, one at a time and together; --strict keeps its own meaning."""
     Path("in.jsonl").write_text('{"prompt": "My name is Ana."}\n{"prompt": "My name is Ana."}\n')
     for parallel in ("1", "2"):
-        result = run(
-            "in.jsonl",
-            "-o",
-            f"out{parallel}.jsonl",
-            "--parallel",
-            parallel,
-            "--events",
-            f"{parallel}.jsonl",
-            "--strict",
-            "-q",
+        ends(
+            run(
+                "in.jsonl",
+                "-o",
+                f"out{parallel}.jsonl",
+                "--parallel",
+                parallel,
+                "--events",
+                f"{parallel}.jsonl",
+                "--strict",
+                "-q",
+            ),
+            0,
         )
-        assert result.exit_code == 0, result.stderr
         events = [json.loads(line) for line in Path(f"{parallel}.jsonl").read_text().splitlines()]
         assert [event["command"] for event in events] == ["batch", "batch"]
     assert [event["outcome"] for event in events] == ["miss", "hit"]
@@ -226,8 +229,7 @@ def test_an_event_of_a_line_names_the_place(folder: Path, parallel: str) -> None
 def test_verified_lines_run_one_at_a_time(folder: Path) -> None:
     """--parallel with --verify is refused."""
     Path("in.jsonl").write_text('{"prompt": "My name is Ana."}\n{"prompt": "My name is Ana."}\n')
-    result = run("in.jsonl", "-o", "out.jsonl", "--verify-cache", "1", "--events", "e.jsonl", "-q")
-    assert result.exit_code == 0, result.stderr
+    ends(run("in.jsonl", "-o", "out.jsonl", "--verify-cache", "1", "--events", "e.jsonl", "-q"), 0)
     events = [json.loads(line) for line in Path("e.jsonl").read_text().splitlines()]
     assert [event["verify"] and event["verify"]["equal"] for event in events] == [None, True]
     refused = run("in.jsonl", "-o", "other.jsonl", "--verify-cache", "1", "--parallel", "2")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support.batches import lines, run, unbroken
+from support.checks import ends
 from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.execution import Outcome
@@ -102,8 +103,7 @@ def test_the_answers_are_those_of_one_process(cluster: Any) -> None:
     """Greedy and seeded lines have the same bytes, and both workers did a part."""
     expected = unbroken()
     events = Path("events.jsonl")
-    result = batch(cluster, "--events", events, "--summary", "summary.json")
-    assert result.exit_code == 3, result.stderr
+    ends(batch(cluster, "--events", events, "--summary", "summary.json"), 3)
     assert Path("out.jsonl").read_bytes() == expected
     found = [json.loads(line) for line in events.read_text().splitlines()]
     assert sorted(one["line"]["number"] for one in found) == [
@@ -120,12 +120,9 @@ def test_another_address_than_loopback_has_to_be_called_insecure(cluster: Any) -
     """Without a host in it, an address may be any of this machine."""
     address = cluster.scheduler_address.replace("127.0.0.1", "0.0.0.0")
     arguments = ["in.jsonl", "-o", "out.jsonl", "--no-usage", "--dask", address]
-    result = run(*arguments)
-    assert result.exit_code == 2, result.stderr
-    assert f"{address}: is another host, and without TLS" in result.stderr
+    ends(run(*arguments), 2, f"{address}: is another host, and without TLS")
     assert not Path("out.jsonl").exists()
-    result = run(*arguments, "--insecure")
-    assert result.exit_code == 3, result.stderr
+    ends(run(*arguments, "--insecure"), 3)
     assert Path("out.jsonl").read_bytes() == unbroken()
 
 
@@ -173,8 +170,7 @@ def assert_goes_on(cluster: Any) -> None:
     """Check that a run whose driver has ended is neither done nor lost."""
     with Store.open(Path("out.jsonl.run")) as store:
         assert 0 < store.counts.done < MANY
-    result = batch(cluster, "--resume")
-    assert result.exit_code == 3, result.stderr
+    ends(batch(cluster, "--resume"), 3)
     assert Path("out.jsonl").read_bytes() == unbroken()
 
 
@@ -197,10 +193,12 @@ def test_a_worker_of_another_version_is_refused(
 
     own = worker.versions()
     monkeypatch.setattr(worker, "versions", lambda: own | {"mlx": "0.0.1"})
-    result = batch(cluster)
-    assert result.exit_code == 1, result.stderr
-    assert f"has another mlx: {own['mlx']} there, 0.0.1 here; it gets no lines" in result.stderr
-    assert "no worker can be used" in result.stderr
+    ends(
+        batch(cluster),
+        1,
+        f"has another mlx: {own['mlx']} there, 0.0.1 here; it gets no lines",
+        "no worker can be used",
+    )
 
 
 @pytest.fixture
@@ -269,10 +267,12 @@ def test_local_workers_that_end_while_they_start_are_given_up(
         until(lambda: not workers.signs)
 
     at_third_line(end_all)
-    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
-    assert result.exit_code == 1, result.stderr
-    assert f"no worker is left: {MOST_STARTS} processes ended in turn" in result.stderr
-    assert "--resume" in result.stderr
+    ends(
+        run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1),
+        1,
+        f"no worker is left: {MOST_STARTS} processes ended in turn",
+        "--resume",
+    )
     with Store.open(Path("out.jsonl.run")) as store:
         assert store.counts.done < MANY
 
@@ -281,19 +281,25 @@ def test_local_workers_that_do_not_start(folder: Path, monkeypatch: pytest.Monke
     settings = dask_workers.worker_settings()
     monkeypatch.setattr(dask_workers, "worker_settings", lambda: settings | {"no_such": 1})
     monkeypatch.setattr(dask_workers, "MOST_STARTS", 1)
-    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1)
-    assert result.exit_code == 1, result.stderr
-    assert "the workers did not start: " in result.stderr
+    ends(
+        run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1),
+        1,
+        "the workers did not start: ",
+    )
 
 
 def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dask_workers, "CONNECT_S", 0.5)
-    result = run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9")
-    assert result.exit_code == 2, result.stderr
-    assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
-    result = CliRunner().invoke(main, ["worker", "tcp://127.0.0.1:9"])
-    assert result.exit_code == 2, result.stderr
-    assert "tcp://127.0.0.1:9: no scheduler answers there" in result.stderr
+    ends(
+        run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9"),
+        2,
+        "tcp://127.0.0.1:9: no scheduler answers there",
+    )
+    ends(
+        CliRunner().invoke(main, ["worker", "tcp://127.0.0.1:9"]),
+        2,
+        "tcp://127.0.0.1:9: no scheduler answers there",
+    )
 
 
 def test_dask_writes_no_lines_of_its_own() -> None:
@@ -449,8 +455,7 @@ def test_ctrl_c_at_random_moments_loses_and_doubles_nothing(
         broken += 1
     assert broken >= 3
     presses.clear()
-    result = batch(cluster, "--resume")
-    assert result.exit_code == 3, result.stderr
+    ends(batch(cluster, "--resume"), 3)
     assert Path("out.jsonl").read_bytes() == unbroken()
 
 
@@ -501,8 +506,7 @@ def test_a_signal_ends_driver_and_workers(
     assert "Traceback" not in said
     assert "has ended" not in said
     assert unbroken().startswith(out.read_bytes() if out.exists() else b"")
-    result = run("in.jsonl", "-o", out, "--no-usage", "--resume")
-    assert result.exit_code == 3, result.stderr
+    ends(run("in.jsonl", "-o", out, "--no-usage", "--resume"), 3)
     assert out.read_bytes() == unbroken()
 
 

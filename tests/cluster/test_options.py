@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.batches import run
+from support.checks import ends
 
 from mlxrunner.cluster.options import ClusterOptions, Connection
 from mlxrunner.errors import OptionError
@@ -87,7 +88,5 @@ def test_what_does_not_go_together_is_refused(options: dict[str, object], why: s
 def test_what_a_command_can_not_do_is_said_at_once(
     folder: Path, arguments: list[object], why: str
 ) -> None:
-    result = run("in.jsonl", "-o", "out.jsonl", *arguments)
-    assert result.exit_code == 2, result.stderr
-    assert why in result.stderr
+    ends(run("in.jsonl", "-o", "out.jsonl", *arguments), 2, why)
     assert not Path("out.jsonl").exists()

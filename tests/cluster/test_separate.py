@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from support.batches import lines, resume, run, unbroken
+from support.checks import ends
 from support.waiting import until
 
 import mlxrunner.models
@@ -79,19 +80,22 @@ def test_only_those_with_certificates_belong_to_a_cluster_with_tls(
     address, _ = scheduler(start, "--protocol", "tls", *DASK_TLS)
     assert address.startswith("tls://127.0.0.1:")
     start("mlxrunner", "worker", address, *OUR_TLS)
-    result = batch(address, *OUR_TLS)
-    assert result.exit_code == 3, result.stderr
+    ends(batch(address, *OUR_TLS), 3)
     assert Path("out.jsonl").read_bytes() == unbroken()
     monkeypatch.setattr(dask_workers, "CONNECT_S", 2.0)
-    refused = run("in.jsonl", "-o", "no.jsonl", "--dask", address.replace("tls", "tcp"))
-    assert refused.exit_code == 2, refused.stderr
-    assert "no scheduler answers there" in refused.stderr
+    ends(
+        run("in.jsonl", "-o", "no.jsonl", "--dask", address.replace("tls", "tcp")),
+        2,
+        "no scheduler answers there",
+    )
     (folder / "strangers").mkdir()
     monkeypatch.chdir(folder / "strangers")
     make_certificates()
-    refused = run("../in.jsonl", "-o", "no.jsonl", "--dask", address, *OUR_TLS)
-    assert refused.exit_code == 2, refused.stderr
-    assert "are its certificates from the same authority?" in refused.stderr
+    ends(
+        run("../in.jsonl", "-o", "no.jsonl", "--dask", address, *OUR_TLS),
+        2,
+        "are its certificates from the same authority?",
+    )
 
 
 @pytest.mark.exhaustive(0)
@@ -101,11 +105,13 @@ def test_a_worker_without_the_model_is_refused_by_name(start: Start, folder: Pat
     shutil.copytree(Path(mlxrunner.models.__file__).parent / "demo", folder / "own-model")
     address, _ = scheduler(start)
     start("mlxrunner", "worker", address, cwd=folder / "elsewhere")
-    result = batch(address, "-m", "./own-model")
-    assert result.exit_code == 1, result.stderr
-    assert "own-model" in result.stderr
-    assert "it gets no lines" in result.stderr
-    assert "no worker can be used: worker tcp://127.0.0.1:" in result.stderr
+    ends(
+        batch(address, "-m", "./own-model"),
+        1,
+        "own-model",
+        "it gets no lines",
+        "no worker can be used: worker tcp://127.0.0.1:",
+    )
     assert not Path("out.jsonl").exists() or not Path("out.jsonl").read_bytes()
 
 
@@ -125,9 +131,6 @@ def test_a_scheduler_that_dies_ends_the_run_and_resume_goes_on(
             os.kill(process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(Driver, "_send", sends)
-    result = batch(address)
-    assert result.exit_code == 1, result.stderr
-    assert "the connection to the scheduler of the cluster is lost" in result.stderr
-    assert "--resume" in result.stderr
+    ends(batch(address), 1, "the connection to the scheduler of the cluster is lost", "--resume")
     assert resume().exit_code == 3
     assert Path("out.jsonl").read_bytes() == unbroken()

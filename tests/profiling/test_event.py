@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from support.checks import read_lines
+from support.checks import ends, read_lines
 from support.engine import Engine
 from support.waiting import PATIENCE_S, until
 
@@ -253,10 +253,12 @@ def test_requests_of_a_parallel_runner_are_events(events: Path) -> None:
 @pytest.mark.exhaustive(0)
 def test_answers_at_once_are_events_of_the_command(events: Path) -> None:
     """generate --n."""
-    result = CliRunner().invoke(
-        cli.main, ["generate", "-p", "Hello!", "--n", "3", "--events", str(events)]
+    ends(
+        CliRunner().invoke(
+            cli.main, ["generate", "-p", "Hello!", "--n", "3", "--events", str(events)]
+        ),
+        0,
     )
-    assert result.exit_code == 0
     assert [(event["command"], event["number"]) for event in checked(read_lines(events))] == [
         ("generate", n) for n in (1, 2, 3)
     ]

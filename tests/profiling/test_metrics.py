@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
+from support.checks import ends
 from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
@@ -168,10 +169,12 @@ def test_a_disk_that_fills_up_ends_no_request(
 def test_generate_keeps_metrics(file: Path) -> None:
     """Through the command line, request by request and run after run."""
     for _ in range(2):
-        result = CliRunner().invoke(
-            cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--metrics", str(file)]
+        ends(
+            CliRunner().invoke(
+                cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--metrics", str(file)]
+            ),
+            0,
         )
-        assert result.exit_code == 0, result.output
     found = values(file)
     assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=miss}"] == 2
     assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=hit}"] == 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.checks import has, read_lines
+from support.checks import ends, has, read_lines
 from support.events import run, said
 from support.models import write_model
 
@@ -230,8 +230,7 @@ def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_p
 def chat(file: Path, said: str, *arguments: str, data: Path) -> list[dict[str, Any]]:
     """Return the events of a chat by pipe."""
     command = ["chat", "--events", str(file), *arguments]
-    result = CliRunner().invoke(cli.main, command, input=said, env={"MLXRUNNER_DATA": str(data)})
-    assert result.exit_code == 0, result.stderr
+    ends(CliRunner().invoke(cli.main, command, input=said, env={"MLXRUNNER_DATA": str(data)}), 0)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

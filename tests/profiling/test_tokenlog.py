@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.checks import has, read_lines, write_lines
+from support.checks import ends, has, read_lines, write_lines
 
 from mlxrunner import cli
 from mlxrunner.profiling.profile import Profile
@@ -181,10 +181,12 @@ def test_the_layers_of_other_models_are_told(log: Path) -> None:
 
 def test_the_command_line_writes_it(log: Path) -> None:
     """--log-tokens, for the owner only."""
-    result = CliRunner().invoke(
-        cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--log-tokens", str(log)]
+    ends(
+        CliRunner().invoke(
+            cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--log-tokens", str(log)]
+        ),
+        0,
     )
-    assert result.exit_code == 0
     first, second = read_token_log([log])
     assert np.array_equal(first.prompt, second.prompt)
     assert first.process["model"] == "demo"

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from support.checks import ends
 from support.events import as_event
 from support.models import tiny_config, tiny_model
 
@@ -183,9 +184,11 @@ def test_strict_says_how_many_were_verified() -> None:
     """Passing may mean that nothing was looked at."""
     command = ["generate", "-p", "Hello!", "--repeat", "3", "--verify-cache"]
     for share, message in (("1e-12", "0 of 2"), ("1", "2 of 2")):
-        result = CliRunner().invoke(cli.main, [*command, share, "--strict"])
-        assert result.exit_code == 0
-        assert f"mlxrunner: {message} requests that reused something were verified" in result.stderr
+        ends(
+            CliRunner().invoke(cli.main, [*command, share, "--strict"]),
+            0,
+            f"mlxrunner: {message} requests that reused something were verified",
+        )
     assert "were verified" not in CliRunner().invoke(cli.main, [*command, "1"]).stderr
 
 

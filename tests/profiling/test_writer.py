@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.checks import raising
 
 from mlxrunner.profiling.logs import KEPT, LineWriter, with_rotated
 
@@ -126,7 +127,7 @@ def test_a_full_disk_is_one_warning(
     monkeypatch.setattr(
         os,
         "write",
-        lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
+        raising(OSError(errno.ENOSPC, "No space left on device")),
     )
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         for _ in range(3):

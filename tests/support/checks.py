@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from click.testing import Result
 
 
 def has(found: Any, **wanted: Any) -> None:
@@ -21,3 +23,19 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 def write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def ends(result: Result, code: int, *texts: str) -> None:
+    """Assert that a command ended with this exit code, and said these texts on standard error."""
+    assert result.exit_code == code, result.output
+    for text in texts:
+        assert text in result.stderr
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[..., NoReturn]:
+    """Return a function that raises this error whatever it is called with."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    return fail

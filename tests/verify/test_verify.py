@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from click.testing import CliRunner, Result
+from support.checks import ends
 from support.engine import BatchedModel, Engine, PerTokenRope
 from support.models import save_model, tiny_config, tiny_model, write_model, write_tokenizer
 
@@ -130,9 +131,7 @@ def test_too_short_a_context_is_refused() -> None:
         OptionError, match=r"context: 90 tokens are too few .* at least 104 are needed"
     ):
         Verification(oracle_runner(context=90), oracle_runner(context=90), 8)
-    result = run("--context", "20")
-    assert result.exit_code == 2
-    assert "mlxrunner: context: 20 tokens are too few" in result.stderr
+    ends(run("--context", "20"), 2, "mlxrunner: context: 20 tokens are too few")
     assert "tokens: 0 is out of range" in run("--tokens", "0").stderr.replace("max_", "")
 
 
