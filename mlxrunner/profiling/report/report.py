@@ -31,13 +31,11 @@ if TYPE_CHECKING:
 NESTED = ("line", "divergence", "spans", "verify", "evicted")
 """The fields that are objects or lists; a row has a few of their own fields instead."""
 FLAT = [field.name for field in fields(Event) if field.name not in NESTED]
-COLUMNS = (
-    FLAT
-    + (
-        "line_number divergence_index divergence_role divergence_part prefill_chunks verified_equal "
-        "evicted_tokens evicted_parked"
-    ).split()
-)
+COLUMNS = [
+    *FLAT,
+    *"line_number divergence_index divergence_role divergence_part prefill_chunks".split(),
+    *"verified_equal evicted_tokens evicted_parked".split(),
+]
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 """The beginnings of a cell that spreadsheets run or misread (OWASP, CSV injection)."""
 
