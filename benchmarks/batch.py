@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
+from arguments import print_json, print_table, random_runner
 from mlx_lm import batch_generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from support.prompts import DOCUMENT, SYSTEM, shared_prefixes
@@ -32,14 +33,7 @@ from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.batch.order import sort_key
 from mlxrunner.batch.plan import MOST
 from mlxrunner.batch.prompts import cost
-from mlxrunner.bench.harness import (
-    Comparison,
-    SameDecoder,
-    less_is_better,
-    print_json,
-    print_table,
-    random_runner,
-)
+from mlxrunner.bench.harness import Comparison, SameDecoder, less_is_better
 from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner

@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from arguments import print_json, print_table
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.bench.harness import Comparison, excess, print_json, print_table
+from mlxrunner.bench.harness import Comparison, excess
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.runner import Runner

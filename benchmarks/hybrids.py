@@ -18,12 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from arguments import parser_of
+from arguments import parser_of, print_json, print_table
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
 from mlxrunner import Runner
-from mlxrunner.bench.harness import Comparison, more_is_better, print_json, print_table
+from mlxrunner.bench.harness import Comparison, more_is_better
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer

@@ -16,16 +16,11 @@ import time
 
 import mlx.core as mx
 import numpy as np
+from arguments import print_json, print_table, random_runner
 
 from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.batch.work import MAX_BATCH
-from mlxrunner.bench.harness import (
-    Comparison,
-    less_is_better,
-    print_json,
-    print_table,
-    random_runner,
-)
+from mlxrunner.bench.harness import Comparison, less_is_better
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+from arguments import print_json, print_table
 from mlx_lm.models.cache import KVCache
 
 from mlxrunner.bench.harness import (
@@ -26,8 +27,6 @@ from mlxrunner.bench.harness import (
     in_turn,
     less_is_better,
     our_backend,
-    print_json,
-    print_table,
     some_tokens,
     wait,
 )

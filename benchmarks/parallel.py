@@ -20,17 +20,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from arguments import print_json, print_table
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxrunner.bench.harness import (
-    Comparison,
-    less_is_better,
-    more_is_better,
-    print_json,
-    print_table,
-)
+from mlxrunner.bench.harness import Comparison, less_is_better, more_is_better
 from mlxrunner.models.facts import facts_of
 from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer

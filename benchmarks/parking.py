@@ -21,15 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arguments import llama_of, parser_of
+from arguments import llama_of, parser_of, print_json, print_table
 from parallel import random_llama
 
-from mlxrunner.bench.harness import (
-    Comparison,
-    less_is_better,
-    print_json,
-    print_table,
-)
+from mlxrunner.bench.harness import Comparison, less_is_better
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import DiskCacheIndex, StoredConversation
 from mlxrunner.models.facts import facts_of

@@ -26,11 +26,11 @@ from stat import S_ISSOCK
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from arguments import parser_of
+from arguments import parser_of, print_json, print_table
 from support.ranks import free_port, write_hosts
 from untrained import write_untrained
 
-from mlxrunner.bench.harness import Comparison, Tokens, print_json, print_table, spread
+from mlxrunner.bench.harness import Comparison, Tokens, spread
 from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts

@@ -23,10 +23,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from arguments import llama_of, parser_of
+from arguments import llama_of, parser_of, print_json, print_table
 from parallel import random_llama
 
-from mlxrunner.bench.harness import Comparison, less_is_better, print_json, print_table
+from mlxrunner.bench.harness import Comparison, less_is_better
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.saver import Saver

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from arguments import print_json, print_table
 from mlx_lm import stream_generate
 from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
@@ -33,8 +34,6 @@ from mlxrunner.bench.harness import (
     less_is_better,
     more_is_better,
     our_backend,
-    print_json,
-    print_table,
     wait,
 )
 from mlxrunner.models.facts import facts_of

@@ -16,6 +16,8 @@ import time
 from contextlib import closing
 from typing import Any
 
+from arguments import print_json, print_table
+
 from mlxrunner.bench.harness import (
     Backend,
     Comparison,
@@ -24,8 +26,6 @@ from mlxrunner.bench.harness import (
     measure,
     more_is_better,
     our_backend,
-    print_json,
-    print_table,
     some_tokens,
     wait,
 )

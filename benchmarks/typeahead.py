@@ -20,8 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pexpect
+from arguments import print_json, print_table
 
-from mlxrunner.bench.harness import less_is_better, print_json, print_table
+from mlxrunner.bench.harness import less_is_better
 
 KEYS = "the quick brown fox"
 
@@ -31,7 +32,8 @@ def serve(type_ahead: bool, progress: Path) -> None:
 
     `progress` gets a line for each evaluation in advance that was finished.
     """
-    from mlxrunner.bench.harness import random_runner
+    from arguments import random_runner
+
     from mlxrunner.chat import editor
     from mlxrunner.chat.conversation import Conversation
     from mlxrunner.chat.reader import TypedText

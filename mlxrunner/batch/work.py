@@ -567,7 +567,9 @@ class Status:
         else:
             self._state = "done"
         self._write_progress()
-        self._write_summary()
+        path = self._job.summary
+        if path is not None and (problem := _write(path, self._summary())):
+            self._warn(f"--summary {problem}")
 
     def begin(self, tally: Tally) -> None:
         """Note that lines run now, counted by `tally`."""
@@ -590,11 +592,6 @@ class Status:
         if problem is not None:
             self._broken = True
             self._warn(f"--progress-file {problem}; the batch continues without it")
-
-    def _write_summary(self) -> None:
-        path = self._job.summary
-        if path is not None and (problem := _write(path, self._summary())) is not None:
-            self._warn(f"--summary {problem}")
 
     def _progress(self) -> dict[str, Any]:
         tally = self.tally or Tally()

@@ -7,7 +7,6 @@ slows all of them, and they are compared round by round. `Figure` and `Compariso
 from __future__ import annotations
 
 import gc
-import json
 import re
 import sys
 import time
@@ -283,12 +282,6 @@ def random_llama(name: str, parameters: float) -> LoadedModel:
     )
 
 
-def random_runner(name: str = "random:98M") -> Runner:
-    """Return a runner on a model of `load_or_make` that reserves no memory."""
-    loaded = load_or_make(name)
-    return Runner(loaded.model, loaded.tokenizer, loaded.facts, name=name)
-
-
 def _parameters(layers: int) -> float:
     """Return the number of parameters of a Llama with this number of layers."""
     hidden = HEAD_DIM * layers
@@ -449,16 +442,6 @@ def table_of(
         line = f"{one.name:{width}}  {one.unit:>5}  {medians}  {sign}  {spreads}  {one.verdict}"
         lines.append(line.rstrip())
     return lines
-
-
-def print_table(comparisons: Sequence[Comparison]) -> None:
-    """Print a table of comparisons on standard output."""
-    print("\n".join(table_of(comparisons)))
-
-
-def print_json(comparisons: Sequence[Comparison], **about: Any) -> None:
-    """Print the comparisons and `about` as one line of JSON on standard output."""
-    print(json.dumps({**about, "results": [one.as_dict() for one in comparisons]}))
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -234,16 +233,8 @@ def read_events(files: Iterable[str | Path]) -> LogLines[Event]:
 
     The iteration raises ReadError if a file can't be read.
     """
-    return LogLines(files, SCHEMA, VERSION, Event.of, _decode_event)
-
-
-def _decode_event(raw: bytes) -> Event:
-    return _decoder().decode(raw).checked()
-
-
-@cache
-def _decoder() -> msgspec.json.Decoder[Event]:
-    return msgspec.json.Decoder(Event)
+    decode = msgspec.json.Decoder(Event).decode
+    return LogLines(files, SCHEMA, VERSION, Event.of, lambda raw: decode(raw).checked())
 
 
 def with_rotated(file: str | Path) -> list[Path]:

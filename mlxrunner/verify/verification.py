@@ -377,7 +377,8 @@ def guessed(talk: Talk) -> Check:
     expected = [_alone(talk, prompt) for prompt in prompts]
     runner.reset()
     talk.say(talk.base, talk.answer)
-    found = [_guessing(runner, prompt, talk.answer) for prompt in prompts]
+    options = {"max_tokens": talk.answer, "logprobs": LIKELIEST, **GUESSING}
+    found = [_said(list(runner.generate(prompt, **options))) for prompt in prompts]
     usages = _usages(found)
     if not any(use.drafted for usage in usages for use in usage.drafts):
         return Check(GUESSED, untested="nothing was guessed")
@@ -444,10 +445,6 @@ def _alone(talk: Talk, prompt: list[int]) -> LogprobAnswer:
     return LogprobAnswer(
         answer.tokens, [dict(enumerate(row.tolist())) for row in logprobs], answer.usage
     )
-
-
-def _guessing(runner: Runner, prompt: list[int], count: int) -> LogprobAnswer:
-    return _said(list(runner.generate(prompt, max_tokens=count, logprobs=LIKELIEST, **GUESSING)))
 
 
 def _together(

@@ -32,24 +32,13 @@ TABLES = {
     "places": ("place", "line"),
     "results": ("done", "line", "failed", "body", "sum"),
 }
-VALUES = (
-    None,
-    -1,
-    0,
-    3,
-    10**15,
-    1.5,
-    "",
-    "x",
-    "[]",
-    '{"a": 1}',
-    "9" * 5000,
-    "[" * 2000,
-    b"",
-    b"\0\0\0\5",
-    b"\xff\xff\xff\xff",
-    b"\xff",
-)
+NUMBERS = (None, -1, 0, 3, 10**15, 1.5)
+TEXTS = ("", "x", "[]", '{"a": 1}', "9" * 5000, "[" * 2000)
+VALUES = (*NUMBERS, *TEXTS, b"", b"\0\0\0\5", b"\xff\xff\xff\xff", b"\xff")
+
+
+PARTS = (*(bytes([byte]) for byte in b'\0\xff"{]\n'), b"", b"\\ud800", b"NaN", b"1e999")
+PARTS += (b"1" * 5000, b"[" * 3000)
 
 
 def body(index: int) -> bytes:
@@ -69,6 +58,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> bytes:
             made.record(index, body(index), failed=index == 2)
         made.commit()
     return path.read_bytes()
+
+
+def written(folder: Path, store: bytes) -> Path:
+    path = folder / "run"
+    path.write_bytes(store)
+    path.chmod(0o600)
+    return path
 
 
 def flip(chosen: random.Random, path: Path) -> None:
@@ -106,18 +102,10 @@ def rewrite(chosen: random.Random, path: Path) -> None:
         database.execute(change, (chosen.choice(VALUES),) if "?" in change else ())
 
 
+LINE: dict[str, object] = {"line": 70, "number": 70, "id": "b0", "format": "chat.completion"}
+LINE |= {"options": "{}", "error": "no", "tokens": b"\0\0\0\5", "prompt": '"Hullo!"', "sum": 1}
 ONE_VALUE = {
-    "lines": {
-        "line": 70,
-        "number": 70,
-        "id": "b0",
-        "format": "chat.completion",
-        "options": "{}",
-        "error": "no",
-        "tokens": b"\0\0\0\5",
-        "prompt": '"Hullo!"',
-        "sum": 1,
-    },
+    "lines": LINE,
     "places": {"line": 1},
     "results": {"done": 70, "line": 7, "failed": 1, "body": b"{}", "sum": 1},
 }
@@ -160,9 +148,7 @@ def test_a_damaged_store_is_an_error_or_gives_what_was_put_in(
     damage: Callable[[random.Random, Path], None], seed: int, store: bytes, tmp_path: Path
 ) -> None:
     """All that is read before the error is as it was."""
-    path = tmp_path / "run"
-    path.write_bytes(store)
-    path.chmod(0o600)
+    path = written(tmp_path, store)
     damage(random.Random(seed), path)
     with suppress(StoreError), Store.open(path) as opened:
         assert opened.is_complete or not opened.counts.lines
@@ -191,23 +177,7 @@ def test_a_mutated_input_is_lines_or_errors_of_lines(seed: int) -> None:
     content = bytearray(good)
     for _ in range(chosen.randrange(1, 6)):
         at = chosen.randrange(len(content))
-        part = chosen.choice(
-            [
-                b"",
-                b"\0",
-                b"\xff",
-                b'"',
-                b"{",
-                b"]",
-                b"\\ud800",
-                b"NaN",
-                b"1e999",
-                b"1" * 5000,
-                b"[" * 3000,
-                b"\n",
-            ]
-        )
-        content[at : at + chosen.randrange(9)] = part
+        content[at : at + chosen.randrange(9)] = chosen.choice(PARTS)
     for line in read(bytes(content)):
         if line.error is not None:
             outcome = Outcome(StoredLine(**vars(line)), error=line.error)
@@ -248,34 +218,22 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
     column: str, value: Any, store: bytes, tmp_path: Path
 ) -> None:
     """It may also be read as what it says, if that can be a line."""
-    path = tmp_path / "run"
-    path.write_bytes(store)
-    path.chmod(0o600)
+    path = written(tmp_path, store)
     names = ("line", "number", "id", "options", "error", "tokens", "prompt")
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        row = dict(
-            zip(
-                names,
-                database.execute(f"SELECT {', '.join(names)} FROM lines WHERE line = 6").fetchone(),
-                strict=True,
-            )
-        )
-        row[column] = value
+        found = database.execute(f"SELECT {', '.join(names)} FROM lines WHERE line = 6").fetchone()
+        row = dict(zip(names, found, strict=True)) | {column: value}
         database.execute(
             f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6",
             (value, checksum(*row.values())),
         )
-    with suppress(StoreError), Store.open(path) as opened:
-        for one in opened.pending():
-            assert isinstance(one.options, dict)
-            assert isinstance(one.id, str | int | None)
-            assert isinstance(one.error, str | None)
-            assert one.tokens.dtype == "int32"
-    with suppress(StoreError), Store.open(path) as opened:
-        for brief in opened.left():
-            assert isinstance(brief.options, dict)
-            assert isinstance(brief.error, str | None)
-            assert brief.tokens.dtype == "int32"
+    for lines in (Store.pending, Store.left):
+        with suppress(StoreError), Store.open(path) as opened:
+            for one in lines(opened):
+                assert isinstance(one.options, dict)
+                assert isinstance(getattr(one, "id", None), str | int | None)
+                assert isinstance(one.error, str | None)
+                assert one.tokens.dtype == "int32"
 
 
 @pytest.mark.parametrize(
@@ -290,9 +248,7 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
 def test_a_line_without_a_place_is_an_error_of_the_store(
     change: str, store: bytes, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run"
-    path.write_bytes(store)
-    path.chmod(0o600)
+    path = written(tmp_path, store)
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.execute(change)
     with pytest.raises(StoreError, match="a line has no place in its order"):

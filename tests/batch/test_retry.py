@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.checks import ends, raising
+from support.checks import ends, raising, read_lines
 
 from mlxrunner import cli
 from mlxrunner.runner import Runner
@@ -59,6 +59,12 @@ def some_fail(*arguments: object) -> list[bytes]:
     return Path("out.jsonl").read_bytes().splitlines()
 
 
+def changed(before: list[bytes]) -> list[int]:
+    """Return the indexes of the lines that are not as before."""
+    after = Path("out.jsonl").read_bytes().splitlines()
+    return [index for index in range(9) if before[index] != after[index]]
+
+
 def files() -> set[str]:
     return {path.name for path in Path().iterdir()}
 
@@ -72,10 +78,9 @@ def test_only_the_failed_lines_run_and_the_others_keep_their_bytes(
     before = some_fail()
     result = run("--retry-failed")
     assert (result.exit_code, "3 lines in " in result.stderr) == (3, True), result.stderr
-    after = Path("out.jsonl").read_bytes().splitlines()
-    changed = [index for index in range(9) if before[index] != after[index]]
-    assert changed == list(FAILING)
-    assert all(not json.loads(after[index]).get("error") for index in FAILING)
+    after = read_lines(Path("out.jsonl"))
+    assert changed(before) == list(FAILING)
+    assert all(not after[index].get("error") for index in FAILING)
     assert "1 of 9 lines failed, the first: line 8: not JSON" in result.stderr
     assert files() == {"in.jsonl", "out.jsonl", "out.jsonl.done"}
     assert Path("out.jsonl").stat().st_mode & 0o777 == 0o600
@@ -122,8 +127,7 @@ def test_a_retry_that_was_stopped_goes_on_and_the_output_waits_for_it() -> None:
     assert Path("out.jsonl").read_bytes() == old
     Path("stop").write_text("seed2")
     ends(run("--retry-failed", "--order", "input"), 3, "2 lines in ")
-    after = Path("out.jsonl").read_bytes().splitlines()
-    assert [index for index in range(9) if before[index] != after[index]] == list(FAILING)
+    assert changed(before) == list(FAILING)
     assert files() == {"in.jsonl", "out.jsonl", "out.jsonl.done", "stop"}
 
 
@@ -151,8 +155,7 @@ def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.Monke
     if step == "before the record":
         ends(run("--no-usage", "--resume"), 2, "repeat --retry-failed")
     assert run("--no-usage", "--retry-failed").exit_code == 3
-    after = Path("out.jsonl").read_bytes().splitlines()
-    assert [index for index in range(9) if before[index] != after[index]] == list(FAILING)
+    assert changed(before) == list(FAILING)
     assert files() == {"in.jsonl", "out.jsonl", "out.jsonl.done"}
     assert run("--no-usage", "--resume").exit_code == 3
 
@@ -181,8 +184,7 @@ def test_a_retry_of_other_answers_is_begun_anew() -> None:
     Path("out.jsonl").unlink()
     before = some_fail()
     assert run("--retry-failed").exit_code == 3
-    after = Path("out.jsonl").read_bytes().splitlines()
-    assert [index for index in range(9) if before[index] != after[index]] == list(FAILING)
+    assert changed(before) == list(FAILING)
     assert files() == {"in.jsonl", "out.jsonl", "out.jsonl.done"}
 
 
@@ -273,5 +275,4 @@ def test_a_full_disk_leaves_the_old_output(monkeypatch: pytest.MonkeyPatch) -> N
     ends(result, 1, "out.jsonl.retried: can't be written: No space")
     assert Path("out.jsonl").read_bytes().splitlines() == before
     assert run("--retry-failed").exit_code == 3
-    after = Path("out.jsonl").read_bytes().splitlines()
-    assert [index for index in range(9) if before[index] != after[index]] == list(FAILING)
+    assert changed(before) == list(FAILING)

@@ -146,71 +146,54 @@ def test_the_failed_lines_of_a_shard_run_again(folder: Path) -> None:
     assert Path("all.jsonl").read_bytes() == unbroken()
 
 
-def other_input(name: str) -> None:
-    Path("in.jsonl").write_text(lines(13))
-    shard(2, output=name)
-
-
-def rewritten(name: str, **changed: str) -> None:
-    """Change what the record of a shard says."""
-    record = Path(f"{name}.done")
-    content: dict[str, Any] = json.loads(record.read_text())
+def rewritten(**changed: str) -> None:
+    """Change what the record of the second shard says."""
+    content: dict[str, Any] = json.loads(RECORD.read_text())
     del content["crc32"]
     content["made_from"] |= changed
-    record.write_text(sealed(json.dumps(content)))
+    RECORD.write_text(sealed(json.dumps(content)))
 
 
+TWO, RECORD = Path("part2.jsonl"), Path("part2.jsonl.done")
+OTHER = (PARTS[0], "other.jsonl", PARTS[2])
+NO_RECORD = "part2.jsonl: part2.jsonl.done is missing or damaged, which says what it was made from"
+BAD_RECORD = "part2.jsonl: its part2.jsonl.done is damaged"
 REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     "missing": (lambda: None, PARTS[:2], "shard 3/3 is missing: name its output, too"),
     "several missing": (lambda: None, PARTS[:1], "shards 2/3, 3/3 are missing"),
     "there twice": (
-        lambda: [shutil.copy(f"{PARTS[0]}{end}", f"copy.jsonl{end}") for end in ("", ".done")],
+        lambda: [shutil.copy(f"{TWO}{end}", f"copy.jsonl{end}") for end in ("", ".done")],
         (*PARTS, "copy.jsonl"),
-        "part1.jsonl and copy.jsonl are both shard 1/3: leave one out",
+        "part2.jsonl and copy.jsonl are both shard 2/3: leave one out",
     ),
     "no such file": (lambda: None, (*PARTS[:2], "none.jsonl"), "none.jsonl: is not there"),
     "without its record": (
-        lambda: Path("part2.jsonl.done").unlink(),
+        RECORD.unlink,
         PARTS,
-        "part2.jsonl: part2.jsonl.done is missing or damaged, which says what it was made from: "
-        "copy it from the machine that ran the shard",
+        f"{NO_RECORD}: copy it from the machine that ran the shard",
     ),
-    "damaged record": (
-        lambda: Path("part2.jsonl.done").write_text("{"),
-        PARTS,
-        "part2.jsonl.done is missing or damaged",
-    ),
+    "damaged record": (lambda: RECORD.write_text("{"), PARTS, NO_RECORD),
     "record of another digit": (
-        lambda: Path("part2.jsonl.done").write_text(
-            Path("part2.jsonl.done").read_text().replace('"failed": 0', '"failed": 1')
-        ),
+        lambda: RECORD.write_text(RECORD.read_text().replace('"failed": 0', '"failed": 1')),
         PARTS,
-        "part2.jsonl.done is missing or damaged",
+        NO_RECORD,
     ),
-    "record of nonsense": (
-        lambda: rewritten("part2.jsonl", **{"--shard": '"9/3"'}),
-        PARTS,
-        "part2.jsonl: its part2.jsonl.done is damaged",
-    ),
-    "record of depth": (
-        lambda: rewritten("part2.jsonl", **{"--shard": "[" * 99_999}),
-        PARTS,
-        "part2.jsonl: its part2.jsonl.done is damaged",
-    ),
+    "record of nonsense": (lambda: rewritten(**{"--shard": '"9/3"'}), PARTS, BAD_RECORD),
+    "record of depth": (lambda: rewritten(**{"--shard": "[" * 99_999}), PARTS, BAD_RECORD),
     "not ended": (
         lambda: Path("part2.jsonl.run").write_bytes(b""),
         PARTS,
         "part2.jsonl: this shard has not ended: continue it with --resume",
     ),
     "changed": (
-        lambda: Path("part2.jsonl").write_bytes(Path("part2.jsonl").read_bytes()[:-1] + b" "),
+        lambda: TWO.write_bytes(TWO.read_bytes()[:-1] + b" "),
         PARTS,
         "part2.jsonl: is not what shard 2/3 left",
     ),
     "cut off": (
-        lambda: Path("part3.jsonl").write_bytes(Path("part3.jsonl").read_bytes()[:-9]),
+        lambda: TWO.write_bytes(TWO.read_bytes()[:-9]),
         PARTS,
-        "part3.jsonl: is not what shard 3/3 left",
+        "part2.jsonl: is not what shard 2/3 left",
     ),
     "no shard": (
         lambda: run("in.jsonl", "-o", "plain.jsonl", "--no-usage"),
@@ -218,22 +201,22 @@ REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
         "plain.jsonl: is not a shard: it was made without --shard, leave it out",
     ),
     "of another batch": (
-        lambda: other_input("other.jsonl"),
-        (PARTS[0], "other.jsonl", PARTS[2]),
+        lambda: (Path("in.jsonl").write_text(lines(13)), shard(2, output="other.jsonl")),
+        OTHER,
         "other.jsonl: was made from another input than part1.jsonl",
     ),
     "with other options": (
         lambda: shard(2, "--top-k", 3, output="other.jsonl"),
-        (PARTS[0], "other.jsonl", PARTS[2]),
+        OTHER,
         "other.jsonl: was made from another --top-k than part1.jsonl: 3 there, 0 here",
     ),
     "of another number": (
         lambda: shard(2, count=4, output="other.jsonl"),
-        (PARTS[0], "other.jsonl", PARTS[2]),
+        OTHER,
         "other.jsonl is shard 2/4 and part1.jsonl is shard 1/3",
     ),
     "cut in another way": (
-        lambda: rewritten("part2.jsonl", cut="0"),
+        lambda: rewritten(cut="0"),
         PARTS,
         "part2.jsonl: its machine partitioned the batch differently than that of part1.jsonl",
     ),
@@ -265,22 +248,20 @@ def last_of(name: str) -> bytes:
     return Path(name).read_bytes().splitlines(keepends=True)[-1]
 
 
+WRONG, FOREIGN = "nothing is written: ", "is not an answer of this program"
 HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "first line missing": (lambda whole: whole.split(b"\n", 1)[1], "nothing is written: "),
-    "last line missing": (lambda whole: whole[: whole[:-1].rindex(b"\n") + 1], "nothing is wri"),
-    "line there twice": (lambda whole: whole + last_of("part1.jsonl"), "nothing is written: "),
-    "line of another shard": (lambda whole: whole + last_of("part2.jsonl"), "nothing is written: "),
-    "empty": (lambda whole: b"", "nothing is written: "),
-    "no JSON": (lambda whole: whole + b"{\n", "is not an answer of this program"),
-    "no object": (lambda whole: whole + b"[]\n", "is not an answer of this program"),
-    "deep": (lambda whole: whole + b"[" * 99_999 + b"\n", "is not an answer of this program"),
-    "index of text": (
-        lambda whole: whole + b'{"index": "1"}\n',
-        "is not an answer of this program",
-    ),
-    "index of truth": (lambda whole: whole + b'{"index": true}\n', "is not an answer of this"),
-    "index below": (lambda whole: b'{"index": -1}\n' + whole, "nothing is written: "),
-    "index beyond": (lambda whole: whole + b'{"index": 12}\n', "nothing is written: "),
+    "first line missing": (lambda whole: whole.split(b"\n", 1)[1], WRONG),
+    "last line missing": (lambda whole: whole[: whole[:-1].rindex(b"\n") + 1], WRONG),
+    "line there twice": (lambda whole: whole + last_of("part1.jsonl"), WRONG),
+    "line of another shard": (lambda whole: whole + last_of("part2.jsonl"), WRONG),
+    "empty": (lambda whole: b"", WRONG),
+    "no JSON": (lambda whole: whole + b"{\n", FOREIGN),
+    "no object": (lambda whole: whole + b"[]\n", FOREIGN),
+    "deep": (lambda whole: whole + b"[" * 99_999 + b"\n", FOREIGN),
+    "index of text": (lambda whole: whole + b'{"index": "1"}\n', FOREIGN),
+    "index of truth": (lambda whole: whole + b'{"index": true}\n', FOREIGN),
+    "index below": (lambda whole: b'{"index": -1}\n' + whole, WRONG),
+    "index beyond": (lambda whole: whole + b'{"index": 12}\n', WRONG),
 }
 
 
@@ -316,7 +297,7 @@ def test_an_output_that_is_there_stays(copied: Path) -> None:
 
 
 def test_a_model_may_have_another_name_on_each_machine(copied: Path) -> None:
-    rewritten("part2.jsonl", model="/elsewhere/demo")
+    rewritten(model="/elsewhere/demo")
     assert merge().exit_code == 3
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
+from support.checks import write_lines
 from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
@@ -27,7 +27,7 @@ def run(*arguments: str | Path, width: int = 120) -> Result:
 def events(tmp_path: Path) -> Path:
     file = tmp_path / "events.jsonl"
     made = [*afternoon(30), example_event()]
-    file.write_text("".join(json.dumps(event) + "\n" for event in made))
+    write_lines(file, made)
     return file
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_found_is_said(events: Path, arguments: list[str], messag
 def test_hashes_are_shown_as_such_with_the_way_to_text(tmp_path: Path) -> None:
     """Nobody takes them for the text."""
     file = tmp_path / "events.jsonl"
-    file.write_text(json.dumps(without_text(example_event())) + "\n")
+    write_lines(file, [without_text(example_event())])
     text = " ".join(run(file, "--last").stdout.split())
     assert "00000001 00000002" in text
     assert "only keyed hashes were logged" in text
@@ -106,10 +106,8 @@ def test_hashes_are_shown_as_such_with_the_way_to_text(tmp_path: Path) -> None:
 def test_every_reason_is_explained(tmp_path: Path, reason: str | None) -> None:
     """With its sentence, and its remedy where it has one; also without a divergence."""
     file = tmp_path / "events.jsonl"
-    file.write_text(
-        json.dumps(example_event(reason=reason, divergence=None, ttft_s=None, prefill_rate=None))
-        + "\n"
-    )
+    event = example_event(reason=reason, divergence=None, ttft_s=None, prefill_rate=None)
+    write_lines(file, [event])
     text = " ".join(run(file, "--last", width=300).stdout.split())
     if reason is None:
         assert "Nothing was lost" in text
@@ -233,5 +231,5 @@ def test_a_word_that_fills_the_screen_is_cut(tmp_path: Path) -> None:
     for side in ("common", "previous", "current"):
         event["divergence"][side]["text"] = "x" * 10**6
     file = tmp_path / "events.jsonl"
-    file.write_text(json.dumps(event) + "\n")
+    write_lines(file, [event])
     assert len(run(file, "--last").stdout) < 10**4

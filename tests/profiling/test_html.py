@@ -156,17 +156,8 @@ def test_ticks_of_a_timeline_say_a_time_once() -> None:
     assert ">11-21 " in days
 
 
-NOTHING = dict.fromkeys(
-    (
-        "prompt_tokens",
-        "matched_tokens",
-        "cached_tokens",
-        "saved_tokens",
-        "evaluated_tokens",
-        "lost_tokens",
-    ),
-    0,
-)
+COUNTS = "prompt matched cached saved evaluated lost".split()
+NOTHING = {f"{name}_tokens": 0 for name in COUNTS}
 
 
 @pytest.mark.parametrize(

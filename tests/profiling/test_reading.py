@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checks import read_lines
 from support.events import example_event
 
 from mlxrunner.errors import ReadError
@@ -22,23 +23,22 @@ from mlxrunner.results import RENAMED, with_new_names
 
 EXAMPLES = Path(__file__).with_name("example.jsonl")
 EARLIER = Path(__file__).with_name("earlier.jsonl")
+LATER: dict[str, Any] = dict.fromkeys(("line", "submitted", "caller"))
+LATER |= {"restored_tokens": 0, "draft_passes": 0, "drafts": (), "evicted": ()}
+"""The fields that events of earlier programs lack, with the values that they have then."""
 
 
-def example(number: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(EXAMPLES.read_text().splitlines()[number])
-    return found
+def example(number: int = 0, **changes: Any) -> dict[str, Any]:
+    return read_lines(EXAMPLES)[number] | changes
+
+
+def line_of(**changes: Any) -> bytes:
+    return json.dumps(example(**changes)).encode()
 
 
 def completed(line: dict[str, Any]) -> dict[str, Any]:
     """Add the fields that older events lack."""
-    missing: dict[str, Any] = {
-        "line": None,
-        "submitted": None,
-        "restored_tokens": 0,
-        "caller": None,
-    }
-    missing |= {"draft_passes": 0, "drafts": (), "evicted": ()}
-    line = {**missing, **line}
+    line = LATER | line
     if (parted := line["divergence"]) is not None:
         sides = {name: {**parted[name], "picture": None} for name in ("previous", "current")}
         line["divergence"] = {**parted, **sides, "picture": None}
@@ -51,7 +51,7 @@ def test_the_examples_are_events() -> None:
     """By the schema, which is one; and read as they are."""
     jsonschema.Draft202012Validator.check_schema(event_schema())
     read = read_events([EXAMPLES])
-    lines = [json.loads(line) for line in EXAMPLES.read_text().splitlines()]
+    lines = read_lines(EXAMPLES)
     assert [event.as_dict() for event in read] == [completed(line) for line in lines]
     assert read.skipped.total() == 0
     for line in lines:
@@ -93,28 +93,28 @@ def test_every_field_says_what_it_is() -> None:
 
 
 BROKEN = {
-    "cut off": (json.dumps(example())[:200].encode(), "unreadable"),
+    "cut off": (line_of()[:200], "unreadable"),
     "no JSON": (b"hello", "unreadable"),
     "not UTF-8": (b'{"schema": "\xff\xfe"}', "unreadable"),
     "zeros": (b"\x00" * 100, "unreadable"),
     "a list": (b"[1, 2]", "unreadable"),
-    "NaN": (json.dumps(example() | {"ttft_s": float("nan")}).encode(), "unreadable"),
+    "NaN": (line_of(ttft_s=float("nan")), "unreadable"),
     "deep": (b"[" * 100_000, "unreadable"),
     "another tool's": (b'{"level": "info"}', "foreign"),
-    "an older version": (json.dumps(example() | {"version": 0}).encode(), "version"),
-    "a newer version": (json.dumps(example() | {"version": 2}).encode(), "version"),
+    "an older version": (line_of(version=0), "version"),
+    "a newer version": (line_of(version=2), "version"),
     "a field is missing": (
         json.dumps({k: v for k, v in example().items() if k != "reason"}).encode(),
         "invalid",
     ),
-    "a wrong type": (json.dumps(example() | {"cached_tokens": "many"}).encode(), "invalid"),
-    "a negative count": (json.dumps(example() | {"cached_tokens": -1}).encode(), "invalid"),
-    "a boolean count": (json.dumps(example() | {"cached_tokens": True}).encode(), "invalid"),
-    "beyond a count": (json.dumps(example() | {"cached_tokens": 10**30}).encode(), "invalid"),
-    "a list for a reason": (json.dumps(example() | {"reason": ["empty"]}).encode(), "invalid"),
-    "an unknown reason": (json.dumps(example() | {"reason": "bad luck"}).encode(), "invalid"),
-    "a broken part": (json.dumps(example() | {"spans": [{"name": "prefill"}]}).encode(), "invalid"),
-    "a broken id": (json.dumps(example() | {"id": "000000000000\n"}).encode(), "invalid"),
+    "a wrong type": (line_of(cached_tokens="many"), "invalid"),
+    "a negative count": (line_of(cached_tokens=-1), "invalid"),
+    "a boolean count": (line_of(cached_tokens=True), "invalid"),
+    "beyond a count": (line_of(cached_tokens=10**30), "invalid"),
+    "a list for a reason": (line_of(reason=["empty"]), "invalid"),
+    "an unknown reason": (line_of(reason="bad luck"), "invalid"),
+    "a broken part": (line_of(spans=[{"name": "prefill"}]), "invalid"),
+    "a broken id": (line_of(id="000000000000\n"), "invalid"),
 }
 
 
@@ -122,7 +122,7 @@ BROKEN = {
 def test_what_can_not_be_used_is_skipped_and_counted(tmp_path: Path, what: str) -> None:
     """Between two events that are read."""
     line, kind = BROKEN[what]
-    file, whole = tmp_path / "events", json.dumps(example()).encode()
+    file, whole = tmp_path / "events", line_of()
     file.write_bytes(b"\n".join([whole, line, b"", whole]))
     read = read_events([file])
     assert [event.id for event in read] == [example()["id"]] * 2
@@ -185,16 +185,6 @@ def test_rotated_files_come_first(tmp_path: Path) -> None:
 
 
 NAMES = [field.name for field in fields(Event)]
-LATER = {
-    "line": None,
-    "submitted": None,
-    "restored_tokens": 0,
-    "draft_passes": 0,
-    "drafts": (),
-    "evicted": (),
-    "caller": None,
-}
-"""The fields that events of earlier programs lack, with the values that they have then."""
 
 
 def test_fields_are_those_that_are_written_in_their_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jsonschema
 import pytest
@@ -21,7 +22,7 @@ from mlxrunner.profiling.report.summary import (
 from mlxrunner.profiling.schema import event_schema
 
 
-def summary_of(*events: dict) -> Summary:  # type: ignore[type-arg]
+def summary_of(*events: dict[str, Any]) -> Summary:
     summary = Summary()
     for event in events:
         summary.add(as_event(event))
@@ -37,27 +38,14 @@ def test_made_up_events_are_events() -> None:
 
 def test_rates_are_of_tokens_and_of_requests() -> None:
     """A long miss weighs more by token than by request."""
-    hit = example_event(
-        outcome="hit",
-        reason=None,
-        prompt_tokens=100,
-        cached_tokens=99,
-        saved_tokens=99,
-        matched_tokens=99,
-        evaluated_tokens=1,
-        lost_tokens=0,
-    )
-    miss = example_event(
-        outcome="miss",
-        reason="empty",
-        prompt_tokens=900,
-        cached_tokens=0,
-        saved_tokens=0,
-        matched_tokens=0,
-        evaluated_tokens=900,
-        lost_tokens=0,
-    )
-    summary = summary_of(hit, miss)
+
+    def asked(prompt: int, cached: int, **more: object) -> dict[str, Any]:
+        saved = {f"{name}_tokens": cached for name in ("cached", "saved", "matched")}
+        counts = {"prompt_tokens": prompt, "evaluated_tokens": prompt - cached, "lost_tokens": 0}
+        return example_event(**saved, **counts, **more)
+
+    hit = asked(100, 99, outcome="hit", reason=None)
+    summary = summary_of(hit, asked(900, 0, outcome="miss", reason="empty"))
     assert summary.hit_rate == pytest.approx(0.099)
     assert summary.request_hit_rate == 0.5
     assert summary.outcomes == {"hit": 1, "miss": 1}
@@ -97,12 +85,7 @@ def test_rates_per_second_leave_out_what_was_never_evaluated() -> None:
     summary = summary_of(whole, broken)
     assert summary.prefill_rate == pytest.approx(2000)
     assert summary.decode_rate == pytest.approx(200)
-    assert summary.ttft["partial"].as_dict() == {
-        "requests": 1,
-        "p50": 0.11,
-        "p90": 0.11,
-        "p99": 0.11,
-    }
+    assert list(summary.ttft["partial"].as_dict().values()) == [1, 0.11, 0.11, 0.11]
 
 
 def test_percentiles_are_times_that_occurred() -> None:

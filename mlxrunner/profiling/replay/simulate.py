@@ -337,7 +337,9 @@ def _follow(cache: PrefixCache, request: ReplayedRequest) -> None:
     )
     if longest is not None:
         whole = np.concatenate([held[: keep + longest[1]], prompt[keep:]])
-        cache.prepare(whole, keep, longest[1], _moved if request.matched > keep else _not_moved)
+        is_moved = request.matched > keep
+        move = _moved if is_moved else lambda layers, by: None
+        cache.prepare(whole, keep, longest[1], move)
 
 
 def _shift(request: ReplayedRequest, context: int) -> Shift:
@@ -353,7 +355,3 @@ def _shift(request: ReplayedRequest, context: int) -> Shift:
 def _moved(layers: Sequence[LayerCache], by: int) -> Sequence[Callable[[Any, int], Any]]:
     """Return a function for each layer that leaves its keys as they are."""
     return [lambda keys, by: keys for _ in layers]
-
-
-def _not_moved(layers: Sequence[LayerCache], by: int) -> None:
-    return None
