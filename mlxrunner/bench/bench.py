@@ -124,15 +124,11 @@ class Bench:
 
     def _load(self) -> None:
         """Load the model, check the lengths of the prompts, and make the runner."""
-        if not self._model.startswith("random:"):
-            must_fit(
-                plan_model(
-                    self._model, max(self._contexts) + self._answer if self._contexts else None
-                )
-            )
-        self._loads = (
-            self._compare_loads() if self._versus and not self._model.startswith("random:") else {}
-        )
+        is_random = self._model.startswith("random:")
+        if not is_random:
+            most = max(self._contexts) + self._answer if self._contexts else None
+            must_fit(plan_model(self._model, most))
+        self._loads = self._compare_loads() if self._versus and not is_random else {}
         began = time.perf_counter()
         loaded = load_or_make(self._model, trust_remote_code=self._trust)
         self._loads.setdefault("ours", [time.perf_counter() - began])
@@ -334,15 +330,10 @@ class Bench:
         """Record the memory of the weights and of the entry."""
         offered = device.offered_bytes()
         entry = self._runner.entry
+        parts = {"weights": self._weights, f"entry of {len(entry.tokens)} tokens": entry.nbytes}
         self.measurements.figures += [
-            Figure("weights", "MB", [self._weights / 1e6], self._weights / offered, "memory"),
-            Figure(
-                f"entry of {len(entry.tokens)} tokens",
-                "MB",
-                [entry.nbytes / 1e6],
-                entry.nbytes / offered,
-                "memory",
-            ),
+            Figure(name, "MB", [nbytes / 1e6], nbytes / offered, "memory")
+            for name, nbytes in parts.items()
         ]
         mx.clear_cache()
 
@@ -469,18 +460,13 @@ def cost_of(model: Any, config: dict[str, Any]) -> PassCost | None:
     arrays: Any = tree_flatten(model.parameters())
     total = num_parameters(model)
     is_untied = any("lm_head" in name for name, _ in arrays)
-    table = sum(
-        _weights(model, name) for name, _ in arrays if "embed" in name and name.endswith(".weight")
+    weights = [name for name, _ in arrays if name.endswith(".weight")]
+    table, head = (
+        sum(_weights(model, name) for name in weights if part in name)
+        for part in ("embed", "lm_head")
     )
-    head = sum(
-        _weights(model, name)
-        for name, _ in arrays
-        if "lm_head" in name and name.endswith(".weight")
-    )
-    unread = sum(array.nbytes for name, array in arrays if is_untied and "embed" in name)
-    return PassCost(
-        total - table - head, head or table, sum(array.nbytes for _, array in arrays) - unread
-    )
+    read = sum(array.nbytes for name, array in arrays if not (is_untied and "embed" in name))
+    return PassCost(total - table - head, head or table, read)
 
 
 def num_parameters(model: Any) -> int:

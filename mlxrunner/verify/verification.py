@@ -126,14 +126,12 @@ class Talk:
         tokens: list[int] = []
         vocab = self.runner.facts.vocab
         while len(tokens) < count:
-            words = [self._random.choice(WORDS) for _ in range(9)] + [
-                str(self._random.randrange(10_000))
-            ]
+            words = [self._random.choice(WORDS) for _ in range(9)]
+            words.append(str(self._random.randrange(10_000)))
             spelled = self.runner.tokenizer.encode_more(f"{' '.join(words).capitalize()}. ")
             usable = [token for token in spelled if not vocab or token < vocab]
-            tokens += usable or [
-                self._random.randrange(max(vocab, 2))
-            ]  # the tokenizer has no tokens for these words
+            # A tokenizer may have no tokens for these words.
+            tokens += usable or [self._random.randrange(max(vocab, 2))]
         return tokens[:count]
 
 
@@ -142,22 +140,8 @@ def append(talk: Talk) -> Case:
     return Case([*talk.base, *talk.say(talk.base, talk.answer), *talk.more()])
 
 
-def edit_early(talk: Talk) -> Case:
-    """Change a token after an eighth of the prompt."""
-    return _edit(talk, len(talk.base) // 8)
-
-
-def edit_middle(talk: Talk) -> Case:
-    """Change a token in the middle of the prompt."""
-    return _edit(talk, len(talk.base) // 2)
-
-
-def edit_last(talk: Talk) -> Case:
-    """Change the last token of the prompt."""
-    return _edit(talk, len(talk.base) - 1)
-
-
-def _edit(talk: Talk, place: int) -> Case:
+def edit(talk: Talk, place: int) -> Case:
+    """Change the token at `place` of the prompt."""
     talk.say(talk.base, talk.answer)
     return Case(talk.changed(place))
 
@@ -221,10 +205,8 @@ def overflow(talk: Talk) -> Case:
 def overflow_decode(talk: Talk) -> Case:
     """Let an answer grow beyond the context."""
     talk.say(talk.base, 1)
-    return Case(
-        [*talk.base, *talk.more(talk.runner.context - len(talk.base) - max(talk.answer // 2, 1))],
-        _shift(talk),
-    )
+    more = talk.runner.context - len(talk.base) - max(talk.answer // 2, 1)
+    return Case([*talk.base, *talk.more(more)], _shift(talk))
 
 
 def _shift(talk: Talk) -> dict[str, Any]:
@@ -237,9 +219,9 @@ class _Stopped(KeyboardInterrupt):
 
 SCENARIOS: dict[str, Callable[[Talk], Case]] = {
     "append": append,
-    "edit an early token": edit_early,
-    "edit a middle token": edit_middle,
-    "edit the last token": edit_last,
+    "edit an early token": lambda talk: edit(talk, len(talk.base) // 8),
+    "edit a middle token": lambda talk: edit(talk, len(talk.base) // 2),
+    "edit the last token": lambda talk: edit(talk, len(talk.base) - 1),
     "regenerate": regenerate,
     "thinking left out": think_strip,
     "cancelled in the prefill": cancel_prefill,
@@ -278,18 +260,11 @@ def ask(runner: Runner, case: Case, count: int) -> AnswerLogits:
         rows.append(logits)
         return logits
 
-    chunks = list(
-        runner.generate(
-            case.prompt, max_tokens=count, stop_tokens=[], logits_processors=[keep], **case.options
-        )
-    )
+    options = {"max_tokens": count, "stop_tokens": [], **case.options}
+    chunks = list(runner.generate(case.prompt, logits_processors=[keep], **options))
     logits = np.array(mx.concatenate(rows).astype(mx.float32))[: len(chunks)]
-    return AnswerLogits(
-        [chunk.token or 0 for chunk in chunks],
-        logits,
-        float(mx.finfo(rows[0].dtype).eps),
-        chunks[-1].usage,
-    )
+    tokens, epsilon = [chunk.token or 0 for chunk in chunks], float(mx.finfo(rows[0].dtype).eps)
+    return AnswerLogits(tokens, logits, epsilon, chunks[-1].usage)
 
 
 def difference(one: AnswerLogits, other: AnswerLogits) -> Difference:
@@ -340,15 +315,11 @@ def moved_keys(talk: Talk) -> Check:
     computed = _keys(runner.entry.caches[0])
     assert computed is not None
     count = min(moved.shape[2], computed.shape[2])
-    gaps = mx.abs(
-        moved[:, :, -count:].astype(mx.float32) - computed[:, :, -count:].astype(mx.float32)
-    ).max(axis=(0, 2))
-    apart = mx.where(
-        gaps == 0, 0, gaps / mx.abs(computed.astype(mx.float32)).max(axis=(0, 2))
-    ).max()
-    limit = FACTOR * (
-        2 * float(mx.finfo(moved.dtype).eps) + runner.context * float(mx.finfo(mx.float32).eps)
-    )
+    was, now = (keys.astype(mx.float32) for keys in (moved, computed))
+    gaps = mx.abs(was[:, :, -count:] - now[:, :, -count:]).max(axis=(0, 2))
+    apart = mx.where(gaps == 0, 0, gaps / mx.abs(now).max(axis=(0, 2))).max()
+    steps = [float(mx.finfo(dtype).eps) for dtype in (moved.dtype, mx.float32)]
+    limit = FACTOR * (2 * steps[0] + runner.context * steps[1])
     gap = float(apart.item())  # type: ignore[arg-type]  # a float array
     return Check(MOVED_KEYS, found=Difference(0, 0, gap), limit=limit)
 
@@ -451,13 +422,8 @@ def _together(
     talk: Talk, prompts: list[list[int]], *, at_once: bool = False
 ) -> list[LogprobAnswer]:
     runner = talk.runner
-    with Engine(
-        runner.model,
-        runner.tokenizer,
-        runner.facts,
-        max_sequences=len(prompts),
-        context=runner.context,
-    ) as together:
+    parts = runner.model, runner.tokenizer, runner.facts
+    with Engine(*parts, max_sequences=len(prompts), context=runner.context) as together:
         if at_once:
             together.attend_at_once()
         handles = [
@@ -549,9 +515,8 @@ class Verification:
         self._noise()
         for number, name in enumerate(SCENARIOS):
             self._begin(name)
-            self._other.prefill_step = max(
-                (self._step // 2, self._step // 3, SMALL_STEP)[number % 3], 1
-            )
+            step = (self._step // 2, self._step // 3, SMALL_STEP)[number % 3]
+            self._other.prefill_step = max(step, 1)
             self._add(name, partial(self._row, name))
         for name, row in ((MOVED_KEYS, moved_keys), (GUESSED, guessed), (PARALLEL, parallel)):
             self._begin(name)
@@ -632,9 +597,8 @@ def verification(
     if not model.startswith("random:"):
         must_fit(plan_model(model, context, kv_bits=kv_bits))
     loaded = load_or_make(model, trust_remote_code=trust_remote_code)
-    make = partial(
-        Runner, loaded.model, loaded.tokenizer, loaded.facts, name=model, kv_bits=kv_bits
-    )
+    parts = loaded.model, loaded.tokenizer, loaded.facts
+    make = partial(Runner, *parts, name=model, kv_bits=kv_bits)
     return prepared(make, context=context, tokens=tokens, begin=begin)
 
 
@@ -682,10 +646,8 @@ def _speed(make: Callable[..., Runner], most: int) -> tuple[float, float]:
     for _ in range(2):  # the first time, kernels are compiled
         runner.reset()
         began = time.perf_counter()
-        usages = [
-            chunk.usage for chunk in runner.generate([1] * count, max_tokens=4, stop_tokens=[])
-        ]
+        *_, last = runner.generate([1] * count, max_tokens=4, stop_tokens=[])
         seconds = time.perf_counter() - began
-    usage = usages[-1]
+    usage = last.usage
     decode = usage.timing.decode_s if usage is not None else 0.0
     return (seconds - decode) / count, decode / 3

@@ -90,42 +90,28 @@ def _cards(summary: Summary) -> str:
         else ""
     )
     overlap = ", for each of several at a time" if summary.side_by_side else ""
+    reused = f"{number(tokens['saved'])} of {number(tokens['prompt'])} prompt tokens"
     cards = [
-        (
-            "Hit rate by token",
-            percent(summary.hit_rate),
-            f"{number(tokens['saved'])} of {number(tokens['prompt'])} prompt tokens",
-        ),
+        ("Hit rate by token", percent(summary.hit_rate), reused),
         ("Hit rate by request", percent(summary.request_hit_rate), counts),
         ("Tokens lost", number(tokens["lost"]), "evaluated, though they need not have been"),
-        *(
-            [("Evaluated in advance", number(tokens["prefetched"]), "before their requests came")]
-            if tokens["prefetched"]
-            else []
-        ),
+    ]
+    if ahead := tokens["prefetched"]:
+        cards.append(("Evaluated in advance", number(ahead), "before their requests came"))
+    cards += [
         ("Time saved", seconds(summary.saved_s), f"by what was reused, an estimate{known}"),
-        (
-            "Prefill",
-            rate(summary.prefill_rate),
-            f"over the tokens that were evaluated{overlap}",
-        ),
+        ("Prefill", rate(summary.prefill_rate), f"over the tokens that were evaluated{overlap}"),
         ("Decode", rate(summary.decode_rate), f"without each answer's first token{overlap}"),
     ]
     if drafted := summary.drafted.total():
         right = number(summary.accepted.total())
         cards.append(("Guessed right", right, f"of {number(drafted)} guessed tokens of answers"))
     if summary.verified:
-        cards.append(
-            (
-                "Verified cold",
-                number(summary.verified),
-                f"of which {number(summary.unequal)} differed",
-            )
-        )
+        differed = f"of which {number(summary.unequal)} differed"
+        cards.append(("Verified cold", number(summary.verified), differed))
     if summary.untested:
-        cards.append(
-            ("Untested", number(summary.untested), "one wrong token would be within the tolerance")
-        )
+        why = "one wrong token would be within the tolerance"
+        cards.append(("Untested", number(summary.untested), why))
     shown = (
         f"<div><dt>{name}</dt><dd>{_with_small_unit(value)}<small>{note}</small></dd></div>"
         for name, value, note in cards
@@ -142,25 +128,14 @@ def _batches(summary: Summary) -> str:
     """Return a panel with a bar for each run of a batch; nothing without any."""
     if not summary.batches.runs:
         return ""
-    rows = (
-        (
-            name_of(run),
-            {
-                "cached": run.reuse,
-                "avoidable": run.avoidable / max(run.prompt, 1),
-                "twice": (run.lost - run.avoidable) / max(run.prompt, 1),
-                "new": 1 - run.best,
-            },
-            (
-                percent(run.reuse),
-                percent(run.best),
-                number(run.failed.total() + run.refused),
-                number(run.cut),
-            ),
-            f"{safe(moment(run.time))} UTC: {safe(words(run))}",
-        )
-        for run in summary.batches.runs
-    )
+    rows = []
+    for run in summary.batches.runs:
+        prompt, failed = max(run.prompt, 1), run.failed.total() + run.refused
+        lost = {"avoidable": run.avoidable / prompt, "twice": (run.lost - run.avoidable) / prompt}
+        shares = {"cached": run.reuse, **lost, "new": 1 - run.best}
+        figures = percent(run.reuse), percent(run.best), number(failed), number(run.cut)
+        said = f"{safe(moment(run.time))} UTC: {safe(words(run))}"
+        rows.append((name_of(run), shares, figures, said))
     text = (
         "The prompt tokens of all lines: reused, and evaluated. At best, each part that lines "
         "share is evaluated once: that is the tree of all prefixes."
@@ -207,21 +182,14 @@ def _losses(
     rows = (
         (
             name,
-            {
-                "avoidable": loss.avoidable / most,
-                "twice": (loss.tokens - loss.avoidable) / most,
-            },
+            {"avoidable": loss.avoidable / most, "twice": (loss.tokens - loss.avoidable) / most},
             (number(loss.tokens), seconds(loss.seconds), number(loss.requests)),
             words(name),
         )
         for name, loss in by_tokens(losses)
     )
-    return panel(
-        title,
-        text,
-        bars_table(first, ["tokens", "time", "requests"], rows),
-        is_wide=is_wide,
-    )
+    shown = bars_table(first, ["tokens", "time", "requests"], rows)
+    return panel(title, text, shown, is_wide=is_wide)
 
 
 def _costliest(summary: Summary) -> str:
@@ -232,12 +200,9 @@ def _costliest(summary: Summary) -> str:
         for m in summary.costliest
     ]
     columns = ["id", "at", "time", "tokens", "reason", "place", "model"]
-    return panel(
-        "The costliest misses",
-        "mlxrunner explain FILE ID shows the two sides of one.",
-        table(columns, rows, kind="stack"),
-        is_wide=True,
-    )
+    text = "mlxrunner explain FILE ID shows the two sides of one."
+    shown = table(columns, rows, kind="stack")
+    return panel("The costliest misses", text, shown, is_wide=True)
 
 
 def _sentence(text: str) -> str:

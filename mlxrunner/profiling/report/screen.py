@@ -81,14 +81,8 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
     for row in simulation.rows:
         change = _change(row.evaluated, before) if row is not simulation.rows[0] else ""
         drawn = [Bar(1, 0, row.hit_rate, color="green")] if is_wide else []
-        table.add_row(
-            _text(row.what.name),
-            percent(row.hit_rate),
-            number(row.hits),
-            number(row.evaluated),
-            change,
-            *drawn,
-        )
+        figures = percent(row.hit_rate), number(row.hits), number(row.evaluated), change
+        table.add_row(_text(row.what.name), *figures, *drawn)
     to.print(table)
     to.print()
     if simulation.side_by_side:
@@ -152,11 +146,8 @@ def sparkline(shares: list[float], *, is_ascii: bool) -> str:
 def _totals(summary: Summary, to: Console) -> None:
     tokens = summary.tokens
     new = tokens["evaluated"] + tokens["prefetched"] - tokens["lost"]
-    ahead = (
-        f" ({number(tokens['prefetched'])} of these evaluated in advance)"
-        if tokens["prefetched"]
-        else ""
-    )
+    prefetched = number(tokens["prefetched"])
+    ahead = f" ({prefetched} of these evaluated in advance)" if tokens["prefetched"] else ""
     names = [visible(name) for name, _ in summary.models.most_common(3)]
     models = ", ".join(names) + (" ..." if len(summary.models) > 3 else "")
     period = f"{moment(summary.first_time)} to {moment(summary.last_time)} UTC"
@@ -212,13 +203,9 @@ def _exceptions(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _change(tokens: int, before: int) -> str:
-    return (
-        "the same"
-        if tokens == before
-        else f"{(tokens - before) / before:+.1%}"
-        if before
-        else "more"
-    )
+    if tokens == before:
+        return "the same"
+    return f"{(tokens - before) / before:+.1%}" if before else "more"
 
 
 def _counts(summary: Summary) -> str:
@@ -249,14 +236,9 @@ def _batches(runs: Sequence[BatchRun], to: Console) -> None:
         return
     table = _table("batches", ("order", "reused", "at best", "failed", "cut"))
     for run in runs:
-        failed = run.failed.total() + run.refused
-        table.add_row(
-            _text(name_of(run)),
-            percent(run.reuse),
-            percent(run.best),
-            number(failed),
-            number(run.cut),
-        )
+        failed = number(run.failed.total() + run.refused)
+        figures = percent(run.reuse), percent(run.best), failed, number(run.cut)
+        table.add_row(_text(name_of(run)), *figures)
     _print(table, to)
     to.print()
     for run in runs:
@@ -269,9 +251,8 @@ def _first_tokens(summary: Summary, to: Console) -> None:
         row = summary.ttft[outcome].as_dict()
         if row["requests"]:
             times = (seconds(row[name]) for name in ("p50", "p90", "p99"))
-            table.add_row(
-                _text(outcome, COLOURS[outcome]), number(int(row["requests"] or 0)), *times
-            )
+            count = number(int(row["requests"] or 0))
+            table.add_row(_text(outcome, COLOURS[outcome]), count, *times)
     _print(table, to)
 
 
@@ -425,11 +406,8 @@ def find_event(
 def show_event(event: Event, to: Console) -> None:
     """Print what happened, the two sides, and what to change."""
     head = f"{event.id}  {event.command}, {event.model}, {moment(event.time)} UTC: "
-    to.print(
-        Text(visible(head)).append(
-            event.outcome, {"hit": "green", "partial": "yellow"}.get(event.outcome, "red")
-        )
-    )
+    colour = {"hit": "green", "partial": "yellow"}.get(event.outcome, "red")
+    to.print(Text(visible(head)).append(event.outcome, colour))
     if event.caller is not None:
         to.print(Text(visible(_asker(event.caller))))
     explained = event.explain()
@@ -472,9 +450,8 @@ def _remedy(event: Event) -> str:
         return event.caller.remedy.removesuffix(".")
     if not event.lost_tokens and event.reason in PARTING:
         return ""
-    return (place_remedy(place_of(event)) if event.reason == "diverged" else "") or remedy(
-        event.reason
-    )
+    of_place = place_remedy(place_of(event)) if event.reason == "diverged" else ""
+    return of_place or remedy(event.reason)
 
 
 def _cost(event: Event) -> str:
@@ -487,12 +464,9 @@ def _cost(event: Event) -> str:
         said += f", {number(event.lost_tokens)} of them because of that"
         if event.prefill_rate:
             said += f" ({seconds(event.lost_tokens / event.prefill_rate)})"
-    first = (
-        f"; first token after {seconds(event.ttft_s)}"
-        if event.ttft_s is not None
-        else "; there was no first token"
-    )
-    return f"{said}{first}."
+    if event.ttft_s is None:
+        return f"{said}; there was no first token."
+    return f"{said}; first token after {seconds(event.ttft_s)}."
 
 
 def _moved(event: Event) -> str:
@@ -516,10 +490,7 @@ def _sides(divergence: Divergence, to: Console) -> None:
         left, right = compare(cut_words(previous.text or ""), cut_words(current.text or ""))
     else:
         before = [(f"{_shortened(token)} ", True) for token in common.tokens[-MOST:]]
-        left, right = compare(
-            [f"{token} " for token in previous.tokens],
-            [f"{token} " for token in current.tokens],
-        )
+        left, right = compare(*([f"{one} " for one in s.tokens] for s in (previous, current)))
     columns = [
         (f"the entry had {_whereabouts(previous)}", _marked(before, left, "red", is_text)),
         (f"the prompt has {_whereabouts(current)}", _marked(before, right, "green", is_text)),
@@ -553,10 +524,8 @@ def compare(left: list[str], right: list[str]) -> tuple[Pieces, Pieces]:
     matcher = SequenceMatcher(None, *compared, autojunk=False)
     sides: tuple[Pieces, Pieces] = ([], [])
     for kind, left_begin, left_end, right_begin, right_end in matcher.get_opcodes():
-        for side, pieces in (
-            (sides[0], left[left_begin:left_end]),
-            (sides[1], right[right_begin:right_end]),
-        ):
+        cut = left[left_begin:left_end], right[right_begin:right_end]
+        for side, pieces in zip(sides, cut, strict=True):
             if pieces:
                 side.append(("".join(map(_shortened, pieces)), kind == "equal"))
     for side, whole in zip(sides, (left, right), strict=True):
@@ -576,10 +545,8 @@ def _marked(before: Pieces, pieces: Pieces, colour: str, is_text: bool) -> Text:
         text.append(_shown(piece), "dim")
     text.append("│", "bold")
     for piece, is_common in pieces:
-        text.append(
-            _shown(piece, is_blank_seen=is_text and not is_common),
-            "" if is_common else f"bold {colour}",
-        )
+        shown = _shown(piece, is_blank_seen=is_text and not is_common)
+        text.append(shown, "" if is_common else f"bold {colour}")
     return text if pieces else text.append("(ends here)", "italic")
 
 
