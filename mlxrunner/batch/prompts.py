@@ -16,7 +16,7 @@ import base64
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -319,21 +319,18 @@ def tokenized(
     if not sees:
         raise PromptError("its messages have pictures, and the model was loaded without its eyes")
     numbers = count(1)
-    shown: Any = [
-        {**one, "pictures": [_pixels(next(numbers), text, folder) for text in one["pictures"]]}
-        if one.get("pictures")
-        else one
-        for one in messages
-    ]
+    shown = _with_pictures(messages, lambda text: _pixels(next(numbers), text, folder))
     prompt = tokenize_prompt(tokenizer, CheckedMessages(shown), variables, None, continues)
     left = iter(prompt.views)
-    stored: Any = [
-        {**one, "pictures": [_row(text, next(left)) for text in one["pictures"]]}
-        if one.get("pictures")
-        else one
+    return prompt, _with_pictures(messages, lambda text: _row(text, next(left)))
+
+
+def _with_pictures(messages: Sequence[PlainMessage], made: Callable[[Any], Any]) -> Any:
+    """Return the messages with what `made` returns for each of their pictures."""
+    return [
+        {**one, "pictures": list(map(made, one["pictures"]))} if one.get("pictures") else one
         for one in messages
     ]
-    return prompt, stored
 
 
 def again(
