@@ -6,13 +6,13 @@ import gzip
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checks import output_of
 
 from mlxrunner.batch.inputs import LONGEST, Inputs, digest_of
 from mlxrunner.batch.options import BatchOptions
@@ -98,10 +98,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - first)
             packed.write(b"a" * LONGEST)
         packed.write(b"\n" + good)
     assert Path("bomb.gz").stat().st_size < LONGEST
-    result = subprocess.run(
-        [sys.executable, "-c", script, "bomb.gz"], capture_output=True, text=True, check=True
-    )
-    first, second, third, grown = result.stdout.splitlines()
+    first, second, third, grown = output_of(script, "bomb.gz").splitlines()
     assert (first, third) == ("good", "good")
     assert second == f"line 2: is longer than {LONGEST} bytes"
     unit = 1 if sys.platform == "darwin" else 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.batches import one, read, user
+from support.checks import output_of
 
 from mlxrunner.batch.fields import FIELDS
 from mlxrunner.batch.options import FileOptions
@@ -256,7 +256,6 @@ def test_empty_lines_are_counted_only(end: str, mark: bytes) -> None:
             "message 0: content of type 'a' is not supported, only text",
         ),
         ('{"prompt": "a", "system": 5}', "system has to be a text, not a number"),
-        ('{"promt": "a"}', "unknown field 'promt': did you mean 'prompt'? known are choices, "),
         ('{"prompt": "a", "logits_processors": [1]}', "logits_processors: [1] is not supported"),
         (
             '{"prompt": "a", "id": 1.5}',
@@ -339,11 +338,6 @@ def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:
             "message 0: role 'usr' is not known, it has to be one of",
         ),
         (
-            '{"id": 1, "messages": [{"role": "robot", "content": "a"}]}',
-            1,
-            "role 'robot' is not known",
-        ),
-        (
             '{"custom_id": "x", "body": {"messages": [{"role": "", "content": "a"}]}}',
             "x",
             "role '' is not known",
@@ -412,9 +406,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(line.error, "|", grown // (1024 if __import__("sys").platform == "linux" else 1024**2))
 """
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    said = output_of(program)
     error, megabytes = said.split("|")
     assert error.strip() == "line 1: is longer than 16777216 bytes"
     assert int(megabytes) < 100

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -13,12 +14,23 @@ from support.batches import llama, prompts, requests, texts
 from support.engine import Engine, backend
 
 import mlxrunner
-from mlxrunner import BatchRequest, OptionError, Runner, run_batch
+from mlxrunner import BatchRequest, BatchResult, OptionError, Runner, run_batch
 from mlxrunner.batch.order import run_order, sort_key
 from mlxrunner.batch.prompts import cost
 from mlxrunner.testing import ByteTokenizer, OracleModel, oracle_runner
 
 Make = Callable[[], Any]
+
+
+def evaluated_of(results: Iterable[BatchResult]) -> int:
+    return sum(one.result.usage.evaluated_tokens for one in results if one.result is not None)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a second pass each time that somebody looks."""
+    seconds = count(1.0)
+    monkeypatch.setattr("mlxrunner.batch.execution.time.monotonic", lambda: next(seconds))
 
 
 def test_results_come_in_the_order_of_the_requests_and_equal_runs_one_by_one(alone: Runner) -> None:
@@ -66,9 +78,7 @@ def test_the_prefix_order_evaluates_each_node_of_the_tree_once(alone: Runner) ->
         results = run_batch(
             alone, [BatchRequest(prompt) for prompt in asked], order=order, max_tokens=1
         )
-        return sum(
-            result.result.usage.evaluated_tokens for result in results if result.result is not None
-        )
+        return evaluated_of(results)
 
     assert evaluated("prefix") == least.nodes + least.repeats
     assert least.repeats == 2
@@ -183,10 +193,7 @@ def test_in_parallel_shared_prefixes_are_evaluated_once(together: Engine) -> Non
     """Requests that share a beginning start close together, and wait for whoever evaluates it."""
     asked = [BatchRequest(prompt) for prompt in prompts(14, seed=3)]
     results = list(run_batch(together, asked, max_tokens=3, stop_tokens=[]))
-    evaluated = sum(
-        result.result.usage.evaluated_tokens for result in results if result.result is not None
-    )
-    assert evaluated <= 2 * 40 + sum(len(request.prompt) - 40 + 4 for request in asked)
+    assert evaluated_of(results) <= 2 * 40 + sum(len(request.prompt) - 40 + 4 for request in asked)
 
 
 def test_what_mlx_keeps_of_freed_buffers_is_given_back(
@@ -285,15 +292,10 @@ def test_retries(which: str, retries: int, fails: bool, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("which", ["alone", "together"])
-def test_a_timeout_ends_one_request_only(
-    which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_timeout_ends_one_request_only(which: str, request: pytest.FixtureRequest) -> None:
     """Seconds are counted from its own begin; the error says how many it had."""
     runner = request.getfixturevalue(which)
-    now = [0.0]
-    monkeypatch.setattr(
-        "mlxrunner.batch.execution.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
-    )
     asked = [
         BatchRequest([1, 2, 3], {"max_tokens": 2}),
         BatchRequest([4, 5], {"max_tokens": 200, "stop_tokens": []}),
@@ -303,15 +305,10 @@ def test_a_timeout_ends_one_request_only(
     assert "stopped after 30 s without an end" in str(results[1].error)
 
 
-def test_a_timeout_is_noticed_between_the_pieces_of_a_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_timeout_is_noticed_between_the_pieces_of_a_prompt() -> None:
     """Not only between tokens; what was evaluated stays in the entry."""
     runner = oracle_runner(prefill_step=4)
-    now = [0.0]
-    monkeypatch.setattr(
-        "mlxrunner.batch.execution.time.monotonic", lambda: now.__setitem__(0, now[0] + 1) or now[0]
-    )
     (result,) = run_batch(runner, [BatchRequest(list(range(100)))], timeout=5, max_tokens=1)
     assert "stopped after 5 s" in str(result.error)
     assert 0 < len(runner.entry.tokens) < 99

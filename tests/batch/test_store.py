@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import entry, filled, indices
-from support.checks import has
+from support.checks import has, output_of
 
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import run_order, sort_key
@@ -435,9 +435,7 @@ with Store.open(Path({str(path)!r})) as store:
     except StoreError as error:
         print(index, error)
 """
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    said = output_of(program)
     committed = int(said.split()[0])
     assert "what was committed is kept" in said
     with Store.open(path) as store:
@@ -472,7 +470,5 @@ with Store.create(Path({str(tmp_path / "store")!r})) as store:
     assert sum(len(body.body) for body in store.answers()) == 20_000_000
 print(megabytes() - before)
 """
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
+    said = output_of(program)
     assert int(said) < 120

@@ -56,7 +56,7 @@ def test_a_hit_rate_below_the_wanted_one_is_exit_code_3(events: Path) -> None:
 
 
 def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> None:
-    """Of another version, of another program, with a wrong field, cut off."""
+    """Lines of another version or program, with a wrong field, or cut off."""
     good = example_event()
     broken = [json.dumps(good | {"version": 0}).encode(), b'{"level": "info"}', b"null"]
     broken += [json.dumps(good | {"prompt_tokens": -1}).encode(), json.dumps(good).encode()[:-20]]

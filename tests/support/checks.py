@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +32,12 @@ def ends(result: Result, code: int, *texts: str) -> None:
     assert result.exit_code == code, result.output
     for text in texts:
         assert text in result.stderr
+
+
+def output_of(program: str, *arguments: str) -> str:
+    """Return what a program of Python writes on standard output in a process of its own."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def raising(error: BaseException | type[BaseException]) -> Callable[..., NoReturn]:
