@@ -389,7 +389,7 @@ def test_a_full_disk_while_it_is_filled(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Store.create(path) as store:
         store._db.execute("PRAGMA max_page_count=100")
-        with pytest.raises(StoreError, match=r"the disk is full .*: make room"):
+        with pytest.raises(StoreError, match=r"the disk is full .*: free space"):
             for index in range(1000):
                 store.add(entry(index, range(1000)))
     with Store.open(path) as store:
@@ -405,7 +405,7 @@ def test_a_full_disk_while_results_are_recorded(tmp_path: Path) -> None:
         (pages,) = store._one("PRAGMA page_count")
         store._db.execute(f"PRAGMA max_page_count={pages + 20}")
         committed = 0
-        with pytest.raises(StoreError, match=r"the disk is full .*: make room"):
+        with pytest.raises(StoreError, match=r"the disk is full .*: free space"):
             for index in range(50):
                 store.record(index, bytes(10_000))
                 if index % 2:

@@ -236,7 +236,7 @@ def test_a_name_that_the_form_has_not_is_refused(
     makers: dict[str, PromptBuilder], family: str, name: str
 ) -> None:
     """No reader would find the call. Without `strict` the tool is taken."""
-    with pytest.raises(ApiError, match="no such names") as error:
+    with pytest.raises(ApiError, match="such names") as error:
         makers[family].make(asked(tools=[tool(name, strict=True)]))
     assert (error.value.status, error.value.param) == (400, "tools")
     makers[family].make(asked(tools=[tool(name), tool("look", strict=True)]))

@@ -196,7 +196,7 @@ async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
     cause = found.cause
     assert cause is not None
     assert (cause.name, cause.message) == ("picture-changed", 0)
-    assert cause.remedy.startswith("Send picture 2 of message 0 back as it was")
+    assert cause.remedy.startswith("Send picture 2 of message 0 back unchanged")
     last = events.read_text().splitlines()[-1]
     assert '"part":"picture"' in last
     assert '"picture":2' in last
