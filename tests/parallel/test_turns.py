@@ -43,7 +43,15 @@ def test_interactive_requests_come_first_and_batch_gets_what_is_left() -> None:
 
 def test_within_a_priority_the_nearest_deadline_comes_first() -> None:
     assert dealt(10, TokenDemand(5), TokenDemand(5, due=9.0), TokenDemand(5, due=3.0)) == [0, 5, 5]
-    assert dealt(10, TokenDemand(9, "batch", due=1.0), TokenDemand(9), TokenDemand(9)) == [0, 5, 5]
+    assert dealt(10, TokenDemand(9, "batch", due=1.0), TokenDemand(9), TokenDemand(9)) == [0, 9, 1]
+
+
+def test_a_prompt_that_needs_little_is_done_first_and_equal_ones_take_turns() -> None:
+    wants = [TokenDemand(64, left=900), TokenDemand(30, left=30), TokenDemand(64, left=64)]
+    assert dealt(64, *wants) == [0, 30, 34]
+    equal = [TokenDemand(9, left=9)] * 3
+    assert [dealt(9, *equal, turns=turn).index(9) for turn in (1, 2, 3)] == [1, 2, 0]
+    assert dealt(9, *equal, turns=FAIR) == [3, 3, 3]
 
 
 def test_one_turn_in_eight_is_shared_by_all() -> None:

@@ -157,7 +157,8 @@ class _Gathered(_Batch):
         self._cells = mx.array(gathered.cells)
 
     def _view(self, buffer: mx.array) -> mx.array:
-        return mx.take(buffer[0], self._cells, axis=1).swapaxes(0, 1)
+        # Not of `buffer[0]`: an index that is a number is a gather, which copies the whole buffer.
+        return mx.take(buffer, self._cells, axis=2).squeeze(0).swapaxes(0, 1)
 
 
 def _prepared(part: AnyPart) -> _Part | _Batch:

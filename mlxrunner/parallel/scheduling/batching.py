@@ -215,7 +215,7 @@ class BatchBuilder:
 
     def _want(self, request: ActiveRequest) -> TokenDemand:
         tokens = self._stop(request) - request.place if request.left else 1
-        return TokenDemand(tokens, request.priority, request.due)
+        return TokenDemand(tokens, request.priority, request.due, request.left)
 
     def _stop(self, request: ActiveRequest) -> int:
         """Return the offset at which the next piece of the request's prefill has to end.

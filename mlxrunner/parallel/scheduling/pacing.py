@@ -9,7 +9,8 @@ device has time to spare while it decodes, larger ones between steps of rest whe
 nearly as much.
 
 Requests of a higher priority come first; within a priority, those with a deadline, the nearest
-first. All others share evenly. One turn in FAIR is shared by all, so that none starves.
+first. Among equal ones the request that needs fewest tokens comes first, so that a short prompt is
+done soon. One turn in FAIR is shared evenly by all, so that none starves.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from mlxrunner.config.option import Option, check_above
 
 RECENT = 15
 """Number of last measurements that count."""
+SURPRISES, FACTOR = 3, 2.0
+"""As many pieces that each cost more than FACTOR times what was expected show a slower device."""
 FAR = 128
 """Least difference of two histories, in cells, that shows what a cell costs."""
 
@@ -36,6 +39,8 @@ class StepCosts:
     def __init__(self) -> None:
         self._decode: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._pieces: dict[int, _Line] = {}
+        self._surprises = 0
+        """Pieces until now, one after another, that cost much more than expected."""
 
     def measure(self, rows: int, prefill: int, cells: int, seconds: float) -> None:
         """Note that a step took `seconds`.
@@ -44,6 +49,11 @@ class StepCosts:
         """
         if prefill:
             own = seconds - (self.decode(rows) or 0.0)
+            expected = self.piece(prefill, cells)
+            is_slow = expected is not None and own > FACTOR * expected
+            self._surprises = self._surprises + 1 if is_slow else 0
+            if self._surprises == SURPRISES:  # what other sizes cost before tells nothing now
+                self._pieces, self._surprises = {}, 0
             line = self._pieces.get(_size(prefill)) or _Line()
             line.add(prefill, cells, max(own, 0.0) / prefill)
             self._pieces[_size(prefill)] = line  # an interrupt leaves no line without a sample
@@ -126,6 +136,13 @@ LONGEST = 3.5
 
 Steps vary: few of these take more than 5.
 """
+GAP_S = 0.08
+"""Seconds of a step that may be planned in any case. A reader hardly notices a gap of 0.1 s."""
+CREDIT = 40
+"""Steps that only decode, in whose time an answer may fall behind before prompts have to rest.
+
+Requests that arrive together are then evaluated together, not one after the end of the other.
+"""
 FIRST = 16
 """Tokens of the first piece beside an answer, whose cost is not known yet."""
 FEWEST = 8
@@ -176,7 +193,7 @@ class StepPace:
         """
         self.costs = StepCosts()
         self._most, self._max_step_ms = most, max_step_ms
-        self._owed = 0.0
+        self._owed = -math.inf
         """Seconds that answers got less than their share; below 0: more."""
         self._spent = 0.0
         """Seconds of the work beside the next step."""
@@ -205,7 +222,7 @@ class StepPace:
             return self._fitting(normal, limit, cells, room, least=FEWEST)
         if self._owed > 0:
             return 0
-        return self._best(normal, cells, room)
+        return self._best(normal, cells, room, must_rest=self._owed >= -normal)
 
     def errand_s(self, rows: int) -> float:
         """Return the seconds that work beside the next step may take; 0: none, it has to wait.
@@ -219,7 +236,7 @@ class StepPace:
         normal = self.costs.decode(rows)
         if normal is None or (self._max_step_ms is None and self._owed > 0):
             return 0.0
-        longest = LONGEST * normal if self._max_step_ms is None else self._max_step_ms / 1e3
+        longest = _longest(normal) if self._max_step_ms is None else self._max_step_ms / 1e3
         return max(longest - normal, SHORTEST_S)
 
     def spend(self, rows: int, seconds: float) -> None:
@@ -238,7 +255,7 @@ class StepPace:
         normal = self.costs.decode(rows or min(kept, 1)) or 0.0
         expected = (normal if rows else 0.0) + (self.costs.piece(prefill, cells) or 0.0)
         if not kept:
-            self._owed = 0.0
+            self._owed = -math.inf
         else:
             self._since = self._since + 1 if prefill else 0
             self._pieces += prefill > 0
@@ -253,19 +270,22 @@ class StepPace:
 
     def _owe(self, normal: float, seconds: float) -> None:
         """Add to what is owed, within bounds: neither a lull nor a hiccup counts for long."""
-        self._owed = min(max(self._owed + seconds, -normal), LONGEST * normal)
+        self._owed = min(max(self._owed, -CREDIT * normal) + seconds, _longest(normal))
 
-    def _best(self, normal: float, cells: int, room: int) -> int:
-        """Return the size of piece that takes least time per token, with the rests that follow."""
+    def _best(self, normal: float, cells: int, room: int, *, must_rest: bool) -> int:
+        """Return the size of piece that takes least time per token, with the rests that follow.
+
+        `must_rest`: the answers have to catch up behind each piece.
+        """
         best, least = 0, 0.0
         for size in self._sizes(room):
             piece = self.costs.piece(size, cells)
             if piece is None:
                 return min(FIRST, room)
             took = normal + piece
-            if best and took > LONGEST * normal:
+            if best and took > _longest(normal):
                 continue
-            rest = max(0.0, (SPEED * took - normal) / (1 - SPEED))
+            rest = max(0.0, (SPEED * took - normal) / (1 - SPEED)) if must_rest else 0.0
             each = (took + rest) / size
             if not best or each * TIE < least:
                 best, least = size, each
@@ -275,7 +295,7 @@ class StepPace:
         """Return twice `size` from time to time, if that is not too long."""
         double = 2 * size
         is_due = self._pieces % EXPLORE == EXPLORE - 1 and double <= room
-        too_long = normal + (self.costs.piece(double, cells) or 0.0) > LONGEST * normal
+        too_long = normal + (self.costs.piece(double, cells) or 0.0) > _longest(normal)
         return double if is_due and not too_long else size
 
     def _fitting(self, normal: float, limit: float, cells: int, room: int, least: int) -> int:
@@ -298,6 +318,11 @@ class StepPace:
         return sorted(sizes | {most}) if most else []
 
 
+def _longest(normal: float) -> float:
+    """Return the seconds that a step may take, if one that only decodes takes `normal`."""
+    return max(LONGEST * normal, GAP_S)
+
+
 Priority = Literal["interactive", "batch"]
 PRIORITIES: tuple[Priority, ...] = ("interactive", "batch")
 """The priorities of requests, the highest first."""
@@ -314,6 +339,8 @@ class TokenDemand:
     priority: Priority = "interactive"
     due: float | None = None
     """The moment of its deadline; None: it has time."""
+    left: int = 0
+    """Tokens of its prompt that are still to evaluate."""
 
     @property
     def order(self) -> tuple[int, float]:
@@ -348,9 +375,9 @@ class FairShare:
         given = [0] * len(wants)
         everyone.sort(key=lambda i: wants[i].order)
         for _, equals in groupby(everyone, key=lambda i: wants[i].order):
-            of_these = self._shared(budget, wants, list(equals))
-            given = [a + b for a, b in zip(given, of_these, strict=True)]
-            budget -= sum(of_these)
+            for i in sorted(equals, key=lambda i: (wants[i].left, (i - self._count) % len(wants))):
+                given[i] = min(wants[i].tokens, budget)
+                budget -= given[i]
         return given
 
     def _shared(self, budget: int, wants: Sequence[TokenDemand], some: list[int]) -> list[int]:
