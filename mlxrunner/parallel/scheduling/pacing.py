@@ -28,7 +28,10 @@ from mlxrunner.config.option import Option, check_above
 RECENT = 15
 """Number of last measurements that count."""
 SURPRISES, FACTOR = 3, 2.0
-"""As many pieces that each cost more than FACTOR times what was expected show a slower device."""
+"""Number of pieces, one after another, that show another speed of the device.
+
+Each takes more than FACTOR times what was expected, or less than a FACTOR-th of it.
+"""
 FAR = 128
 """Least difference of two histories, in cells, that shows what a cell costs."""
 
@@ -39,8 +42,8 @@ class StepCosts:
     def __init__(self) -> None:
         self._decode: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._pieces: dict[int, _Line] = {}
-        self._surprises = 0
-        """Pieces until now, one after another, that cost much more than expected."""
+        self._surprises: list[float] = []
+        """The times of the last pieces in relation to what was expected, if they were far off."""
 
     def measure(self, rows: int, prefill: int, cells: int, seconds: float) -> None:
         """Note that a step took `seconds`.
@@ -49,16 +52,23 @@ class StepCosts:
         """
         if prefill:
             own = seconds - (self.decode(rows) or 0.0)
-            expected = self.piece(prefill, cells)
-            is_slow = expected is not None and own > FACTOR * expected
-            self._surprises = self._surprises + 1 if is_slow else 0
-            if self._surprises == SURPRISES:  # what other sizes cost before tells nothing now
-                self._pieces, self._surprises = {}, 0
+            self._compare(own, self.piece(prefill, cells))
             line = self._pieces.get(_size(prefill)) or _Line()
             line.add(prefill, cells, max(own, 0.0) / prefill)
             self._pieces[_size(prefill)] = line  # an interrupt leaves no line without a sample
         elif rows:
             self._decode[_size(rows)].append(seconds)
+
+    def _compare(self, own: float, expected: float | None) -> None:
+        """Note how far a piece is off. Scale the costs of all sizes if the device has changed."""
+        ratio = own / expected if expected else 1.0
+        is_far = not 1 / FACTOR <= ratio <= FACTOR
+        self._surprises = [*self._surprises, ratio] if is_far else []
+        if len(self._surprises) == SURPRISES:
+            factor = median(self._surprises)
+            self._surprises = []
+            for line in self._pieces.values():
+                line.scale(factor)
 
     def decode(self, rows: int) -> float | None:
         """Return the seconds of a step of `rows` decoding rows; None if they are unknown."""
@@ -105,6 +115,15 @@ class _Line:
         The slope is the median of the slopes of all pairs.
         """
         self._samples.append((prefill, cells, seconds))
+        self._fit = self._fitted()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all seconds."""
+        scaled = [(prefill, cells, factor * seconds) for prefill, cells, seconds in self._samples]
+        self._samples = deque(scaled, maxlen=RECENT)
+        self._fit = self._fitted()
+
+    def _fitted(self) -> tuple[float, float, float]:
         slopes = [
             (took - before) / (here - there)
             for (_, there, before), (_, here, took) in combinations(self._samples, 2)
@@ -113,7 +132,7 @@ class _Line:
         slope = max(0.0, median(slopes)) if slopes else 0.0
         size = median(size for size, _, _ in self._samples)
         start = median(took - slope * seen for _, seen, took in self._samples)
-        self._fit = (size, start, slope)
+        return size, start, slope
 
     def point(self, cells: int) -> tuple[float, float]:
         """Return the usual size of these pieces, and the seconds of one that sees `cells` cells."""
