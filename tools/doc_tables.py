@@ -58,10 +58,11 @@ def _errors(before: str) -> str:
 
 
 def _field_names() -> str:
-    """List the names of other programs for options of ours."""
+    """List the names of other programs for options of ours, but those of batch lines only."""
     from mlxrunner.config.names import SAME
+    from mlxrunner.config.request_fields import REFUSED
 
-    rows = [f"| `{name}` | `{ours}` |" for name, ours in sorted(SAME.items())]
+    rows = [f"| `{name}` | `{ours}` |" for name, ours in sorted(SAME.items()) if name not in REFUSED]
     return _table("field | option", rows)
 
 
