@@ -62,7 +62,8 @@ def _field_names() -> str:
     from mlxrunner.config.names import SAME
     from mlxrunner.config.request_fields import REFUSED
 
-    rows = [f"| `{name}` | `{ours}` |" for name, ours in sorted(SAME.items()) if name not in REFUSED]
+    names = {name: ours for name, ours in sorted(SAME.items()) if name not in REFUSED}
+    rows = [f"| `{name}` | `{ours}` |" for name, ours in names.items()]
     return _table("field | option", rows)
 
 

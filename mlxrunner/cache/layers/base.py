@@ -35,8 +35,8 @@ class ArrayCache(LayerCache):
     def fill(self, arrays: Mapping[str, mx.array], offset: int) -> None:
         """Replace the content by `arrays`, as the method of that name returned them at `offset`.
 
-        An `offset` of 0 empties the cache. Never write to the given arrays: a checkpoint keeps
-        them. Raise ValueError if they do not hold `offset` tokens.
+        An `offset` of 0, with no arrays, empties the cache. Never write to the given arrays: a
+        checkpoint keeps them. Raise ValueError if they do not hold `offset` tokens.
         """
 
     @property

@@ -4,9 +4,8 @@ A layer cache answers these questions through its extent, and a replay
 (`mlxrunner.profiling.replay`) runs on extents alone. Therefore the two can't disagree. Extents are
 immutable: a forward pass or a rewind makes another one.
 
-A token log names each layer's extent and its parameters (`describe`);
-`mlxrunner.cache.layers.extents` reads them. `mlxrunner.cache.layers.extents` has the
-extents of mlx-lm's own caches.
+A token log names each layer's extent and its parameters (`describe`). `read_extent` reads them. The
+extents of mlx-lm's own caches stand at the end.
 """
 
 from __future__ import annotations
