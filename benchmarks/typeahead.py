@@ -51,9 +51,9 @@ def serve(type_ahead: bool, progress: Path) -> None:
     chat, table = open_chat(conversation, plain=True, history=False, type_ahead=type_ahead)
     evaluate = conversation.evaluate
 
-    def noted(draft: str, cancelled: object) -> None:
+    def noted(draft: str, cancelled: object, history: object = None) -> None:
         began = time.perf_counter()
-        evaluate(draft, cancelled)  # type: ignore[arg-type]
+        evaluate(draft, cancelled, history)  # type: ignore[arg-type]
         if not cancelled():  # type: ignore[operator]
             with progress.open("a") as stream:
                 stream.write(f"{len(draft)}\n")

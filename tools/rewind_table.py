@@ -101,7 +101,7 @@ def budgeted_row(architecture: str, checkpoints: int) -> str:
             "system": SYSTEM - 2,
         }.items():
             found.setdefault(name, []).append(kept(runner, matched))
-        interval = max(runner.checkpoint_interval, len(prompt) / (checkpoints - PINNED))
+        interval = max(runner.entry.checkpoints.interval, len(prompt) / (checkpoints - PINNED))
         reached = (kept(runner, matched) for matched in range(1, len(prompt), 7))
         edits.append(max(matched - there for there, matched in reached) / interval)
         history = [*prompt, *answer[:-1], EOS]

@@ -29,13 +29,17 @@ INTERVAL = 1024
 """Tokens between two checkpoints while the budget has room for many."""
 
 Role = Literal["answer", "system", "message"]
-"""The place where an answer, the text behind a system prompt or the last message begins."""
+"""The place where an answer, the text behind the first message or the last message begins.
+
+Files on disk name it.
+"""
 ROLES: tuple[Role, ...] = ("answer", "system", "message")
 """The roles in the order in which their checkpoints are dropped, after all without a role.
 
 Without "answer", a regenerated answer costs the evaluation of one message.
 """
 PINNED = len(ROLES)
+"""Checkpoints that are dropped last. The others share the rest of the budget."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_a_checkpoint_is_the_way_back(kind: str) -> None:
     runner = oracle_runner(
         ["full", kind], rewind_slack=0, checkpoint_interval=1000, checkpoint_budget=10**6
     )
-    prompt = [*PROMPT[:9], EOS, *PROMPT[10:]]  # a system prompt of 10 tokens
+    prompt = [*PROMPT[:9], EOS, *PROMPT[10:]]  # one message of 10 tokens
     usage_of(runner, prompt)
     assert runner.entry.checkpoints.offsets[0] == 10
     usage = usage_of(runner, [*prompt[:14], 1, 2])
