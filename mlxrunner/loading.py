@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_layer_caches
 from mlxrunner.errors import MemoryPlanError, ModelError, OptionError
 from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import (
@@ -98,11 +98,7 @@ def load(
 ) -> Runner:
     """Load `model` into a runner of class `kind`; see `Runner.load`."""
     if pictures or is_run_by_mlx_vlm(model):
-        refused = {
-            "trust_remote_code": trust_remote_code,
-            "draft_model": draft_model,
-            "kv_bits": settings.kv_bits is not None,
-        }
+        refused = {"trust_remote_code": trust_remote_code, "draft_model": draft_model}
         for name, given in refused.items():
             if given:
                 raise OptionError(
@@ -110,6 +106,7 @@ def load(
                 )
 
         def check(unread: LoadedModel) -> None:
+            check_quantized(unread.model, cache_options(settings, unread.facts.context))
             must_fit(_planned_seeing(unread, settings))
 
         loaded = load_vision_model(model, progress=progress, check=check)

@@ -228,7 +228,7 @@ def test_two_kinds_of_going_on_are_refused(tmp_path: Path) -> None:
     assert "use one of them" in done.stderr
     none = chat("", "--continue", data=tmp_path)
     assert none.returncode == 2
-    assert "there is no unnamed chat to go on with" in none.stderr
+    assert "there is no unnamed chat to continue" in none.stderr
 
 
 @pytest.mark.exhaustive(0)

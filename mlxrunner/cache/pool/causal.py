@@ -20,7 +20,6 @@ from mlxrunner.cache.layers.extents import Everything, Extent, Window
 from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, Snapshot
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Forward, Split
 from mlxrunner.cache.pool.cells import (
-    SHORT_PREFIX,
     AttentionWindow,
     CellRun,
     Ints,
@@ -249,41 +248,14 @@ class CausalCache(Cache):
         alone = forward.alone
         return layer.read(forward.history if alone is None else alone.cells)
 
-    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+    def expect(self, sequence: int, count: int) -> None:
         """Reserve a reservation, so that the next `count` tokens of the sequence lie side by side.
 
         Without enough room there is no reservation. Caches with a memory never have reservations.
-        `may_copy`: there are cells for a copy of a short prefix that the sequence shares.
         """
         self._lifecycle.check()
-        if self._attention_window.memory is not None:
-            return
-        if not (may_copy and self._copied(sequence, count)):
+        if self._attention_window.memory is None:
             self._become(self._cells.expecting(sequence, count))
-
-    def _copied(self, sequence: int, count: int) -> bool:
-        """Copy a short shared prefix into a reservation for it and the next `count` tokens.
-
-        All that a decoding sequence sees then lies side by side: its attention is one part of a
-        batch, not one for the prefix and one for its own tokens. Return False, and change nothing,
-        if there is no such prefix, or no room.
-        """
-        held = self._cells.owners[sequence]
-        n = int(np.count_nonzero(held))
-        if not 0 < n <= SHORT_PREFIX or not (held & ~self._cells.unshared).any():
-            return False
-        empty = self._cells.with_prefix(sequence, sequence, 0)
-        reserved = empty.expecting(sequence, n + count)
-        if sequence not in reserved.reservations or self._cells.stored(sequence) != (0, n):
-            return False
-        _, after, cells, move = reserved.place(Batch(range(n), [sequence] * n))
-        if move is not None or sequence not in after.reservations:
-            return False
-        for layer in self._layers.values():
-            for buffer in (layer.keys, layer.values):
-                write(buffer, cells, read(buffer, self._cells.cells_of(sequence, 0, n)))
-        self._become(after)
-        return True
 
     def num_used_by(self, sequences: Sequence[int], prefix: tuple[int, int] = (0, 0)) -> int:
         """Return the number of cells with tokens of any of `sequences`, or of a prefix.

@@ -188,11 +188,6 @@ def between(spans: Iterable[CellSpan], low: int, high: int) -> Spans:
     return tuple(span for span in clipped if span.end > span.begin)
 
 
-SHORT_PREFIX = 64
-"""Most tokens of a shared prefix that a sequence copies, to read it with its own tokens.
-
-Attention in two parts costs more than reading so few cells once for each sequence.
-"""
 MIN_RESERVATION = 32
 """Cells of the smallest reservation.
 

@@ -488,8 +488,7 @@ class SlotAssigner:
         if source is slot:
             request.trimmed = max(0, request.trimmed - found.cached)
         coming = request.limit - request.sampled
-        count = len(prompt) - found.cached + coming
-        self._engine.expect(slot.number, count, may_copy=self._room.is_ample)
+        self._engine.expect(slot.number, len(prompt) - found.cached + coming)
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
             at = None if self._engine.is_single else found.cached

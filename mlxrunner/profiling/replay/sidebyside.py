@@ -215,7 +215,7 @@ class ReplayedEngine(Backend):
     ) -> Sequence[Callable[[Any, int], Any]] | None:
         return [lambda keys, by: keys for _ in caches] if self._is_movable else None
 
-    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+    def expect(self, sequence: int, count: int) -> None:
         """Do nothing: the places of tokens make no difference here."""
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
