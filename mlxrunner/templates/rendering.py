@@ -218,14 +218,15 @@ class RenderProcesses:
     def prepare(self) -> None:
         """Start the first process, which takes as long as its imports, unless there is one."""
         with suppress(TemplateLimitError):
-            self._put(self._take())
+            child, _ = self._take()
+            self._put(child)
 
     def render(self, request: bytes) -> str:
         """Return the text for `(template, variables)`, as `marshal` writes both.
 
         Raise TemplateLimitError if the template was stopped, or TemplateError if it fails.
         """
-        child = self._take()
+        child, is_new = self._take()
         try:
             sandbox.send(cast(Any, child.stdin), request)
             answer = sandbox.receive(cast(Any, child.stdout))
@@ -237,6 +238,8 @@ class RenderProcesses:
         if not answer:
             has_time = child.wait() != -signal.SIGPROF
             self._put(child, is_whole=False)
+            if has_time and not is_new:  # something else may have ended it while it waited
+                return self.render(request)
             raise TemplateLimitError(
                 "it was stopped when it took too much memory"
                 if has_time
@@ -257,7 +260,8 @@ class RenderProcesses:
         for child in waiting if self._owner == os.getpid() else ():
             _end(child)
 
-    def _take(self) -> subprocess.Popen[bytes]:
+    def _take(self) -> tuple[subprocess.Popen[bytes], bool]:
+        """Return a process, and True if it was started just now."""
         with self._free:
             if self._owner != os.getpid():  # those of the process that was forked are not ours
                 self._owner, self._waiting, self._used = os.getpid(), [], 0
@@ -266,9 +270,9 @@ class RenderProcesses:
             child = self._waiting.pop() if self._waiting else None
             self._used += 1
         if child is not None and child.poll() is None:
-            return child
+            return child, False
         try:
-            return self._started()
+            return self._started(), True
         except BaseException:
             with self._free:
                 self._used -= 1

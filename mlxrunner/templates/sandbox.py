@@ -136,14 +136,15 @@ def serve(requests: BinaryIO, answers: BinaryIO, parent: int, seconds: float) ->
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform != "darwin":  # there the limit counts what malloc only reserves
+    is_darwin = sys.platform == "darwin"
+    if not is_darwin:  # there the limit counts what malloc only reserves
         with suppress(ValueError):  # the process has a lower limit already
             resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-    unit = 1 if sys.platform == "darwin" else 1024
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # may be that of the parent
 
     def look(*_: Any) -> None:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        if os.getppid() != parent or used > MOST_MEMORY:
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        if os.getppid() != parent or (is_darwin and grown > MOST_MEMORY):
             os._exit(1)
 
     signal.signal(signal.SIGALRM, look)
