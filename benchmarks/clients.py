@@ -21,6 +21,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,6 +31,9 @@ import httpx
 from arguments import parser_of
 from contenders import CONTENDERS, Served
 from untrained import KINDS, write_untrained
+
+TRIES = 100
+"""Most connections of a request: mlx_lm.server refuses some of many that come at once."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,18 @@ def _letters(choose: random.Random, count: int) -> str:
 
 
 async def _ask(client: httpx.AsyncClient, after: float, body: dict[str, Any]) -> Round:
+    """Return what a request took. One whose connection is refused is sent again, on the clock."""
     await asyncio.sleep(after)
-    began, first, gap, tokens = time.perf_counter(), 0.0, 0.0, 0
+    began = time.perf_counter()
+    for _ in range(TRIES):
+        with suppress(httpx.ConnectError, httpx.ReadError):
+            return await _answer(client, began, body)
+        await asyncio.sleep(0.02)
+    raise SystemExit(f"{client.base_url}: refused {TRIES} times")
+
+
+async def _answer(client: httpx.AsyncClient, began: float, body: dict[str, Any]) -> Round:
+    first, gap, tokens = 0.0, 0.0, 0
     last = began
     async with client.stream("POST", "/chat/completions", json=body) as answer:
         if answer.is_error:
