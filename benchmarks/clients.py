@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Any
 
 import httpx
 from arguments import parser_of
-from contenders import CONTENDERS, Served
+from contenders import CONTENDERS, Served, answer_of
 from untrained import KINDS, write_untrained
 
 TRIES = 100
@@ -121,24 +120,13 @@ async def _ask(client: httpx.AsyncClient, after: float, body: dict[str, Any]) ->
 async def _answer(client: httpx.AsyncClient, began: float, body: dict[str, Any]) -> Round:
     first, gap, tokens = 0.0, 0.0, 0
     last = began
-    async with client.stream("POST", "/chat/completions", json=body) as answer:
-        if answer.is_error:
-            raise SystemExit(f"{client.base_url}: {(await answer.aread()).decode()}")
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            found = json.loads(line[6:])
-            if usage := found.get("usage"):
-                tokens = usage["completion_tokens"]
-            if any(_text(choice["delta"]) for choice in found.get("choices", ())):
-                now = time.perf_counter()
-                first, gap = (first, max(gap, now - last)) if first else (now - began, 0.0)
-                last = now
+    async for text, usage in answer_of(client, "/chat/completions", body):
+        tokens = usage.get("completion_tokens", tokens)
+        if text:
+            now = time.perf_counter()
+            first, gap = (first, max(gap, now - last)) if first else (now - began, 0.0)
+            last = now
     return Round(time.perf_counter() - began, [first], [gap], tokens)
-
-
-def _text(delta: dict[str, Any]) -> str:
-    return "".join(delta.get(name) or "" for name in ("content", "reasoning_content", "reasoning"))
 
 
 async def _play(endpoint: Endpoint, load: Load, seed: int) -> Round:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,20 +136,27 @@ class Served:
             "chat_template_kwargs": {"enable_thinking": ask.thinks},
         }
         body |= {"tools": list(ask.tools)} if ask.tools else {}
-        began, first, parts, usage = time.perf_counter(), 0.0, [], {}
-        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            if answer.is_error:
-                raise SystemExit(f"{self.name}: {(await answer.aread()).decode()}")
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                found = json.loads(line[6:])
-                usage = found.get("usage") or usage
-                new = "".join(_text(choice["delta"]) for choice in found.get("choices", ()))
-                first = first or (time.perf_counter() - began if new else 0.0)
-                parts.append(new)
+        began, first, parts, usage = time.perf_counter(), 0.0, list[str](), dict[str, Any]()
+        async for new, used in answer_of(client, "/v1/chat/completions", body):
+            usage = used or usage
+            first = first or (time.perf_counter() - began if new else 0.0)
+            parts.append(new)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Measured(usage["prompt_tokens"], cached, first, "".join(parts))
+
+
+async def answer_of(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """Yield the text and the usage of each event of a streamed answer; both may be empty."""
+    async with client.stream("POST", path, json=body) as answer:
+        if answer.is_error:
+            raise SystemExit(f"{client.base_url}: {(await answer.aread()).decode()}")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                found = json.loads(line[6:])
+                text = "".join(_text(choice["delta"]) for choice in found.get("choices", ()))
+                yield text, found.get("usage") or {}
 
 
 def used_by(process: int) -> float:

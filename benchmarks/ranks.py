@@ -31,9 +31,9 @@ from support.ranks import free_port, write_hosts
 from untrained import write_untrained
 
 from mlxrunner.bench.harness import Comparison, Tokens, spread
-from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts
+from mlxrunner.ranks.leading import lead
 from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.ranks import Ranks
 

@@ -19,10 +19,9 @@ from mlxrunner.engine.answer import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError
 from mlxrunner.models.files import ModelShard
-from mlxrunner.ranks.bare import BARE, BareLoop
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts, versions
-from mlxrunner.ranks.leading import COPY, DROP, FREE, LOAD, WITH_LOGITS, receive
+from mlxrunner.ranks.leading import BARE, COPY, DROP, FREE, LOAD, WITH_LOGITS, BareLoop, receive
 from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.wire import JOINED, JOINS, Wire
 from mlxrunner.runner import Runner

@@ -453,7 +453,7 @@ class HttpConnection(H11Protocol):
         self._count()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, a part of whose header may have come already."""
+        """Continue with the next request, a part of whose header may have come already."""
         super().on_response_complete()
         self._count()
 

@@ -750,7 +750,7 @@ def completions_router(answers: AnswerBackend) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Go on with raw text, as a completion or as a stream of chunks."""
+        """Continue raw text, as a completion or as a stream of chunks."""
         body.model = body.model or answers.card("").name
         client = client_of(request, body.prompt_cache_key or body.user)
         several = read_completion(body, client, request.state.id)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mlxrunner.errors import LaunchError
-from mlxrunner.ranks import arrivals
+from mlxrunner.ranks import guard as guards
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import Hosts, versions
 from mlxrunner.ranks.wire import END
@@ -65,9 +65,9 @@ assert other.recv(1) == bytes([10])
 
 def test_silent_connections_take_no_place_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than `select` can wait for ended the command, and each was kept for its whole life."""
-    monkeypatch.setattr(arrivals, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(guards, "GREETING_S", 0.5)
     code = f"""
-silent = [socket.create_connection(there, timeout=60) for _ in range({arrivals.MOST_WAITING + 9})]
+silent = [socket.create_connection(there, timeout=60) for _ in range({guards.MOST_WAITING + 9})]
 rank = socket.create_connection(there, timeout=60)
 rank.sendall(hello)
 assert rank.recv(1) == bytes([10])

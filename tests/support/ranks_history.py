@@ -21,10 +21,9 @@ from typing import Any
 from mlxrunner import ParallelRunner
 from mlxrunner.errors import StepFailedError
 from mlxrunner.models.files import ShardingWay
-from mlxrunner.ranks.bare import lead
 from mlxrunner.ranks.guard import guard
 from mlxrunner.ranks.hosts import read_hosts
-from mlxrunner.ranks.leading import COPY, FREE
+from mlxrunner.ranks.leading import COPY, FREE, lead
 from mlxrunner.ranks.processes import inherited
 from mlxrunner.ranks.ranks import Ranks
 from mlxrunner.results import Chunk
