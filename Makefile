@@ -35,9 +35,9 @@ test test-all: $(STAMP)
 
 test-all: ARGS = --everything
 
-# The coding agents themselves, of tests/serve/agents/package.json, in build/agents (1 GB).
+# The coding agents themselves, of tests/server/agents/package.json, in build/agents (1 GB).
 agents: build/agents/node_modules
-build/agents/node_modules: tests/serve/agents/package.json
+build/agents/node_modules: tests/server/agents/package.json
 	mkdir -p build/agents
 	cp $< build/agents
 	npm install --prefix build/agents --no-audit --no-fund
@@ -47,7 +47,7 @@ build/agents/node_modules: tests/serve/agents/package.json
 ALONE = $(shell command -v ip >/dev/null && unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
 
 test-agents: $(STAMP) agents
-	$(ALONE) env $(RUN) AGENTS=1 $(BIN)/python -m pytest --everything tests/serve/agents/test_programs.py
+	$(ALONE) env $(RUN) AGENTS=1 $(BIN)/python -m pytest --everything tests/server/agents/test_programs.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from support.histories import tiny_parts
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of
-from mlxrunner.parallel.engine import Engine
+from mlxrunner.engine.engine import Engine
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.trials import simulate
 

@@ -22,8 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from parallel import random_llama
 
 from mlxrunner.bench.harness import Comparison, less_is_better
+from mlxrunner.engine.engine import Engine
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 

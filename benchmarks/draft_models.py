@@ -18,9 +18,9 @@ from typing import Any
 from speculation import alike
 
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.parallel.engine import Engine
-from mlxrunner.speculation.model import DraftModel
-from mlxrunner.speculation.sources import MOST_ANSWERS, DraftCachePool
+from mlxrunner.engine.engine import Engine
+from mlxrunner.engine.speculation.model import DraftModel
+from mlxrunner.engine.speculation.sources import MOST_ANSWERS, DraftCachePool
 
 PROMPT, ANSWER = 64, 96
 """Tokens of a prompt and of its answer."""

@@ -14,8 +14,8 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxrunner.engine.engine import Engine
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer
 
 PREFIXES = (0, 1024, 4096, 8192)

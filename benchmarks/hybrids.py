@@ -24,8 +24,8 @@ from mlx_lm.models.qwen3_5 import Model, ModelArgs
 
 from mlxrunner import Runner
 from mlxrunner.bench.harness import Comparison, more_is_better
+from mlxrunner.engine.engine import Engine
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer
 
 Prompts = list[list[int]]

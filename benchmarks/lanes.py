@@ -21,7 +21,7 @@ from arguments import print_json, print_table, random_runner
 from mlxrunner.batch.execution import BatchRequest, run_batch
 from mlxrunner.batch.work import MAX_BATCH
 from mlxrunner.bench.harness import Comparison, less_is_better
-from mlxrunner.parallel.engine import Engine
+from mlxrunner.engine.engine import Engine
 from mlxrunner.runner import Runner
 
 COMMON = 256

@@ -26,8 +26,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxrunner.bench.harness import Comparison, less_is_better, more_is_better
+from mlxrunner.engine.engine import Engine
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.testing import ByteTokenizer
 
 Prompts = list[list[int]]

@@ -23,12 +23,12 @@ from typing import Any
 
 from mlxrunner.profiling.divergence import RecentPrompts
 from mlxrunner.results import Usage
-from mlxrunner.serve import openai
-from mlxrunner.serve.events import AnswerEnd, AnswerEvent, ServerRequest, TextDelta
-from mlxrunner.serve.manager import prompt_record
-from mlxrunner.serve.middleware import AccessRules
-from mlxrunner.serve.prompts.builder import PromptBuilder
-from mlxrunner.serve.server import make_app
+from mlxrunner.server import openai
+from mlxrunner.server.events import AnswerEnd, AnswerEvent, ServerRequest, TextDelta
+from mlxrunner.server.manager import prompt_record
+from mlxrunner.server.middleware import AccessRules
+from mlxrunner.server.prompts.builder import PromptBuilder
+from mlxrunner.server.server import make_app
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 MESSAGES = 130

@@ -61,11 +61,11 @@ def serve(pipe: Connection, folder: Path) -> None:
     A text and a number of tokens is asked of the engine; None asks only for the time.
     """
     from mlxrunner.options import ServeSettings
-    from mlxrunner.serve.events import ServerRequest
-    from mlxrunner.serve.manager import ModelManager
-    from mlxrunner.serve.models import ModelLoader, ModelNames
-    from mlxrunner.serve.server import UvicornServer, application, listen
-    from mlxrunner.serve.watch import RequestLog
+    from mlxrunner.server.events import ServerRequest
+    from mlxrunner.server.manager import ModelManager
+    from mlxrunner.server.models import ModelLoader, ModelNames
+    from mlxrunner.server.server import UvicornServer, application, listen
+    from mlxrunner.server.watch import RequestLog
 
     settings = ServeSettings(port=0, disk_cache=False)
     opening = ModelLoader(settings=settings, runner={"context": 4096})

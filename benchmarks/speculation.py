@@ -30,9 +30,9 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlxrunner import Runner
 from mlxrunner.bench.harness import random_llama
 from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.engine.speculation.model import DraftModel
 from mlxrunner.models.load import load_model
 from mlxrunner.results import Chunk
-from mlxrunner.speculation.model import DraftModel
 
 PROMPT = list(range(100, 164))
 ROOT = Path(__file__).parent.parent

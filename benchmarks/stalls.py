@@ -27,9 +27,9 @@ import numpy as np
 from parallel import SIZES, random_llama
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.engine.engine import Engine, EngineHandle
+from mlxrunner.engine.scheduling.pacing import Priority
 from mlxrunner.models.facts import facts_of
-from mlxrunner.parallel.engine import Engine, EngineHandle
-from mlxrunner.parallel.scheduling.pacing import Priority
 from mlxrunner.testing import ByteTokenizer
 
 ALONE = 40

@@ -29,8 +29,8 @@ from mlxrunner.bench.harness import (
     some_tokens,
     wait,
 )
+from mlxrunner.engine.parallel_runner import ParallelRunner
 from mlxrunner.models.load import load_model
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.runner import Runner
 
 TARGET = 0.9

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
+    from mlxrunner.engine.handle import Handle
+    from mlxrunner.engine.parallel_runner import ParallelRunner
+    from mlxrunner.engine.thread import Stats
     from mlxrunner.errors import (
         BrokenLineError,
         BusyError,
@@ -56,9 +59,6 @@ if TYPE_CHECKING:
     )
     from mlxrunner.memory.plan import Plan
     from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
-    from mlxrunner.parallel.handle import Handle
-    from mlxrunner.parallel.runner import ParallelRunner
-    from mlxrunner.parallel.thread import Stats
     from mlxrunner.profiling.profile import Profile
     from mlxrunner.results import Chunk, Result, Usage
     from mlxrunner.runner import Runner
@@ -124,16 +124,16 @@ _HOMES = {
     "Chunk": "results",
     "GenerateKwargs": "options",
     "GenerateOptions": "options",
-    "Handle": "parallel.handle",
+    "Handle": "engine.handle",
     "Message": "templates.messages",
-    "ParallelRunner": "parallel.runner",
+    "ParallelRunner": "engine.parallel_runner",
     "Plan": "memory.plan",
     "Profile": "profiling.profile",
     "Result": "results",
     "Runner": "runner",
     "RunnerKwargs": "options",
     "RunnerSettings": "options",
-    "Stats": "parallel.thread",
+    "Stats": "engine.thread",
     "Usage": "results",
     "run_batch": "batch.execution",
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_layer_caches
+from mlxrunner.engine.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.errors import MemoryPlanError, ModelError, OptionError
 from mlxrunner.memory.plan import Demand, Plan
 from mlxrunner.memory.reserve import (
@@ -28,7 +29,6 @@ from mlxrunner.models.load import (
     unread_vision_model,
 )
 from mlxrunner.options import RunnerKwargs, RunnerSettings
-from mlxrunner.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size
 

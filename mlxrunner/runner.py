@@ -16,18 +16,18 @@ from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config.option import check_callable, check_flag, check_kind
 from mlxrunner.engine.answer import Clock
 from mlxrunner.engine.control import EntryControl
+from mlxrunner.engine.one_slot import HEADROOM, OneSlot
 from mlxrunner.engine.owner import Owned
 from mlxrunner.engine.pace import Pace
 from mlxrunner.engine.requests import Progress, Request, prepare
 from mlxrunner.engine.sampling import LogitsProcessor, NextToken
+from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.loading import cache_options, load
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
-from mlxrunner.parallel.one_slot import HEADROOM, OneSlot
-from mlxrunner.parallel.settings import EngineSettings
 from mlxrunner.results import Chunk, Result
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (

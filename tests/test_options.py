@@ -186,10 +186,10 @@ ELSEWHERE = {
     "cli/generate.py": "it refuses the option beside --n, and passes it on to nobody",
     "memory": "a plan counts the tokens of a step and the bytes of checkpoints",
     "engine/pipeline.py": "it does the steps",
-    "parallel/runner.py": "it has settings of its own",
+    "engine/parallel_runner.py": "it has settings of its own",
     **dict.fromkeys(
         [
-            f"serve/{name}.py"
+            f"server/{name}.py"
             for name in ("openai", "completions", "responses", "anthropic", "ollama")
         ],
         "protocols have fields of these names",

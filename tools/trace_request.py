@@ -21,10 +21,10 @@ from typing import Any
 
 import mlxrunner
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve import server
-from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelLoader, ModelNames
-from mlxrunner.serve.watch import RequestLog
+from mlxrunner.server import server
+from mlxrunner.server.manager import ModelManager
+from mlxrunner.server.models import ModelLoader, ModelNames
+from mlxrunner.server.watch import RequestLog
 
 PACKAGE = str(Path(mlxrunner.__file__).parent) + "/"
 TURNS, TRACED = 3, 2

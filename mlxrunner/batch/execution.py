@@ -22,6 +22,9 @@ from mlxrunner.batch.prompts import EarlierLines, again, messages_of, shows, tok
 from mlxrunner.batch.store import InputLine, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.config.option import check_kind, listed
+from mlxrunner.engine.engine import Engine, EngineHandle, MultiRequestRunner
+from mlxrunner.engine.handle import Handle, wait_for_news
+from mlxrunner.engine.parallel_runner import ParallelRunner
 from mlxrunner.errors import (
     BusyError,
     CacheFullError,
@@ -39,9 +42,6 @@ from mlxrunner.errors import (
     TimeLimitError,
 )
 from mlxrunner.options import GenerateKwargs, GenerateOptions
-from mlxrunner.parallel.engine import Engine, EngineHandle, MultiRequestRunner
-from mlxrunner.parallel.handle import Handle, wait_for_news
-from mlxrunner.parallel.runner import ParallelRunner
 from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.templates.messages import has_picture

@@ -53,6 +53,7 @@ from mlxrunner.batch.plan import (
 )
 from mlxrunner.batch.prompts import EarlierLines, tokenize_lines
 from mlxrunner.batch.store import CUT, BriefLine, LineCounts, Store
+from mlxrunner.engine.engine import Engine
 from mlxrunner.errors import (
     CutOffError,
     DamagedStoreError,
@@ -71,7 +72,6 @@ from mlxrunner.models.load import (
     unread_vision_model,
 )
 from mlxrunner.options import RunnerSettings
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.runner import Runner
 from mlxrunner.system.limits import EnergyMeter, on_battery
 from mlxrunner.system.writing import written

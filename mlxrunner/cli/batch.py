@@ -38,9 +38,9 @@ from mlxrunner.cli.options import (
 from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.prompt import check_pictures
 from mlxrunner.cluster.options import ClusterOptions, Connection, check_installed
+from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
-from mlxrunner.parallel.settings import EngineSettings
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job

@@ -39,7 +39,7 @@ ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_inte
 """Settings that mean nothing for several sequences in one row."""
 
 if TYPE_CHECKING:
-    from mlxrunner.parallel.runner import Failed
+    from mlxrunner.engine.parallel_runner import Failed
     from mlxrunner.profiling.profile import Profile
     from mlxrunner.results import Chunk, Result
     from mlxrunner.runner import Runner
@@ -224,8 +224,8 @@ def _answers(
 
     Return the first of these errors.
     """
+    from mlxrunner.engine.parallel_runner import Failed, sample
     from mlxrunner.models.resolve import resolve
-    from mlxrunner.parallel.runner import Failed, sample
     from mlxrunner.terminal.progress import loading as loading_bar
     from mlxrunner.terminal.text import FilteredStream
 
@@ -259,7 +259,7 @@ def _answers(
 
 
 def _as_dict(result: Result | Failed) -> dict[str, Any]:
-    from mlxrunner.parallel.runner import Failed
+    from mlxrunner.engine.parallel_runner import Failed
 
     if isinstance(result, Failed):
         return {**vars(result), "finish_reason": "error", "error": str(result.error)}

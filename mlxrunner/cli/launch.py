@@ -129,7 +129,7 @@ def _start(
     prints: bool,
 ) -> None:
     from mlxrunner.errors import LaunchError
-    from mlxrunner.serve.launch import CLIENTS, find_server
+    from mlxrunner.server.launch import CLIENTS, find_server
 
     found = CLIENTS[client](find_server(url, api_key, model))
     if prints:

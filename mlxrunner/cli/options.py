@@ -33,9 +33,9 @@ from mlxrunner.config.option import (
     settled,
     values,
 )
+from mlxrunner.engine.settings import OpenSettings
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.options import EMBEDDED, GREEDY, STOP_IDS, GenerateOptions, RunnerSettings
-from mlxrunner.parallel.settings import OpenSettings
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:

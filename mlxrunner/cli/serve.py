@@ -31,9 +31,9 @@ from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
 
 if TYPE_CHECKING:
-    from mlxrunner.serve.manager import ModelManager
-    from mlxrunner.serve.models import ModelLoader, ServedModel
-    from mlxrunner.serve.watch import RequestLog
+    from mlxrunner.server.manager import ModelManager
+    from mlxrunner.server.models import ModelLoader, ServedModel
+    from mlxrunner.server.watch import RequestLog
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 """The packages of the extra `serve`."""
@@ -110,9 +110,9 @@ def serve(
     from mlxrunner.terminal.signals import orderly_end, uninterrupted
 
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
-        from mlxrunner.serve import server
-        from mlxrunner.serve.models import ModelLoader
-        from mlxrunner.serve.watch import RequestLog
+        from mlxrunner.server import server
+        from mlxrunner.server.models import ModelLoader
+        from mlxrunner.server.watch import RequestLog
 
     server.check_access(settings)
     server.check_rules(settings)
@@ -144,8 +144,8 @@ def _loaded(
 ) -> tuple[ModelManager, ServedModel]:
     """Load the first model, with a bar in a terminal."""
     from mlxrunner.models.resolve import resolve
-    from mlxrunner.serve.manager import ModelManager
-    from mlxrunner.serve.models import ModelNames
+    from mlxrunner.server.manager import ModelManager
+    from mlxrunner.server.models import ModelNames
     from mlxrunner.terminal.progress import loading
 
     is_shared = opening.ranks is not None
@@ -164,7 +164,7 @@ def _loaded(
 
 
 def _print_unit(kind: Any, settings: ServeSettings) -> None:
-    from mlxrunner.serve.launch import unit
+    from mlxrunner.server.launch import unit
 
     arguments = _without(("--unit", "--api-key"), sys.argv[1:])
     program = Path(sys.argv[0]).absolute()

@@ -28,9 +28,9 @@ from mlxrunner.batch.prompts import EarlierLines
 from mlxrunner.batch.store import LineCounts, StoredLine
 from mlxrunner.batch.work import open_runner
 from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.engine.engine import Engine
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.profiling.profile import Profile, as_line
 from mlxrunner.runner import Runner
 from mlxrunner.system import device

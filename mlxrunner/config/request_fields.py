@@ -2,7 +2,7 @@
 
 The server and the lines of a batch are checked against this table, and the page on fields is made
 from it. A field that would change the answer is honoured, or refused unless its value asks for
-nothing. It knows names and values only; `serve/` and `batch/` read the fields.
+nothing. It knows names and values only; `server/` and `batch/` read the fields.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One request from its prompt to its last token: prepare, prefill, sample, decode, observe."""
+"""Requests on a model: slots that share prefixes, one row of tokens per step, samplers, drafts."""

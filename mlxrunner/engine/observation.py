@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 from mlxrunner.cache.lookup import Earlier, Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.engine.answer import Clock
+from mlxrunner.engine.speculation.drafting import Drafting
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import FinishReason, Usage, logger
-from mlxrunner.speculation.drafting import Drafting
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 Finish = FinishReason | Literal["interrupted", "error"]

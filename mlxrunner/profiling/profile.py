@@ -63,8 +63,8 @@ from mlxrunner.templates.messages import thinking_tokens
 from mlxrunner.tokenizer.prompt import Seeing
 
 if TYPE_CHECKING:
-    from mlxrunner.parallel.engine import Engine
-    from mlxrunner.parallel.runner import ParallelRunner
+    from mlxrunner.engine.engine import Engine
+    from mlxrunner.engine.parallel_runner import ParallelRunner
     from mlxrunner.results import Usage
     from mlxrunner.tokenizer.prompt import Caller
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.protocol import LayerCache, SavedEntry
+from mlxrunner.engine.backends.sequential import SequentialModel
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.errors import ModelError
 from mlxrunner.models.files import ModelShard, ShardingWay, read_config, take_all
@@ -24,7 +25,6 @@ from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import resolve
 from mlxrunner.models.sharding import be_rank
-from mlxrunner.parallel.rows.sequential import SequentialModel
 from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
 from mlxrunner.ranks.hosts import Hosts
 from mlxrunner.ranks.leading import COPY, DROP, LOAD, LeadingModel, RankTokens, undisturbed

@@ -26,12 +26,12 @@ from mlxrunner.bench.harness import load_or_make
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.engine.engine import Engine
 from mlxrunner.errors import NotSupportedError, OptionError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit
 from mlxrunner.models.facts import DEPENDS
 from mlxrunner.options import GenerateOptions
-from mlxrunner.parallel.engine import Engine
 from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.caches import cache_writer, stored_entry

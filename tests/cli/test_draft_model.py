@@ -11,7 +11,7 @@ from support.engine import StepController
 from support.models import write_model
 
 from mlxrunner import GenerateOptions, OptionError, cli
-from mlxrunner.speculation.controller import Controller
+from mlxrunner.engine.speculation.controller import Controller
 
 
 def run(*arguments: str, stdin: str = "") -> Result:

@@ -1,302 +1,351 @@
-"""Guessed tokens never change an answer, nor what the next request reuses."""
+"""Guessed tokens never change an answer of a request that runs beside others."""
 
 from __future__ import annotations
 
 import random
-import threading
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from support.drafting import steady_costs
-from support.reused import ALL, CHECKPOINTS, FEW, NO_HELP, SLACK, next_prompts, repeating_runner
+from support.engine import (
+    FORGOTTEN,
+    BatchBuilder,
+    DispatchedStep,
+    Engine,
+    StepController,
+    backend,
+    request_of,
+)
+from support.histories import (
+    ARCHITECTURES,
+    WITH_WINDOWS,
+    GuessedHistory,
+    Guesses,
+    parts,
+    tiny_parts,
+)
 from support.sample import fewer
 
-from mlxrunner import Runner
-from mlxrunner.results import Chunk
+from mlxrunner import ParallelRunner
+from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.engine.speculation.controller import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts
+from mlxrunner.engine.speculation.drafting import TextLookup
+from mlxrunner.options import ServeSettings
+from mlxrunner.results import Result
+from mlxrunner.server.models import ModelLoader
 from mlxrunner.testing import interrupt_at
 
-PROMPT = list(range(1, 30))
-MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
-    "full": (["full", "full"], NO_HELP),
-    "sliding": (["full", "sliding"], SLACK),
-    "sliding-no-slack": (["sliding", "full"], NO_HELP),
-    "sliding-checkpoints": (["sliding", "full"], CHECKPOINTS),
-    "recurrent": (["recurrent", "full"], NO_HELP),
-    "recurrent-checkpoints": (["recurrent", "full"], CHECKPOINTS),
-    "chunked": (["chunked", "full"], CHECKPOINTS),
-    "all": (ALL[:-1], NO_HELP),
-    "all-checkpoints": (ALL, CHECKPOINTS),
-    "few-checkpoints": (["recurrent", "full"], FEW),
-}
-every_mix = pytest.mark.parametrize("name", MIXES)
+STATES = ["qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"]
+KINDS = ["llama", "gemma3_text", "qwen3_next", "mamba2"]
+"""Full attention, windows, states beside attention, and nothing but states."""
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "sampled": {"temperature": 0.3, "seed": 3},
-    "filtered": {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.01, "seed": 1},
-    "penalties": {"repetition_penalty": 1.02, "presence_penalty": 0.3, "frequency_penalty": 0.4},
-    "logprobs": {"logprobs": 3},
-    "sampled with logprobs": {"temperature": 0.3, "seed": 5, "logprobs": 0},
+    "sampled": {"temperature": 1.0, "seed": 3, "top_k": 2},
+    "penalties": {"repetition_penalty": 1.1},
+    "logprobs": {"logprobs": 2},
 }
 
 
-@pytest.fixture(autouse=True)
+QUESTION = [{"role": "user", "content": "My name is Bo. What is my name?"}]
+
+
+@pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of a pass is none of what these tests are about."""
     steady_costs(monkeypatch)
 
 
-def runner_of(name: str, **options: Any) -> Runner:
-    kinds, rewinding = MIXES[name]
-    return repeating_runner(kinds, **(rewinding | options))
+def prompts(count: int) -> list[list[int]]:
+    """Return prompts of few different tokens, which repeat themselves."""
+    rng = random.Random(1)
+    return [[rng.randrange(5) for _ in range(30)] for _ in range(count)]
 
 
-def answer(runner: Runner, prompt: list[int], how: str, count: int = 90, **options: Any) -> Any:
-    """Return the chunks of an answer without its usage, and the usage."""
-    chunks = list(
-        runner.generate(prompt, max_tokens=count, speculate=how, **({"stop_tokens": []} | options))
-    )
-    usage = chunks[-1].usage
-    return [one_without_usage(chunk) for chunk in chunks], usage
+def answers(name: str, count: int, **options: Any) -> tuple[list[Result], int]:
+    """Return `count` answers beside each other, and the steps that they took."""
+    with Engine(*tiny_parts(name), max_sequences=count, context=300) as runner:
+        results = runner.run(prompts(count), max_tokens=80, **({"stop_tokens": []} | options))
+        return results, runner.steps
 
 
-def one_without_usage(chunk: Chunk) -> tuple[Any, ...]:
-    logprobs = None if chunk.logprob is None else round(chunk.logprob, 4)
-    return chunk.token, chunk.text, chunk.finish_reason, logprobs
+def shown(results: list[Result]) -> list[tuple[Any, ...]]:
+    return [(one.tokens, one.text, one.finish_reason) for one in results]
 
 
-def reuse(usage: Any) -> tuple[Any, ...]:
-    """Return what a request reused, and why not more."""
-    cache = usage.cache
-    return (
-        *(usage.prompt_tokens, usage.cached_tokens, usage.evaluated_tokens, usage.outcome),
-        *(usage.reason, cache.lost_tokens, cache.trim_limited_by, cache.checkpoint),
-        *(cache.matched_tokens, cache.trimmed_tokens, cache.shifted_tokens),
-    )
+def logprobs(results: list[Result]) -> list[float]:
+    return [logprob for one in results for logprob, _ in one.logprobs or []]
 
 
-def entry_of(runner: Runner) -> tuple[list[int], list[int]]:
-    assert runner.entry.is_true
-    return list(runner.entry.tokens), runner.entry.checkpoints.offsets
+@pytest.mark.usefixtures("proved_once")
+@pytest.mark.exhaustive(2, "gemma3_text", "qwen3_next")
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STATES])
+def test_any_history_with_guesses_gives_the_answers_of_cold_single_runs(name: str) -> None:
+    """Guesses are right, half right and wrong; requests shift, stop, fail and are interrupted."""
+    rng = random.Random(f"{name} 0")
+    window = rng.choice([4, 16, 33, 70]) if name in WITH_WINDOWS else 0
+    one = GuessedHistory(parts(name, window), rng)
+    one.weights = (8.0, 12.0, 1.0, 0.5, 0.5, 0.3, 0.0)
+    one.failures = KeyboardInterrupt, RuntimeError
+    one.open()
+    for _ in range(40):
+        rng.choices(one.acts, one.weights)[0](one.runner)
+    one.close()
+    seen = one.seen
+    assert seen["answered"] > 3
+    assert min(seen["wrong"], seen["right"]) > 3
 
 
-@every_mix
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.exhaustive(12)
-def test_tokens_are_those_of_plain_decoding(name: str, way: str) -> None:
-    """Chunks, entry and checkpoints are the same, in fewer forward passes."""
-    plain, guessing = runner_of(name), runner_of(name)
-    expected, _ = answer(plain, PROMPT, "off", **WAYS[way])
-    got, usage = answer(guessing, PROMPT, "lookup", **WAYS[way])
-    assert got == expected
-    assert entry_of(guessing) == entry_of(plain)
-    right = sum(use.accepted for use in usage.drafts)
-    assert 0 < right < sum(use.drafted for use in usage.drafts)
-    assert len(guessing.model.forwards) < len(plain.model.forwards)
-    assert usage.draft_passes > 0
+@pytest.mark.exhaustive(3)
+def test_answers_are_the_same_in_fewer_steps(way: str, count: int) -> None:
+    plain, steps = answers("llama", count, speculate="off", **WAYS[way])
+    guessed, fewer_steps = answers("llama", count, speculate="lookup", **WAYS[way])
+    assert shown(guessed) == shown(plain)
+    assert logprobs(guessed) == pytest.approx(logprobs(plain), rel=0, abs=1e-4)
+    assert fewer_steps < steps
+    assert sum(use.accepted for one in guessed for use in one.usage.drafts) > 0
+    assert all(one.usage.draft_passes == 0 for one in plain)
 
 
-@every_mix
-@pytest.mark.parametrize("ending", [1, 2, 3, 24, 25, 27, 29, 41])
-@pytest.mark.exhaustive(8)
-def test_an_answer_may_end_anywhere_in_an_accepted_run(name: str, ending: int) -> None:
-    """The entry is the same after `max_tokens` and after a close, and so is what comes next.
-
-    A case tries two of the prompts that may come next behind each way to end; the next endings try
-    the others.
-    """
-    for first, way in ((ending, "closed"), (ending + 4, "limited")):
-        found = []
-        for how in ("off", "lookup"):
-            runner, said = ended(name, how, way, ending)
-            left = entry_of(runner)
-            prompts, after = list(next_prompts(said).values()), []
-            for prompt in (prompts[first % len(prompts)], prompts[(first + 2) % len(prompts)]):
-                runner, _ = ended(name, how, way, ending)
-                chunks, usage = answer(runner, prompt, how, 8)
-                after.append((chunks, reuse(usage), entry_of(runner)))
-            found.append((said, left, after))
-        assert found[0] == found[1]
+@pytest.mark.usefixtures("costs")
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_what_a_form_leaves_no_other_text_for_is_guessed(name: str) -> None:
+    """Both answers of a form, beside each other."""
+    form = {"choices": ["yes, please, as soon as you can", "no, thank you very much, not today"]}
+    plain, steps = answers(name, 2, speculate="off", **form)
+    guessed, fewer_steps = answers(name, 2, **form)
+    assert shown(guessed) == shown(plain)
+    assert fewer_steps < 0.7 * steps
+    assert {use.source for one in guessed for use in one.usage.drafts} == {"form"}
 
 
-def ended(name: str, how: str, way: str, ending: int) -> tuple[Runner, list[int]]:
-    """Return a runner whose first answer has ended after `ending` tokens, and what was said."""
-    runner = runner_of(name)
-    if way == "limited":
-        chunks, _ = answer(runner, PROMPT, how, ending)
-        return runner, PROMPT + [chunk[0] for chunk in chunks]
-    iterator = runner.generate(PROMPT, speculate=how, stop_tokens=[])
-    said = PROMPT + [int(next(iterator).token or 0) for _ in range(ending)]
-    iterator.close()
-    return runner, said
+def guessed(
+    runner: Engine, prompt: list[int], answer: list[int], wrong: int | None = None, **options: Any
+) -> Any:
+    """Return the handle of a request whose answer is guessed, with one wrong token or none."""
+    handle = runner.submit(prompt, **({"stop_tokens": []} | options))
+    told = [*answer]
+    if wrong is not None:
+        told[wrong] = (told[wrong] + 1) % 290
+    drafting: Any = Certain(told, random.Random(0), Counter())
+    request_of(handle).drafting = drafting
+    return handle
 
 
-@every_mix
+def test_an_answer_that_is_asked_for_again_is_guessed_from_the_other_slot() -> None:
+    """Its first draft is what the slot held whose prefix it shares."""
+    with Engine.load("demo", max_sequences=2, context=200) as runner:
+        plain = runner.complete(QUESTION, speculate="off")
+        again = runner.complete(QUESTION, speculate="lookup")
+    assert again.tokens == plain.tokens
+    assert [use.source for use in again.usage.drafts] == ["earlier"]
+    assert again.usage.drafts[0].accepted == len(plain.tokens) - 1
+
+
+def test_a_request_of_a_parallel_runner_has_guesses_and_counts_them() -> None:
+    with ParallelRunner.load("demo", max_sequences=2, context=200) as runner:
+        plain = runner.complete(QUESTION, speculate="off")
+        handles = [runner.submit(QUESTION, speculate="lookup") for _ in range(2)]
+        for handle in handles:
+            result = handle.result()
+            assert result.tokens == plain.tokens
+            assert result.usage.draft_passes > 0
+
+
+@pytest.mark.parametrize("how", ["lookup", "off", None])
+def test_the_server_guesses_where_its_user_says_so(how: str | None) -> None:
+    """`serve --speculate` holds for every request."""
+    settings = ServeSettings(slots=2, disk_cache=False, memory=2 * 10**8)
+    opened = ModelLoader(settings=settings, runner={"context": 200}, speculate=how).load(
+        "demo", 2**28
+    )
+    with opened.runner:
+        assert opened.defaults.get("speculate") == how
+
+
+class Certain(Guesses):
+    """Guesses as much as may be guessed."""
+
+    is_worth_waiting = True  # type: ignore[assignment]
+
+    def draft(self, most: int) -> list[int]:
+        return self.answer[self.place :][: max(0, most)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_answer_may_stop_anywhere_in_an_accepted_run(name: str) -> None:
+    """The slot then has what was shown, and each layer has as many tokens."""
+    given, prompt = tiny_parts(name), prompts(1)[0]
+    with Engine(*given, max_sequences=2, context=200) as runner:
+        answer = runner.complete(prompt, max_tokens=30, stop_tokens=[]).tokens
+        for wrong in (None, 9):
+            for place in {answer.index(token): token for token in answer}:
+                one = guessed(runner, prompt, answer, wrong, stop_tokens=[answer[place]])
+                result = one.result()
+                assert result.tokens == answer[: place + 1]
+                slot = request_of(one).slot
+                held = list(slot.tokens)
+                said = [*prompt, *result.tokens]
+                assert held == said[: len(held)]
+                assert {cache.offset for cache in slot.cache.current.caches} == {len(held)}
+                undone = DEEPEST if name in ("qwen3_next", "mamba2") else 0
+                assert len(said) - len(held) <= 1 + undone
+
+
+@pytest.mark.parametrize("answering", [1, 4, 15, 16])
+def test_a_step_has_few_guesses_and_a_full_one_none(answering: int) -> None:
+    """All guesses of a step share 15 rows; a step that evaluates a prompt has none."""
+    given = tiny_parts("llama")
+    texts = [[*prompt, number] for number, prompt in enumerate(prompts(answering))]
+    with Engine(*given, max_sequences=answering + 1, context=200) as runner:
+        expected = [one.tokens for one in runner.run(texts, max_tokens=24, stop_tokens=[])]
+        rows: list[tuple[int, int]] = []
+        forward = backend(runner).forward
+
+        def watched(tokens: mx.array, batch: Batch, wanted: Any, **more: Any) -> mx.array:
+            rows.append((len(batch), len(batch.by_sequence)))
+            return forward(tokens, batch, wanted, **more)
+
+        backend(runner).forward = watched  # type: ignore[method-assign]
+        handles = [
+            guessed(runner, text, answer, max_tokens=24)
+            for text, answer in zip(texts, expected, strict=True)
+        ]
+        while not all(handle.finished for handle in handles):
+            runner.step()
+        assert [handle.result().tokens for handle in handles] == expected
+        decoding = [tokens - answers for tokens, answers in rows[1:]]
+        if answering > DEEPEST:
+            assert max(decoding) == 0
+        else:
+            assert max(decoding) == DEEPEST
+            assert len(rows) < 24
+
+
+def begun(runner: Engine, expected: list[list[int]]) -> list[Any]:
+    """Begin requests whose next step has guesses, one of them wrong."""
+    handles = [
+        guessed(runner, text, answer, 7, max_tokens=20)
+        for text, answer in zip(prompts(len(expected)), expected, strict=True)
+    ]
+    while any(len(request_of(handle).said) < 2 for handle in handles):
+        runner.step()
+    return handles
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_interrupt_at_any_line_of_a_step_leaves_true_slots(name: str) -> None:
+    """The slots hold the beginning of what was said, and later answers are right."""
+    texts = prompts(2)
+    with Engine(*tiny_parts(name), max_sequences=3, context=200) as runner:
+        expected = [one.tokens for one in runner.run(texts, max_tokens=20, stop_tokens=[])]
+        handles = begun(runner, expected)
+        with interrupt_at(-1) as seen:
+            runner.step()
+        assert sum(len(request_of(handle).said) for handle in handles) > 6
+        for handle in handles:
+            handle.cancel()
+        for line in range(1, seen[0], max(1, seen[0] // fewer(60, 25))):
+            handles = begun(runner, expected)
+            with suppress(KeyboardInterrupt), interrupt_at(line):
+                runner.step()
+            for handle, text, answer in zip(handles, texts, expected, strict=True):
+                handle.cancel()
+                entry = request_of(handle).slot.cache.current
+                held = list(entry.tokens)
+                assert entry.is_true or not held, line
+                assert held == [*text, *answer][: len(held)], line
+        results = runner.run(texts, max_tokens=20, stop_tokens=[])
+        assert [one.tokens for one in results] == expected
+
+
+def test_the_controller_drafts_where_a_step_has_few_answers() -> None:
+    """One right guess saves one answer a step: a share of it, the more answers the smaller."""
+    controller = StepController(DraftBudget())
+    sure = [0.95] * DEEPEST
+    depths = []
+    for count in (1, 2, 4, 8, 15):
+        controller.carry(count)
+        for _ in range(3):
+            controller.measure(count, 0, 1.0)
+            controller.measure(count, 7, 1.6)
+        depths.append(controller.depth(sure, DEEPEST))
+    assert depths[0] > 0
+    assert depths[-1] == 0
+    assert depths == sorted(depths, reverse=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("slope", [0.02, 0.15])
 @pytest.mark.exhaustive(4)
-def test_another_thread_may_drop_the_answer_anywhere(name: str) -> None:
-    """The entry is then the one that a close leaves, and so is what comes next."""
-    for ending in range(3, 41, fewer(9, 18)):
-        found = []
-        for how in ("off", "lookup", "dropped"):
-            runner = runner_of(name)
-            held = [
-                runner.generate(PROMPT, speculate=how.replace("dropped", "lookup"), stop_tokens=[])
-            ]
-            said = [*PROMPT, *(int(next(held[0]).token or 0) for _ in range(ending))]
-            if how == "dropped":
-                thread = threading.Thread(target=held.clear)
-                thread.start()
-                thread.join()
-            else:
-                held.pop().close()
-            chunks, usage = answer(runner, [*said, 5], "off", 3)
-            found.append((chunks, reuse(usage), entry_of(runner)))
-        assert found[0] == found[1] == found[2]
-
-
-@every_mix
-@pytest.mark.exhaustive(4)
-def test_turns_reuse_the_same_with_and_without_guesses(name: str) -> None:
-    """Conversations with edits and retries have the same answers, reuse, reasons and losses."""
-    rng = random.Random(name)
-    plain, guessing = runner_of(name), runner_of(name)
-    said = list(PROMPT)
-    for _ in range(fewer(8, 5)):
-        count = rng.randrange(2, 40)
-        expected, usual = answer(plain, said, "off", count)
-        got, usage = answer(guessing, said, "lookup", count)
-        assert got == expected
-        assert reuse(usage) == reuse(usual)
-        assert entry_of(guessing) == entry_of(plain)
-        said += [chunk[0] for chunk in got]
-        said = rng.choice(list(next_prompts(said).values())[:-1])
-
-
-@pytest.mark.parametrize("name", ["full", "sliding", "recurrent-checkpoints", "all-checkpoints"])
-@pytest.mark.exhaustive(2)
-def test_an_interrupt_at_any_line_leaves_a_true_entry(name: str) -> None:
-    """The next answer is the one of a cold run."""
-    count = 30
-    cold, _ = answer(runner_of(name), PROMPT, "off", count)
-    runner = runner_of(name)
-    with interrupt_at(-1) as seen:
-        answer(runner, PROMPT, "lookup", count)
-    lines = range(1, seen[0], max(1, seen[0] // fewer(100, 40)))
-    for line in lines:
-        runner = runner_of(name)
-        with suppress(KeyboardInterrupt), interrupt_at(line):
-            answer(runner, PROMPT, "lookup", count)
-        assert runner.entry.is_true or not runner.entry.tokens
-        said = [*PROMPT, *(chunk[0] for chunk in cold)]
-        assert list(runner.entry.tokens) == said[: len(runner.entry.tokens)]
-        assert answer(runner, PROMPT, "lookup", count)[0] == cold
-
-
-@pytest.mark.parametrize("name", ["full", "sliding", "recurrent", "all-checkpoints"])
-def test_a_shift_comes_where_it_comes_without_guesses(name: str) -> None:
-    """The context is full in the middle of an answer, several times."""
-    found = []
-    for how in ("off", "lookup"):
-        runner = runner_of(name, context=48)
-        chunks, usage = answer(runner, PROMPT, how, 150, overflow="shift", keep=4)
-        found.append((chunks, entry_of(runner), reuse(usage)))
-    assert found[0] == found[1]
-    assert found[0][2][-1] > 0
-
-
-@pytest.mark.parametrize("kinds", [["chunked"], ["chunked", "sliding"], ["full", "chunked"]])
-def test_the_entry_goes_back_as_far_as_without_guesses(kinds: list[str]) -> None:
-    """A pass of several rows drops the tokens of an earlier chunk later than single ones do."""
-    for ending in range(2, 40):
-        found = []
-        for how in ("off", "lookup"):
-            runner = repeating_runner(kinds, **NO_HELP)
-            answer(runner, PROMPT, how, ending)
-            entry = runner.entry
-            found.append([entry.reach(to) for to in range(len(entry.tokens) + 1)])
-        assert found[0] == found[1], ending
-
-
-@pytest.mark.parametrize("how", ["off", "lookup"])
-def test_observers_see_the_models_own_logits_beside_penalties(how: str) -> None:
-    """Penalties change what is sampled, and not what is compared with a cold run."""
-    found: list[list[float]] = []
-    for options in (WAYS["penalties"], {}):
-        runner = repeating_runner(["full"])
-        runner.observers.append(lambda _, seen: found.append(seen.logits[0].tolist()))
-        answer(runner, PROMPT, how, 2, **options)
-        said = list(runner.entry.tokens)
-        runner.reset()
-        answer(runner, said, "off", 1)
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-
-
-FORMS: dict[str, dict[str, Any]] = {
-    "choices": {"choices": ["yes, please", "no, thank you", "yes, of course"]},
-    "schema": {
-        "schema": {
-            "type": "object",
-            "properties": {
-                "name": {"enum": ["Ada Lovelace", "Alan Turing"]},
-                "years": {"type": "integer", "minimum": 10, "maximum": 99},
-                "is_known": {"type": "boolean"},
-            },
-            "required": ["name", "years", "is_known"],
-            "additionalProperties": False,
-        }
-    },
-}
-
-
-@pytest.mark.parametrize("name", ["full", "recurrent", "all-checkpoints"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 2.0, "seed": 4}, {"logprobs": 2}])
-def test_what_a_form_leaves_no_other_text_for_is_guessed(
-    name: str, form: str, sampling: dict[str, Any]
+def test_steps_whose_guesses_all_fail_take_as_long_as_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, count: int, slope: float
 ) -> None:
-    """The answer is the same in fewer passes, and so is the entry."""
-    plain, guessing = runner_of(name), runner_of(name)
-    options = FORMS[form] | sampling
-    expected, _ = answer(plain, PROMPT, "off", **options)
-    got, usage = answer(guessing, PROMPT, "auto", **options)
-    assert got == expected
-    assert entry_of(guessing) == entry_of(plain)
-    assert {use.source for use in usage.drafts} >= {"form"}
-    assert len(guessing.model.forwards) < 0.7 * len(plain.model.forwards)
+    """All answers of a step share one budget: 1 % of the steps and one step, and no more."""
+    cost: list[float] = []
+
+    def wait(self: BatchBuilder, step: DispatchedStep) -> float:
+        mx.eval(step.awaited)
+        if step.planned.prefill:
+            return 1.0
+        cost.append(1 + slope * step.more)
+        return cost[-1]
+
+    monkeypatch.setattr(BatchBuilder, "wait", wait)
+    monkeypatch.setattr(TextLookup, "ahead", lambda self, most: [299] * most)
+    # Deep drafts are tried beside others where one of them was measured before.
+    monkeypatch.setattr(PassCosts, "is_known", True)
+    for cost_of in ("ratio", "hoped"):
+        monkeypatch.setattr(PassCosts, cost_of, lambda self, depth: 1 + slope * depth)
+    length = fewer(150, 100)
+    with Engine(*tiny_parts("llama"), max_sequences=count, context=300) as runner:
+        for _ in range(2):
+            results = runner.run(
+                prompts(count), max_tokens=length, stop_tokens=[], speculate="auto"
+            )
+    guesses = [use for one in results for use in one.usage.drafts]
+    assert not sum(use.accepted for use in guesses)
+    assert max(cost) > 1 or slope * count > 1
+    assert sum(cost) - len(cost) <= AT_FIRST + LOSS * len(cost)
 
 
-@pytest.mark.parametrize("how", ["auto", "lookup"])
-def test_a_callers_own_processor_sees_each_token_once(how: str) -> None:
-    """It may keep count, so nothing is guessed beside it."""
-    seen: list[int] = []
-
-    def process(history: mx.array, logits: mx.array) -> mx.array:
-        seen.append(history.shape[0])
-        return logits
-
-    runner = runner_of("full")
-    _, usage = answer(runner, PROMPT, how, 40, logits_processors=[process])
-    assert seen == list(range(len(PROMPT), len(PROMPT) + 40))
-    assert usage.draft_passes == 0
-
-
-def test_a_repeated_request_is_drafted_from_the_earlier_answer() -> None:
-    """From its first token on."""
-    runner = repeating_runner(["full"])
-    first, _ = answer(runner, PROMPT, "off", 60)
-    runner.model.forwards.clear()
-    again, usage = answer(runner, PROMPT, "lookup", 60)
-    assert again == first
-    assert [use.source for use in usage.drafts] == ["earlier"]
-    assert usage.drafts[0].accepted == usage.drafts[0].drafted
-    assert len(runner.model.forwards) < 10
+def test_the_guesses_of_one_step_may_not_lose_the_same_passes() -> None:
+    """A draft of one answer takes from what is left for the others, until the step has ended."""
+    budget = DraftBudget()
+    controller, sure = StepController(budget), [0.95] * DEEPEST
+    controller.carry(2)
+    controller.measure(2, 0, 1.0)
+    controller.measure(2, 15, 1.9)
+    first = controller.depth(sure, DEEPEST)
+    controller.hold(first)
+    assert controller.depth(sure, DEEPEST) < first
+    controller.settle(2, first, 2 + first, 0.0)
+    assert controller.depth(sure, DEEPEST) == first
 
 
-def test_nothing_is_guessed_where_it_is_off() -> None:
-    """No pass has more than one row after the prefill."""
-    runner = runner_of("full")
-    _, usage = answer(runner, PROMPT, "off")
-    assert (usage.draft_passes, usage.drafts) == (0, ())
-    assert set(runner.model.forwards[-80:]) == {1}
+def test_steps_without_a_guessed_answer_ask_nothing_about_guesses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One guessed answer among others is enough to ask."""
+    asked: list[int] = []
+    monkeypatch.setattr(StepController, "carry", lambda self, answers: asked.append(answers))
+    answers("llama", 3, speculate="off")
+    assert asked == []
+    answers("llama", 3, speculate="lookup")
+    assert 3 in asked
+
+
+def test_a_badly_measured_cost_is_forgotten() -> None:
+    """A step with guesses may have waited for other work the only time that there was one."""
+    controller = StepController(DraftBudget())
+    controller.carry(2)
+    controller.measure(2, 0, 1.0)
+    controller.measure(2, 15, 50.0)
+    assert controller.depth([0.9] * DEEPEST, DEEPEST) == 0
+    for _ in range(FORGOTTEN):
+        controller.measure(2, 0, 1.0)
+    assert controller.depth([0.9] * DEEPEST, DEEPEST) > 0

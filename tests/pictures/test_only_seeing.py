@@ -16,7 +16,7 @@ from mlxrunner import ModelError, ParallelRunner, Runner, cli
 from mlxrunner.loading import plan_model
 from mlxrunner.models.facts import is_run_by_mlx_vlm
 from mlxrunner.models.load import load_either
-from mlxrunner.serve.models import card_of
+from mlxrunner.server.models import card_of
 from mlxrunner.system import mlx_vlm_internals as internals
 
 SHAPES = Path(__file__).parents[2] / "docs/images/shapes.png"

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import KVCache
 from mlxrunner import ParallelRunner
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadedModel, LoadProgress, tell_nobody
-from mlxrunner.serve.models import ModelLoader, ServedModel
-from mlxrunner.serve.prompts.builder import PromptBuilder
+from mlxrunner.server.models import ModelLoader, ServedModel
+from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.templates.rendering import jinja_renderer
 from mlxrunner.tokenizer.base import EOS, VOCAB, ByteTokenizer
 

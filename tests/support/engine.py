@@ -12,23 +12,23 @@ import pytest
 
 from mlxrunner import ParallelRunner
 from mlxrunner.engine.answer import SEED_TOKENS
-from mlxrunner.parallel.engine import AHEAD, Engine, EngineHandle
-from mlxrunner.parallel.opening import SAMPLED, DraftPlan, largest_step
-from mlxrunner.parallel.rows.attention import SplitAttention
-from mlxrunner.parallel.rows.backend import WINDOWS_KEEP
-from mlxrunner.parallel.rows.batched import BatchedModel, PerTokenRope
-from mlxrunner.parallel.rows.proof import engine_for
-from mlxrunner.parallel.rows.sequential import SequentialModel
-from mlxrunner.parallel.runner import sample
-from mlxrunner.parallel.scheduling.batching import (
+from mlxrunner.engine.backends.attention import SplitAttention
+from mlxrunner.engine.backends.backend import WINDOWS_KEEP
+from mlxrunner.engine.backends.batched import BatchedModel, PerTokenRope
+from mlxrunner.engine.backends.proof import engine_for
+from mlxrunner.engine.backends.sequential import SequentialModel
+from mlxrunner.engine.engine import AHEAD, Engine, EngineHandle
+from mlxrunner.engine.opening import SAMPLED, DraftPlan, largest_step
+from mlxrunner.engine.parallel_runner import sample
+from mlxrunner.engine.scheduling.batching import (
     FORGOTTEN,
     BatchBuilder,
     DispatchedStep,
     StepController,
 )
-from mlxrunner.parallel.scheduling.batching import sample as sample_drafts
-from mlxrunner.parallel.scheduling.pacing import StepCosts
-from mlxrunner.parallel.settings import OpenSettings
+from mlxrunner.engine.scheduling.batching import sample as sample_drafts
+from mlxrunner.engine.scheduling.pacing import StepCosts
+from mlxrunner.engine.settings import OpenSettings
 
 __all__ = [
     "AHEAD",
@@ -91,7 +91,7 @@ def request_of(handle: EngineHandle) -> Any:
 
 def last_pass_of(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let the last pass of a prefill, which gives the first logits, have at most `count` tokens."""
-    patch.setattr("mlxrunner.parallel.scheduling.batching.SEED_TOKENS", count)
+    patch.setattr("mlxrunner.engine.scheduling.batching.SEED_TOKENS", count)
 
 
 def after_each_chunk(call: Callable[[Any], None], patch: pytest.MonkeyPatch) -> None:
@@ -108,43 +108,43 @@ def after_each_chunk(call: Callable[[Any], None], patch: pytest.MonkeyPatch) -> 
 
 def clock_passes_by(clock: Any, patch: pytest.MonkeyPatch) -> None:
     """Let passes be timed by `clock`, in place of the module `time`."""
-    patch.setattr("mlxrunner.parallel.scheduling.batching.time", clock)
+    patch.setattr("mlxrunner.engine.scheduling.batching.time", clock)
 
 
 def sample_drafts_by(sampler: Callable[..., Any], patch: pytest.MonkeyPatch) -> None:
     """Let `sampler` sample behind each token of a draft, in place of `sample_drafts`."""
-    patch.setattr("mlxrunner.parallel.scheduling.batching.sample", sampler)
+    patch.setattr("mlxrunner.engine.scheduling.batching.sample", sampler)
 
 
 def tell_time_by(clock: Callable[[], float], patch: pytest.MonkeyPatch) -> None:
     """Let the chunks of an evaluation ahead be timed by `clock`."""
-    patch.setattr("mlxrunner.parallel.scheduling.batching.time.perf_counter", clock)
+    patch.setattr("mlxrunner.engine.scheduling.batching.time.perf_counter", clock)
 
 
 def move_no_keys(patch: pytest.MonkeyPatch) -> None:
     """Let no layer move its keys, so that a full context is evaluated again."""
-    for module in ("mlxrunner.parallel.rows.batched", "mlxrunner.parallel.rows.sequential"):
+    for module in ("mlxrunner.engine.backends.batched", "mlxrunner.engine.backends.sequential"):
         patch.setattr(f"{module}.rotators", lambda *_: None)
 
 
 def claim_least(claim: int, room: int, patch: pytest.MonkeyPatch) -> None:
     """Let growing answers claim `claim` tokens at a time, and begin with room for `room`."""
-    patch.setattr("mlxrunner.parallel.scheduling.slots.LEAST", claim)
-    patch.setattr("mlxrunner.parallel.scheduling.allocation.LEAST", room)
+    patch.setattr("mlxrunner.engine.scheduling.slots.LEAST", claim)
+    patch.setattr("mlxrunner.engine.scheduling.allocation.LEAST", room)
 
 
 def park_in_pieces_of(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let files have `count` tokens, and a step write or read one piece of a conversation."""
     patch.setattr("mlxrunner.cache.disk.index.SEGMENT", count)
-    patch.setattr("mlxrunner.parallel.scheduling.eviction.IN_ONE_PIECE", count)
-    patch.setattr("mlxrunner.parallel.scheduling.pacing.StepPace.errand_s", lambda *_: 1e-9)
+    patch.setattr("mlxrunner.engine.scheduling.eviction.IN_ONE_PIECE", count)
+    patch.setattr("mlxrunner.engine.scheduling.pacing.StepPace.errand_s", lambda *_: 1e-9)
 
 
 def offer_bytes(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let the device offer `count` bytes to a draft model."""
-    patch.setattr("mlxrunner.parallel.opening.device.offered_bytes", lambda: count)
+    patch.setattr("mlxrunner.engine.opening.device.offered_bytes", lambda: count)
 
 
 def sample_at_most(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let an answer of no given length, one of several, have `count` tokens."""
-    patch.setattr("mlxrunner.parallel.runner.DEFAULT_MAX_TOKENS", count)
+    patch.setattr("mlxrunner.engine.parallel_runner.DEFAULT_MAX_TOKENS", count)

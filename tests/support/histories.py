@@ -21,10 +21,10 @@ from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.speculation.drafting import SourceCounts
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result, Usage
-from mlxrunner.speculation.drafting import SourceCounts
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 
 Parts = tuple[Any, ByteTokenizer, Any]
@@ -392,7 +392,7 @@ DEEPEST = 9
 
 
 class Guesses:
-    """In place of `mlxrunner.speculation.drafting.Drafting`: it knows the answer."""
+    """In place of `mlxrunner.engine.speculation.drafting.Drafting`: it knows the answer."""
 
     always = True
 

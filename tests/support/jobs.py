@@ -19,7 +19,7 @@ from support.actor import calling
 
 from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.engine.observation import Observation
-from mlxrunner.serve.launch import CLIENTS, ServerAddress
+from mlxrunner.server.launch import CLIENTS, ServerAddress
 
 STEPS = 6
 TASK = "Do the six steps."
@@ -145,7 +145,7 @@ def run_agent(
 
 
 ROOT = Path(__file__).parents[2]
-TRACES = ROOT / "tests" / "serve" / "agents" / "traces"
+TRACES = ROOT / "tests" / "server" / "agents" / "traces"
 """The folder of the traces. Each is JSON Lines, packed with xz: a request a line."""
 WORD = re.compile(r"x-anthropic-billing-header|</?system-reminder>|[A-Za-z]{2,}|[0-9]+")
 KEPT_KEYS = frozenset(

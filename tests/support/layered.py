@@ -21,7 +21,7 @@ from support.models import save_model, tiny_config, tiny_model
 
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.models.load import LoadProgress, tell_nobody
-from mlxrunner.serve.models import ModelLoader, ServedModel
+from mlxrunner.server.models import ModelLoader, ServedModel
 
 VOCAB = 8192
 CONTEXT = 65_536

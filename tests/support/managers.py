@@ -13,11 +13,11 @@ from support.scripted import serving
 
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.options import ServeSettings
-from mlxrunner.serve.events import AnswerEvent, ServerRequest
-from mlxrunner.serve.manager import ModelManager
-from mlxrunner.serve.models import ModelLoader, ModelNames, ServedModel
-from mlxrunner.serve.server import application
-from mlxrunner.serve.watch import RequestLog
+from mlxrunner.server.events import AnswerEvent, ServerRequest
+from mlxrunner.server.manager import ModelManager
+from mlxrunner.server.models import ModelLoader, ModelNames, ServedModel
+from mlxrunner.server.server import application
+from mlxrunner.server.watch import RequestLog
 
 CHATML = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from support.waiting import until
 
 from mlxrunner.results import Usage
-from mlxrunner.serve.events import (
+from mlxrunner.server.events import (
     AnswerEnd,
     AnswerEvent,
     ApiError,
@@ -25,8 +25,8 @@ from mlxrunner.serve.events import (
     TextDelta,
     ToolCallEvent,
 )
-from mlxrunner.serve.models import ModelCard
-from mlxrunner.serve.server import routers
+from mlxrunner.server.models import ModelCard
+from mlxrunner.server.server import routers
 
 CARD = ModelCard(
     "tiny",

@@ -12,8 +12,8 @@ from support.models import write_tokenizer
 
 from mlxrunner.engine.constrain import Constraint
 from mlxrunner.results import Chunk
-from mlxrunner.serve.events import AnswerEvent, ServerRequest, ToolCallEvent
-from mlxrunner.serve.prompts.builder import PromptBuilder
+from mlxrunner.server.events import AnswerEvent, ServerRequest, ToolCallEvent
+from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 _QWEN = """\

@@ -13,8 +13,8 @@ from support.sample import examples
 from support.turn_templates import ENDS, write_turns
 
 from mlxrunner import PromptError, Runner
-from mlxrunner.serve.events import ServerRequest
-from mlxrunner.serve.prompts.builder import PromptBuilder
+from mlxrunner.server.events import ServerRequest
+from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 

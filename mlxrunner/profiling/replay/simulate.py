@@ -2,7 +2,7 @@
 
 `mlxrunner.cache.entry` and `mlxrunner.cache.checkpoints` themselves make the decisions, on layers
 that have an extent and store nothing. This module has only the order in which a request asks for
-them, which is that of `mlxrunner.parallel.scheduling`.
+them, which is that of `mlxrunner.engine.scheduling`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.prefix import leaving
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.engine.speculation.drafting import Drafting, Experience, SourceCounts
 from mlxrunner.errors import ReadError
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed, has_room
 from mlxrunner.profiling.replay.simulate import (
@@ -27,7 +28,6 @@ from mlxrunner.profiling.replay.simulate import (
 )
 from mlxrunner.profiling.report.report import skipped_words
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
-from mlxrunner.speculation.drafting import Drafting, Experience, SourceCounts
 
 ENTRIES = (2, 4, 8)
 SLOTS = (1, 2, 4, 8, 16)

@@ -1,0 +1,510 @@
+"""Adapt a stock mlx-lm model to run tokens of many sequences as one row.
+
+Each token has its own position. Keys and values lie in shared cells, and what can't be one row runs
+for each sequence (`parallel.rows.per_sequence`). mlx-lm's code is not changed: while a model is
+adapted, wrappers replace each attention's `rope`, which takes one position per token, the mixers of
+layers that are apart, and the last norm, which passes only the rows whose logits are wanted.
+Whether that gives the right answers is for `parallel.rows.proof` to say: nothing follows from a
+model's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
+from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.layers.rotate import Rotate, rotators
+from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
+from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.engine.backends.attention import SplitAttention
+from mlxrunner.engine.backends.backend import (
+    Backend,
+    BatchingMode,
+    falls_apart,
+    joined,
+    marker,
+    shares,
+    window_of,
+    windows_of,
+)
+from mlxrunner.engine.backends.per_sequence import (
+    LayerStep,
+    PerSequenceLayer,
+    Starts,
+    StepPlan,
+    class_apart,
+    mixers,
+    view_of,
+)
+from mlxrunner.errors import NotSupportedError
+from mlxrunner.memory.reserve import shapes_of
+from mlxrunner.system.mlx_lm_internals import (
+    Attention,
+    calls_attention,
+    class_with,
+    has_rope,
+    last_norm,
+)
+
+AHEAD_TOKENS = 10
+"""Tokens per layer from which on a pass of their own, without a last layer, is worth it.
+
+It reads all weights once more, which takes as long as evaluating about this number of tokens.
+"""
+
+
+class BatchedModel(Backend):
+    """A model that is adapted to rows of many sequences. `close` undoes everything."""
+
+    def __init__(self, model: Any, options: CacheOptions, manner: BatchingMode) -> None:
+        """Prepare to adapt `model`. Call `wrap` and `allocate` before the first pass.
+
+        `options`: those of the layer caches. Windows in shared cells have the same slack.
+        """
+        self.model, self._options, self.manner = model, options, manner
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        likes = make_layer_caches(model, options)
+        super().__init__(windows_of(likes, manner.sharing), options.rewind_slack)
+        self.step = LayerStep(manner.adds_starts)
+        self._caches: dict[int, list[LayerCache]] = {}
+        self._rows: list[LayerView] = []
+        self._apart: list[PerSequenceLayer] = []
+        self._paths: list[tuple[int, ...]] = []
+        self._views = [self._view(like, (index,)) for index, like in enumerate(likes)]
+        self._head: SomeRows | None = None
+        self.parts: list[SplitAttention | None] = []
+        self.masks_parts: list[bool] = []
+        """True for a group whose attention needs no mask of all queries and cells."""
+        self.worth_splitting = WORTH_SPLITTING
+        self._rotations: dict[int, list[Rotate] | None] = {}
+        self.layer = -1
+        """The layer that wrote last, for error messages; -1 before the first."""
+        self.stops_at = -1
+        """The layer at which a pass ends; -1: none."""
+        modules = _modules(model)
+        self._roped = [module for module in modules if has_rope(module)]
+        self._attentions = [module for module in modules if calls_attention(module)]
+        self.can_split = (
+            manner.splits and bool(self._attentions) and all(map(calls_attention, self._roped))
+        )
+        self._dtype = _dtype(model)
+
+    def wrap(self) -> None:
+        """Replace the parts of the model that can't run a row. Call `close` also after an error."""
+        if self._rows:
+            for module in self._roped:
+                self._replace(module, "rope", PerTokenRope(module.rope))
+            for module in self._attentions if self.can_split else []:
+                self._replace(module, "__class__", class_with(module, attention_in_parts))
+        for module in mixers(self.model) if self._apart else []:
+            self._replace(module, "__class__", class_apart(module))
+        found = last_norm(self.model) if self.manner.cuts_head else None
+        if found is not None:
+            self._head = SomeRows(getattr(*found))
+            self._replace(*found, self._head)
+
+    def allocate(self, max_sequences: int, capacity: int, max_batch: int) -> None:
+        """Make the cells anew, and forget all sequences.
+
+        `capacity`: tokens per sequence. `max_batch`: tokens per step.
+        """
+        self.cache.close()
+        self._drop_caches()
+        self.groups = self._make_groups()
+        self.cache = joined(self.groups)
+        self.cache.init(self._dtype, max_sequences, capacity, max_batch)
+
+    @property
+    def ways(self) -> list[str]:
+        return [_way(view) for view in self._views]
+
+    def caches(self, sequence: int) -> list[LayerCache]:
+        return super().caches(sequence) + [view.cache_of(sequence) for view in self._apart]
+
+    def forward(
+        self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
+    ) -> mx.array:
+        """Return the unevaluated logits; see `Backend.forward`.
+
+        `reserve`: let the row see every cell, and store nothing. If the pass raises an error, the
+        layers that are apart are left as after `begin_forward`.
+        """
+        if reserve:
+            return self._pass(tokens, batch, rows or [0], reserve=True)
+        if not rows:
+            self._pass(tokens, batch, [0])
+            apart = [cache.state for view in self._apart for _, cache in view.groups]
+            return marker([*apart, *(group.state for group in self.groups)])
+        if ahead := self._ahead(batch, rows):
+            # Both passes fit if one does: a pass that lacks cells raises, with nothing changed.
+            self.cache.start_forward(batch)
+            self.cache.undo_forward()
+            self._pass(*_part(tokens, batch, ahead), [0])
+            # The second pass writes into the same buffers: while an attention of the first one is
+            # to be computed, that would copy them.
+            mx.eval([group.state for group in self.groups])
+            tokens, batch = _part(tokens, batch, rows)
+            rows = range(len(rows))
+        return self._pass(tokens, batch, rows)
+
+    def _ahead(self, batch: Batch, rows: Sequence[int]) -> list[int]:
+        """Return the tokens that run in a pass before that of `rows`, if such a pass is worth it.
+
+        Nothing reads its logits, so that its last layer stores keys and values and computes no
+        more.
+        """
+        without = len(batch) - len(rows)
+        if without < AHEAD_TOKENS * len(self._views):
+            return []
+        wanted = set(rows)
+        return [index for index in range(len(batch)) if index not in wanted]
+
+    def first_layers(self, tokens: mx.array, batch: Batch) -> tuple[mx.array, ...]:
+        """Begin a reserve pass. Return unevaluated arrays that need a layer of each kind.
+
+        There are none if layers are apart: the whole pass tells what it needs then.
+        """
+        layers = getattr(self.model, "layers", ())
+        if [row.layer for row in self._rows] != list(range(len(layers))):
+            return ()
+        rows = zip(self._rows, layers, strict=True)
+        kinds = [(row.group, shapes_of(layer)) for row, layer in rows]
+        self.stops_at = max(map(kinds.index, kinds), default=-1) + 1
+        try:
+            self._pass(tokens, batch, [0], reserve=True)
+        except Enough as enough:
+            return enough.arrays
+        finally:
+            self.stops_at = -1
+        return ()
+
+    def _pass(
+        self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
+    ) -> mx.array:
+        plan = StepPlan.of(batch.sequences, batch.positions) if self._apart else None
+        if plan is not None and plan.order is not None:
+            tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
+        self.cache.start_forward(batch, reserve=reserve)
+        self.step.begin(batch)
+        splits = [
+            group.split(self.worth_splitting) if self.can_split else None for group in self.groups
+        ]
+        self.parts = [None if split is None else SplitAttention(split) for split in splits]
+        self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
+        is_all = list(rows) == list(range(len(batch)))
+        with self._scratch() if reserve else nullcontext():
+            return self._run(tokens, plan, None if is_all else mx.array(list(rows), mx.int32))
+
+    def _run(self, tokens: mx.array, plan: StepPlan | None, wanted: mx.array | None) -> mx.array:
+        """Return the `wanted` rows' logits (None: of all), after a pass in all layers apart."""
+        if plan is not None:
+            for view in self._apart:
+                view.begin_forward(plan)
+        if self._head is not None:
+            self._head.rows = wanted
+        try:
+            logits: mx.array = self.model(tokens[None], cache=self._views).squeeze(0)
+        finally:
+            for row in self._rows:
+                row.forget()
+            if self._head is not None:
+                self._head.rows = None
+        if plan is not None:
+            ended = [view.end_forward() for view in self._apart]
+            mx.async_eval(ended)  # type: ignore[no-untyped-call]
+        return logits if wanted is None or self._head is not None else logits[wanted]
+
+    @contextmanager
+    def _scratch(self) -> Iterator[None]:
+        """Let a pass write to caches that are dropped afterwards, in place of all sequences'."""
+        kept, self._caches = self._caches, {}
+        try:
+            yield
+        finally:
+            self._caches = kept
+
+    def broken(self) -> set[int] | None:
+        for row in self._rows:  # in a later layer, others have seen it
+            group = self.groups[row.group]
+            if (cells := group.broken(row.number)) is not None:
+                return group.owners_of(cells)
+        return None
+
+    def forget(self) -> None:
+        super().forget()
+        for caches in self._caches.values():
+            for cache in caches:
+                cache.free()
+
+    def state(self) -> list[Any]:
+        """Return all buffers, to be evaluated."""
+        return super().state() + [
+            cache.state for caches in self._caches.values() for cache in caches
+        ]
+
+    def rotate(
+        self, caches: Sequence[LayerCache], by: int
+    ) -> Sequence[Callable[[Any, int], Any]] | None:
+        """Return a function for each cache; those of cells move their keys by themselves."""
+        ways = self._rotators(by)
+        if ways is None or not self._apart:
+            return ways and [lambda keys, by: keys for _ in caches]
+        return None if self.groups or self._options.kv_bits else ways
+
+    def close(self) -> None:
+        """Restore the model. A second call, also after an interrupt, is allowed."""
+        while self._wrapped:
+            owner, name, inner = self._wrapped[-1]
+            setattr(owner, name, inner)
+            self._wrapped.pop()
+        self.cache.close()
+        self._drop_caches()
+
+    def _drop_caches(self) -> None:
+        """Drop the caches that are apart. Freed first, they and their stacks form no cycles."""
+        for view in self._apart:
+            view.groups = []
+        for cache in (cache for caches in self._caches.values() for cache in caches):
+            cache.free()
+        self._caches.clear()
+
+    def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
+        return CausalCache(shift=self._shift, window=window, memory=memory)
+
+    def expect(self, sequence: int, count: int) -> None:
+        if self.can_split:
+            for group in self.groups:
+                group.expect(sequence, count)
+
+    def _view(self, like: LayerCache, path: tuple[int, ...]) -> Any:
+        """Return what the model gets in place of a cache that is like `like`.
+
+        `path`: the index of the cache among the model's, and then those of parts.
+        """
+        if shares(like, self.manner.sharing):
+            group = self._kinds.index(window_of(like))
+            self._rows.append(LayerView(self, len(self._rows), path[0], group))
+            return self._rows[-1]
+        if falls_apart(like, self.manner.sharing):
+            return [self._view(part, (*path, index)) for index, part in enumerate(like.parts)]
+        self._paths.append(path)
+        self._apart.append(view_of(self.step, partial(self._cache_of, path), like))
+        return self._apart[-1]
+
+    def _cache_of(self, path: tuple[int, ...], sequence: int) -> LayerCache:
+        """Return a sequence's cache of one layer, or of a part of it."""
+        if sequence not in self._caches:
+            self._caches[sequence] = make_layer_caches(self.model, self._options)
+        cache = self._caches[sequence][path[0]]
+        for index in path[1:]:
+            cache = cache.parts[index]
+        return cache
+
+    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
+        self._wrapped.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, wrapper)
+
+    def _shift(self, layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
+        """Move keys in the way that was proved for this layer.
+
+        Raise NotSupportedError if the keys of some layer can't be moved.
+        """
+        by = int(offsets[0].item())  # type: ignore[arg-type]  # all the same
+        ways = self._rotators(by)
+        if ways is None:
+            raise NotSupportedError(
+                "this model's keys can't be moved to other positions: the kept tokens have "
+                "to be evaluated again"
+            )
+        return ways[self._rows[layer].layer](keys, by)
+
+    def _rotators(self, by: int) -> list[Rotate] | None:
+        """Return how the keys of each layer of the model move; None if some can't."""
+        if by not in self._rotations:
+            self._rotations[by] = rotators(
+                self.model, make_layer_caches(self.model, CacheOptions()), by
+            )
+        return self._rotations[by]
+
+
+def _way(view: Any) -> str:
+    if isinstance(view, list):
+        return " and ".join(sorted(_way(part) for part in view))
+    if isinstance(view, LayerView):
+        return "row"
+    return "stacked" if view.can_stack else "per sequence"
+
+
+def _modules(model: Any) -> list[Any]:
+    """Return all modules of the layers, once each."""
+    layers = [layer for layer in getattr(model, "layers", []) if hasattr(layer, "modules")]
+    return list({id(module): module for layer in layers for module in layer.modules()}.values())
+
+
+def _part(tokens: mx.array, batch: Batch, kept: Sequence[int]) -> tuple[mx.array, Batch]:
+    """Return the step of some of the tokens."""
+    part = Batch([batch.positions[i] for i in kept], [batch.sequences[i] for i in kept])
+    return tokens[mx.array(list(kept))], part
+
+
+def _sorted(
+    order: list[int], tokens: mx.array, batch: Batch, rows: Sequence[int]
+) -> tuple[mx.array, Batch, list[int]]:
+    """Return the step with its tokens in `order`, and where the wanted rows are then."""
+    places = {before: now for now, before in enumerate(order)}
+    moved = replace(
+        batch,
+        positions=[batch.positions[index] for index in order],
+        sequences=[batch.sequences[index] for index in order],
+    )
+    return tokens[mx.array(order)], moved, [places[row] for row in rows]
+
+
+def _dtype(model: Any) -> mx.Dtype:
+    """Return the type in which the model computes and its keys and values are stored."""
+    logits: mx.array = model(mx.array([[1]]), cache=make_prompt_cache(model))
+    return logits.dtype
+
+
+class PerTokenRope(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has no annotations
+    """A rope that also takes one offset per token: `x [1, heads, n, head_dim]`, `offset [n]`.
+
+    In a stack there is one offset per sequence, which the rope takes itself.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x: mx.array, offset: Any = 0, **more: Any) -> mx.array:
+        if isinstance(offset, int):
+            alone: mx.array = self.inner(x, offset=offset, **more)
+            return alone
+        if isinstance(offset, Starts):
+            offset = offset.positions
+        is_row = isinstance(offset, mx.array) and offset.ndim == 1 and x.shape[0] == 1
+        if not is_row or offset.size != x.shape[2]:
+            same: mx.array = self.inner(x, offset=offset, **more)
+            return same
+        rows: mx.array = self.inner(x.transpose(2, 1, 0, 3), offset=offset, **more)
+        return rows.transpose(2, 1, 0, 3)
+
+
+class SomeRows(nn.Module):  # type: ignore[misc,name-defined]
+    """The last norm, applied to the wanted rows only."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.rows: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        normed: mx.array = self.inner(x if self.rows is None else x[:, self.rows])
+        return normed
+
+
+class Enough(BaseException):
+    """Ends a pass after its first layers, and holds what the next layer would have stored."""
+
+    def __init__(self, keys: mx.array, values: mx.array) -> None:
+        self.arrays = keys, values
+
+
+class LayerView:
+    """One layer's part of the shared cells, in place of the layer's cache."""
+
+    def __init__(self, step: BatchedModel, number: int, layer: int, group: int) -> None:
+        """View layer `layer`, whose rows are the buffers `number` of its group."""
+        self._step, self.number, self.layer, self.group = step, number, layer, group
+        self._fetched: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def offset(self) -> Any:
+        """The position of each token, or of the first one of a step of one sequence."""
+        return self._step.step.offset
+
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        return self._step.groups[self.group].attention_mask(
+            is_split=self._step.masks_parts[self.group], as_array=return_array
+        )
+
+    @property
+    def parts(self) -> SplitAttention | None:
+        """The parts in which this step computes its attention; None: one product."""
+        return self._step.parts[self.group]
+
+    def buffers(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values of all cells of the layer. Call it after the layer has written."""
+        return self._step.groups[self.group].buffers()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.layer == self._step.stops_at:
+            raise Enough(keys, values)
+        cache = self._step.groups[self.group]
+        self._step.layer = self.layer
+        cache.set_layer(self.number)
+        cache.put(keys, values)
+        self._fetched = cache.fetch()
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return what `update_and_fetch` has returned, for layers that share this one's rows."""
+        if self._fetched is None:
+            raise ValueError("nothing was stored in this pass yet")
+        return self._fetched
+
+    def forget(self) -> None:
+        """Drop what was fetched: a view of a buffer makes the next write copy the buffer."""
+        self._fetched = None
+
+    def is_plain(self, keys: mx.array, values: mx.array, mask: Any) -> bool:
+        """Return True if an attention is over the rows as stored, under the mask as made.
+
+        Latent attention (MLA) reads them in another form, and adds scores to the mask.
+        """
+        fetched = self._fetched
+        if fetched is None or keys is not fetched[0] or values is not fetched[1]:
+            return False
+        return not isinstance(mask, mx.array) or mask.size == self.whole_mask.size
+
+    @property
+    def whole_mask(self) -> mx.array:
+        """The mask of all queries and all cells, for attention that can't be split."""
+        return self._step.groups[self.group].mask
+
+
+def attention_in_parts(whole: Attention) -> Attention:
+    """Return mlx-lm's attention function, changed to compute in parts if a step asks for it."""
+
+    def attend(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        parts = cache.parts if isinstance(cache, LayerView) else None
+        if parts is not None and cache.is_plain(keys, values, mask):
+            return parts.attend(
+                whole, queries, *cache.buffers(), scale=scale, sinks=sinks, cache=cache
+            )
+        if parts is not None and not isinstance(mask, mx.array):
+            mask = cache.whole_mask
+        more = {} if sinks is None else {"sinks": sinks}
+        return whole(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+
+    return attend

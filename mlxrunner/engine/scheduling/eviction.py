@@ -1,0 +1,423 @@
+"""Keep conversations in idle slots, offload them to disk or evict them, and end requests.
+
+An idle slot keeps its conversation until its cells, its bytes or the slot itself are needed. Then
+the one of least worth goes: see `mlxrunner.cache.worth`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.eviction import GreedyDual, eviction_score
+from mlxrunner.cache.layers.protocol import SavedEntry
+from mlxrunner.cache.lookup import Evicted, LostTokens
+from mlxrunner.cache.pool.causal import CellsLayer
+from mlxrunner.cache.pool.interface import END
+from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
+from mlxrunner.engine.backends.backend import Backend
+from mlxrunner.engine.scheduling.request import ActiveRequest
+from mlxrunner.engine.scheduling.slots import Slot
+from mlxrunner.errors import CacheFullError, MlxrunnerError, StepFailedError, TimeLimitError
+from mlxrunner.results import Chunk, FinishReason, Usage
+
+T = TypeVar("T")
+LOSSES = 4
+"""Losses of tokens to remember for each slot, so that a later lookup can explain them."""
+WORTH_RESTORING = 8
+"""Fewest tokens that make reading a conversation from disk worthwhile."""
+IN_ONE_PIECE = 512
+"""Most tokens that are written without a pause."""
+RESTORING = 32
+"""Tokens that are restored in the time in which one is evaluated, or more."""
+
+
+class OffloadTarget(Protocol):
+    """The disk cache, as the scheduler uses it: see `mlxrunner.cache.disk.disk_cache.DiskCache`."""
+
+    def tell(self, on_evicted: Callable[[Any], None]) -> None: ...
+
+    def offload(self, entry: CacheEntry) -> Any | None: ...
+
+    def find(self, prompt: TokenArray) -> tuple[Any, int] | None: ...
+
+    def restore(self, parked: Any, upto: int | None = None) -> SavedEntry: ...
+
+
+@runtime_checkable
+class PiecewiseOffloadTarget(OffloadTarget, Protocol):
+    """A place that can park a conversation in pieces."""
+
+    def offloading(self, entry: CacheEntry) -> Generator[None, None, Any]: ...
+
+    def lacks(self, tokens: TokenArray) -> int: ...
+
+    def drop(self, parked: Any) -> None: ...
+
+
+class EvictionPolicy:
+    """The conversations in the slots, within a budget of bytes."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        slots: Sequence[Slot],
+        *,
+        memory: int | None = None,
+        parking: OffloadTarget | None = None,
+    ) -> None:
+        """Manage what idle `slots` hold.
+
+        `memory`: the most bytes of cells, layer caches and checkpoints; None: no limit. `parking`:
+        where conversations go that find no place; None: they are lost.
+        """
+        self._engine, self._slots = engine, slots
+        self.is_single = engine.is_single
+        """True for a runner of one request at a time: its cache itself remembers what it lost."""
+        self.memory, self.parking = memory, parking
+        self._dual: GreedyDual[int] = GreedyDual()
+        self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
+        if parking is not None:
+            parking.tell(lambda parked: self._lose("disk_cache_bytes", parked.tokens))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that hold tokens, each shared one counted once."""
+        cells = sum(group.used_bytes for group in self._engine.groups)
+        apart = self._of_each_slot("used_bytes")
+        return cells + apart
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that cells, the layers apart and checkpoints have allocated."""
+        checkpoints = {
+            id(item.snapshots): item.nbytes
+            for slot in self._slots
+            for item in slot.cache.entry.checkpoints
+        }
+        cells = sum(group.nbytes for group in self._engine.groups)
+        return cells + self._of_each_slot("nbytes") + sum(checkpoints.values())
+
+    def _of_each_slot(self, name: str) -> int:
+        """Return the sum of an attribute of all layer caches that are apart."""
+        return sum(
+            getattr(cache, name)
+            for slot in self._slots
+            for cache in slot.cache.entry.caches
+            if not isinstance(cache, CellsLayer)
+        )
+
+    def use(self, slot: Slot) -> None:
+        """Note that a request has just used `slot`."""
+        self._dual.use(slot.number)
+
+    def least(self, slots: Sequence[Slot]) -> Slot:
+        """Return the slot that is given up first: an empty one, or the one of least worth."""
+        empty = next((slot for slot in slots if not slot.tokens), None)
+        if empty is not None or len(slots) == 1:
+            return empty or slots[0]
+        by_number = {slot.number: slot for slot in slots}
+        number = self._dual.least({slot.number: self._worth(slot) for slot in slots})
+        return by_number[number]
+
+    def clear(self, slot: Slot, why: str) -> None:
+        """Forget the tokens of a slot, which are not whole, because of `why`."""
+        slot.exact = END
+        if slot.cache.is_busy:
+            slot.cache.free(why)
+        else:
+            slot.cache.reset(why)
+        self._remember_losses()
+
+    def distrust(self, request: ActiveRequest) -> None:
+        """Drop the conversation on disk of which `request` was restored: it may hold NaN."""
+        if isinstance(self.parking, PiecewiseOffloadTarget) and request.lookup.restored:
+            found = self.parking.find(request.tokens)
+            if found is not None:
+                self.parking.drop(found[0])
+
+    def give_up(
+        self, slot: Slot, request: ActiveRequest | None, cause: Literal["slot", "memory"]
+    ) -> None:
+        """Empty an idle slot for `request`, and park its conversation if that is possible."""
+        tokens = slot.tokens
+        slot.exact = END
+        if not tokens:
+            return
+        others = (other for other in self._slots if other is not slot)
+        is_kept = any(other.shared_with(tokens.array) == len(tokens) for other in others)
+        parked = not is_kept and self._park(slot)
+        if not is_kept and request is not None:
+            request.evicted.append(Evicted(len(tokens), slot.number, cause, parked))
+        self._dual.evict(slot.number, self._worth(slot))
+        by = "the budget" if request is None else f"request {request.submitted}"
+        slot.cache.reset(by, reason="evicted")
+        if is_kept or parked:
+            slot.cache.forget_loss()
+        self._remember_losses()
+
+    def rest(self, slot: Slot) -> None:
+        """Keep the conversation of a slot whose request waits, until its cells are needed."""
+        slot.rests = True
+        self._dual.use(slot.number)
+
+    def set_aside(self, slot: Slot, keep: int, request: ActiveRequest) -> None:
+        """Park an idle slot of which `request` will keep only the first `keep` tokens.
+
+        With several slots, the loss is remembered: a later prompt that misses the conversation, and
+        for which it is not worth restoring, learns the cause. With one slot, it learns what the
+        prompt of a `Runner` would.
+        """
+        if not goes_on(keep, len(slot.tokens)):
+            self._park(slot)
+            if len(self._slots) > 1:
+                self._lose(f"request {request.submitted}", slot.tokens.array.copy())
+
+    def park_all(self) -> None:
+        """Park all idle conversations, before the slots are closed."""
+        for slot in self.idle():
+            self._park(slot)
+
+    def find(self, prompt: TokenArray, ready: int) -> tuple[Any, int] | None:
+        """Return the parked conversation to restore for `prompt`, and its tokens to restore.
+
+        Return None unless it has many more of its tokens than the `ready` ones.
+        """
+        found = None if self.parking is None else self.parking.find(prompt)
+        if found is None:
+            return None
+        parked, count = found
+        least = max(WORTH_RESTORING, count // RESTORING)
+        return (parked, count) if count >= ready + least else None
+
+    def read(self, parked: Any, count: int) -> SavedEntry:
+        """Return the first `count` tokens of `parked`, which stay on disk until they are read."""
+        assert self.parking is not None
+        return self.parking.restore(parked, count)
+
+    def restoring(self, slot: Slot, saved: SavedEntry) -> Iterator[None]:
+        """Give an empty slot the tokens of `saved`, and yield after each piece.
+
+        The slot stays empty until the last one, also if the iterator is closed. Raise
+        CacheFullError if there is no room for them.
+        """
+        work, count = slot.cache.adopting(saved), len(saved.tokens)
+        with closing(work):
+            self.make_room(partial(self._check_free, count))
+            for _ in work:
+                yield
+                there = [group.stored(slot.number)[1] for group in self._engine.groups]
+                self.make_room(partial(self._check_free, count - max(there, default=0)))
+
+    def _check_free(self, count: int) -> None:
+        """Raise CacheFullError unless `count` more tokens of a conversation find cells."""
+        for group in self._engine.groups:
+            needed = min(count, group.memory or count)
+            if needed > group.num_free:
+                raise CacheFullError("a conversation", needed, group.num_free, group.num_cells)
+
+    def lacks_files(self, slot: Slot) -> bool:
+        """Return True if parking the conversation of a slot takes long enough to do it in pieces.
+
+        Return False if it can't be parked, or if nearly all of it is on disk already.
+        """
+        tokens, place = slot.tokens.array, self.parking
+        if not isinstance(place, PiecewiseOffloadTarget) or slot.cache.entry.is_shifted:
+            return False
+        return len(tokens) > IN_ONE_PIECE and place.lacks(tokens) > IN_ONE_PIECE
+
+    def parking_ahead(self, slot: Slot) -> Generator[None, None, None]:
+        """Park the conversation of a slot, which stays there, and yield after each piece.
+
+        It ends without parking it if the slot changes meanwhile.
+        """
+        assert isinstance(self.parking, PiecewiseOffloadTarget)
+        entry, tokens = slot.cache.current, slot.tokens.array.copy()
+        with closing(self.parking.offloading(entry)) as work:
+            for _ in work:
+                yield
+                if slot.cache.entry is not entry or not _is_as(slot, tokens):
+                    return
+
+    def make_room(self, act: Callable[[], T], request: ActiveRequest | None = None) -> T:
+        """Call `act` and return its result, after giving up idle slots if it lacks cells.
+
+        Raise CacheFullError if no slot is left to give up.
+        """
+        while True:
+            try:
+                return act()
+            except CacheFullError:
+                idle = self.idle()
+                if not idle:
+                    raise
+                self.give_up(self.least(idle), request, "memory")
+
+    def fit(self, request: ActiveRequest | None = None) -> None:
+        """Give up idle slots until all are within the budget, as far as that helps."""
+        if self.memory is None:
+            return
+        while self.allocated_bytes > self.memory:
+            idle = [slot for slot in self.idle() if _frees(slot)]
+            if not idle:
+                return
+            self.give_up(self.least(idle), request, "memory")
+
+    def explain(self, cache: PrefixCache, prompt: TokenArray) -> None:
+        """Let the next lookup of `cache` report the loss that `prompt` misses most."""
+        if self.is_single:
+            return
+        self._remember_losses()
+        shared = [common_prefix(loss.tokens, prompt) for loss in self._losses]
+        if any(shared):
+            index = shared.index(max(shared))
+            loss = self._losses[index]
+            if goes_on(shared[index], len(loss.tokens)):  # else its own conversation may come
+                del self._losses[index]
+            cache.lose(loss.reason, loss.by, loss.tokens)
+
+    def idle(self) -> list[Slot]:
+        """Return the slots whose conversations can be given up."""
+        return [slot for slot in self._slots if slot.tokens and (slot.rests or not slot.is_busy)]
+
+    def _park(self, slot: Slot) -> bool:
+        """Write the conversation of an idle slot to disk; return False if that is not possible."""
+        if self.parking is None:
+            return False
+        return self.parking.offload(slot.cache.current) is not None
+
+    def _worth(self, slot: Slot) -> float:
+        """Return what it costs to evaluate the conversation of a slot again, per byte."""
+        entry = slot.cache.entry
+        nbytes = entry.used_bytes + entry.checkpoints.nbytes
+        shared = max(
+            (
+                other.shared_with(slot.tokens.array)
+                for other in self._slots
+                if other is not slot and other.tokens
+            ),
+            default=0,
+        )
+        return eviction_score(len(slot.tokens), nbytes, shared)
+
+    def _lose(self, by: str, tokens: TokenArray) -> None:
+        """Note that tokens were given up by something."""
+        self._losses.append(LostTokens("evicted", by, tokens))
+
+    def _remember_losses(self) -> None:
+        """Take over what the slots have lost: any later prompt may miss it."""
+        for slot in () if self.is_single else self._slots:
+            if not slot.cache.is_busy and (loss := slot.cache.forget_loss()) is not None:
+                self._losses.append(loss)
+
+
+def _is_as(slot: Slot, tokens: TokenArray) -> bool:
+    """Return True if a slot has exactly `tokens`."""
+    return len(slot.tokens) == len(tokens) and slot.shared_with(tokens) == len(tokens)
+
+
+def _frees(slot: Slot) -> bool:
+    """Return True if giving up an idle slot frees bytes: its cells stay allocated."""
+    entry = slot.cache.entry
+    apart = (cache.nbytes for cache in entry.caches if not isinstance(cache, CellsLayer))
+    return bool(sum(apart) or entry.checkpoints.nbytes)
+
+
+Ended = Callable[[ActiveRequest, FinishReason | None, str | None], Usage]
+"""A function of an ended request, its finish reason, and the name of its error."""
+
+
+class RequestFinalizer:
+    """The ends of the requests of a scheduler."""
+
+    def __init__(
+        self,
+        requests: list[ActiveRequest],
+        residents: EvictionPolicy,
+        moment: Callable[[], tuple[int, int]],
+        tell: Ended,
+    ) -> None:
+        """End some of `requests`, the running ones.
+
+        `moment` returns that of `Scheduler.moment`. `tell` is called for each request at its end.
+        """
+        self._requests, self._residents = requests, residents
+        self._moment, self._tell = moment, tell
+
+    def end_overdue(self) -> None:
+        """End the requests whose deadline has come."""
+        now = time.perf_counter()
+        for request in list(self._requests):
+            if request.due is not None and request.due <= now:
+                request.ending = "cancelled"
+                self.fail(request, TimeLimitError(request.deadline or 0))
+
+    def fail_alone(self, request: ActiveRequest, error: Exception) -> None:
+        """End one request with a StepFailedError about `error`."""
+        request.ending = "failed"
+        why = StepFailedError(f"this request made a step fail: {_named(error)}")
+        why.__cause__ = error
+        self.fail(request, why, type(error).__name__)
+
+    def fail(self, request: ActiveRequest, error: MlxrunnerError, name: str | None = "") -> None:
+        """End a request with `error`. `name`: the recorded name of the error.
+
+        None stands for an interrupt, and "" for the name of the error's class.
+        """
+        request.error = error
+        self.retire(request, error=type(error).__name__ if name == "" else name)
+
+    def retire(
+        self,
+        request: ActiveRequest,
+        reason: FinishReason | None = None,
+        error: str | None = None,
+        last: Chunk | None = None,
+    ) -> None:
+        """End a request and free its slot, whose tokens stay for others to share.
+
+        A sampled token that was not read yet is dropped.
+        """
+        request.stop_errand()
+        if request.drafting is not None:
+            request.drafting.close()
+        slot = request.slot
+        if request.is_placed:
+            if not self._residents.is_single:
+                slot.tokens.truncate(slot.exact)
+            request.lease.close()
+        self._residents.fit(request)
+        request.ended = moment = self._moment()
+        usage = self._tell(request, reason, error)
+        if last is not None:
+            request.chunks.append(replace(last, usage=usage))
+        request.finished = True
+        self._requests.remove(request)
+        slot.is_busy, slot.rests = False, False
+        slot.last_used, slot.asked = (
+            moment[0],
+            min(len(request.tokens), len(slot.tokens)),
+        )
+        slot.planned, slot.exact = slot.planned[:0], END
+        if not self._residents.is_single:
+            slot.cache.entry.is_shifted = False  # only exact tokens are left
+        self._residents.use(slot)
+        self._residents.fit()
+
+
+def step_failed(error: BaseException) -> StepFailedError:
+    return StepFailedError(
+        f"a step that carried this request, and others, was ended by {_named(error)}: "
+        "submit it again"
+    )
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,535 @@
+"""Schedule requests: choose the tokens of each step, and end failed requests.
+
+Knows nothing about prompts or loading.
+
+A request may wait for a prefix that another one is evaluating. Then its prompt is evaluated in
+pieces, and then it decodes. One forward pass carries a token or a piece of each request. If the
+awaited prefix does not come, the request waits for room. It never ends for lack of room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import mlx.core as mx
+
+from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.engine.backends.backend import Backend
+from mlxrunner.engine.pace import Pace
+from mlxrunner.engine.sampling import Sampled
+from mlxrunner.engine.scheduling.allocation import KVAllocator, Preemptor, SlotAssigner
+from mlxrunner.engine.scheduling.batching import (
+    BatchBuilder,
+    BatchExecutor,
+    DispatchedStep,
+    DraftScheduler,
+    ScheduledBatch,
+    error_of,
+    judge,
+    taken,
+)
+from mlxrunner.engine.scheduling.eviction import (
+    Ended,
+    EvictionPolicy,
+    OffloadTarget,
+    RequestFinalizer,
+    step_failed,
+)
+from mlxrunner.engine.scheduling.pacing import StepPace
+from mlxrunner.engine.scheduling.request import ActiveRequest
+from mlxrunner.engine.scheduling.slots import Slot
+from mlxrunner.engine.settings import EngineSettings
+from mlxrunner.engine.speculation.sources import DraftSources
+from mlxrunner.errors import CacheFullError, LogitsError
+from mlxrunner.models.facts import ModelFacts
+from mlxrunner.results import Chunk
+
+
+class Scheduler:
+    """The scheduler of all requests on an engine."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        settings: EngineSettings,
+        *,
+        ended: Ended,
+        message_ends: TokenArray | None = None,
+        parking: OffloadTarget | None = None,
+        is_reusable: bool = True,
+        facts: ModelFacts | None = None,
+    ) -> None:
+        """Make a scheduler. The settings are those in use: see `EngineSettings.complete`.
+
+        `ended`: called for each request at its end. `message_ends`: the tokens that end a message.
+        `parking`: see `EvictionPolicy`. `is_reusable`: False if no prompt may reuse what another
+        one has evaluated. `facts`: those of the model; None: nothing is guessed.
+        """
+        budget = (settings.checkpoint_budget or 0) // settings.max_sequences
+        self.slots = [
+            Slot(
+                number,
+                PrefixCache(partial(engine.caches, number), budget, settings.checkpoint_interval),
+            )
+            for number in range(settings.max_sequences)
+        ]
+        self.requests: list[ActiveRequest] = []
+        """The running requests, in order of arrival. A request waits only for earlier ones."""
+        self._engine = engine
+        engine.takes_checkpoints = budget > 0
+        capacity, cells = settings.context or 0, settings.kv_cache_tokens or 0
+        room = KVAllocator(engine, self.slots, self.requests, capacity=capacity, cells=cells)
+        ends = as_tokens([]) if message_ends is None else message_ends
+        self.residents = EvictionPolicy(engine, self.slots, memory=settings.memory, parking=parking)
+        self._assigner = SlotAssigner(engine, self.slots, self.requests, room, self.residents, ends)
+        self._assigner.is_reusable = is_reusable
+        self.errands = self._assigner.errands
+        self.errands.are_on = is_reusable and settings.max_step_ms != 0
+        self._endings = RequestFinalizer(self.requests, self.residents, lambda: self.moment, ended)
+        self._maker = Preemptor(
+            engine, self.requests, room, self._assigner, self._endings, capacity
+        )
+        pace = StepPace(settings.step, settings.max_step_ms if is_reusable else 0)
+        self._composer = BatchBuilder(engine, self.requests, settings.step, pace)
+        spare = None if engine.is_single else settings.step - settings.max_sequences
+        self._drafts = DraftScheduler(facts, spare)
+        self._passes = BatchExecutor(engine, self.residents, self._composer, self._endings)
+        self._pending: DispatchedStep | None = None
+        self._suspects: deque[list[ActiveRequest]] = deque()
+        """Groups of requests, one of which may have made a step fail: each is run by itself."""
+        self.on_first: Callable[[], object] = lambda: None
+        """A function that is called when answers have begun, before the next step is dispatched."""
+        self.ticks = 0
+        """Number of steps so far."""
+        self._calls = 0
+        self._is_whole = True
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """The steps so far, and the calls of `admit` and `cancel` since the last step.
+
+        A replay needs both to find the same tokens in the same slots.
+        """
+        return self.ticks, self._calls
+
+    @property
+    def prefill_step(self) -> int:
+        """Most tokens of a step."""
+        return self._composer.most
+
+    @prefill_step.setter
+    def prefill_step(self, tokens: int) -> None:
+        self._composer.most = tokens
+
+    @property
+    def piece_pace(self) -> Pace | None:
+        """Sizes the pieces of a prompt for one slot; None: as many tokens as a step has."""
+        return self._composer.piece_pace
+
+    @piece_pace.setter
+    def piece_pace(self, pace: Pace | None) -> None:
+        self._composer.piece_pace = pace
+
+    @property
+    def sources(self) -> DraftSources | None:
+        """The sources of guesses; None: nothing is guessed."""
+        return self._drafts.sources
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the last step had nothing to dispatch."""
+        return self._pending is None and not self._suspects
+
+    def place_waiting(self) -> None:
+        """Give waiting requests their prefix, once it is evaluated."""
+        self._assigner.place_waiting()
+
+    def admit(self, request: ActiveRequest) -> None:
+        """Give a request a slot and the prefix that it can share.
+
+        Raise NoFreeSlotError or CacheFullError if there is no room now. The request may be admitted
+        later.
+        """
+        self._calls += 1
+        self.mend()
+        self._assigner.admit(request, self.moment)
+
+    def cancel(self, request: ActiveRequest, error: str | None = None) -> None:
+        """End a request without affecting the others. `error`: the name of the caller's error."""
+        self._calls += 1
+        self._whole(partial(self._cancel, request, error))
+
+    def _cancel(self, request: ActiveRequest, error: str | None) -> None:
+        if not request.finished:
+            request.ending = "cancelled"
+            self._finish(request)
+            self._endings.retire(request, error=error)
+
+    def step(self) -> None:
+        """Dispatch the next forward pass, then read the last one's tokens: first ones before."""
+        self.ticks, self._calls = self.ticks + 1, 0
+        self._whole(self._step_alone if self._engine.is_single else self._step)
+
+    def _step(self) -> None:
+        self._run_errands()
+        self._assigner.place_waiting()
+        if self._suspects:
+            self._run_suspects(self._suspects.popleft())
+            self._endings.end_overdue()
+            return
+        before, self._pending = self._pending, None
+        row: ScheduledBatch = []
+        try:
+            if before is not None and before.begins_answers:
+                self._read(before)
+                before = None
+                self.on_first()
+            row = self._next_row()
+            if waits := self._drafts.is_worth_waiting(row):
+                if not self._read(before):
+                    row = []
+                before = None
+                row = [one for one in row if not one[0].finished]
+            row = self._drafts.add_to(row, self._passes.width)
+            self._pending = self._passes.forward(row, waited=waits) if row else None
+            self._read(before)
+            before = None
+            if self._pending is not None and self._pending.drafted:
+                drafted, self._pending = self._pending, None
+                self._read(drafted)
+        except CacheFullError as error:
+            running = len(self.requests)
+            for request, _ in row:
+                request.draft = []
+            if self._read(before) and len(self.requests) == running:
+                self._maker.make_way(error)
+        except Exception as error:
+            self._recover(before, row, error)
+        self._endings.end_overdue()
+
+    def _step_alone(self) -> None:
+        """Run a step of the only request.
+
+        A piece of its prompt, its first token and a draft are read at once; each other token while
+        the next one is computed.
+        """
+        request = self.requests[0]
+        if request.guessed:
+            self._deliver_guessed(request)
+            return
+        if request.late_error is not None:
+            self._end_and_clear(request, request.late_error)
+            return
+        before, self._pending = self._pending, None
+        try:
+            self._passes.run_pending(request)
+            self._maker.make_room_for(self.requests)
+        except Exception as error:
+            self._fail_alone(request, None, error)
+            return
+        try:
+            row = self._composer.piece(request)
+            if waits := self._drafts.is_worth_waiting(row):
+                self._read(before)
+                before = None
+                if request.finished:
+                    return
+            row = self._drafts.add_to(row, self._passes.width)
+            step = self._passes.forward(row, waited=waits) if row else None
+            self._read(before)
+            before = None
+            if request.finished:
+                return
+            if step is not None and (step.planned.prefill or step.drafted):
+                self._read(step)
+                step = None
+            self._pending = step
+        except Exception as error:
+            self._fail_alone(request, before, error)
+        except BaseException:
+            self._record(request, before)
+            raise
+
+    def _record(self, request: ActiveRequest, before: DispatchedStep | None) -> None:
+        """Record a token whose forward pass was dispatched, and that was not read yet."""
+        lease = request.lease
+        if before is not None and request.place > lease.recorded and not request.draft:
+            for _, (sampled,) in before.sampled:
+                with suppress(LogitsError):
+                    lease.record((sampled.read(),))
+
+    def _fail_alone(
+        self, request: ActiveRequest, before: DispatchedStep | None, error: Exception
+    ) -> None:
+        """End the only request with an error. The entry is freed if it can't be evaluated."""
+        self._pending = None
+        try:
+            self._record(request, before)
+            mx.eval(self._engine.state())
+        except Exception as lost:
+            request.lease.free(f"{type(lost).__name__} while evaluating")
+        if not request.finished:
+            self._endings.fail_alone(request, error)
+
+    def _finish(self, request: ActiveRequest) -> None:
+        """Leave the entry of the only request as it is without drafts."""
+        if self._engine.is_single:
+            self._pending = None
+            self._passes.finish(request)
+
+    def _run_errands(self) -> None:
+        """Park and restore conversations, a piece at a time.
+
+        A write while the last step is running would copy all cells that the step sees.
+        """
+        if self.errands.is_any:
+            seconds = self._composer.errand_s()
+            if seconds:
+                with suppress(Exception):  # it is raised again where the step is read
+                    mx.eval([] if self._pending is None else self._pending.awaited)
+                began = time.perf_counter()
+                self.errands.run(seconds)
+                self._composer.spend(time.perf_counter() - began)
+
+    def _whole(self, act: Callable[[], None]) -> None:
+        """Call `act`. End all requests if it raises an error or is interrupted.
+
+        The slots keep what was recorded before.
+        """
+        self.mend()
+        self._is_whole = False
+        try:
+            act()
+        except BaseException as error:
+            self.forget_everything(error)
+            raise
+        self._is_whole = True
+
+    def mend(self) -> None:
+        """End all requests if a second interrupt has cut `forget_everything` short."""
+        if not self._is_whole:
+            self.forget_everything(KeyboardInterrupt())
+
+    def forget_everything(self, error: BaseException) -> None:
+        """End all requests, after an `error` in a step. The slots keep what is whole."""
+        self._pending = None
+        self._suspects.clear()
+        self._passes.formless.clear()
+        for request in list(self.requests):
+            if request.finished:  # an interrupt came before it was removed
+                self.requests.remove(request)
+            else:
+                request.ending = "forgotten"
+                name = type(error).__name__ if isinstance(error, Exception) else None
+                self._endings.fail(request, step_failed(error), name)
+        busy = {request.slot.number for request in self.requests}
+        for slot in self.slots:
+            if slot.is_busy and slot.number not in busy:
+                self._assigner.free(slot)
+            elif not slot.is_busy and not slot.cache.current.is_true:
+                self.residents.clear(slot, "a failed step")
+        self._is_whole = True
+
+    def drop(self) -> None:
+        """Free what the slots hold, with all buffers, and forget the step that was dispatched."""
+        self._pending = None
+        for slot in self.slots:
+            slot.cache.free("the end", with_buffers=True)
+
+    def _next_row(self) -> ScheduledBatch:
+        """Make room in full contexts, and return the row of the next step."""
+        self._maker.make_room_for(self.requests)
+        self._maker.grow()
+        return self._composer.row(self.requests)
+
+    def _read(self, step: DispatchedStep | None) -> bool:
+        """Wait for the end of a step and deliver its tokens. Return False after a new start."""
+        broken: list[tuple[ActiveRequest, LogitsError]] = []
+        if step is not None:
+            seconds, right = self._composer.wait(step), 0
+            if self._engine.is_single:
+                self._composer.note_span(self.requests[0], step)
+            for request, sampled in step.sampled:
+                try:
+                    if request.finished:
+                        continue
+                    if (wrong := error_of(request, sampled)) is not None:
+                        right += self._deliver_right(request, sampled, wrong, broken)
+                    else:
+                        right += self._deliver(request, sampled)
+                except Exception as error:
+                    self._endings.fail_alone(request, error)
+            self._drafts.ended(step, right, seconds)
+        if broken:
+            return self._end_broken(broken)
+        while self._passes.formless:
+            request, formless = self._passes.formless.pop()
+            if not request.finished:
+                request.ending = "no token"
+                self._endings.fail(request, formless)
+        return True
+
+    def _end_broken(self, broken: list[tuple[ActiveRequest, LogitsError]]) -> bool:
+        """End requests whose logits are NaN or infinite. Return False if all others start anew.
+
+        What a request stored is freed. If it stored NaN in cells that others read, these got NaN,
+        too: they go on with new cells, and it is the only one that ends.
+        """
+        guilty = self._engine.broken()
+        for request, error in broken:
+            if guilty is None or request.slot.number in guilty:
+                self._end_and_clear(request, error)
+        if guilty is None:
+            return True
+        for request in [one for one in self.requests if one.is_placed and one.left]:
+            if request.slot.number in guilty:  # of which no logits were asked for yet
+                self._end_and_clear(request, broken[0][1])
+        self._pending = None
+        self._suspects.clear()
+        for request in self.requests:
+            if request.drafting is not None:
+                request.drafting.close()
+                request.drafting = None  # a wrong guess may be what stored NaN
+        self._go_back(is_lost=True)
+        return False
+
+    def _end_and_clear(self, request: ActiveRequest, error: LogitsError) -> None:
+        """End a request, and free what it stored, and what it was stored from."""
+        request.ending = "failed"
+        why = "logits that were NaN or infinite"
+        self.residents.distrust(request)
+        self.residents.clear(request.slot, why)
+        for slot in self.slots:
+            if not slot.is_busy and request.lookup.cached and slot.shared_with(request.tokens):
+                self.residents.clear(slot, why)
+        self._endings.fail(request, error)
+
+    def _go_back(self, *, is_lost: bool) -> None:
+        """Let all requests go on from the tokens that were read.
+
+        `is_lost`: drop all buffers, so that all tokens are evaluated again.
+        """
+        self._passes.formless.clear()
+        for request in self.requests:
+            request.go_back()
+        if is_lost:
+            self._engine.forget()
+            for request in self.requests:
+                request.stop_errand()
+            for slot in self.slots:
+                self.residents.clear(slot, "a failed step")
+        for request in self.requests:
+            request.restart()
+
+    def _deliver(self, request: ActiveRequest, sampled: list[Sampled]) -> int:
+        """Deliver a token, and those that were guessed right. Return the number of these."""
+        if not request.said:
+            self._drafts.begin(request)
+            if request.drafting is not None:
+                self._composer.clock = self._drafts.clock
+        before: list[Chunk] = []
+        if request.draft and self._engine.is_single:
+            request.guessed.extend(judge(request, sampled))
+            request.num_read = len(request.guessed)
+            if not request.chunks:  # what was not shown is not in the entry of an early end
+                self._deliver_guessed(request)
+            return request.num_read - 1
+        if request.draft:
+            *before, chunk = taken(request, sampled)
+            request.chunks.extend(before)
+        else:
+            decoded = sampled[0].decoded(sampled[0].read())
+            chunk = request.answer.take(decoded, request.clock)
+            request.take(decoded.token)
+        request.checkpoint_if_due()
+        self._show(request, chunk)
+        return len(before)
+
+    def _deliver_right(
+        self,
+        request: ActiveRequest,
+        sampled: list[Sampled],
+        error: LogitsError,
+        broken: list[tuple[ActiveRequest, LogitsError]],
+    ) -> int:
+        """Deliver the guesses before a token that is `error`, for one slot.
+
+        Return their number. A request without any is `broken` at once.
+        """
+        right = next(place for place, one in enumerate(sampled) if one.error is not None)
+        if not right or not self._engine.is_single:
+            broken.append((request, error))
+            return 0
+        request.guessed.extend(one.decoded(one.read()) for one in sampled[:right])
+        request.num_read, request.late_error = right + 1, error
+        if not request.chunks:
+            self._deliver_guessed(request)
+        return right
+
+    def _deliver_guessed(self, request: ActiveRequest) -> None:
+        """Deliver one of the tokens that were read together."""
+        decoded = request.guessed.popleft()
+        chunk = request.answer.take(decoded, request.clock)
+        request.take(decoded.token)
+        is_last = not request.guessed and request.late_error is None
+        if chunk.finish_reason is None and is_last:
+            request.keep(request.num_read - 1)
+            request.checkpoint_if_due()
+        self._show(request, chunk)
+
+    def _show(self, request: ActiveRequest, chunk: Chunk) -> None:
+        """Give a chunk to the reader, and end the request after the last one."""
+        if chunk.finish_reason is None:
+            request.chunks.append(chunk)
+            return
+        self._finish(request)
+        error = request.error_at(chunk)
+        if error is not None:
+            request.chunks.append(replace(chunk, finish_reason=None))
+            self._endings.fail(request, error)
+        else:
+            self._endings.retire(request, chunk.finish_reason, last=chunk)
+
+    def _recover(
+        self, before: DispatchedStep | None, row: ScheduledBatch, error: Exception
+    ) -> None:
+        """Read the step `before` the failed one, and let all requests go back.
+
+        Those of the failed `row` run again in halves. One that made a step fail by itself ends. All
+        buffers are dropped if they can't be evaluated.
+        """
+        self._pending = None
+        for request, _ in row:
+            request.failures.append(self.ticks)
+        try:
+            self._read(before)
+            mx.eval(self._engine.state())
+            is_lost = False
+        except Exception:
+            is_lost = True
+        self._go_back(is_lost=is_lost)
+        running = [request for request, _ in row if not request.finished]
+        if len(running) == 1:
+            self._endings.fail_alone(running[0], error)
+        elif running:
+            half = len(running) // 2
+            self._suspects.extendleft([running[half:], running[:half]])
+
+    def _run_suspects(self, group: list[ActiveRequest]) -> None:
+        """Run a step of some requests alone, to its end."""
+        row: ScheduledBatch = []
+        try:
+            self._maker.make_room_for([request for request in group if request in self.requests])
+            row = self._composer.row([request for request in group if request in self.requests])
+            step = self._passes.forward(row) if row else None
+            self._read(step)
+        except CacheFullError as error:
+            self._maker.make_way(error)
+        except Exception as error:
+            self._recover(None, row, error)

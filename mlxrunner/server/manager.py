@@ -1,0 +1,495 @@
+"""Answer requests with the loaded models. Knows no protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from mlxrunner.engine.handle import Handle, news_of
+from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
+from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.profiling.divergence import Cause, PromptRecord, RecentPrompts, cause_of
+from mlxrunner.results import Chunk, Usage
+from mlxrunner.server.errors import SOON, TOO_LONG, api_error_of
+from mlxrunner.server.events import (
+    AnswerEnd,
+    AnswerEvent,
+    AnswerNote,
+    ApiError,
+    EndReason,
+    Ping,
+    ServerRequest,
+    field_error,
+)
+from mlxrunner.server.models import (
+    ModelCard,
+    ModelLoader,
+    ModelNames,
+    ModelSlot,
+    ModelSlots,
+    ServedModel,
+    card_of,
+    look_at,
+)
+from mlxrunner.server.prompts.answer_tokens import digest, message_digest
+from mlxrunner.server.prompts.builder import BuiltPrompt
+from mlxrunner.server.prompts.lru import MemoizedFunction, footprint
+from mlxrunner.server.prompts.rules import without_billing
+from mlxrunner.server.tools.reader import AnswerSplitter, joined
+from mlxrunner.tokenizer.prompt import Caller
+
+LONGEST_WAIT = 120
+"""Most seconds after which a refused client is told to ask again."""
+OnEnd = Callable[[str, AnswerNote | None], None]
+"""A function that is told how the answer to a request ended."""
+MOST_MESSAGES = 20_000
+MOST_TOOLS = 2_000
+MOST_STOPS = 1_000
+"""Most stop strings: each token of the answer is compared with all, and other requests wait."""
+TOOL_DIGEST_BYTES = 64_000_000
+"""Most bytes of remembered digests of tools."""
+REMEMBERED = 32
+"""Requests whose durations say how soon a slot will be free."""
+
+
+class ModelManager:
+    """Answers requests with the models that it holds, as `AnswerBackend` says.
+
+    Everything but `load_first` belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        names: ModelNames,
+        opening: ModelLoader,
+        on_open: Callable[[ServedModel], None],
+        on_end: OnEnd = lambda request, note: None,
+    ) -> None:
+        """Hold no model yet. `on_open` is called with each one that was loaded.
+
+        `on_end` is called with the id of each request and the remark on its answer, as soon as that
+        is known, and again at the end of the request.
+        """
+        self._on_end = on_end
+        self.names, self._opening = names, opening
+        self.models_held = ModelSlots(opening, on_open)
+        self.began = time.time()
+        self.refused = 0
+        """Requests that were told to come later."""
+        self.is_stopping = False
+        """True once the server takes no more requests."""
+        self._is_over = False
+        self._handles = set[Handle]()
+        """The requests that the engines are answering."""
+        self._recent = RecentPrompts()
+        self._durations: deque[float] = deque(maxlen=REMEMBERED)
+
+    def load_first(self, progress: LoadProgress = tell_nobody) -> ServedModel:
+        """Load the first model, before the server runs. Raise what its loading raises."""
+        opened = self._opening.load(self.names.first, self._opening.budget(), progress)
+        self.models_held.take_in(opened)
+        return opened
+
+    def end_answers(self) -> None:
+        """End the answers that are running, and those that still begin: each client is told so."""
+        self.is_stopping = self._is_over = True
+        for handle in self._handles:
+            handle.cancel()
+
+    async def close(self) -> None:
+        """Unload all models. Idle conversations are parked."""
+        self.is_stopping = True
+        await self.models_held.close()
+
+    def models(self) -> Sequence[ModelCard]:
+        """See `AnswerBackend`."""
+        return [
+            self._card(shown, name) for shown in self.names for name in [self.names.find(shown)]
+        ]
+
+    def card(self, model: str) -> ModelCard:
+        """See `AnswerBackend`."""
+        name = self.names.find(model)
+        return self._card(self.names.known_as(model), name)
+
+    def _card(self, shown: str, name: str) -> ModelCard:
+        pictures = self._opening.settings.pictures
+        return card_of(shown, name, self.models_held.get(name), pictures=pictures)
+
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """See `AnswerBackend`."""
+        if keep_alive == 0 and self.models_held.get(self.names.find(model)) is None:
+            return
+        asked = ServerRequest(protocol="ollama", model=model, keep_alive=keep_alive)
+        with self._in_place(asked) as place:
+            await _loaded(place)
+
+    async def count(self, asked: ServerRequest) -> int:
+        """See `AnswerBackend`."""
+        with self._in_place(asked) as place:
+            opened = await _loaded(place)
+            return len((await asyncio.to_thread(opened.maker.make, asked)).prompt.tokens)
+
+    async def answer(self, asked: ServerRequest) -> AsyncGenerator[AnswerEvent, None]:
+        """See `AnswerBackend`."""
+        began = time.monotonic()
+        with self._in_place(asked) as place:
+            try:
+                async with aclosing(self._answer(asked, place)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                self._on_end(asked.id, None)
+        self._durations.append(time.monotonic() - began)
+
+    @contextmanager
+    def _in_place(self, asked: ServerRequest) -> Iterator[ModelSlot]:
+        """Enter the place of the model that is asked for. Raise ApiError."""
+        check_counts(asked)
+        name = self.names.find(asked.model)
+        self._check_queue(self.models_held.get(name))
+        place = self.models_held.enter(name)
+        keep_alive = asked.keep_alive
+        if keep_alive is None:
+            keep_alive = self._opening.settings.keep_alive
+        try:
+            yield place
+        except Exception as error:
+            if isinstance(error, EngineError):
+                self.models_held.give_up(place)
+            raise api_error_of(error) from error
+        finally:
+            self.models_held.leave(place, keep_alive)
+
+    def _check_queue(self, place: ModelSlot | None) -> None:
+        """Raise ApiError if the server stops, or if too many requests wait already."""
+        if self.is_stopping:
+            raise _stopping()
+        settings = self._opening.settings
+        waiting = 0 if place is None else place.users - settings.slots
+        if waiting < settings.max_queue:
+            return
+        self.refused += 1
+        usual = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        wait = usual * (waiting + 1) / settings.slots
+        raise ApiError(
+            429,
+            f"requests that wait for one of {settings.slots} slots: {waiting}, and at most "
+            f"{settings.max_queue} may (--max-queue): ask again later",
+            code="rate_limit_exceeded",
+            retry_after=max(1, min(LONGEST_WAIT, math.ceil(wait))),
+        )
+
+    async def _answer(
+        self, asked: ServerRequest, place: ModelSlot
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        beats = Heartbeat()
+        if place.opened is None and place.loading is not None:
+            async for _ in beats.until(place.loading):
+                yield Ping()
+        opened = await _loaded(place)
+        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._recent))
+        try:
+            async for _ in beats.until(making):
+                yield Ping()
+        except BaseException:  # the client has left
+            making.add_done_callback(_end_unread)
+            raise
+        begun = await making
+        made, handle = begun.made, begun.handle
+        reader, chunks, is_kept = ChunkReader(handle, is_whole=asked.is_whole), list[Chunk](), False
+        splitter = opened.maker.splitter(made, asked)
+        self._handles.add(handle)
+        if self._is_over:
+            handle.cancel()
+        try:
+            while not chunks or chunks[-1].finish_reason is None:
+                try:
+                    come = await reader.next(beats.left)
+                except TimeoutError:
+                    beats.begin_again()
+                    yield Ping()
+                    continue
+                if not come:
+                    raise _stopping()
+                chunks += come
+                for event in joined(event for chunk in come for event in splitter.add(chunk)):
+                    yield event
+                    beats.begin_again()
+            for event in splitter.finish(is_whole=chunks[-1].finish_reason == "stop"):
+                yield event
+            is_kept = True
+            await asyncio.to_thread(opened.maker.keep, made, chunks)
+            begun.record.has_thought = splitter.thinking_tokens > 0
+            self._on_end(asked.id, splitter.note)
+            yield _end(opened, asked, begun, chunks, splitter)
+        finally:
+            self._handles.discard(handle)
+            reader.close()
+            self._on_end(asked.id, splitter.note)
+            if chunks and not is_kept:
+                keep = partial(opened.maker.keep, made, chunks, is_cut=True)
+                asyncio.get_running_loop().run_in_executor(None, keep)
+
+
+def check_counts(asked: ServerRequest) -> None:
+    """Raise ApiError for more messages, tools or stop strings than any conversation has."""
+    stops = asked.options.get("stop") or ()
+    for name, given, most in (
+        ("stop", () if isinstance(stops, str) else stops, MOST_STOPS),
+        ("messages", asked.messages, MOST_MESSAGES),
+        ("tools", asked.tools, MOST_TOOLS),
+    ):
+        if len(given) > most:
+            raise field_error(name, f"there are {len(given)}, and {most} are the most: send fewer")
+
+
+def too_long(tokens: int, room: int, *, is_least: bool = False) -> ApiError:
+    """Return the refusal of a prompt of `tokens` tokens where `room` is the most there is.
+
+    `is_least`: it was not tokenized, because it has at least so many.
+
+    Clients such as Claude Code and opencode shorten the conversation when an error has the words
+    "prompt is too long".
+    """
+    count = f"at least {tokens}" if is_least else tokens
+    return ApiError(
+        400,
+        f"the prompt is too long: it has {count} tokens, and the context has room for {room} with "
+        "the answer: shorten it, or start the server with a longer --context or more --memory",
+        code=TOO_LONG,
+    )
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping", retry_after=SOON)
+
+
+@dataclass(frozen=True)
+class SubmittedRequest:
+    """A request that was submitted."""
+
+    made: BuiltPrompt
+    handle: Handle
+    record: PromptRecord
+    """The request as the detection of causes remembers it."""
+    cause: Callable[[Usage], Cause | None]
+    """The function that finds the cause of what was not reused."""
+
+
+def _begin(opened: ServedModel, asked: ServerRequest, recent: RecentPrompts) -> SubmittedRequest:
+    """Make the prompt and submit it, in a worker thread. Raise ApiError, or the runner's."""
+    try:
+        made = opened.maker.make(asked, opened.room)
+    except ContextLengthError as error:
+        raise too_long(error.tokens, opened.room, is_least=error.is_least) from error
+    options = {**opened.defaults, **made.options}
+    tokens = len(made.prompt.tokens)
+    if tokens >= opened.room:
+        raise too_long(tokens, opened.room)
+    if tokens + (options.get("max_tokens") or 0) > opened.room:
+        options["max_tokens"] = None  # clients ask for more than there can be
+    record = recent.add(prompt_record(asked, made, opened.name))
+    cause = _once(partial(cause_of, record))
+    client = asked.client
+    caller = Caller(
+        asked.id, client.name, client.session, tuple(made.rules), cause, replaced=made.replaced
+    )
+    handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
+    return SubmittedRequest(made, handle, record, cause)
+
+
+def _end_unread(making: asyncio.Future[SubmittedRequest]) -> None:
+    """End a request that was submitted after its client had left."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().handle.cancel()
+
+
+def prompt_record(asked: ServerRequest, made: BuiltPrompt, model: str = "") -> PromptRecord:
+    """Return what is remembered of a request to `model`, to find the cause of later misses."""
+    messages: Sequence[Mapping[str, Any]] = made.source
+    digests = made.digests
+    if "billing-header" in made.rules:
+        messages = without_billing(messages)
+        digests = tuple(map(message_digest, messages))
+    tools = tuple(map(_tool_digest, asked.tools))
+    variables = made.prompt.variables.items()
+    return PromptRecord(
+        model,
+        asked.client.name,
+        asked.client.session,
+        tools,
+        digest({name: value for name, value in variables if name != "tools"}),
+        messages,
+        digests,
+        made.nbytes + footprint(tools),
+    )
+
+
+_tool_digest = MemoizedFunction(
+    lambda tool: digest({name: tool[name] for name in tool if name != "cache_control"}),
+    TOOL_DIGEST_BYTES,
+)
+
+
+def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:
+    """Return `find` as a function that looks once: the event and the response say the same."""
+    found: list[Cause | None] = []
+
+    def cause(usage: Usage) -> Cause | None:
+        if not found:
+            found.append(find(usage))
+        return found[0]
+
+    return cause
+
+
+async def _loaded(place: ModelSlot) -> ServedModel:
+    """Wait until the model of a place is there. Raise what its loading raised."""
+    if place.opened is None and place.loading is not None:
+        await asyncio.wait({place.loading})
+        if not place.loading.cancelled():
+            place.loading.result()
+    if place.opened is None:
+        raise ClosedError("server")
+    return place.opened
+
+
+def _end(
+    opened: ServedModel,
+    asked: ServerRequest,
+    begun: SubmittedRequest,
+    chunks: Sequence[Chunk],
+    splitter: AnswerSplitter,
+) -> AnswerEnd:
+    """Return the last event of an answer whose last chunk has come."""
+    usage, reason = chunks[-1].usage, chunks[-1].finish_reason
+    if usage is None:
+        raise ApiError(500, "the answer ended without its usage", code="internal")
+    stop = _stop_sequence(opened, asked, chunks) if reason == "stop" else None
+    ended: EndReason = "length" if reason == "length" else "stop"
+    if splitter.calls:
+        ended = "tool_calls"
+    elif stop is not None:
+        ended = "stop_sequence"
+    return AnswerEnd(
+        ended,
+        usage,
+        begun.made.rules,
+        begun.cause(usage),
+        stop_sequence=stop if ended == "stop_sequence" else None,
+        thinking_tokens=splitter.thinking_tokens,
+        note=splitter.note,
+        replaced=begun.made.replaced,
+    )
+
+
+def _stop_sequence(
+    opened: ServedModel, asked: ServerRequest, chunks: Sequence[Chunk]
+) -> str | None:
+    """Return the stop string of the request that ended its answer; None if none did."""
+    given = asked.options.get("stop") or ()
+    tokens = [chunk.token for chunk in chunks if chunk.token is not None]
+    if not given or tokens[-1] in opened.loaded.tokenizer.stop_tokens:
+        return None
+    stops = (given,) if isinstance(given, str) else tuple(given)
+    text = opened.loaded.tokenizer.decode(tokens)
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    return min(found)[1] if found else None
+
+
+T = TypeVar("T")
+FIRST_S, EVERY_S = 1.0, 4.5
+"""Seconds of silence before the first beat, and between two of them: clients wait for 5."""
+FAST_S, GATHERED_S = 0.008, 0.016
+"""Seconds between the tokens of a fast stream, and seconds between two of its deliveries.
+
+Each delivery wakes the event loop and the client, so fast tokens share one: a screen shows about 60
+pictures a second. Slower tokens are delivered as soon as they come.
+"""
+
+
+class Heartbeat:
+    """The moments at which a client that gets nothing else is told that it is not forgotten."""
+
+    def __init__(self, first: float = FIRST_S, every: float = EVERY_S) -> None:
+        self._every = every
+        self._due = asyncio.get_running_loop().time() + first
+
+    @property
+    def left(self) -> float:
+        """Seconds until the next beat."""
+        return max(0.0, self._due - asyncio.get_running_loop().time())
+
+    def begin_again(self) -> None:
+        """Count the silence from now on."""
+        self._due = asyncio.get_running_loop().time() + self._every
+
+    async def until(self, work: Awaitable[T]) -> AsyncIterator[None]:
+        """Yield at each beat until `work` is done. Closing the iterator leaves `work` running.
+
+        Read the result, or the exception, from `work` afterwards.
+        """
+        future = asyncio.ensure_future(work)
+        future.add_done_callback(look_at)
+        while True:
+            done, _ = await asyncio.wait({future}, timeout=self.left)
+            if done:
+                return
+            self.begin_again()
+            yield
+
+
+class ChunkReader:
+    """Reads the chunks of a request, so that a beat never disturbs it."""
+
+    def __init__(self, handle: Handle, *, is_whole: bool = False) -> None:
+        """Read the chunks of `handle`. `is_whole`: nobody wants any of them before the last."""
+        self._handle, self._is_whole = handle, is_whole
+        self._last, self._is_fast = float("-inf"), False
+
+    async def next(self, seconds: float) -> list[Chunk]:
+        """Return the chunks that have come, at least one; none behind the last one.
+
+        Those of a fast stream are gathered. Raise TimeoutError if none comes within `seconds`, and
+        the error that ended the request.
+        """
+        if self._is_fast:
+            await self._gather()
+        if not await news_of(self._handle, seconds, at_end=self._is_whole):
+            raise TimeoutError
+        if self._since() < FAST_S:
+            await self._gather()
+        self._last = asyncio.get_running_loop().time()
+        chunks = self._handle.poll()
+        self._is_fast = len(chunks) > 1
+        if not chunks and self._handle.error is not None:
+            raise self._handle.error.with_traceback(None)
+        return chunks
+
+    async def _gather(self) -> None:
+        """Wait until it is time for a delivery, or for the end."""
+        if (early := GATHERED_S - self._since()) > 0:
+            await news_of(self._handle, early, at_end=True)
+
+    def _since(self) -> float:
+        return asyncio.get_running_loop().time() - self._last
+
+    def close(self) -> None:
+        """End the request, and free its slot after the step that is running."""
+        self._handle.cancel()

@@ -1,0 +1,641 @@
+"""Find, describe, load and unload the models that requests may name."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mlxrunner.config.file import read_config_file
+from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.option import MODEL, layer, names, settled, values
+from mlxrunner.engine.opening import DraftPlan
+from mlxrunner.engine.parallel_runner import ParallelRunner
+from mlxrunner.engine.settings import OpenSettings
+from mlxrunner.engine.speculation.model import check_vocabularies
+from mlxrunner.engine.thread import run_in_worker
+from mlxrunner.errors import MemoryPlanError, MlxrunnerError, ModelError
+from mlxrunner.loading import cache_options
+from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand
+from mlxrunner.memory.reserve import demand_of_slots, weights_of
+from mlxrunner.models.facts import (
+    ModelFacts,
+    Shapes,
+    has_vision_encoder,
+    is_run_by_mlx_vlm,
+    needs_mlx_vlm,
+    weight_bytes,
+    without_weights,
+)
+from mlxrunner.models.files import read_config
+from mlxrunner.models.fingerprint import fingerprint
+from mlxrunner.models.load import (
+    LoadedModel,
+    LoadProgress,
+    load_model,
+    load_vision_model,
+    tell_nobody,
+    tokenizer_of,
+    unread_vision_model,
+    why_no_vision,
+)
+from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, lasting
+from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, ServeSettings
+from mlxrunner.pictures.tokenizer import SeeingTokenizer
+from mlxrunner.results import logger
+from mlxrunner.server.events import AnswerEvent, ApiError, ServerRequest
+from mlxrunner.server.prompts.answer_tokens import AnswerTokenFile
+from mlxrunner.server.prompts.builder import PromptBuilder
+from mlxrunner.system import device
+from mlxrunner.system.folders import cache_folder
+from mlxrunner.templates.rendering import read_json, read_template
+from mlxrunner.terminal.text import size
+
+if TYPE_CHECKING:
+    from mlxrunner.ranks.ranks import Ranks
+
+
+LATEST = ":latest"
+"""The tag that Ollama's clients add to a name."""
+CLAUDE = "claude-"
+"""The beginning of the names of Anthropic's models, which no other has.
+
+Their clients name several for their own tasks: titles, subagents, the check of commands.
+"""
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The names of models that requests may give."""
+
+    first: str
+    """The model of requests that name none, as the user named it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of models, from the config file."""
+    only_first: bool = False
+    """True if requests get no other model than the first."""
+    has_claude: bool = True
+    """True if a name of Anthropic's that no model has here means the first model."""
+
+    @cached_property
+    def shown(self) -> str:
+        """The name that clients see of the first model: a folder's is its last part."""
+        place = Path(lasting(self.first))
+        return place.name if place.is_absolute() else self.first
+
+    def find(self, asked: str) -> str:
+        """Return the model that a request means by `asked`. Raise ApiError if it is unknown."""
+        for name in (asked, asked.removesuffix(LATEST)):
+            if name in ("", self.shown, self.first):
+                return self.first
+            if name in self.aliases and self._may_be(self.aliases[name]):
+                return self.aliases[name]
+            if self.only_first:
+                continue
+            if name in EMBEDDED or (HUB_ID.fullmatch(name) and _is_here(name)):
+                return name
+        if self.has_claude and asked.startswith(CLAUDE):
+            return self.first
+        known = list(self)
+        raise ApiError(
+            404,
+            f"there is no model {asked:.100}: {did_you_mean(asked, known)}"
+            f"this server has {', '.join(known)}. Set the client to one of these, or add an alias "
+            "to the config file",
+            code="model_not_found",
+            param="model",
+        )
+
+    def known_as(self, asked: str) -> str:
+        """Return `asked`, a name that `find` finds, as the lists of models have it."""
+        if asked in self.aliases:
+            return asked
+        return asked.removesuffix(LATEST) or self.shown
+
+    def show(self, name: str) -> str:
+        """Return the name that clients see of the model `name`."""
+        return self.shown if name == self.first else name
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names that clients can give, the first model's first."""
+        aliases = [alias for alias, name in self.aliases.items() if self._may_be(name)]
+        others = () if self.only_first else _cached()
+        yield from dict.fromkeys((self.shown, *aliases, *others))
+
+    def _may_be(self, name: str) -> bool:
+        return not self.only_first or name == self.first
+
+
+def _is_here(name: str) -> bool:
+    """Return True if a hub id is in the local cache. A path of two parts is none."""
+    return not Path(name).is_dir() and folder_if_here(name) is not None
+
+
+def _cached() -> list[str]:
+    try:
+        return [model.name for model in cached_models()]
+    except ModelError:
+        return []
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model that the server can answer with, as far as clients may know it."""
+
+    name: str
+    is_loaded: bool
+    context: int
+    """Tokens of a prompt and its answer; 0 if it is not known before the model is loaded."""
+    bytes: int = 0
+    """Bytes of its files."""
+    modified: float = 0.0
+    """Unix time at which its files changed last."""
+    architecture: str = ""
+    digest: str = ""
+    """The fingerprint of the files."""
+    has_tools: bool = False
+    has_thinking: bool = False
+    template: str = ""
+    """The text of its chat template."""
+    sees: bool = False
+    """True if requests may have pictures."""
+    expires: float | None = None
+    """Unix time at which it is unloaded if nobody asks; None: never, or not loaded."""
+
+
+class AnswerBackend(Protocol):
+    """The functions of the server that protocols use."""
+
+    def answer(self, asked: ServerRequest) -> AsyncGenerator[AnswerEvent, None]:
+        """Yield the events of an answer. Closing the iterator ends the request within one step.
+
+        Raise ApiError, before the first event or later.
+        """
+        ...
+
+    async def count(self, asked: ServerRequest) -> int:
+        """Return the number of tokens of the prompt, without evaluating it. Raise ApiError."""
+        ...
+
+    def models(self) -> Sequence[ModelCard]:
+        """Return the models that a request may name."""
+        ...
+
+    def card(self, model: str) -> ModelCard:
+        """Return the model that a request means by `model`. Raise ApiError if it is unknown."""
+        ...
+
+    async def hold(self, model: str, keep_alive: float | None) -> None:
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise ApiError.
+        """
+        ...
+
+
+def card_of(shown: str, name: str, place: ModelSlot | None, *, pictures: bool) -> ModelCard:
+    """Return the card of the model `name`, which clients know as `shown`.
+
+    `place` is where it is loaded, if it is. `pictures`: models that see are loaded with their
+    encoders.
+    """
+    opened = None if place is None else place.opened
+    folder = folder_if_here(name)
+    found: dict[str, Any] = {}
+    with suppress(OSError):
+        if folder:
+            found = dict(_described(folder, (folder / "config.json").stat().st_mtime))
+    has_vision = found.pop("has_vision_encoder", False)
+    needs_vision = found.pop("needs_mlx_vlm", False)
+    return ModelCard(
+        shown,
+        opened is not None,
+        0 if opened is None else opened.room,
+        digest="" if opened is None else opened.digest,
+        sees=(pictures and has_vision) or needs_vision if opened is None else opened.sees,
+        expires=None if place is None else place.expires,
+        **found,
+    )
+
+
+@lru_cache(maxsize=256)
+def _described(folder: Path, modified: float) -> dict[str, Any]:
+    """Return what the files of a model say; less if some can't be read."""
+    found: dict[str, Any] = {"modified": modified}
+    with suppress(MlxrunnerError, OSError, ValueError):
+        config = read_config(folder)
+        found["architecture"] = config["model_type"]
+        found |= {
+            "has_vision_encoder": has_vision_encoder(config),
+            "needs_mlx_vlm": needs_mlx_vlm(config),
+        }
+        found["bytes"] = weight_bytes(folder)
+        template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
+        found["template"] = template
+        found |= {"has_tools": "tools" in template, "has_thinking": "think" in template}
+    return found
+
+
+@dataclass(eq=False)
+class ModelSlot:
+    """A model that requests use, or wait for."""
+
+    name: str
+    users: int = 0
+    """Requests that use it or wait for it."""
+    opened: ServedModel | None = None
+    """The model, once it is loaded."""
+    loading: asyncio.Task[None] | None = None
+    """The task that loads it; its exception says why it could not."""
+    used: float = 0.0
+    """The moment of its last use, on `time.monotonic`."""
+    expires: float | None = None
+    """Unix time at which it is unloaded if nobody asks; None: never."""
+    timer: asyncio.TimerHandle | None = None
+
+
+class ModelSlots:
+    """The models of a server within its budget of bytes."""
+
+    def __init__(self, opening: ModelLoader, on_open: Callable[[ServedModel], None]) -> None:
+        """Hold no model yet. `on_open` is called with each one that was loaded."""
+        self._opening, self._on_open = opening, on_open
+        self._places: dict[str, ModelSlot] = {}
+        self._leaving: list[ModelSlot] = []
+        """Places that no new request gets, until their last request has ended."""
+        self._lock = asyncio.Lock()
+        """Held while a model is loaded or unloaded."""
+        self._left = asyncio.Event()
+        """Set when a request has left its place."""
+
+    def __iter__(self) -> Iterator[ModelSlot]:
+        """Yield the places whose models are loaded."""
+        return (place for place in [*self._places.values(), *self._leaving] if place.opened)
+
+    def get(self, name: str) -> ModelSlot | None:
+        """Return the place of a model that is loaded or being loaded; None if it is neither."""
+        place = self._places.get(name)
+        if place and place.opened is None and place.loading and place.loading.done():
+            return None  # it has failed
+        return place
+
+    def take_in(self, opened: ServedModel) -> None:
+        """Add a model that was loaded before the server runs."""
+        self._places[opened.name] = ModelSlot(opened.name, opened=opened, used=time.monotonic())
+        self._on_open(opened)
+
+    def enter(self, name: str) -> ModelSlot:
+        """Return the place of a model, for a request that has to `leave` it.
+
+        If the model is not loaded, its loading begins, once for all who wait for it.
+        """
+        place = self.get(name)
+        if place is None:
+            place = self._places[name] = ModelSlot(name)
+            place.loading = asyncio.create_task(self._load(place))
+            place.loading.add_done_callback(look_at)
+        place.users += 1
+        self._stop_timer(place)
+        return place
+
+    def leave(self, place: ModelSlot, keep_alive: float | None) -> None:
+        """End the use of a place. `keep_alive`: seconds until it may go; None or less: for ever."""
+        place.users -= 1
+        place.used = time.monotonic()
+        self._left.set()
+        if place.users or keep_alive is None or keep_alive < 0:
+            return
+        place.expires = time.time() + keep_alive
+        loop = asyncio.get_running_loop()
+        place.timer = loop.call_later(keep_alive, self._expire, place)
+
+    def give_up(self, place: ModelSlot) -> None:
+        """Let no new request have a place whose model has failed."""
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+            self._leaving.append(place)
+            self._unload_soon(place)
+
+    async def close(self) -> None:
+        """Unload all models; what still runs there ends. What is being loaded is not waited for."""
+        for place in self._places.values():
+            if place.opened is None and place.loading is not None:
+                place.loading.cancel()
+        for place in list(self):
+            self._stop_timer(place)
+            await self._unload(place)
+
+    async def _load(self, place: ModelSlot) -> None:
+        async with self._lock:
+            needed = await run_in_worker(self._opening.least, place.name)
+            budget = await run_in_worker(self._opening.budget)
+            while self._bytes() + needed > budget and (other := self._least_useful(place)):
+                await self._make_leave(other)
+            room = budget - self._bytes()
+            opened = await run_in_worker(self._opening.load, place.name, room)
+            try:
+                self._on_open(opened)
+            except Exception:
+                await asyncio.to_thread(opened.runner.close)
+                raise
+            place.opened, place.used = opened, time.monotonic()
+
+    def _bytes(self) -> int:
+        return sum(place.opened.bytes for place in self if place.opened)
+
+    def _least_useful(self, wanted: ModelSlot) -> ModelSlot | None:
+        """Return the place to give up first: an idle one that was used least recently."""
+        others = [place for place in self if place is not wanted]
+        return min(others, key=lambda place: (place.users > 0, place.used), default=None)
+
+    async def _make_leave(self, place: ModelSlot) -> None:
+        """Unload a model once its requests have ended. New ones load it again."""
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+            self._leaving.append(place)
+        while place.users:
+            self._left.clear()
+            await self._left.wait()
+        await self._unload(place)
+
+    async def _unload(self, place: ModelSlot) -> None:
+        opened, place.opened, place.expires = place.opened, None, None
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+        if place in self._leaving:
+            self._leaving.remove(place)
+        if opened is not None:
+            logger.info("unloading %s", opened.name)
+            await asyncio.to_thread(opened.runner.close)
+
+    def _expire(self, place: ModelSlot) -> None:
+        if not place.users and place.opened is not None:
+            self.give_up(place)
+
+    def _unload_soon(self, place: ModelSlot) -> None:
+        async def unload() -> None:
+            async with self._lock:
+                if place.opened is not None:
+                    await self._make_leave(place)
+
+        task = asyncio.create_task(unload())
+        task.add_done_callback(look_at)
+        place.loading = task  # a task that nothing refers to may be dropped
+
+    def _stop_timer(self, place: ModelSlot) -> None:
+        if place.timer is not None:
+            place.timer.cancel()
+        place.timer, place.expires = None, None
+
+
+def look_at(future: asyncio.Future[Any]) -> None:
+    """Take the exception of a future, which those who wait for it raise: nobody may be left."""
+    if not future.cancelled():
+        future.exception()
+
+
+USUAL = 8192
+"""Tokens of the context that a model is given room for before others are unloaded for it."""
+OF_REQUESTS = frozenset(names(GenerateOptions)) - {"template"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLoader:
+    """The way in which the server loads its models."""
+
+    settings: ServeSettings
+    runner: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of RunnerSettings that the user gave."""
+    speculate: str | None = None
+    """The way to guess tokens of answers that the user gave; None: as the config file says."""
+    draft_model: str | None = None
+    """The model that guesses for each of them whose vocabulary it has."""
+    trust_remote_code: bool = False
+    ranks: Ranks | None = None
+    """The ranks that share each model; None: it is on this machine alone."""
+
+    def budget(self) -> int:
+        """Return the most bytes of all models together."""
+        offered = device.offered_bytes()
+        return min(self.settings.memory or offered, offered)
+
+    def least(self, name: str) -> int:
+        """Return the bytes that the model `name` needs to be of use, before it is loaded.
+
+        Raise ModelError if it is missing or broken.
+        """
+        offered, sees, beside = self.budget(), self._sees(name), 0
+        found: LoadedModel | Shapes
+        if sees:
+            found = unread_vision_model(name)
+            weights = weights_of(found.model)
+        else:
+            found = without_weights(name)
+            weights = found.weight_bytes
+            with suppress(MlxrunnerError):  # then it has no draft model, and a warning says so
+                beside = self._of_draft(found.facts)
+        demand = self._demand(found, weights, offered, is_read=not sees)
+        return self._needed(demand, min(self._context(found.facts), USUAL), offered) + beside
+
+    def _needed(self, demand: Demand, tokens: int, offered: int) -> int:
+        """Return the bytes in which all slots together find room for `tokens` tokens.
+
+        Checkpoints take what they would of `offered` bytes, but no larger share of the result,
+        unless the user gave their bytes.
+        """
+        total, checkpoints = demand.total(tokens, offered), demand.checkpoints(tokens, offered)
+        if self.runner.get("checkpoint_budget") is not None:
+            return total
+        others = total - checkpoints
+        return others + min(checkpoints, -(-others // (CHECKPOINT_SHARE - 1)))
+
+    def load(self, name: str, room: int, progress: LoadProgress = tell_nobody) -> ServedModel:
+        """Load the model `name`, which with all that it stores takes at most `room` bytes.
+
+        Raise ModelError if it is missing or broken, MemoryPlanError if it does not fit, and
+        SessionError if the folder for parked conversations can't be used.
+        """
+        loaded = self._read(name, room, progress)
+        sees = isinstance(loaded.tokenizer, SeeingTokenizer)
+        draft = None if sees else self._draft_for(loaded, room - self._smallest(loaded, room))
+        beside = 0 if draft is None else self._of_draft(loaded.facts)
+        cells, memory = self._cells(loaded, room - beside)
+        parks = self.settings.disk_cache
+        runner = ParallelRunner.of(
+            loaded,
+            max_sequences=self.settings.slots,
+            kv_cache_tokens=cells,
+            memory=memory,
+            reserve=self.ranks is None,
+            disk_cache_bytes=self.settings.disk_cache_bytes if parks else 0,
+            disk_cache_dir=parking_folder() if parks else None,
+            draft_model=draft,
+            **self.runner,
+        )
+        given = {} if self.speculate is None else {"speculate": self.speculate}
+        return ServedModel.of(loaded, runner, self.settings, given)
+
+    def _sees(self, name: str) -> bool:
+        """Return True if the model `name` is to be loaded with its encoder of pictures."""
+        if not self.settings.pictures:
+            return is_run_by_mlx_vlm(name)
+        why = why_no_vision(name)
+        if why is not None:
+            logger.warning("%s sees no pictures: %s", name, why)
+        return why is None
+
+    def _read(self, name: str, room: int, progress: LoadProgress) -> LoadedModel:
+        """Load a model, with its encoder of pictures if it is to see, or this rank's part of it."""
+        if self.ranks is not None:
+            return self.ranks.load_served(name, dict(self.runner))
+        if not self._sees(name):
+            return load_model(name, trust_remote_code=self.trust_remote_code, progress=progress)
+
+        def check(unread: LoadedModel) -> None:
+            self._smallest(unread, room, is_read=False)
+
+        return load_vision_model(name, progress=progress, check=check)
+
+    def _smallest(self, loaded: LoadedModel, room: int, *, is_read: bool = True) -> int:
+        """Return the bytes that a model takes with a short context.
+
+        `is_read`: the weights are there. Raise MemoryPlanError if `room` bytes are not enough.
+        """
+        demand = self._demand(loaded, weights_of(loaded.model), room, is_read=is_read)
+        needed = self._needed(demand, min(SMALLEST_CONTEXT, self._context(loaded.facts)), room)
+        if needed > room:
+            raise MemoryPlanError(
+                f"{loaded.name} with {self.settings.slots} slots takes {size(needed)} for a short "
+                f"context, and {size(max(0, room))} are left for it: give more --memory, fewer "
+                "--slots, or a smaller model"
+            )
+        return needed
+
+    def _cells(self, loaded: LoadedModel, room: int) -> tuple[int, int]:
+        """Return the tokens of all conversations, and the bytes that are kept of them.
+
+        The model, they and the largest step, which looks at all of them, take `room` bytes.
+        """
+        demand = self._demand(loaded, weights_of(loaded.model), room)
+        most = self.settings.slots * self._context(loaded.facts)
+        cells = demand.largest_context(room, most)
+        memory = demand.caches(cells) + demand.drafts(cells) + demand.checkpoints(cells, room)
+        if self.ranks is not None:
+            memory = min(memory, demand.caches(self.ranks.room))
+        return cells, memory
+
+    def _draft_for(self, loaded: LoadedModel, room: int) -> str | None:
+        """Return the draft model for a loaded model, which may take `room` bytes.
+
+        Return None, after a warning, if it can't guess for this model.
+        """
+        name = self.draft_model
+        if name is None:
+            return None
+        try:
+            check_vocabularies(name, tokenizer_of(name), loaded.tokenizer)
+            needed = self._of_draft(loaded.facts)
+            if needed > room:
+                raise MemoryPlanError(
+                    f"it takes {size(needed)}, and {size(max(0, room))} are left for it"
+                )
+        except MlxrunnerError as error:
+            why = str(error).partition("\n")[0]
+            logger.warning("%s is not used as draft model of %s: %s", name, loaded.name, why)
+            return None
+        return name
+
+    def _of_draft(self, facts: ModelFacts) -> int:
+        """Return the bytes of the draft model beside a model; 0 without one."""
+        if self.draft_model is None:
+            return 0
+        settings = OpenSettings.of(max_sequences=self.settings.slots, **self.runner)
+        return DraftPlan.of(self.draft_model, self._context(facts), settings).nbytes
+
+    def _context(self, facts: ModelFacts) -> int:
+        return RunnerSettings.of(**self.runner).context or facts.context
+
+    def _demand(
+        self, found: LoadedModel | Shapes, weights: int, offered: int, *, is_read: bool = True
+    ) -> Demand:
+        """Return the memory that a model needs for all slots, as a function of their tokens.
+
+        Its weights take `weights` bytes, and `offered` are there for all of it.
+        """
+        slots = self.settings.slots
+        asked = OpenSettings.of(max_sequences=slots, **self.runner)
+        asked = replace(asked, context=self._context(found.facts))
+        options = replace(cache_options(asked, whole=False), context=None)
+        demand = demand_of_slots(
+            found.model,
+            found.config,
+            options,
+            asked,
+            slots=slots,
+            step=asked.step,
+            offered=offered,
+        )
+        sight = getattr(found.model, "sight", None)
+        pictures = 0 if sight is None else sight.work_bytes(tries=is_read)
+        return replace(demand, weights=weights, pictures=pictures)
+
+
+def parking_folder() -> Path:
+    """Return the folder of the conversations that servers of this user park."""
+    return cache_folder() / "serve"
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """A loaded model and its runner."""
+
+    name: str
+    loaded: LoadedModel
+    runner: ParallelRunner
+    bytes: int
+    """Bytes of its weights and of all that it may store."""
+    digest: str
+    """The fingerprint of its files."""
+    maker: PromptBuilder
+    defaults: Mapping[str, Any]
+    """The options that hold for requests that do not give them."""
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        runner: ParallelRunner,
+        settings: ServeSettings,
+        given: Mapping[str, Any] | None = None,
+    ) -> ServedModel:
+        """Describe a loaded model. `given`: the options of answers that the user gave."""
+        total = weights_of(loaded.model) if runner.plan is None else runner.plan.total
+        total += runner.draft_bytes
+        of_file = read_config_file().options("serve", loaded.name)
+        chosen = {name: one for name, one in of_file.items() if name in OF_REQUESTS}
+        defaults = values(settled(layer(loaded.suggested, MODEL), chosen)) | dict(given or {})
+        if isinstance(loaded.tokenizer, SeeingTokenizer):
+            defaults.pop("speculate", None)  # nothing is guessed for it
+        parts = sorted(fingerprint(loaded.folder).items())
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+        folder = None if settings.picture_folder is None else Path(settings.picture_folder)
+        maker = PromptBuilder.of(loaded, off=settings.disable_rewrite, folder=folder)
+        if runner.parked_in is not None:
+            maker.kept.store_in(AnswerTokenFile(runner.parked_in))
+        return cls(loaded.name, loaded, runner, total, digest, maker, defaults)
+
+    @property
+    def sees(self) -> bool:
+        """True if requests may have pictures."""
+        return isinstance(self.loaded.tokenizer, SeeingTokenizer)
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.runner.context

@@ -1,0 +1,545 @@
+"""The rules by which a prompt may differ from what a client sent.
+
+Each rule has a name, a reason and a switch, and is named in the report of a request that it
+changed. Nothing else about a prompt is ever changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlxrunner.server.prompts.lru import MemoizedFunction, sign
+from mlxrunner.templates.messages import JOINT, SYSTEM_ROLES, Messages, system_count
+from mlxrunner.templates.probe import TemplateProbe
+
+MOST_BYTES = 16_000_000
+"""Most bytes of tools that are remembered as the rules changed them."""
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+"""The form of a system message that the user's message carries."""
+PLACE_MARK = "\ue0f4{}\ue0f5"
+"""Stands for a system message: private characters with its number."""
+PLACE = "<tool_response>{}</tool_response>"
+"""The form of the user's message that keeps a place for a system message.
+
+Templates of Qwen don't take a message of this form for the last question, up to which they leave
+out thinking.
+"""
+
+
+@dataclass(frozen=True)
+class PromptDraft:
+    """A conversation on its way to a prompt."""
+
+    messages: Messages
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    places: tuple[str, ...] = ()
+    """The system messages for which `PLACE` stands in the messages."""
+
+
+_Rewrite = Callable[[PromptDraft, TemplateProbe], PromptDraft]
+
+
+@dataclass(frozen=True)
+class RewriteRule:
+    """A rule, as docs/serve-prefixes.md lists it."""
+
+    name: str
+    does: str
+    """The effect, in one sentence."""
+    reason: str
+    clients: str
+    """The clients or models that it is for."""
+    apply: _Rewrite
+    """Its effect: a function that returns the same draft if there is nothing to change."""
+
+
+RULES: list[RewriteRule] = []
+"""The rules, in the order in which they stand below and act."""
+
+
+def _rule(name: str, does: str, reason: str, clients: str) -> Callable[[_Rewrite], _Rewrite]:
+    def add(apply: _Rewrite) -> _Rewrite:
+        RULES.append(RewriteRule(name, does, reason, clients, apply))
+        return apply
+
+    return add
+
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+
+
+def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return messages without the billing header of the system messages that begin them."""
+    count = system_count(messages)
+    first = [{**one, "content": _BILLING.sub("", one["content"])} for one in messages[:count]]
+    return [*first, *map(dict, messages[count:])]
+
+
+@_rule(
+    "billing-header",
+    "Leaves out the line `x-anthropic-billing-header: ...` that begins the system prompt.",
+    "It changes with the client's version and request, and no model needs it.",
+    "Claude Code",
+)
+def _leave_out_billing(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    first = draft.messages[: system_count(draft.messages)]
+    if not any(_BILLING.match(message["content"]) for message in first):
+        return draft
+    stripped = without_billing(draft.messages)
+    pairs = zip(draft.messages, stripped, strict=True)
+    messages = [new for old, new in pairs if new["content"] or not old["content"]]
+    return replace(draft, messages=messages or stripped)
+
+
+@_rule(
+    "cache-control",
+    "Leaves `cache_control` marks out of the descriptions of tools.",
+    "They move from request to request, and a template may write them.",
+    "Claude Code, Cline",
+)
+def _leave_out_marks(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    tools = list(map(_unmarked, draft.tools))
+    return draft if tools == draft.tools else replace(draft, tools=tools)
+
+
+def _without(value: Any, name: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(one, name) for key, one in value.items() if key != name}
+    return [_without(one, name) for one in value] if isinstance(value, list) else value
+
+
+_unmarked = MemoizedFunction(lambda tool: _without(tool, "cache_control"), MOST_BYTES)
+
+
+@_rule(
+    "tool-keys",
+    "Writes the keys of the tools' JSON in one order; the tools stay in theirs.",
+    "Some clients write the same tool with other orders of keys each time.",
+    "clients whose dictionaries have no order (Go, Swift)",
+)
+def _order_keys(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    tools = list(map(_in_order, draft.tools))
+    is_same = all(a is b or sign(a) == sign(b) for a, b in zip(tools, draft.tools, strict=True))
+    return draft if is_same else replace(draft, tools=tools)
+
+
+_FIRST = ("type", "function", "name", "description", "parameters", "properties", "required")
+
+
+def _ordered(value: Any) -> Any:
+    """Return JSON with its keys in an order that does not depend on the client."""
+    if isinstance(value, Mapping):
+        names = sorted(
+            value, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+        )
+        return {name: _ordered(value[name]) for name in names}
+    return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+_in_order = MemoizedFunction(_ordered, MOST_BYTES)
+
+
+@_rule(
+    "developer-as-system",
+    "Gives messages of role `developer` the role `system`.",
+    "The template does not know this role, and would drop or refuse them.",
+    "Codex; templates other than that of gpt-oss",
+)
+def _developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if probe.names_developer or all(one["role"] != "developer" for one in draft.messages):
+        return draft
+    messages = [
+        {**message, "role": "system"} if message["role"] == "developer" else message
+        for message in draft.messages
+    ]
+    return replace(draft, messages=messages)
+
+
+@_rule(
+    "two-systems",
+    "Joins system messages at the beginning into one.",
+    "The template takes only one, or writes only the first.",
+    "Codex, Claude Code; Gemma, Mistral, gpt-oss",
+)
+def _join_systems(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    count = system_count(draft.messages)
+    if count < 2 or (probe.keeps_two_systems and not probe.names_developer):
+        return draft
+    texts = [message["content"] for message in draft.messages[:count]]
+    first = {**draft.messages[0], "content": JOINT.join(texts)}
+    return replace(draft, messages=[first, *draft.messages[count:]])
+
+
+@_rule(
+    "tools-as-text",
+    "Describes tools at the end of the system prompt, and writes calls and results as text.",
+    "The template does not write tools, so the model would not know of them.",
+    "all with tools; Gemma 3, Phi-4",
+)
+def _write_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if not draft.tools or probe.writes_tools:
+        return draft
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in draft.tools)
+    text = TOOLS_TEXT.format(lines)
+    messages = list(draft.messages)
+    if messages and messages[0]["role"] in SYSTEM_ROLES:
+        messages[0] = {**messages[0], "content": messages[0]["content"] + JOINT + text}
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+    return PromptDraft([_call_as_text(message) for message in messages], [], draft.places)
+
+
+TOOLS_TEXT = """\
+# Tools
+
+You may call functions. Their descriptions are within <tools></tools>:
+<tools>
+{}
+</tools>
+
+To call one, write its name and arguments as a JSON object within <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <object>}}
+</tool_call>"""
+"""The system prompt's part for tools, for templates that have none."""
+
+
+def _call_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of the assistant, or a tool's result, as a message with text only."""
+    if message["role"] == "tool":
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": text} | _pictures(message)
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        json.dumps(
+            {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
+            ensure_ascii=False,
+        )
+        for call in message["tool_calls"]
+    ]
+    texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | {"content": "\n".join(text for text in texts if text)}
+
+
+@_rule(
+    "calls-as-text",
+    "Writes calls and results of tools as text, each in its place.",
+    "The template refuses them or leaves them out in a request that describes no tools.",
+    "opencode's and Claude Code's compaction",
+)
+def _write_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    writes = probe.writes_calls if draft.tools else probe.writes_calls_without_tools
+    has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
+    if writes or not has_calls:
+        return draft
+    return replace(draft, messages=[_call_as_text(message) for message in draft.messages])
+
+
+NO_RESULT = "[no result]"
+"""Stands for the result of a call that the conversation has none for."""
+
+
+@_rule(
+    "results-behind-calls",
+    "Puts each result after its call; a call without one gets `[no result]`, and a result "
+    "without a call becomes a text of the user.",
+    "The template refuses a call without its result, or a result without its call.",
+    "all with tools, after an interruption or a compaction; Mistral, gpt-oss",
+)
+def _pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
+    if not has_calls or probe.takes_unpaired:
+        return draft
+    messages: Messages = []
+    paired, last = set[int](), len(draft.messages) - 1
+    for number, message in enumerate(draft.messages):
+        if number in paired:
+            continue
+        messages.append(_call_as_text(message) if message["role"] == "tool" else message)
+        for call in message.get("tool_calls", ()) if number < last else ():
+            at = _result_of(call, draft.messages, number, paired)
+            if at is None:
+                lost = {"role": "tool", "content": NO_RESULT, "tool_call_id": call.get("id", "")}
+                messages.append(lost)
+            else:
+                paired.add(at)
+                messages.append(draft.messages[at])
+    return replace(draft, messages=messages)
+
+
+def _result_of(
+    call: Mapping[str, Any], messages: Messages, begin: int, paired: set[int]
+) -> int | None:
+    """Return the number of the result of a call in message `begin`, before the next answer."""
+    for number in range(begin + 1, len(messages)):
+        role = messages[number]["role"]
+        if role == "assistant":
+            return None
+        identity = messages[number].get("tool_call_id")
+        if role == "tool" and number not in paired and identity == call.get("id", identity):
+            return number
+    return None
+
+
+@_rule(
+    "text-in-thinking",
+    "Appends the text before a call to the thinking before it.",
+    "The template refuses text and thinking in one message with a call.",
+    "all with tools; gpt-oss",
+)
+def _text_in_thinking(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if not any(_thinks_and_says(one) for one in draft.messages) or probe.takes_text_and_thinking:
+        return draft
+    messages: Messages = []
+    for message in draft.messages:
+        if name := _thinks_and_says(message):
+            whole = message[name] + JOINT + message["content"]
+            message = {**message, name: whole, "content": ""}
+        messages.append(message)
+    return replace(draft, messages=messages)
+
+
+def _thinks_and_says(message: Mapping[str, Any]) -> str | None:
+    """Return the field of the thinking of a message that has a text and a call beside it."""
+    if not message.get("tool_calls") or not message["content"]:
+        return None
+    return next((name for name in ("reasoning_content", "thinking") if message.get(name)), None)
+
+
+CHANNEL = "<|channel|>"
+
+
+@_rule(
+    "channel-tags",
+    "Writes the tag `<|channel|>` in earlier answers as `<channel>`.",
+    "The template refuses an answer with such a tag, and so each later request.",
+    "agents that work on chat templates; gpt-oss",
+)
+def _without_channels(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if not any(CHANNEL in text for one in draft.messages for text in _said(one).values()):
+        return draft
+    if probe.takes_channels:
+        return draft
+    broken = CHANNEL.replace("|", "")
+    messages = [
+        one | {name: text.replace(CHANNEL, broken) for name, text in _said(one).items()}
+        for one in draft.messages
+    ]
+    return replace(draft, messages=messages)
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of an answer by their fields; nothing of another message."""
+    if message["role"] != "assistant":
+        return {}
+    names = ("content", "reasoning_content", "thinking")
+    return {name: message[name] for name in names if message.get(name)}
+
+
+@_rule(
+    "one-call-a-message",
+    "Writes several calls of one message as several messages, each before its result.",
+    "The template refuses a message with two calls.",
+    "all with tools; Llama 3",
+)
+def _one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if probe.takes_two_calls or all(len(m.get("tool_calls", ())) < 2 for m in draft.messages):
+        return draft
+    messages: Messages = []
+    results = {one.get("tool_call_id"): one for one in draft.messages if one["role"] == "tool"}
+    moved = set[int]()
+    for message in draft.messages:
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2 and id(message) not in moved:
+            messages.append(message)
+        for number, call in enumerate(calls if len(calls) > 1 else ()):
+            content = "" if number else message["content"]
+            messages.append({**message, "content": content, "tool_calls": [call]})
+            if (result := results.get(call.get("id"))) is not None:
+                messages.append(result)
+                moved.add(id(result))
+    return replace(draft, messages=messages)
+
+
+@_rule(
+    "text-beside-calls",
+    "Leaves out the text of an assistant's message that has calls.",
+    "The template leaves it out, and refuses it as a message of its own before the calls.",
+    "all with tools; Mistral",
+)
+def _leave_out_text_beside_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if probe.takes_text_beside_calls:
+        return draft
+    messages = [
+        {**message, "content": ""} if message.get("tool_calls") else message
+        for message in draft.messages
+    ]
+    return replace(draft, messages=messages)
+
+
+@_rule(
+    "system-in-the-middle",
+    "Writes a later system message where it stands: with the template's own header for system "
+    "messages, or else in the user's message, within `<system-reminder>`.",
+    "The template refuses it, leaves it out, or moves it to the front, which changes the "
+    "beginning of all that was evaluated.",
+    "Claude Code; Qwen 3.5, Gemma, Mistral, gpt-oss, DeepSeek",
+)
+def _keep_system_in_place(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    first = system_count(draft.messages)
+    later = (one["role"] for one in draft.messages[first:])
+    if probe.keeps_systems or not any(role in SYSTEM_ROLES for role in later):
+        return draft
+    messages, places = draft.messages[:first], list[str]()
+    for message in draft.messages[first:]:
+        if message["role"] not in SYSTEM_ROLES:
+            messages.append(message)
+        elif probe.system_header is not None:
+            content = PLACE.format(PLACE_MARK.format(len(places)))
+            messages.append({"role": "user", "content": content})
+            places.append(message["content"])
+        else:
+            text = REMINDER.format(message["content"])
+            if messages and messages[-1]["role"] in ("user", "tool"):
+                messages[-1] = _joined(messages[-1], text)
+            else:
+                messages.append({"role": "user", "content": text})
+    return replace(draft, messages=messages, places=tuple(places))
+
+
+def _joined(message: dict[str, Any], text: str) -> dict[str, Any]:
+    return {**message, "content": JOINT.join(one for one in (message["content"], text) if one)}
+
+
+def _pictures(*messages: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of the pictures of one or more messages, in order, if they have any."""
+    found = [one for message in messages for one in message.get("pictures", ())]
+    return {"pictures": found} if found else {}
+
+
+@_rule(
+    "same-roles",
+    "Joins neighbouring messages of the same role.",
+    "The template wants user and assistant in turn.",
+    "all; Gemma, Mistral",
+)
+def _join_roles(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if not probe.joins_roles:
+        return draft
+    messages: Messages = []
+    for message in draft.messages:
+        last = messages[-1] if messages else {"role": ""}
+        is_call_after_text = message.get("tool_calls") and last["role"] == "assistant"
+        if is_call_after_text and last["content"] and not probe.takes_text_beside_calls:
+            messages += [{"role": "user", "content": ""}, message]  # joined, the text would be lost
+        elif message["role"] == last["role"] and message["role"] in ("user", "assistant"):
+            joined = _joined(last, message["content"])
+            calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+            joined |= {"tool_calls": calls} if calls else {}
+            messages[-1] = joined | _pictures(last, message)
+        else:
+            messages.append(message)
+    return replace(draft, messages=messages)
+
+
+@_rule(
+    "assistant-first",
+    "Puts an empty message of the user before an assistant, or a result, that begins.",
+    "The template refuses a conversation that the user does not begin.",
+    "chat programs with a greeting; Gemma, Mistral, Llama 3 with tools",
+)
+def _begin_with_user(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    at = system_count(draft.messages)
+    is_first = at < len(draft.messages) and draft.messages[at]["role"] != "user"
+    if not is_first or probe.takes_assistant_first:
+        return draft
+    empty = {"role": "user", "content": ""}
+    return replace(draft, messages=[*draft.messages[:at], empty, *draft.messages[at:]])
+
+
+@_rule(
+    "user-after-tools",
+    "Puts an empty message of the assistant between a tool's result and the user's message.",
+    "The template refuses a user who writes right after a result.",
+    "Claude Code; Mistral",
+)
+def _answer_after_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if probe.takes_user_after_tools:
+        return draft
+    messages: Messages = []
+    for message in draft.messages:
+        if message["role"] == "user" and messages and messages[-1]["role"] == "tool":
+            messages.append({"role": "assistant", "content": ""})
+        messages.append(message)
+    return replace(draft, messages=messages)
+
+
+@_rule(
+    "short-call-ids",
+    "Replaces the ids of calls by nine letters and digits.",
+    "The template refuses others.",
+    "all with tools; Mistral",
+)
+def _shorten_ids(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if not probe.needs_short_ids:
+        return draft
+    messages = []
+    for message in draft.messages:
+        short = dict(message)
+        if "tool_call_id" in message:
+            short["tool_call_id"] = short_id(message["tool_call_id"])
+        if message.get("tool_calls"):
+            calls = message["tool_calls"]
+            short["tool_calls"] = [{**call, "id": short_id(call.get("id", ""))} for call in calls]
+        messages.append(short)
+    return replace(draft, messages=messages)
+
+
+def short_id(identity: str) -> str:
+    """Return an id of nine letters or digits for the id of a call; such an id stays as it is."""
+    if re.fullmatch("[A-Za-z0-9]{9}", identity):
+        return identity
+    return hashlib.sha256(identity.encode()).hexdigest()[:9]
+
+
+def written(text: str, draft: PromptDraft, probe: TemplateProbe) -> str:
+    """Return the template's text with the system messages of `draft.places` in their places."""
+    if not draft.places:
+        return text
+    user, own = probe.system_header or ("", "")
+    place = re.escape(PLACE).replace(r"\{\}", re.escape(PLACE_MARK).replace(r"\{\}", r"(\d+)"))
+
+    def put(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return own + draft.places[number] if number < len(draft.places) else found[0]
+
+    return re.sub(f"(?:{re.escape(user)})?{place}", put, text)
+
+
+def apply(
+    draft: PromptDraft,
+    probe: TemplateProbe,
+    off: Iterable[str] = (),
+    rules: Sequence[RewriteRule] = RULES,
+) -> tuple[PromptDraft, tuple[str, ...]]:
+    """Return a conversation after all rules, and the names of the rules that changed it.
+
+    `off`: the names of the rules that are off.
+    """
+    acted, without = [], set(off)
+    for rule in rules:
+        if rule.name not in without:
+            after = rule.apply(draft, probe)
+            if after is draft:
+                continue
+            if after != draft or json.dumps(after.tools) != json.dumps(draft.tools):
+                acted.append(rule.name)
+                draft = after
+    return draft, tuple(acted)

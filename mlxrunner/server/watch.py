@@ -1,0 +1,383 @@
+"""Show what the server does: /, /health, /slots, /metrics and /explain/{request}."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
+
+from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.thread import HeldSlot, Stats
+from mlxrunner.profiling.logs import LineWriter
+from mlxrunner.profiling.metrics import MetricsCollector
+from mlxrunner.profiling.profile import Profile, as_line
+from mlxrunner.profiling.report import page as plots
+from mlxrunner.profiling.report.page import document, safe
+from mlxrunner.profiling.report.summary import Summary, place_of
+from mlxrunner.profiling.schema import Event, remedy
+from mlxrunner.server.errors import PrintableResponse
+from mlxrunner.server.events import AnswerNote, ApiError
+from mlxrunner.server.manager import ModelManager
+from mlxrunner.server.models import ServedModel
+from mlxrunner.terminal.text import moment, number, percent, size
+from mlxrunner.tokenizer.prompt import Caller
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+
+WIDTH = 100
+"""Columns of an explanation."""
+
+
+def watch_router(manager: ModelManager, record: RequestLog) -> APIRouter:
+    """Return the routes about a server's models and requests."""
+    record.counts.registry.register(ServerGauges(manager))
+    router = APIRouter(tags=["watch"], default_response_class=PrintableResponse)
+
+    @router.get("/", response_class=HTMLResponse)
+    def page() -> str:
+        """Show in a browser what runs, what was reused, and the latest misses."""
+        models = [_model(manager, one, record) for one in opened_in(manager)]
+        return status_page(models, record.last(REMEMBERED))
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
+    async def health() -> dict[str, Any]:
+        """Say that the server runs, for how long, and which models it holds."""
+        return {
+            "status": "stopping" if manager.is_stopping else "ok",
+            "uptime_s": round(time.time() - manager.began, 3),
+            "models": [manager.names.show(one.name) for one in opened_in(manager)],
+        }
+
+    @router.get("/slots")
+    async def slots() -> dict[str, Any]:
+        """List what each conversation holds, for each loaded model."""
+        return {"models": [_model(manager, one, record) for one in opened_in(manager)]}
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        """Return counters and gauges in Prometheus text format."""
+        return PlainTextResponse(record.metrics(), media_type="text/plain; version=0.0.4")
+
+    @router.get("/explain/{request}", response_class=PlainTextResponse)
+    def explain(request: str) -> str:
+        """Say in words what a request reused, why not more, and what to change."""
+        event = record.event(request)
+        if event is None:
+            raise ApiError(
+                404,
+                f"no request {request:.100} is known: it is running, or older than the last "
+                f"{REMEMBERED:,}; `mlxrunner explain FILE ID` reads the file of --events",
+                code="not_found",
+            )
+        return explained(event)
+
+    return router
+
+
+def opened_in(manager: ModelManager) -> Iterator[ServedModel]:
+    """Yield the models that are loaded."""
+    for place in manager.models_held:
+        opened = place.opened  # another thread may unload it meanwhile
+        if opened is not None:
+            yield opened
+
+
+def explained(event: Event) -> str:
+    """Return what `mlxrunner explain` prints about an event, without colours."""
+    from rich.console import Console
+
+    from mlxrunner.profiling.report.screen import show_event
+
+    text = io.StringIO()
+    show_event(event, Console(file=text, width=WIDTH, color_system=None, markup=False, emoji=False))
+    return text.getvalue()
+
+
+def _model(manager: ModelManager, opened: ServedModel, record: RequestLog) -> dict[str, Any]:
+    stats = opened.runner.stats()
+    return {
+        "model": manager.names.show(opened.name),
+        "context": opened.room,
+        "slots": stats.slots,
+        "busy": stats.busy,
+        "waiting": stats.waiting,
+        "bytes": stats.bytes,
+        "parked_bytes": stats.parked,
+        "conversations": [
+            _conversation(held, opened, record) for held in opened.runner.held() if held.tokens
+        ],
+    }
+
+
+def _conversation(held: HeldSlot, opened: ServedModel, record: RequestLog) -> dict[str, Any]:
+    """Describe what a slot holds, and whose it is: of its request, or of the last one."""
+    running = held.prompt
+    caller = record.caller(opened.name, held.slot) if running is None else running.caller
+    return {
+        "slot": held.slot,
+        "state": "busy" if held.is_busy else "idle",
+        "tokens": held.tokens,
+        "bytes": held.bytes,
+        "client": None if caller is None else caller.client,
+        "session": None if caller is None else caller.session,
+        "request": None if caller is None else caller.request,
+    }
+
+
+GAUGES = {
+    "slots": "Requests that a model can answer at a time.",
+    "busy": "Slots whose request runs.",
+    "waiting": "Requests that wait for a slot, or for room.",
+    "tokens": "Tokens that the slots hold.",
+    "bytes": "Bytes of keys, values and checkpoints in use.",
+    "parked": "Bytes of the disk cache.",
+}
+"""The fields of `Stats` that are metrics, and their descriptions."""
+
+
+class ServerGauges:
+    """A collector of what the server holds at the moment."""
+
+    def __init__(self, manager: ModelManager) -> None:
+        self._manager = manager
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, as prometheus_client asks of a collector."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        stats: dict[str, Stats] = {one.name: one.runner.stats() for one in opened_in(self._manager)}
+        for name, text in GAUGES.items():
+            family = GaugeMetricFamily(f"mlxrunner_server_{name}", text, labels=["model"])
+            for model, found in stats.items():
+                family.add_metric([model], getattr(found, name))
+            yield family
+        refused = CounterMetricFamily(
+            "mlxrunner_server_refused", "Requests that were told to come later."
+        )
+        refused.add_metric([], self._manager.refused)
+        yield refused
+
+
+REFRESH_S = 5
+"""Seconds after which the browser loads the page again."""
+MISSES = 12
+"""The most misses that are shown."""
+
+
+def status_page(models: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> str:
+    """Return the page. `models` are those of `/slots`; `events` the last ones, youngest first."""
+    summary = Summary()
+    for event in reversed(events):
+        summary.add(event)
+    shown = f"{percent(summary.hit_rate)} of the prompt tokens reused" if events else "no requests"
+    body = [
+        "<header><h1>mlxrunner serve</h1>",
+        f"<p>{_loaded(models)} The last {number(len(events))} requests: {safe(shown)}.</p>",
+        "</header>",
+        '<main class="panels">',
+        _conversations(models),
+        plots.timeline(summary) if events else "",
+        _misses(events),
+        "</main>",
+        "<footer>The same as data: <code>/slots</code>, <code>/metrics</code>, "
+        "<code>/explain/{request}</code>, <code>/health</code>.</footer>",
+    ]
+    return document(f"mlxrunner serve: {shown}", body, refresh_s=REFRESH_S)
+
+
+def _loaded(models: Sequence[Mapping[str, Any]]) -> str:
+    if not models:
+        return "No model is loaded; a request loads its own."
+    return " ".join(
+        f"{safe(one['model'])}: {one['busy']} of {one['slots']} slots busy, {one['waiting']} "
+        f"waiting, {size(one['bytes'])} of conversations, {size(one['parked_bytes'])} on "
+        "disk."
+        for one in models
+    )
+
+
+def _conversations(models: Sequence[Mapping[str, Any]]) -> str:
+    """Return a panel with what each slot holds, those that run first."""
+    held = [
+        (one["state"] != "busy", model["model"], one)
+        for model in models
+        for one in model["conversations"]
+    ]
+    rows = [
+        [
+            one["state"],
+            one["client"] or "",
+            one["session"] or "",
+            number(one["tokens"]),
+            size(one["bytes"]),
+            one["request"] or "",
+            model,
+        ]
+        for _, model, one in sorted(held, key=lambda found: found[:2])
+    ]
+    columns = ["state", "client", "session", "tokens", "size", "request", "model"]
+    text = "The conversation in each slot. An idle one continues where it ended."
+    table = plots.table(columns, rows, kind="stack")
+    return plots.panel("Conversations", text, table, is_wide=True)
+
+
+def _misses(events: Sequence[Event]) -> str:
+    """Return a panel with the latest requests that lost tokens, and what would have helped."""
+    lost = [event for event in events if event.lost_tokens][:MISSES]
+    rows = [
+        [
+            "" if event.caller is None else _explained(event.caller.request),
+            moment(event.time),
+            "" if event.caller is None else event.caller.client,
+            number(event.prompt_tokens),
+            number(event.cached_tokens),
+            number(event.lost_tokens),
+            event.reason or "",
+            place_of(event),
+            _helps(event),
+        ]
+        for event in lost
+    ]
+    columns = ["request", "at", "client", "prompt", "cached", "lost", "reason", "place", "remedy"]
+    text = "Requests that evaluated tokens again. Each leads to its two sides, in words."
+    table = plots.table(columns, rows, kind="stack")
+    return plots.panel("The latest misses", text, table, is_wide=True)
+
+
+def _explained(request: str) -> plots.TableLink:
+    return plots.TableLink(request, f"/explain/{request}")
+
+
+def _helps(event: Event) -> str:
+    """Return what helps against a miss: against its cause, if that is known."""
+    known = None if event.caller is None else event.caller.remedy
+    return known or remedy(event.reason)
+
+
+REMEMBERED = 1000
+"""The most requests whose events are remembered."""
+
+
+class RequestLog:
+    """The events of a server's requests."""
+
+    def __init__(
+        self, events: str | Path | None = None, *, tokens: str | None = None, log_text: bool = False
+    ) -> None:
+        """Record nothing yet.
+
+        `events`, `tokens` and `log_text` are those of a Profile. Raise OptionError if a
+        file can't be written, or if prometheus_client is missing.
+        """
+        self._events = None if events is None else LineWriter(events)
+        self._tokens, self._log_text = tokens, log_text
+        self._lock = threading.Lock()
+        self._by_request: OrderedDict[str, Event] = OrderedDict()
+        self._callers: dict[str, dict[int, Caller | None]] = defaultdict(dict)
+        self._profiles: dict[str, Profile] = {}
+        """The profiles of the models that are loaded, or were until now, by their names."""
+        self._waiting: dict[str, Event] = {}
+        """Events of requests of which it is not known yet how the answer ended."""
+        self._ended: OrderedDict[str, AnswerNote | None] = OrderedDict()
+        """The remarks on answers, by request."""
+        self.counts = MetricsCollector()
+
+    def watch(self, opened: ServedModel) -> None:
+        """Record the requests of a model. Raise OptionError if a file can't be written.
+
+        If it was loaded before, it has been unloaded since.
+        """
+        if (before := self._profiles.pop(opened.name, None)) is not None:
+            before.finish()
+        profile = Profile(
+            "serve",
+            tokens=self._tokens,
+            log_text=self._log_text,
+            sinks=[self._add],
+        )
+        profile.watch(opened.runner)
+        self._profiles[opened.name] = profile
+        opened.runner.observers.append(self._see)
+        self._callers[opened.name].clear()
+
+    def close(self) -> None:
+        """Stop watching and close the files."""
+        for profile in self._profiles.values():
+            profile.finish()
+        with self._lock:
+            for event in self._waiting.values():
+                self._write(event)
+            self._waiting.clear()
+        if self._events is not None:
+            self._events.close()
+
+    def ended(self, request: str, note: AnswerNote | None) -> None:
+        """Note how the answer to a request ended, and write its event.
+
+        The model's thread may add that later. A second call for a request changes nothing.
+        """
+        with self._lock:
+            if request in self._ended:
+                return
+            self._ended[request] = note
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+            if (event := self._waiting.pop(request, None)) is not None:
+                self._finish(event, note)
+
+    def event(self, request: str) -> Event | None:
+        """Return the event of a request by its id; None: it is not known, or not any more."""
+        with self._lock:
+            return self._by_request.get(request)
+
+    def last(self, count: int) -> list[Event]:
+        """Return the last events, the youngest first."""
+        with self._lock:
+            return list(self._by_request.values())[: -count - 1 : -1]
+
+    def caller(self, model: str, slot: int) -> Caller | None:
+        """Return the client whose request was the last to end in a slot."""
+        return self._callers[model].get(slot)
+
+    def metrics(self) -> str:
+        """Return the counts in Prometheus text format."""
+        from prometheus_client import generate_latest
+
+        with self._lock:
+            return generate_latest(self.counts.registry).decode()
+
+    def _add(self, event: Event) -> None:
+        with self._lock:
+            self.counts(event)
+            key = event.caller.request if event.caller is not None else event.id
+            self._by_request[key] = event
+            while len(self._by_request) > REMEMBERED:
+                self._by_request.popitem(last=False)
+            if event.caller is None or not key or key in self._ended:
+                self._finish(event, self._ended.get(key))
+            else:
+                self._waiting[key] = event
+
+    def _finish(self, event: Event, note: AnswerNote | None) -> None:
+        if note is not None and event.caller is not None:
+            event.caller.note = note.kind
+        self._write(event)
+
+    def _write(self, event: Event) -> None:
+        if self._events is not None:
+            self._events.write(as_line(event))
+
+    def _see(self, runner: object, observed: Observation) -> None:
+        if observed.scheduling is not None:
+            name = getattr(runner, "name", "")
+            self._callers[name][observed.scheduling.slot] = observed.prepared.caller

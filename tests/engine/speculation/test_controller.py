@@ -1,0 +1,96 @@
+"""The controller drafts where it pays by what was measured, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxrunner.engine.speculation.controller import DEEPEST, DEPTHS, LATER, Controller, Trust
+
+SINGLE = 0.01
+"""Seconds of a pass of one row."""
+
+
+def measured(slope: float) -> Controller:
+    """Return a controller that has measured passes whose rows cost `slope` of a pass each."""
+    controller = Controller()
+    for _ in range(5):
+        controller.passed(SINGLE)
+        for depth in DEPTHS:
+            controller.costs.measure(depth, SINGLE * (1 + slope * depth))
+    return controller
+
+
+@pytest.mark.parametrize(
+    ("slope", "share", "depth"),
+    [(0.0, 0.99, 15), (0.3, 0.2, 0), (0.1, 0.9, 7), (0.4, 0.75, 1), (1.2, 0.95, 0), (1.2, 0.1, 0)],
+)
+def test_the_depth_follows_from_the_shares_and_the_costs(
+    slope: float, share: float, depth: int
+) -> None:
+    """Cheap rows and likely guesses make long drafts; dear rows make none."""
+    assert measured(slope).depth([share] * DEEPEST, DEEPEST) == depth
+
+
+def test_no_draft_is_longer_than_there_is_room() -> None:
+    """No room makes no draft."""
+    controller = measured(0.0)
+    assert [controller.depth([0.99] * DEEPEST, most) for most in (0, 1, 2, 5)] == [0, 1, 2, 5]
+
+
+def test_waiting_for_a_draft_that_may_not_come_has_to_pay_as_well() -> None:
+    """The chance that there will be a draft counts."""
+    controller = measured(0.1)
+    assert controller.depth([0.9] * DEEPEST, DEEPEST, 0.5) > 0
+    assert controller.depth([0.9] * DEEPEST, DEEPEST, 0.01) == 0
+
+
+def test_a_single_disturbed_measurement_changes_nothing() -> None:
+    """Other work only adds to what a pass costs, so the cheapest of a few counts."""
+    controller = measured(0.1)
+    controller.verified(7, 100 * SINGLE)
+    controller.passed(100 * SINGLE)
+    assert controller.depth([0.9] * DEEPEST, DEEPEST) == 7
+
+
+def test_costs_that_were_measured_too_high_are_measured_again_but_rarely() -> None:
+    """A probe comes after as many plain passes as make its loss small."""
+    controller = measured(1.2)
+    drafted = 0
+    for _ in range(2000):
+        controller.passed(SINGLE)
+        depth = controller.depth([0.95] * DEEPEST, DEEPEST)
+        if depth:
+            drafted += 1
+            controller.verified(depth, SINGLE * (1 + 1.2 * depth))
+    assert 1 <= drafted <= 100
+    for _ in range(3000):
+        controller.passed(SINGLE)
+        depth = controller.depth([0.95] * DEEPEST, DEEPEST)
+        if depth:
+            controller.verified(depth, SINGLE * (1 + 0.02 * depth))
+    assert controller.depth([0.95] * DEEPEST, DEEPEST) > 1
+
+
+def test_a_longer_draft_is_tried_now_and_then() -> None:
+    """Its cost may have been measured badly."""
+    controller = measured(0.1)
+    depths = set()
+    for _ in range(2 * LATER):
+        depth = controller.depth([0.9] * DEEPEST, DEEPEST)
+        depths.add(depth)
+        controller.verified(depth, SINGLE * (1 + 0.1 * depth))
+    assert depths == {7, 15}
+
+
+def test_trust_follows_what_was_seen_and_forgets_it() -> None:
+    """It begins with an assumption, and goes back towards it."""
+    trust = Trust(0.5)
+    assert trust.share == 0.5
+    trust.learn(0, 40)
+    low = trust.share
+    assert low < 0.1
+    trust.fade()
+    assert low < trust.share < 0.5
+    for _ in range(20):
+        trust.learn(10, 0)
+    assert trust.share > 0.9

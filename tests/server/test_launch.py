@@ -1,0 +1,164 @@
+"""`mlxrunner launch`: a client gets its settings, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxrunner import cli
+from mlxrunner.cli.launch import NAMES
+from mlxrunner.server.launch import CLIENTS, ServerAddress
+
+MODELS = {
+    "data": [
+        {"id": "first/model", "context_length": 65536, "input_modalities": ["text"]},
+        {"id": "other"},
+        {"id": "eyes", "input_modalities": ["text", "image"]},
+    ]
+}
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    """Serve a list of models, to those with the key "secret" or without one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(MODELS).encode() if self.path == "/v1/models" else b"no"
+            keys = ("Bearer secret", "Bearer none")
+            self.send_response(200 if self.headers["Authorization"] in keys else 401)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+def launch(server: ThreadingHTTPServer | str, *arguments: str) -> Result:
+    url = server if isinstance(server, str) else f"http://127.0.0.1:{server.server_port}"
+    return CliRunner().invoke(cli.main, ["launch", "--url", url, *arguments])
+
+
+def test_the_command_names_the_clients_that_there_are() -> None:
+    assert tuple(CLIENTS) == NAMES
+
+
+def test_claude_gets_the_model_under_each_name_that_it_uses() -> None:
+    """Its subagents name haiku, sonnet, opus or fable, or follow a variable of their own."""
+    found = CLIENTS["claude"](ServerAddress("http://127.0.0.1:1", "first/model")).environment
+    own = {"ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"}
+    names = own | {f"ANTHROPIC_DEFAULT_{n}_MODEL" for n in ("HAIKU", "SONNET", "OPUS", "FABLE")}
+    assert {name for name, value in found.items() if value == "first/model"} == names
+
+
+@pytest.mark.parametrize("client", NAMES)
+def test_print_shows_settings_for_a_shell(server: ThreadingHTTPServer, client: str) -> None:
+    """They name the address, the first model and its context."""
+    result = launch(server, "--print", client, "--version")
+    assert result.exit_code == 0
+    assert f"http://127.0.0.1:{server.server_port}" in result.stdout
+    assert "first/model" in result.stdout
+    assert "65536" in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith(client)
+    assert last.endswith("--version")
+
+
+@pytest.mark.parametrize(("model", "sees"), [("first/model", False), ("eyes", True)])
+def test_opencode_is_told_that_a_model_takes_pictures(
+    server: ThreadingHTTPServer, model: str, sees: bool
+) -> None:
+    """It does not send them otherwise."""
+    result = launch(server, "--model", model, "--print", "opencode")
+    assert result.exit_code == 0
+    assert ('"modalities": {"input": ["text", "image"]' in result.stdout) == sees
+    assert ('"attachment": true' in result.stdout) == sees
+
+
+@pytest.mark.parametrize("client", NAMES)
+def test_a_client_is_started_with_its_settings(
+    server: ThreadingHTTPServer, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program in place of the client tells what it was given; no file is written beside."""
+    told = tmp_path / "told"
+    program = tmp_path / "bin" / client
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nenv > {told}\nprintf "%s\\n" "$@" >> {told}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    before = set(tmp_path.rglob("*"))
+    url = f"http://127.0.0.1:{server.server_port}"
+    words = [
+        "--url",
+        url,
+        "--model",
+        "other",
+        "--api-key",
+        "secret",
+        client,
+        "-p",
+        "--model",
+        "x y",
+    ]
+    code = subprocess.call([sys.executable, "-m", "mlxrunner", "launch", *words])
+    assert code == 0
+    lines = told.read_text().splitlines()
+    assert lines[-3:] == ["-p", "--model", "x y"]
+    assert any(url in line for line in lines)
+    assert any("secret" in line for line in lines)
+    assert any("other" in line for line in lines)
+    assert set(tmp_path.rglob("*")) - before == {told}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "nothing", "claude"], "has no model 'nothing', only eyes, first/model, other"),
+        (["--api-key", "wrong", "claude"], "answers with status 401; give its key with --api-key"),
+    ],
+    ids=["model", "key"],
+)
+def test_what_is_wrong_is_one_line(
+    server: ThreadingHTTPServer, arguments: list[str], said: str
+) -> None:
+    result = launch(server, *arguments)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_a_server_the_error_says_how_to_start_one() -> None:
+    result = launch("http://127.0.0.1:9", "claude")
+    assert result.exit_code == 1
+    assert "nothing answers at http://127.0.0.1:9" in result.stderr
+    assert "mlxrunner serve" in result.stderr
+
+
+def test_a_client_that_is_missing_is_named_with_its_installation(
+    server: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = launch(server, "codex")
+    assert result.exit_code == 1
+    assert "codex is not installed: npm install -g @openai/codex" in result.stderr
+
+
+def test_what_is_no_server_of_models_is_one_line(server: ThreadingHTTPServer) -> None:
+    result = launch(f"http://127.0.0.1:{server.server_port}/x", "claude")
+    assert result.exit_code == 1
+    assert "is not an mlxrunner server" in result.stderr

@@ -1,0 +1,379 @@
+"""Ollama's API, asked by its own Python client and as curl does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from fastapi import FastAPI
+from support.scripted import CARD, Scripted, asking, call, ended, serving
+from support.waiting import until
+
+from mlxrunner.batch.openai_format import TokenLogprob
+from mlxrunner.errors import ModelError
+from mlxrunner.server.events import ApiError, Ping, TextDelta, ThinkingDelta
+from mlxrunner.server.ollama import router, seconds_of
+
+HI = [{"role": "user", "content": "Hi"}]
+READ = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "description": "Read a file",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture
+def client(url: str) -> ollama.Client:
+    """Their client, for this server."""
+    return ollama.Client(url)
+
+
+def test_a_chat(client: ollama.Client, url: str, answers: Scripted) -> None:
+    """Its text, its counts, its times in nanoseconds, and what was reused."""
+    response = client.chat(
+        "tiny",
+        HI,
+        options={"temperature": 0.5, "num_predict": 9, "num_ctx": 8192, "seed": 3, "stop": ["E"]},
+        keep_alive="5m",
+    )
+    assert response.message.content == "Hello"
+    assert (response.done, response.done_reason, response.model) == (True, "stop", "tiny")
+    assert (response.prompt_eval_count, response.eval_count) == (50, 5)
+    assert (response.prompt_eval_duration, response.eval_duration) == (500_000_000, 250_000_000)
+    assert response.total_duration is not None
+    assert response.total_duration >= 750_000_000
+    asked = answers.last
+    assert asked.options == {"temperature": 0.5, "max_tokens": 9, "seed": 3, "stop": ["E"]}
+    assert (asked.protocol, list(asked.messages), asked.keep_alive) == ("ollama", HI, 300)
+    assert (asked.client.name, asked.thinking) == ("ollama-python", None)
+    raw = httpx.post(f"{url}/api/chat", json={"model": "tiny", "messages": HI, "stream": False})
+    assert raw.json()["mlxrunner"]["lost_tokens"] == 7
+    assert raw.headers["x-mlxrunner-cache"].startswith("outcome=partial")
+
+
+def test_a_stream(client: ollama.Client, answers: Scripted) -> None:
+    """Heartbeats are empty lines of a message; a call comes when it is whole."""
+    answers.script = [
+        Ping(),
+        Ping(),
+        ThinkingDelta("Let me "),
+        ThinkingDelta("see."),
+        TextDelta("I'll "),
+        TextDelta("read."),
+        call(0, "read", '{"path": "a"}'),
+        call(1, "read", '{"path": "b"}'),
+        ended("tool_calls"),
+    ]
+    lines = list(client.chat("tiny", HI, tools=[READ], stream=True, think=True))
+    assert answers.last.thinking is True
+    assert list(answers.last.tools) == [READ]
+    assert [line.message.content for line in lines[:2]] == ["", ""]
+    assert "".join(line.message.content or "" for line in lines) == "I'll read."
+    assert "".join(line.message.thinking or "" for line in lines) == "Let me see."
+    calls = [one for line in lines for one in line.message.tool_calls or ()]
+    assert [(one.function.name, one.function.arguments) for one in calls] == [
+        ("read", {"path": "a"}),
+        ("read", {"path": "b"}),
+    ]
+    assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+    whole = client.chat("tiny", HI, tools=[READ])
+    assert (whole.message.content, whole.message.thinking) == ("I'll read.", "Let me see.")
+    assert [one.function.arguments for one in whole.message.tool_calls or ()] == [
+        {"path": "a"},
+        {"path": "b"},
+    ]
+
+
+def test_what_came_out_goes_in_again(client: ollama.Client, answers: Scripted) -> None:
+    """Calls get ids, and results theirs, though the messages have none."""
+    answers.script = [
+        ThinkingDelta("See."),
+        call(0, "read", "{}"),
+        call(1, "read", "{}"),
+        ended(),
+    ]
+    message = client.chat("tiny", HI).message
+    results = [{"role": "tool", "tool_name": "read", "content": text} for text in "ab"]
+    client.chat("tiny", [*HI, message, *results])
+    _, assistant, one, other = answers.last.messages
+    assert assistant["reasoning_content"] == "See."
+    ids = [called["id"] for called in assistant["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert [one["tool_call_id"], other["tool_call_id"]] == ids
+    assert (one["name"], one["content"], other["content"]) == ("read", "a", "b")
+
+
+def test_a_prompt(client: ollama.Client, answers: Scripted) -> None:
+    """With a system prompt, or raw, whole or streamed."""
+    response = client.generate("tiny", "Hi", system="Be brief.")
+    assert (response.response, response.done_reason) == ("Hello", "stop")
+    assert list(answers.last.messages) == [{"role": "system", "content": "Be brief."}, *HI]
+    lines = list(client.generate("tiny", "Hi", raw=True, stream=True))
+    assert "".join(line.response or "" for line in lines) == "Hello"
+    assert (answers.last.prompt, list(answers.last.messages)) == ("Hi", [])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "schema"),
+    [("json", '{"type": "object"}'), (SCHEMA, SCHEMA), ("", None), (None, None)],
+    ids=["json", "schema", "empty", "none"],
+)
+def test_forms(client: ollama.Client, answers: Scripted, given: Any, schema: Any) -> None:
+    """A form is the schema of the answer."""
+    client.chat("tiny", HI, format=given)
+    assert answers.last.options.get("schema") == schema
+
+
+@pytest.mark.parametrize(
+    ("think", "thinking", "effort"),
+    [(True, True, None), (False, False, None), ("high", True, "high"), (None, None, None)],
+)
+def test_thinking(
+    client: ollama.Client, answers: Scripted, think: Any, thinking: Any, effort: Any
+) -> None:
+    """It is asked for, or how much of it."""
+    client.chat("tiny", HI, think=think)
+    assert (answers.last.thinking, answers.last.effort) == (thinking, effort)
+
+
+@pytest.mark.parametrize("think", [True, "low"])
+def test_a_model_that_does_not_think(url: str, answers: Scripted, think: object) -> None:
+    """It is refused to think, as Ollama does, and answers otherwise."""
+    answers.model = replace(CARD, has_thinking=False)
+    prompts: dict[str, dict[str, object]] = {
+        "chat": {"messages": HI},
+        "generate": {"prompt": "Hi"},
+    }
+    for path, prompt in prompts.items():
+        body = {"model": "tiny", **prompt, "think": think, "stream": False}
+        refused = httpx.post(f"{url}/api/{path}", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"].startswith('"tiny" does not support thinking')
+        assert httpx.post(f"{url}/api/{path}", json={**body, "think": False}).is_success
+    assert [one.thinking for one in answers.asked] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"num_predict": -1, "seed": -1, "repeat_last_n": -1}, {}),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, (1.1, 64)),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 0}, {}),
+        ({"num_gpu": 1, "num_thread": 4, "mirostat": 0, "min_p": 0.1}, {"min_p": 0.1}),
+    ],
+    ids=["no limit", "penalty", "no penalty", "others"],
+)
+def test_options(client: ollama.Client, answers: Scripted, given: Any, options: Any) -> None:
+    """Their words for "no limit" are ours; what concerns only loading is left out."""
+    client.chat("tiny", HI, options=given)
+    if isinstance(options, tuple):
+        options = dict(zip(("repetition_penalty", "penalty_context"), options, strict=True))
+    assert answers.last.options == options
+
+
+def test_logprobs(client: ollama.Client, answers: Scripted) -> None:
+    """Each token has its own and those of the likeliest others."""
+    token = TokenLogprob("Hi", 1, -0.5, (("Hi", 1, -0.5), ("Ho", 2, float("-inf"))))
+    answers.script = [TextDelta("Hi", (token,)), ended()]
+    response = client.chat("tiny", HI, logprobs=True, top_logprobs=2)
+    assert answers.last.options["logprobs"] == 2
+    (one,) = response.logprobs or ()
+    assert (one.token, one.logprob) == ("Hi", -0.5)
+    assert [other.logprob for other in one.top_logprobs or ()] == [-0.5, -9999.0]
+
+
+def test_an_empty_request_loads_or_unloads(client: ollama.Client, answers: Scripted) -> None:
+    """Commands of Ollama do so."""
+    assert client.generate("tiny").done_reason == "load"
+    assert client.chat("tiny", keep_alive=-1).done_reason == "load"
+    assert client.generate("tiny", keep_alive=0).done_reason == "unload"
+    assert answers.held == [("tiny", None), ("tiny", -1), ("tiny", 0)]
+    with pytest.raises(ollama.ResponseError, match="no model 'absent'"):
+        client.generate("absent")
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        (90, 90),
+        ("90", 90),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("-1m", -60),
+        ("500ms", 0.5),
+    ],
+)
+def test_durations(given: Any, seconds: float | None) -> None:
+    """Numbers are seconds, texts have units."""
+    assert seconds_of(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["soon", "5 m", "", "5m!", float("inf"), "nan"])
+def test_what_is_no_duration(given: Any) -> None:
+    """It is refused by name."""
+    with pytest.raises(ApiError, match="keep_alive: it has to be seconds"):
+        seconds_of(given)
+
+
+def test_models(client: ollama.Client) -> None:
+    """Clients learn which are here, which are loaded, and what one can do."""
+    (listed,) = client.list().models
+    assert (listed.model, listed.digest, listed.size) == ("tiny", "abc123", 1234)
+    assert listed.modified_at is not None
+    (running,) = client.ps().models
+    assert (running.model, running.context_length, running.size_vram) == ("tiny", 4096, 1234)
+    assert running.expires_at is not None
+    for name in ("tiny", "tiny:latest"):
+        shown = client.show(name)
+        assert shown.capabilities == ["completion", "tools", "thinking"]
+        assert shown.modelinfo is not None
+        assert shown.modelinfo["llama.context_length"] == 4096
+    with pytest.raises(ollama.ResponseError, match="there is no model other") as raised:
+        client.show("other")
+    assert raised.value.status_code == 404
+
+
+def test_probes(url: str) -> None:
+    """A client finds out that it is Ollama's API, and which version."""
+    for path in ("", "/api/tags", "/api/version"):
+        assert httpx.head(f"{url}{path}").status_code == 200
+    version = httpx.get(f"{url}/api/version").json()["version"].split(".")
+    assert (0, 13, 4) <= tuple(map(int, version)) < (1, 0, 0)  # Codex refuses older ones
+
+
+@pytest.mark.parametrize("name", ["suffix", "template", "context"])
+def test_what_would_change_the_answer_is_refused(url: str, name: str) -> None:
+    """Their clients send these fields empty, too."""
+    for value, status in (("", 200), ([], 200), ("a", 400), ([1], 400)):
+        if isinstance(value, str) == (name in ("suffix", "template")):
+            body = {"model": "tiny", "prompt": "Hi", name: value}
+            assert httpx.post(f"{url}/api/generate", json=body).status_code == status
+
+
+def test_tokens_of_an_earlier_answer_are_refused_with_a_remedy(url: str) -> None:
+    """They are Ollama's older way to go on with a conversation."""
+    body = {"model": "tiny", "prompt": "Hi", "context": list(range(10_000))}
+    error = httpx.post(f"{url}/api/generate", json=body).json()["error"]
+    assert "not supported: this server gives and takes no tokens" in error
+    assert "messages to /api/chat" in error
+    assert len(error) < 200
+
+
+def test_curl_names_no_type(url: str, answers: Scripted) -> None:
+    """The body of a bare `curl -d` is JSON whatever its header says."""
+    content = json.dumps({"model": "tiny", "prompt": "Hi", "stream": False})
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    response = httpx.post(f"{url}/api/generate", content=content, headers=headers)
+    assert response.json()["response"] == "Hello"
+
+
+class Download:
+    """A download that goes on only as the test says."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.error: Exception | None = None
+        self.is_waiting = False
+        self.stopped = threading.Event()
+
+    def __call__(self, name: str, *, tell: Callable[[str, int, int], None]) -> Path:
+        self.names.append(name)
+        try:
+            tell("model.safetensors", 10, 20)
+            while self.is_waiting:
+                tell("model.safetensors", 15, 20)
+            if self.error is not None:
+                raise self.error
+            tell("model.safetensors", 20, 20)
+        finally:
+            self.stopped.set()
+        return Path()
+
+
+@pytest.fixture
+def download(answers: Scripted) -> Download:
+    """A download of the test's own."""
+    return Download()
+
+
+@pytest.fixture
+def pulling(answers: Scripted, download: Download) -> Iterator[str]:
+    """The address of a server that downloads so."""
+    app = FastAPI()
+    app.include_router(router(answers, download))
+    with serving(app) as address:
+        yield address
+
+
+def test_a_model_is_pulled(pulling: str, download: Download) -> None:
+    """The lines say how far it is."""
+    client = ollama.Client(pulling)
+    first, *rest, last = client.pull("org/name", stream=True)
+    assert (first.status, last.status) == ("pulling manifest", "success")
+    assert rest[-1].status == "pulling model.safetensors"
+    assert (rest[-1].completed, rest[-1].total) == (20, 20)
+    assert client.pull("org/name:latest").status == "success"
+    assert download.names == ["org/name", "org/name"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:latest"])
+def test_a_model_that_is_not_of_the_hub_is_there(
+    pulling: str, download: Download, name: str
+) -> None:
+    """Nothing is downloaded, and the pull succeeds, as one of a model that Ollama has."""
+    client = ollama.Client(pulling)
+    assert client.pull(name).status == "success"
+    assert [one.status for one in client.pull(name, stream=True)][-1] == "success"
+    assert download.names == []
+    client.pull("huge")
+    assert download.names == ["huge"]  # which says what a name has to be
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "alias"])
+def test_what_has_a_name_like_one_of_the_hub_is_there(
+    answers: Scripted,
+    pulling: str,
+    download: Download,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_folder: bool,
+) -> None:
+    """A folder in another one that is served, or an alias: the hub's model is another one."""
+    monkeypatch.chdir(tmp_path)
+    if is_folder:
+        (tmp_path / "models" / "tiny").mkdir(parents=True)
+    answers.model = replace(CARD, name="models/tiny")
+    assert ollama.Client(pulling).pull("models/tiny").status == "success"
+    assert download.names == []
+
+
+def test_a_pull_that_fails_says_why(pulling: str, download: Download) -> None:
+    """In the last line of the stream, or as an error."""
+    download.error = ModelError("org/name: no such repository")
+    client = ollama.Client(pulling)
+    with pytest.raises(ollama.ResponseError, match="no such repository"):
+        client.pull("org/name")
+    with pytest.raises(ollama.ResponseError, match="no such repository"):
+        list(client.pull("org/name", stream=True))
+
+
+def test_a_pull_ends_when_its_client_leaves(pulling: str, download: Download) -> None:
+    """Nobody waits for it any more."""
+    download.is_waiting = True
+    with asking(f"{pulling}/api/pull", {"model": "org/name"}):
+        until(lambda: download.names, "for the request")
+    until(download.stopped.is_set, "for the end of the download")
