@@ -76,7 +76,7 @@ def main() -> None:
         rounds = "2" if given.quick else str(given.rounds)
         ours = [sys.executable, __file__, "--rank-0", name, port, "--rounds", rounds]
         other = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", str(hosts)]
-        others = [*other, "--port", port, "--rank", "1"]
+        others = [*other, "--rank-port", port, "--rank", "1"]
         sys.exit(guard(read_hosts(str(hosts), int(port)), lambda rank: others if rank else ours))
 
 

@@ -31,7 +31,7 @@ MlxrunnerError               exit code 1
 ├── TimeLimitError           exit code 1: a request took longer than its time limit
 ├── DifferentRunError        exit code 2: a batch was begun with other options, model or input
 ├── RequestError             exit code 1: a request of `run_batch` has no answer
-├── VerifyError              exit code 4: a warm answer differed from a cold one (`--strict`)
+├── VerifyError              exit code 4: a warm answer differed from a cold one (`--verify-strict`)
 ├── WrongThreadError         exit code 1: another thread than the owner called the runner
 ├── ClosedError              exit code 1: the runner has been closed
 ├── LaunchError              exit code 1: a client or the ranks of a model cannot be started

@@ -86,7 +86,11 @@ class GenerateOptions:
         low=1,
     )
     temperature: float = option(
-        0.0, float, "0 = always the most likely token.", low=0, high=100, shows_default=True
+        0.0,
+        float,
+        "0 = always the most likely token. [default: the model's, or 0]",
+        low=0,
+        high=100,
     )
     top_k: int = option(
         0, int, "Keep only the K most likely tokens. [default: all]", low=0, high=MOST_TOKENS
@@ -106,15 +110,19 @@ class GenerateOptions:
         high=1,
     )
     repetition_penalty: float | None = option(
-        None, float, "Divide the logits of recent tokens; 1 = off.", low=0.01, high=100
+        None,
+        float,
+        "Divide the logits of recent tokens. [default: 1, which is off]",
+        low=0.01,
+        high=100,
     )
     presence_penalty: float | None = option(
-        None, float, "Subtract from the logits of recent tokens.", low=-100, high=100
+        None, float, "Subtract from the logits of recent tokens. [default: 0]", low=-100, high=100
     )
     frequency_penalty: float | None = option(
         None,
         float,
-        "Subtract from the logits of recent tokens, once per occurrence.",
+        "Subtract from the logits of recent tokens, once per occurrence. [default: 0]",
         low=-100,
         high=100,
     )
@@ -124,9 +132,14 @@ class GenerateOptions:
         "Number of recent tokens that the penalties see.",
         low=1,
         high=MOST_TOKENS,
-        shows_default=True,
     )
-    seed: int | None = option(None, int, "Make sampling repeatable.", low=0, high=2**64 - 1)
+    seed: int | None = option(
+        None,
+        int,
+        "Make sampling repeatable. [default: random; in a batch 0]",
+        low=0,
+        high=2**64 - 1,
+    )
     stop: tuple[str, ...] = option(
         (),
         str,
@@ -156,7 +169,6 @@ class GenerateOptions:
         "When the context is full: end the answer, drop the oldest half after the first --keep "
         "tokens, or fail.",
         among=OVERFLOW,
-        shows_default=True,
     )
     keep: int | None = option(
         None, int, "Tokens that a shift keeps. [default: the system prompt]", low=0
@@ -168,7 +180,6 @@ class GenerateOptions:
         "itself) or off. Answers stay the same.",
         among=SPECULATE,
         refused=NO_SPECULATING,
-        shows_default=True,
     )
     logprobs: int | None = option(
         None,
@@ -336,7 +347,11 @@ class RunnerSettings:
         metavar="B",
     )
     prefill_step: int = option(
-        2048, int, "Prompt tokens evaluated per step.", low=1, high=MOST_TOKENS, shows_default=True
+        2048,
+        int,
+        "Prompt tokens evaluated per step.",
+        low=1,
+        high=MOST_TOKENS,
     )
     rewind_slack: int = option(
         512,
@@ -344,18 +359,22 @@ class RunnerSettings:
         "Tokens kept beyond a sliding window, so that it can be rewound.",
         low=0,
         high=MOST_TOKENS,
-        shows_default=True,
     )
     checkpoint_budget: int | None = option(
         None,
         int,
-        "Bytes for checkpoints of sliding windows and recurrent states. [default: room for 8 "
+        "Memory for checkpoints of sliding windows and recurrent states. [default: room for 8 "
         "to 64]",
         low=0,
-        metavar="BYTES",
+        metavar="SIZE",
+        is_size=True,
     )
     checkpoint_interval: int = option(
-        1024, int, "Tokens between checkpoints.", low=1, high=MOST_TOKENS, shows_default=True
+        1024,
+        int,
+        "Tokens between checkpoints.",
+        low=1,
+        high=MOST_TOKENS,
     )
 
     def __post_init__(self) -> None:
@@ -425,7 +444,7 @@ def check_raw(options: Mapping[str, Any], system: str | None) -> None:
     """Raise OptionError if an option needs the chat template, which --raw leaves out."""
     given = {
         "--system": system,
-        "--template-var": options.get("template"),
+        "--chat-template-var": options.get("template"),
         "--tools": options.get("tools"),
     }
     for flag, value in given.items():
@@ -447,10 +466,13 @@ class ServeSettings:
         str,
         "Address to listen on. All but loopback addresses need --api-key or --no-key.",
         metavar="ADDRESS",
-        shows_default=True,
     )
     port: int = option(
-        8080, int, "Port to listen on; 0 = any free one.", low=0, high=65535, shows_default=True
+        8080,
+        int,
+        "Port to listen on; 0 = any free one.",
+        low=0,
+        high=65535,
     )
     api_key: str | None = option(
         None,
@@ -474,9 +496,10 @@ class ServeSettings:
     memory: int | None = option(
         None,
         int,
-        "Memory limit in bytes, for models and caches. [default: what the device offers]",
+        "Memory limit for models and caches. [default: what the device offers]",
         low=1,
-        metavar="BYTES",
+        metavar="SIZE",
+        is_size=True,
     )
     slots: int = option(
         8,
@@ -484,7 +507,6 @@ class ServeSettings:
         "Parallel requests, and conversations in memory, per model.",
         low=1,
         high=256,
-        shows_default=True,
     )
     max_queue: int = option(
         64,
@@ -492,15 +514,14 @@ class ServeSettings:
         "Maximum waiting requests; others are rejected with status 429.",
         low=0,
         high=MOST_TOKENS,
-        shows_default=True,
     )
     disk_cache_bytes: int = option(
         8 * GIB,
         int,
         "Disk cache size per model, for conversations evicted from memory.",
         low=1,
-        metavar="BYTES",
-        shows_default=True,
+        metavar="SIZE",
+        is_size=True,
         was=("park_bytes",),
     )
     disk_cache: bool = option(
@@ -550,7 +571,6 @@ class ServeSettings:
         low=0,
         high=3600,
         metavar="SECONDS",
-        shows_default=True,
     )
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from support.events import afternoon
 
 from mlxrunner import cli
+from mlxrunner.cli.help import USED
 
 GOLDEN = Path(__file__).parent / "golden"
 IS_UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
@@ -72,7 +73,8 @@ def help_file(path: tuple[str, ...]) -> str:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: " ".join(path) or "mlxrunner")
 def test_the_help_of_a_command(path: tuple[str, ...]) -> None:
     """A new command fails here until its help has a golden file."""
-    check(help_file(path), run(*path, "--help").stdout)
+    flag = "--help-all" if path and path[-1] in USED else "--help"
+    check(help_file(path), run(*path, flag).stdout)
 
 
 def test_each_help_file_belongs_to_a_command() -> None:

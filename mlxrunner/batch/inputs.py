@@ -103,7 +103,7 @@ class Inputs:
         self._digests: list[str] = []
         if self._is_table and all(_end(name) in JSON_LINES for name in names):
             raise OptionError(
-                "--prompt-template, --delimiter and the options of columns are for tables (CSV, "
+                "--row-template, --delimiter and the options of columns are for tables (CSV, "
                 f"TSV, Parquet, data sets, folders), and {names[0]} is JSON lines"
             )
 

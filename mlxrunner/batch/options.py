@@ -48,17 +48,19 @@ class BatchOptions:
         str,
         "Run lines so that each reuses most of the one before, or as they come.",
         among=ORDERS,
-        shows_default=True,
     )
     output_order: OutputOrder = option(
         "input",
         str,
         "Write answers in the order of the input, or as they finish.",
         among=OUTPUT_ORDERS,
-        shows_default=True,
     )
     retries: int = option(
-        0, int, "Try a line that failed N times more.", low=0, metavar="N", shows_default=True
+        0,
+        int,
+        "Try a line that failed N times more.",
+        low=0,
+        metavar="N",
     )
     timeout: float | None = option(
         None, float, "Most seconds for each line (each try).", above=0, metavar="SECONDS"
@@ -128,8 +130,7 @@ class FileOptions(BatchOptions):
     strict: bool = option(
         False,
         bool,
-        "Run nothing if a line can't be run. With --verify-cache: exit code 4 if an answer "
-        "differed.",
+        "Run nothing if a line can't be run.",
     )
     usage: bool = option(
         True, bool, "Leave out counts and times: the same answers are the same bytes."

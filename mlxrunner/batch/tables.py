@@ -105,7 +105,7 @@ class Columns:
 
     def __post_init__(self) -> None:
         given = {
-            "--prompt-template": self.template,
+            "--row-template": self.template,
             "--prompt-column": self.prompt,
             "--messages-column": self.messages,
         }
@@ -130,7 +130,7 @@ class Columns:
                 problem = "both" if found else "neither"
                 raise OptionError(
                     f"the {kind} has {problem} a column 'prompt' {'and' if found else 'nor'} one "
-                    "'messages': say with --prompt-template, --prompt-column or --messages-column "
+                    "'messages': say with --row-template, --prompt-column or --messages-column "
                     f"what to ask; it has {', '.join(map(repr, header))}"[:1000]
                 )
             prompt, messages = (PROMPT, None) if found == [PROMPT] else (None, MESSAGES)

@@ -18,6 +18,7 @@ from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import bench, explain, report, simulate, verify
 from mlxrunner.cli.program import Program
+from mlxrunner.cli.run import run
 from mlxrunner.cli.serve import serve
 from mlxrunner.cli.sessions import cache, sessions
 
@@ -51,8 +52,14 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, value: bool) 
 )
 @debug_option
 def main() -> None:
-    """Run language models in a terminal on Apple silicon (MLX), with prompt caching: only new
-    tokens of a prompt are evaluated.
+    """Run language models on Apple silicon (MLX), with prompt caching: only new tokens of a prompt
+    are evaluated.
+
+    \b
+    mlxrunner chat llama3.2:1b                    talk with a model (0.7 GB)
+    mlxrunner generate -m llama3.2:1b "Hello!"    answer one prompt
+    mlxrunner serve llama3.2:1b                   serve other programs
+    mlxrunner COMMAND --help                      show the options of a command
     """
     for stream, errors in (
         (sys.stdout, "backslashreplace"),
@@ -66,24 +73,25 @@ def main() -> None:
 
 
 for command in (
-    generate,
     chat,
+    run,
+    generate,
     batch,
-    worker,
     serve,
     launch,
-    sessions,
-    cache,
+    worker,
     models,
     show,
     plan,
-    doctor,
-    config,
-    completion,
+    sessions,
+    cache,
     report,
     explain,
     simulate,
     verify,
     bench,
+    doctor,
+    config,
+    completion,
 ):
     main.add_command(command)

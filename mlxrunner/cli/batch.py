@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 import click
 
 from mlxrunner.batch.options import FileOptions
+from mlxrunner.cli.help import HelpCommand
 from mlxrunner.cli.options import (
     LOADING,
-    WATCHING,
+    RECORDING,
+    STRICT,
     Configured,
     check_options,
     debug_option,
@@ -85,7 +87,7 @@ CONNECTION = ("tls_ca", "tls_cert", "tls_key", "insecure")
 """The options for a cluster on other hosts."""
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.argument("address", metavar="ADDRESS")
 @together(tuple(option_of(Connection, name) for name in CONNECTION))
 @debug_option
@@ -113,7 +115,7 @@ SOME_FAILED = 3
 """The exit code of a batch that is done, with failed lines."""
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.argument("outputs", metavar="OUTPUT...", nargs=-1, required=True)
 @click.option(
     "-o",
@@ -164,6 +166,8 @@ _SEVERAL = ("memory", "max_step_ms")
 
 
 def _option(name: str) -> Callable[[F], F]:
+    if name == "prompt_template":
+        return option_of(FileOptions, name, "--row-template", ["--prompt-template"])
     if name == "system":
         return option_of(FileOptions, name, callback=named_system)
     return option_of(FileOptions, name)
@@ -195,8 +199,8 @@ class _BatchCommand(Configured):
 @sampling_options
 @form_options
 @template_options
-@option_of(EngineSettings, "memory")
-@option_of(EngineSettings, "max_step_ms", default=0.0, show_default=True)
+@option_of(EngineSettings, "memory", "--cache-memory", ["--memory"])
+@option_of(EngineSettings, "max_step_ms", default=0.0, show_default="0")
 @overflow_options("stop")
 @watching_options
 @option_of(GenerateOptions, "logprobs")
@@ -230,7 +234,7 @@ def batch(
 
     The same command with --resume continues a run that was stopped or killed. Exit code 0 if every
     line was answered, 3 if all are done but some failed, 1 if --resume would continue, 2 if nothing
-    can run, 4 with --verify-cache and --strict. Ctrl-C and kill finish the running lines (1); a
+    can run, 4 with --verify-strict. Ctrl-C and kill finish the running lines (1); a
     second one (130, 143) and closing the window (129) stop at once.
     """
     from mlxrunner.batch.inputs import STANDARD
@@ -239,7 +243,9 @@ def batch(
     from mlxrunner.terminal.signals import orderly_end
 
     _check_together(output, only_plan, as_json, options)
-    recorded = take(options, WATCHING) | {"strict": options["strict"]}
+    recorded = take(options, RECORDING)
+    if options["strict"] and recorded["verify_cache"]:  # its second meaning until 0.3
+        recorded[STRICT] = True
     if recorded["verify_cache"]:
         options["parallel"] = 1
     cluster = ClusterOptions(workers=options["workers"], **take(options, _CLUSTER))

@@ -14,6 +14,7 @@ from mlxrunner.cli.options import (
     Configured,
     chosen_model,
     draft_option,
+    former_option,
     load,
     loader,
     model_options,
@@ -69,7 +70,10 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Evaluate nothing while you type.  [default: type-ahead, unless on battery]",
 )
-@click.option("--no-history", is_flag=True, help="Do not save typed texts for the arrow keys.")
+@click.option(
+    "--no-input-history", is_flag=True, help="Do not save typed texts for the arrow keys."
+)
+@former_option("--no-history", "--no-input-history", "no_input_history", is_flag=True)
 @click.option(
     "--session",
     metavar="NAME",
@@ -108,7 +112,7 @@ def chat(
     keep_thinking: bool,
     plain: bool,
     no_type_ahead: bool,
-    no_history: bool,
+    no_input_history: bool,
     session: str | None,
     goes_on: bool,
     no_save: bool,
@@ -151,7 +155,11 @@ def chat(
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
             own |= {"model": model, "loading": loading, "keyboard": keyboard}
-            own |= {"plain": plain, "history": not no_history, "type_ahead": not no_type_ahead}
+            own |= {
+                "plain": plain,
+                "history": not no_input_history,
+                "type_ahead": not no_type_ahead,
+            }
             own["after_load"] = [lambda chat: profile.watch(chat.runner), _take_usual_options]
             opened, table = open_chat(conversation, *saving.commands, **own)
             _run(opened, table, saving, is_resumed=resumed is not None)

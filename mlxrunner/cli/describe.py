@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
+from mlxrunner.cli.help import HelpCommand
 from mlxrunner.cli.options import (
     MEMORY_OPTIONS,
     debug_option,
@@ -23,7 +24,7 @@ from mlxrunner.config.option import MODEL, Setting, layer, settled
 from mlxrunner.errors import ModelError
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @model_argument
 @json_option
 @debug_option
@@ -71,7 +72,7 @@ def _end_text(end: Any) -> str:
     return f"{text} ({number}{', '.join(end.places)})"
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @model_argument
 @together(MEMORY_OPTIONS)
 @click.option(
@@ -100,7 +101,7 @@ def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
     sys.exit(0 if made.fits else 2)
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @json_option
 @debug_option
 def doctor(as_json: bool) -> None:
@@ -124,7 +125,7 @@ HIDDEN = "***"
 """The value that is shown for a key."""
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @model_argument
 @json_option
 @debug_option
@@ -221,7 +222,7 @@ VARIABLE = "_MLXRUNNER_COMPLETE"
 """The variable of the environment in which the scripts ask for words."""
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.argument("shell", type=click.Choice(SHELLS))
 @debug_option
 @click.pass_context

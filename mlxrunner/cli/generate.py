@@ -15,6 +15,7 @@ from mlxrunner.cli.options import (
     check_options,
     draft_option,
     form_options,
+    former_option,
     is_given,
     load,
     model_options,
@@ -65,12 +66,13 @@ if TYPE_CHECKING:
     help="Put the prompt into this template of the config file, at {input}.",
 )
 @click.option(
-    "--var",
+    "--prompt-var",
     "variables",
     multiple=True,
     metavar="NAME=VALUE",
     help="With -t: the text at {NAME} (repeatable).",
 )
+@former_option("--var", "--prompt-var", "variables", multiple=True)
 @click.option(
     "--image",
     "images",

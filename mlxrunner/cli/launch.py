@@ -13,7 +13,8 @@ from click.shell_completion import CompletionItem
 
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.generate import generate
-from mlxrunner.cli.options import debug_option, is_given
+from mlxrunner.cli.help import HelpCommand
+from mlxrunner.cli.options import debug_option, former_option, is_given
 from mlxrunner.cli.profile import bench, verify
 from mlxrunner.cli.program import visible_text
 from mlxrunner.cli.serve import serve
@@ -34,7 +35,10 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
     return [CompletionItem(name) for name in NAMES if name.startswith(begin)]
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    cls=HelpCommand,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @click.argument("client", required=False, shell_complete=_offer)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
@@ -63,13 +67,13 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
     help="With --hosts: follow rank 0 as this rank. Ranks with a loopback address need no start.",
 )
 @click.option(
-    "--port",
+    "--rank-port",
     type=click.IntRange(1024, 65535),
     default=FIRST_PORT,
     show_default=True,
-    help="With --hosts: the first port between the ranks; one more for each rank follows. The port "
-    "of a server is an option of serve.",
+    help="With --hosts: the first port between the ranks; one more for each rank follows.",
 )
+@former_option("--port", "--rank-port", "rank_port")
 @debug_option
 @click.pass_context
 def launch(
@@ -82,7 +86,7 @@ def launch(
     prints: bool,
     hosts: str | None,
     rank: int | None,
-    port: int,
+    rank_port: int,
 ) -> None:
     """Start CLIENT (claude, codex or opencode) with a running `mlxrunner serve`, or a command on a
     model that several hosts share.
@@ -97,19 +101,19 @@ def launch(
     mlxrunner launch claude
     mlxrunner launch --print codex
     mlxrunner launch opencode run "What does this project do?"
-    mlxrunner launch --hosts hosts.json -- generate -m MODEL --tensor-parallel "Hello"
+    mlxrunner launch --hosts hosts.json -- chat MODEL --tensor-parallel
     mlxrunner launch --hosts hosts.json -- serve MODEL --tensor-parallel --port 8080
     """
     if hosts is not None:
         if rank is not None:
-            follow(hosts, port, rank)
+            follow(hosts, rank_port, rank)
             return
         if client is None:
             raise click.UsageError("Missing the command to run on the hosts, such as generate.")
-        run(ctx, hosts, port, (client, *arguments))
+        run(ctx, hosts, rank_port, (client, *arguments))
         return
-    if rank is not None or is_given("port"):
-        raise click.UsageError("--rank and --port go with --hosts.")
+    if rank is not None or is_given("rank_port"):
+        raise click.UsageError("--rank and --rank-port go with --hosts.")
     if client is None:
         raise click.UsageError("Missing argument 'CLIENT'.")
     if client not in NAMES:
@@ -174,7 +178,7 @@ def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> No
     from mlxrunner.ranks.guard import guard
 
     debug = ["--debug"] if ctx.meta.get("debug") else []
-    launch = ["launch", *debug, "--hosts", hosts, "--port", str(port)]
+    launch = ["launch", *debug, "--hosts", hosts, "--rank-port", str(port)]
     python = [sys.executable, "-m", "mlxrunner", *launch]
     try:
         code = guard(found, lambda rank: [*python, *(["--rank", str(rank)] if rank else words)])

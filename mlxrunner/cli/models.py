@@ -8,25 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option, repository_words
+from mlxrunner.cli.help import HelpGroup
+from mlxrunner.cli.options import debug_option, json_option, model_words, repository_words
 from mlxrunner.cli.program import line_text, visible_text
+from mlxrunner.config.known_models import hub_id_of
 from mlxrunner.errors import ModelError, OptionError
 
 if TYPE_CHECKING:
     from mlxrunner.models.resolve import CachedModel
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=HelpGroup, invoke_without_command=True)
+@click.option(
+    "--known", is_flag=True, help="List models with short names, and which fit this machine."
+)
 @json_option
 @debug_option
 @click.pass_context
-def models(ctx: click.Context, as_json: bool) -> None:
+def models(ctx: click.Context, known: bool, as_json: bool) -> None:
     """List the models in the local hub cache: size on disk, last use, context, and whether they fit
     into memory. `models pull` downloads one, `models rm` removes one.
     """
     if ctx.invoked_subcommand is not None:
-        if as_json:
-            raise OptionError("--json lists models: give it without a command")
+        if as_json or known:
+            raise OptionError("--json and --known list models: give them without a command")
+        return
+    if known:
+        _list_known(as_json)
         return
     from mlxrunner.models.resolve import cached_models
 
@@ -36,16 +44,50 @@ def models(ctx: click.Context, as_json: bool) -> None:
         click.echo(json.dumps(rows))
     elif not rows:
         click.echo(
-            "no models in the hub cache yet: "
-            "`mlxrunner models pull mlx-community/Llama-3.2-1B-Instruct-4bit` downloads one",
+            "no models in the hub cache yet: `mlxrunner models --known` lists some, and "
+            "`mlxrunner models pull llama3.2:1b` downloads one",
             err=True,
         )
     else:
         _print_table(rows)
 
 
+def _list_known(as_json: bool) -> None:
+    """Print the models with short names, by their sizes."""
+    from mlxrunner.config.known_models import known_models
+    from mlxrunner.models.download import repositories
+    from mlxrunner.system.device import offered_bytes
+    from mlxrunner.terminal.text import size
+
+    offered, here = offered_bytes(), set(repositories())
+    rows: list[dict[str, Any]] = [
+        {
+            "name": one.name,
+            "model": one.hub_id,
+            "bytes": one.nbytes,
+            "fits": one.needed_bytes <= offered,
+            "downloaded": one.hub_id in here,
+        }
+        for one in sorted(set(known_models().values()), key=lambda one: (one.nbytes, one.name))
+    ]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        fit = "fits" if row["fits"] else "too large"
+        mark = "downloaded" if row["downloaded"] else fit
+        click.echo(f"{size(row['bytes']):>7}  {row['name']:18}  {mark:10}  {row['model']}")
+    click.echo(
+        f"{size(offered)} of memory can be used here. Sizes are rough; `mlxrunner plan NAME` "
+        "computes them.\nThe authors of mlxrunner have not tried these models: `mlxrunner verify "
+        "NAME` does it for you.\nAny other model in MLX's format has its hub id as name: "
+        "OWNER/NAME.",
+        err=True,
+    )
+
+
 @models.command()
-@click.argument("name", metavar="ID", shell_complete=repository_words)
+@click.argument("name", metavar="ID", shell_complete=model_words)
 @click.option(
     "--trust-remote-code",
     is_flag=True,
@@ -53,7 +95,7 @@ def models(ctx: click.Context, as_json: bool) -> None:
 )
 @debug_option
 def pull(name: str, trust_remote_code: bool) -> None:
-    """Download the model ID of the hub (OWNER/NAME) into the hub cache.
+    """Download the model ID (OWNER/NAME, or a short name).
 
     Fetches safetensors, tokenizer, settings and chat template, also of a newer revision, after a
     check of the disk space. After Ctrl-C or a broken connection, the same command resumes.
@@ -61,6 +103,7 @@ def pull(name: str, trust_remote_code: bool) -> None:
     from mlxrunner.models.resolve import pull
     from mlxrunner.terminal.text import size
 
+    name = hub_id_of(name)
     folder = pull(name, with_code=trust_remote_code)
     nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     click.echo(visible_text(f"{name}: {size(nbytes)} in {folder}"))
@@ -79,7 +122,7 @@ def rm(names: tuple[str, ...], yes: bool) -> None:
     from mlxrunner.models.resolve import must_be_removable, removable_bytes, remove
     from mlxrunner.terminal.text import size
 
-    chosen = list(dict.fromkeys(names))
+    chosen = list(dict.fromkeys(map(hub_id_of, names)))
     for name in chosen:
         must_be_removable(name)
     if not yes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
@@ -17,8 +17,10 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from mlxrunner.cli.help import HelpCommand
 from mlxrunner.cli.program import F, set_debug, visible_text
 from mlxrunner.config.file import NAMED, read_config_file
+from mlxrunner.config.known_models import known_models
 from mlxrunner.config.option import (
     MAX_SCHEMA,
     MODEL,
@@ -29,8 +31,10 @@ from mlxrunner.config.option import (
     check_tools,
     layer,
     names,
+    parse_size,
     renamed,
     settled,
+    size_text,
     values,
 )
 from mlxrunner.engine.settings import OpenSettings
@@ -50,8 +54,7 @@ INTERVAL = "checkpoint_interval"
 DEMO_BANNER = (
     "This is the embedded demo model: a toy of 2.8 million parameters that remembers small facts "
     "you tell it, and nothing else.\n"
-    "For a real one: -m mlx-community/Llama-3.2-1B-Instruct-4bit (or any MLX model on the hub, "
-    "or a directory)."
+    "For a real one: mlxrunner chat llama3.2:1b (0.7 GB); `mlxrunner models --known` lists more."
 )
 
 
@@ -105,11 +108,14 @@ def together(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
     return decorate
 
 
-def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) -> Callable[[F], F]:
+def option_of(
+    kind: type, name: str, flag: str | None = None, was: Sequence[str] = (), **changes: Any
+) -> Callable[[F], F]:
     """Return the command-line option for a field of the dataclass `kind` that describes one.
 
     `flag` is its name on the command line, by default made from `name`: `--no-NAME` for a flag that
-    is on by default. `changes` are attributes of `click.option` to add or replace.
+    is on by default. `was` are former flags. `changes` are attributes of `click.option` to add or
+    replace.
     """
     one = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]  # `kind` is a dataclass
     described, attributes = about(one), dict[str, Any]()
@@ -118,27 +124,51 @@ def option_of(kind: type, name: str, flag: str | None = None, **changes: Any) ->
     elif described.kind is bool:
         attributes["is_flag"] = True
         attributes["flag_value"] = not one.default
+    elif described.is_size:
+        attributes["type"] = _Size()
     elif described.kind is not str:
         attributes["type"] = described.kind
+    attributes |= {"help": described.help, "metavar": described.metavar}
     if described.is_list:
         attributes["multiple"] = True
+    elif described.is_size and one.default is not None:
+        text = f"{described.help} [default: {size_text(one.default)}]"
+        attributes |= {"default": one.default, "help": text}
     elif one.default is not None:
-        attributes |= {"default": one.default, "show_default": described.shows_default}
-    attributes |= {"help": described.help, "metavar": described.metavar, **changes}
+        shows = described.kind is not bool and "[default" not in described.help
+        attributes |= {"default": one.default, "show_default": shows}
+    attributes |= changes
     prefix = "--no-" if described.kind is bool and one.default else "--"
     flag = flag or _flag(prefix, name)
     like = {
         key: attributes[key] for key in ("is_flag", "flag_value", "multiple") if key in attributes
     }
-    former = (
-        click.option(_flag(prefix, old), f"former_{old}", cls=_Former, now=(name, flag), **like)
-        for old in described.was
-    )
-    return together((click.option(flag, name, **attributes), *former))
+    former = (*(_flag(prefix, old) for old in described.was), *was)
+    hidden = (former_option(old, flag, name, **like) for old in former)
+    return together((click.option(flag, name, **attributes), *hidden))
 
 
 def _flag(prefix: str, name: str) -> str:
     return prefix + name.replace("_", "-")
+
+
+def former_option(old: str, flag: str, name: str, **like: Any) -> Callable[[F], F]:
+    """Return the hidden option for `old`, a former flag of the option `flag` called `name`.
+
+    `like` are the attributes of a flag, or of an option with several values.
+    """
+    plain = f"former_{old.strip('-').replace('-', '_')}"
+    return click.option(old, plain, cls=_Former, now=(name, flag), **like)
+
+
+class _Size(click.ParamType[int]):
+    """A number of bytes, written as 8GB, 500MB, 2GiB or in digits."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name = "size" if param is None else str(param.name)
+        return parse_size(name, value) if isinstance(value, str) else value
 
 
 class _Former(click.Option):
@@ -208,7 +238,7 @@ def _repositories() -> list[str]:
 
 
 def _models() -> list[str]:
-    return [*EMBEDDED, *read_config_file().aliases, *_repositories()]
+    return [*EMBEDDED, *read_config_file().aliases, *_repositories(), *known_models()]
 
 
 def _sessions() -> list[str]:
@@ -254,7 +284,7 @@ def typed_options(ctx: click.Context, options: dict[str, Any], *, greedy: bool) 
     return typed | GREEDY
 
 
-class Configured(click.Command):
+class Configured(HelpCommand):
     """A command whose options the config file may set."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -396,8 +426,8 @@ def model_options(command: F) -> F:
     return together(
         (
             model_option(
-                "demo, a model directory, or a hub id such as "
-                "mlx-community/Llama-3.2-1B-Instruct-4bit; or an alias of the config file."
+                "A short name such as llama3.2:1b (`mlxrunner models --known`), a hub id, a "
+                "directory, demo, or an alias of the config file."
             ),
             *MEMORY_OPTIONS,
             option_of(RunnerSettings, INTERVAL),
@@ -432,7 +462,7 @@ def sampling_options(command: F) -> F:
         is_flag=True,
         help="Always the most likely token: temperature 0 and no penalties.",
     )
-    temperature = option_of(GenerateOptions, "temperature", show_default="the model's, or 0")
+    temperature = option_of(GenerateOptions, "temperature")
     others = [name for name in SAMPLING if name != "temperature"]
     return together((greedy, temperature, *_options_of(GenerateOptions, others)))(command)
 
@@ -496,7 +526,7 @@ def _read_variables(
     for one in given:
         name, equals, value = one.partition("=")
         if not equals:
-            raise OptionError(f"--template-var {one}: it has to be NAME=VALUE")
+            raise OptionError(f"--chat-template-var {one}: it has to be NAME=VALUE")
         try:
             variables[name] = json.loads(value)
         except (ValueError, RecursionError):
@@ -507,7 +537,9 @@ def _read_variables(
 def template_var_option(command: F) -> F:
     """Add the option for variables of the chat template."""
     changes: dict[str, Any] = {"multiple": True, "callback": _read_variables}
-    return option_of(GenerateOptions, "template", "--template-var", **changes)(command)
+    return option_of(
+        GenerateOptions, "template", "--chat-template-var", ["--template-var"], **changes
+    )(command)
 
 
 def template_options(command: F) -> F:
@@ -586,21 +618,25 @@ def _for_the_terminal(text: str) -> str:
 
 
 WATCHING = ("events", "log_text", "log_tokens", "metrics", "verify_cache")
-RECORDING = (*WATCHING, "strict")
+STRICT = "verify_strict"
+RECORDING = (*WATCHING, STRICT)
 
 
 def recording_options(command: F) -> F:
     """Add the options that `recording` reads."""
-    strict = click.option(
-        "--strict", is_flag=True, help="With --verify-cache: exit code 4 if one of them differed."
-    )
+    strict = former_option("--strict", "--verify-strict", STRICT, is_flag=True)
     return watching_options(strict(command))
 
 
 def watching_options(command: F) -> F:
-    """Add the same options without --strict, for a command with a --strict of its own."""
+    """Add the same options without the former name of one, for a command that has a --strict."""
     return together(
         (
+            click.option(
+                "--verify-strict",
+                is_flag=True,
+                help="With --verify-cache: exit code 4 if one of them differed.",
+            ),
             events_option,
             click.option(
                 "--log-text",
@@ -649,8 +685,8 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
     taken = take(options, RECORDING)
     if taken["log_text"] and not taken["events"]:
         raise OptionError("--log-text says what --events writes: give it a file, too")
-    if command != "batch" and taken["strict"] and not taken["verify_cache"]:
-        raise OptionError("--strict needs --verify-cache RATE to find a difference")
+    if taken[STRICT] and not taken["verify_cache"]:
+        raise OptionError("--verify-strict needs --verify-cache RATE to find a difference")
     from mlxrunner.profiling.report.report import must_differ
 
     must_differ(
@@ -675,9 +711,9 @@ def recording(options: dict[str, Any], command: str) -> Iterator[Profile]:
         verify=taken["verify_cache"],
         sinks=sinks,
     )
-    with profiled(profile, strict=taken["strict"]):
+    with profiled(profile, strict=taken[STRICT]):
         yield profile
-    if taken["strict"] and taken["verify_cache"]:
+    if taken[STRICT]:
         click.echo(
             f"mlxrunner: {profile.verified} of {profile.eligible} requests that reused something "
             "were verified",

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option, model_argument, trust_option
+from mlxrunner.cli.help import HelpCommand
+from mlxrunner.cli.options import (
+    debug_option,
+    former_option,
+    json_option,
+    model_argument,
+    trust_option,
+)
 from mlxrunner.cli.program import F, visible_text
 from mlxrunner.errors import OptionError
 
@@ -24,7 +31,7 @@ BELOW_RATE = 3
 FILE = click.Path(path_type=str)
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.argument("events", nargs=-1, required=True, type=FILE, envvar="MLXRUNNER_EVENTS")
 @click.option(
     "--html", type=FILE, metavar="FILE", help="Also write an HTML page with plots, in one file."
@@ -82,7 +89,7 @@ def report(
         sys.exit(BELOW_RATE)
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.argument("events", type=FILE, envvar="MLXRUNNER_EVENTS")
 @click.argument("request", metavar="[ID]", required=False)
 @click.option("--last", is_flag=True, help="The last request in the file, instead of an ID.")
@@ -117,7 +124,7 @@ def _several(
     )
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @click.argument("log", nargs=-1, required=True, type=FILE, envvar="MLXRUNNER_LOG_TOKENS")
 @_several(
     "--entries",
@@ -194,23 +201,25 @@ DIFFERENT, UNTESTED = 4, 5
 """Exit codes if an answer differs, and if nothing could be proved."""
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @model_argument
 @click.option(
     "--context",
     type=int,
     help=(
-        "Tokens of the longest prompt with its answer. [default: by the model's speed, for "
-        "about two minutes]"
+        "Context window: tokens of the longest prompt with its answer. [default: by the model's "
+        "speed, for about two minutes]"
     ),
 )
 @click.option(
-    "--tokens",
+    "--max-tokens",
+    "tokens",
     type=int,
     default=8,
     show_default=True,
     help="Tokens of each compared answer.",
 )
+@former_option("--tokens", "--max-tokens", "tokens")
 @click.option(
     "--kv-bits",
     type=int,
@@ -259,15 +268,16 @@ def _print(report: Findings, as_json: bool) -> None:
     click.echo(json.dumps(report.as_dict()) if as_json else visible_text(report.table()))
 
 
-@click.command()
+@click.command(cls=HelpCommand)
 @model_argument
 @click.option(
-    "--context",
+    "--prompt-tokens",
     "contexts",
     type=int,
     multiple=True,
     help="Tokens of a prompt (repeatable). [default: 512 and 2048]",
 )
+@former_option("--context", "--prompt-tokens", "contexts", type=int, multiple=True)
 @click.option(
     "--vs",
     type=click.Choice(["mlx-lm"]),

@@ -18,6 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
+from mlxrunner.cli.help import write_commands
 from mlxrunner.errors import MlxrunnerError, OutputClosedError
 from mlxrunner.terminal import early
 from mlxrunner.terminal.early import INTERRUPTED
@@ -27,6 +28,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Program(click.Group):
     """A click group that prints each error as one line; `--debug` adds the traceback."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_commands(formatter)
+        click.Command.format_options(self, ctx, formatter)
 
     def main(self, *arguments: Any, **extra: Any) -> Any:
         guard_streams()
@@ -116,14 +121,20 @@ def _our_flag(name: str, flags: Mapping[str, str]) -> str | None:
 
 def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
     """Return the error about an unknown command with what may be meant: ours, or a prompt."""
-    from mlxrunner.config.names import COMMANDS
+    from mlxrunner.config.known_models import known_models
+    from mlxrunner.config.names import ADVICE, COMMANDS
+    from mlxrunner.options import EMBEDDED
 
     name, group = error.command_name, error.ctx and error.ctx.parent and error.ctx.info_name
     ours = COMMANDS.get(f"{group} {name}" if group else name)
-    if ours is not None:
+    if not group and name in ADVICE:
+        meant = ADVICE[name]
+    elif ours is not None:
         meant = f"Did you mean 'mlxrunner {ours}'?"
     elif group:
         return error
+    elif name in EMBEDDED or name in known_models():
+        meant = f"{name} is a model: mlxrunner chat {name}"
     elif name.strip() and not error.possibilities:
         meant = f"To ask that, type mlxrunner generate {shlex.quote(line_text(name[:60]))}"
     else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxrunner.config.file import read_config_file
+from mlxrunner.config.known_models import known_models
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.errors import OptionError
 
@@ -49,7 +50,7 @@ def filled(name: str | None, text: str, given: tuple[str, ...]) -> tuple[str, st
     variables = _variables(given)
     if name is None:
         if variables:
-            raise OptionError("--var fills a template: name it with -t NAME")
+            raise OptionError("--prompt-var fills a template: name it with -t NAME")
         return text, None
     config = read_config_file()
     template = config.template(name)
@@ -80,13 +81,13 @@ def _variables(given: tuple[str, ...]) -> dict[str, str]:
     for one in given:
         name, equals, value = one.partition("=")
         if not equals or not name or name == INPUT:
-            raise OptionError(f"--var {one:.80}: it has to be NAME=VALUE, and not {INPUT}=")
+            raise OptionError(f"--prompt-var {one:.80}: it has to be NAME=VALUE, and not {INPUT}=")
         variables[name] = value
     return variables
 
 
 def _check_variables(name: str, wanted: list[str], given: dict[str, str]) -> None:
-    missing = [f"--var {one}=..." for one in wanted if one not in given]
+    missing = [f"--prompt-var {one}=..." for one in wanted if one not in given]
     unused = [one for one in given if one not in wanted]
     if missing:
         raise OptionError(f"template {name} needs {', '.join(missing)}")
@@ -137,6 +138,7 @@ def _is_model(text: str) -> bool:
     return (
         text in EMBEDDED
         or text in read_config_file().aliases
+        or text in known_models()
         or HUB_ID.fullmatch(text) is not None
         or ("\0" not in text and os.path.isfile(os.path.join(text, "config.json")))
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxrunner.cli.help import HelpGroup
 from mlxrunner.cli.options import debug_option, json_option, model_option, session_words
 from mlxrunner.cli.program import visible_text
 from mlxrunner.errors import OptionError, ReadError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from mlxrunner.sessions.store import SessionStore
 
 
-@click.group()
+@click.group(cls=HelpGroup)
 @debug_option
 def sessions() -> None:
     """List, show, export and remove saved conversations (see `chat --session`)."""
@@ -28,7 +29,10 @@ def sessions() -> None:
 @json_option
 @debug_option
 def list_(as_json: bool) -> None:
-    """List the saved sessions, then unnamed chats: turns, sizes of text and caches, date, model."""
+    """List the saved sessions, then unnamed chats.
+
+    With turns, sizes of text and caches, date and model.
+    """
     from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import SessionStore, unnamed_chats
     from mlxrunner.terminal.text import size
@@ -150,8 +154,9 @@ def rm(names: tuple[str, ...]) -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
 def export(name: str, file: str, branch: str | None, state: int | None, force: bool) -> None:
-    """Write the conversation of session NAME to FILE: JSON for FILE.json, else Markdown; - is
-    standard output.
+    """Write the conversation of session NAME to FILE.
+
+    JSON for FILE.json, else Markdown; - is standard output.
     """
     from pathlib import Path
 
@@ -226,7 +231,7 @@ MOST_BYTES = 2**25
 """Most bytes of a file of token ids: about four million of them."""
 
 
-@click.group()
+@click.group(cls=HelpGroup)
 @debug_option
 def cache() -> None:
     """Exchange caches with mlx-lm: its prompt-cache files (mlx_lm.cache_prompt, mlx_lm.generate
@@ -240,8 +245,9 @@ def cache() -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
 def export_cache(session: str, file: str, force: bool) -> None:
-    """Write the caches of SESSION to FILE.safetensors for mlx-lm, with their tokens in its
-    metadata.
+    """Write the caches of SESSION to FILE.safetensors for mlx-lm.
+
+    Their tokens are in its metadata.
     """
     from pathlib import Path
 
@@ -278,8 +284,9 @@ def export_cache(session: str, file: str, force: bool) -> None:
 def import_(
     file: str, name: str, model: str, tokens: str | None, kv_bits: int | None, trust: bool
 ) -> None:
-    """Make a session of FILE, a prompt cache of mlx-lm: a chat whose prompt begins with its tokens
-    reuses them.
+    """Make a session of FILE, a prompt cache of mlx-lm.
+
+    A chat whose prompt begins with its tokens reuses them.
     """
     from pathlib import Path
 

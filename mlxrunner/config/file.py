@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mlxrunner.config.known_models import hub_id_of
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import Setting, former_names, names, read_json, renamed, settled
 from mlxrunner.errors import MissingFileError, OptionError
@@ -80,7 +81,7 @@ REQUEST = (*(name for name, _ in chat_options()), "template")
 SETTINGS = names(RunnerSettings)
 EVERYWHERE = frozenset((*REQUEST, *SETTINGS, "system", "reserve"))
 """The keys of every section with options."""
-SWITCHES = ("plain", "no_type_ahead", "no_history", "keep_thinking", "no_cache_file")
+SWITCHES = ("plain", "no_type_ahead", "no_input_history", "keep_thinking", "no_cache_file")
 """The switches of `chat` that the file may set."""
 LISTS = ("allow_origin", "disable_rewrite")
 """The settings of the server that are lists; one text is a list of one."""
@@ -93,7 +94,7 @@ KEYS: dict[str, frozenset[str]] = {
     "serve": frozenset((*REQUEST, *SETTINGS, *names(ServeSettings))) - {"no_key"},
 }
 """The keys of each section."""
-FORMER = {"serve": former_names(ServeSettings)}
+FORMER = {"serve": former_names(ServeSettings), "chat": {"no_history": "no_input_history"}}
 """The former names of keys of a section, each with the one of today."""
 NAMED = "@"
 """The character before the name of a system prompt."""
@@ -123,8 +124,8 @@ class Config:
     templates: Mapping[str, PromptTemplate] = field(default_factory=dict)
 
     def name_of(self, model: str) -> str:
-        """Return the name that stands behind an alias, or `model` itself."""
-        return self.aliases.get(model, model)
+        """Return the name behind an alias or a short name, or `model` itself."""
+        return hub_id_of(self.aliases.get(model, model))
 
     def options(self, command: str, model: str) -> dict[str, Setting]:
         """Return the options that hold for `command` with `model`, which is no alias."""

@@ -100,7 +100,6 @@ MEANT: dict[str, str] = {
 
 COMMANDS: dict[str, str] = {
     # ollama
-    "run": "chat",
     "pull": "models pull",
     "list": "models",
     "ls": "models",
@@ -130,8 +129,38 @@ COMMANDS: dict[str, str] = {
     "sessions ls": "sessions list",
     "sessions remove": "sessions rm",
     "sessions delete": "sessions rm",
+    "models known": "models --known",
+    "models search": "models --known",
+    "search": "models --known",
 }
 """Our command for each command of another program."""
+
+ADVICE: dict[str, str] = {
+    "ps": "A command keeps no model loaded when it ends; a server lists its models at "
+    "http://127.0.0.1:8080/slots.",
+    "stop": "Ctrl-C ends a server or a chat, and frees the memory; `mlxrunner serve --keep-alive "
+    "SECONDS` unloads models that nobody uses.",
+    "unload": "Ctrl-C ends a server; `mlxrunner serve --keep-alive SECONDS` unloads models that "
+    "nobody uses.",
+    "load": "Each command loads its model by itself: mlxrunner chat MODEL.",
+    "history": "`mlxrunner sessions list` lists saved chats, and `mlxrunner chat --continue` "
+    "goes on with the last one.",
+    "stats": "/stats in a chat shows what was reused; `mlxrunner report EVENTS` does it for a file "
+    "that --events EVENTS wrote.",
+    "status": "`mlxrunner doctor` checks the machine; a server answers at "
+    "http://127.0.0.1:8080/health.",
+    "push": "mlxrunner does not publish models; the hub's own program is `hf upload`.",
+    "cp": "An alias in the config file gives a model another name; `mlxrunner config` shows where "
+    "that file is.",
+    "signin": "No account is needed; for restricted models of the hub: hf auth login.",
+    "login": "No account is needed; for restricted models of the hub: hf auth login.",
+    "convert": "mlx-lm converts and quantizes models: mlx_lm.convert --hf-path OWNER/NAME -q.",
+    "embed": "Embeddings are not supported.",
+    "set": "Options are set in the config file; `mlxrunner config` shows where it is.",
+    "update": "pip or uv updates the program, as it was installed.",
+    "uninstall": "pip or uv removes the program; `mlxrunner models rm ID` removes a model.",
+}
+"""What to do instead of a command of another program that none of ours replaces."""
 
 FLAGS: dict[str, str] = {
     "format": "schema",

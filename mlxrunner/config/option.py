@@ -44,8 +44,8 @@ class Option:
     """The name of the value in `--help`."""
     is_list: bool = False
     """True if the option holds several values."""
-    shows_default: bool = False
-    """True if `--help` shows the default."""
+    is_size: bool = False
+    """True for a number of bytes, which may be given as a text such as 8GB."""
     in_chat: bool = True
     """True if the chat's `/set` knows it."""
     was: tuple[str, ...] = ()
@@ -81,6 +81,8 @@ class Option:
 
         The text of a list is JSON, or its only element.
         """
+        if self.is_size:
+            return parse_size(name, text)
         if self.is_list:
             return _list_of(name, text)
         try:
@@ -88,6 +90,27 @@ class Option:
         except ValueError as error:
             whole = "whole " if self.kind is int else ""
             raise OptionError(f"{name}: {text!r} is not a {whole}number") from error
+
+
+UNITS: dict[str, int] = {unit: 1000**power for power, unit in enumerate(["", "k", "m", "g", "t"])}
+UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+"""The bytes of each unit of a size."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmgt]i?)?)b?", re.IGNORECASE)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Return the bytes of a size such as 8GB, 500 MB, 2GiB or 1000000. Raise OptionError."""
+    found = _SIZE.fullmatch(text.strip()) if len(text) < 40 else None
+    if found is None:
+        raise OptionError(f"{name}: {text!r:.60} is not a size, such as 8GB, 500MB or 2GiB")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def size_text(nbytes: int) -> str:
+    """Return bytes as `parse_size` reads them, such as 8GiB or 500MB."""
+    whole = (one for one in UNITS if nbytes and nbytes % UNITS[one] == 0)
+    unit = max(whole, key=UNITS.__getitem__, default="")
+    return f"{nbytes // UNITS[unit]}{unit.capitalize()}B" if unit else str(nbytes)
 
 
 def option(default: Any, kind: type, help: str, **about: Any) -> Any:
@@ -104,14 +127,19 @@ def about(one: Field[Any]) -> Option:
 def read_json(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields that came as JSON or TOML, with whole floats as integers where options are.
 
-    `kind` is the dataclass of the options. Other fields stay as they are.
+    Texts of sizes become bytes. `kind` is the dataclass of the options. Other fields stay as they
+    are.
     """
-    whole = {
-        one.name for one in fields(kind) if "option" in one.metadata and about(one).kind is int
-    }
-    return {
-        name: value if name not in whole else _each_whole(value) for name, value in given.items()
-    }
+    described = {one.name: about(one) for one in fields(kind) if "option" in one.metadata}
+    sizes = {name for name, one in described.items() if one.is_size}
+    whole = {name for name, one in described.items() if one.kind is int}
+
+    def read(name: str, value: Any) -> Any:
+        if name in sizes and isinstance(value, str):
+            return parse_size(name, value)
+        return _each_whole(value) if name in whole else value
+
+    return {name: read(name, value) for name, value in given.items()}
 
 
 def _each_whole(value: Any) -> Any:

@@ -40,10 +40,11 @@ class EngineSettings(RunnerSettings):
     memory: int | None = option(
         None,
         int,
-        "Memory limit in bytes, for the caches of all requests. Idle conversations are "
+        "Memory limit for the caches of all requests. Idle conversations are "
         "evicted first. [default: what fits]",
         low=1,
-        metavar="BYTES",
+        metavar="SIZE",
+        is_size=True,
     )
     max_step_ms: float | None = option(
         None,
@@ -104,10 +105,10 @@ class OpenSettings(EngineSettings):
     disk_cache_bytes: int = option(
         0,
         int,
-        "Disk cache size in bytes, for conversations evicted from memory; 0 = none.",
+        "Disk cache size, for conversations evicted from memory; 0 = none.",
         low=0,
-        metavar="BYTES",
-        shows_default=True,
+        metavar="SIZE",
+        is_size=True,
         was=("park_bytes",),
     )
     disk_cache_dir: str | PathLike[str] | None = option(

@@ -1,4 +1,4 @@
-"""Find a model by its name (demo, a directory, a hub id); list and remove those of the hub cache.
+"""Find a model by its name (demo, a directory, a hub id, a short name); list and remove models.
 
 The file system says when a file was last read, but a backup reads it, too, and many disks do not
 keep that time. Therefore the program notes each loading itself, as the time of an empty file.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlxrunner.config.known_models import hub_id_of, suggestion_for
 from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.download import is_being_downloaded, storage_of
 from mlxrunner.models.files import (
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+GGUF = (
+    "a GGUF file is for llama.cpp and its relatives; `mlxrunner models --known` lists models in "
+    "MLX's format"
+)
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
@@ -48,7 +53,7 @@ def name_of(model: str | os.PathLike[str]) -> str:
 
 
 def resolve(name: str, *, with_code: bool = False) -> Path:
-    """Return the directory of model `name`: one of EMBEDDED, a directory, or a hub id.
+    """Return the directory of model `name`: one of EMBEDDED, a directory, a hub id or a short name.
 
     A model that is not in the hub cache is downloaded; `with_code` needs its Python files, too.
     Raise ModelError if there is no such model.
@@ -61,19 +66,22 @@ def resolve(name: str, *, with_code: bool = False) -> Path:
         if name and folder.is_dir():
             return folder
         if name and folder.exists():
-            raise ModelError(
-                f"{shown}: is a file; name the directory that holds config.json and the weights"
-            )
+            is_gguf = folder.suffix.lower() == ".gguf"
+            other = "is a file; name the directory that holds config.json and the weights"
+            raise ModelError(f"{shown}: {GGUF if is_gguf else other}")
     except (
         OSError,
         RuntimeError,
     ) as error:  # a name too long, or the home of an unknown user
         raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
-    if HUB_ID.fullmatch(name):
-        return _from_hub(name, with_code)
+    if HUB_ID.fullmatch(repository := hub_id_of(name)):
+        return _from_hub(repository, with_code)
+    if name.lower().endswith(".gguf"):
+        raise ModelError(f"{shown}: {GGUF}")
     raise ModelError(
-        f"{shown}: no such model: neither a directory, nor a hub id (owner/name), nor "
-        f"{' or '.join(map(repr, EMBEDDED))}"
+        f"{shown}: no such model: {suggestion_for(name)}a model is a directory, a hub id "
+        f"(owner/name), {' or '.join(map(repr, EMBEDDED))}, or a name that `mlxrunner models "
+        "--known` lists"
     )
 
 
@@ -85,6 +93,7 @@ def folder_if_here(name: str) -> Path | None:
         folder = Path(name).expanduser()
         if name and folder.is_dir():
             return folder
+    name = hub_id_of(name)
     if not HUB_ID.fullmatch(name):
         return None
     from huggingface_hub import try_to_load_from_cache

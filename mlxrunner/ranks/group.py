@@ -72,7 +72,7 @@ def _bind_advice(hosts: Hosts, rank: int) -> str:
                 f"{own} is not an address of this machine, and rank {rank} is here: correct --hosts"
             )
     first, last = hosts.port + 1, hosts.port + len(hosts.addresses)
-    return f"the ranks need the ports {first} to {last}, one each: choose another --port of launch"
+    return f"the ranks need the ports {first} to {last}, one each: choose another --rank-port"
 
 
 def load_share(

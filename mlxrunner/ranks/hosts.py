@@ -55,7 +55,7 @@ def read_hosts(file: str, port: int) -> Hosts:
         raise OptionError(f"{file}: it names {named}, and a ring has 2 or more")
     if port + len(addresses) > 65535:
         raise OptionError(
-            f"--port {port}: {len(addresses)} hosts need the {1 + len(addresses)} "
+            f"--rank-port {port}: {len(addresses)} hosts need the {1 + len(addresses)} "
             "ports from there on, and the last port is 65535"
         )
     return Hosts(addresses, port)

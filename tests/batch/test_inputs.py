@@ -172,7 +172,7 @@ def test_a_column_that_is_not_there_is_an_error_before_anything_runs(
 
 
 def test_options_that_contradict_each_other_are_errors() -> None:
-    with pytest.raises(OptionError, match="--prompt-template and --prompt-column both say"):
+    with pytest.raises(OptionError, match="--row-template and --prompt-column both say"):
         Columns(Template("{a}"), prompt="a")
     with pytest.raises(OptionError, match=r"are for tables .* and in.jsonl.gz is JSON lines"):
         Inputs(["in.jsonl.gz"], BatchOptions(), Columns(prompt="a"))

@@ -113,9 +113,9 @@ def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
     assert json.loads(run(*plan).stdout)["done"] == 6
     ends(run(*plan, "--system", "Be kind."), 2, "was begun with another --system: ")
     ends(
-        run(*plan, "--template-var", "enable_thinking=false"),
+        run(*plan, "--chat-template-var", "enable_thinking=false"),
         2,
-        "was begun with another --template-var: not set then, ",
+        "was begun with another --chat-template-var: not set then, ",
     )
     assert Path("out.jsonl.run").read_bytes() == before
     resume()

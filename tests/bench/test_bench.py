@@ -34,7 +34,14 @@ def test_every_figure_of_a_model(tmp_path: Path) -> None:
     """Load, ceilings, prefill, decode, memory and warm prompts each come with a share."""
     write_model(tmp_path / "m")
     result = run(
-        str(tmp_path / "m"), "--context", "64", "--context", "100", "--rounds", "2", "--json"
+        str(tmp_path / "m"),
+        "--prompt-tokens",
+        "64",
+        "--prompt-tokens",
+        "100",
+        "--rounds",
+        "2",
+        "--json",
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -93,7 +100,7 @@ def test_guessed_answers(tmp_path: Path) -> None:
 def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same tokens from the same weights, ratios with minimum, median and maximum."""
     write_model(tmp_path / "m")
-    result = run(str(tmp_path / "m"), "--context", "48", "--rounds", "2", "--vs", "mlx-lm")
+    result = run(str(tmp_path / "m"), "--prompt-tokens", "48", "--rounds", "2", "--vs", "mlx-lm")
     assert result.exit_code == 0, result.output
     assert "not the same tokens" not in result.stderr
     versus = result.stdout.split("against mlx-lm")[1].splitlines()
@@ -190,11 +197,11 @@ def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     ("arguments", "message"),
     [
         (
-            ["--context", "5000"],
+            ["--prompt-tokens", "5000"],
             "context: 5000 to 5000 tokens with an answer of 32 are out of range: at least 16, at "
             "most 2015",
         ),
-        (["--context", "3"], "context: 3 to 3 tokens"),
+        (["--prompt-tokens", "3"], "context: 3 to 3 tokens"),
         (
             ["random:many"],
             "random:many is not a size: name a random model like random:100M or random:1.5G",

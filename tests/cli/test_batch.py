@@ -38,14 +38,14 @@ def test_a_batch_passes_its_memory_and_step_on(
     lines = [{"prompt": f"Line {number}: {'word ' * 20}", "max_tokens": 3} for number in range(6)]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for given in ([], ["--memory", "1500000", "--max-step-ms", "50"]):
+    for given in ([], ["--cache-memory", "1500000", "--max-step-ms", "50"]):
         command = ["batch", str(source), "-o", str(tmp_path / f"{len(given)}.jsonl"), *given]
         ends(CliRunner().invoke(cli.main, [*command, "--parallel", "3", "--no-reserve"]), 0)
     free, bounded = (runner.settings for runner in seen)
     assert (free["memory"], free["max_step_ms"]) == (None, 0)
     assert (bounded["memory"], bounded["max_step_ms"]) == (1500000, 50)
     assert bounded["kv_cache_tokens"] < free["kv_cache_tokens"]
-    wrong = CliRunner().invoke(cli.main, [*command[:4], "--memory", "0"])
+    wrong = CliRunner().invoke(cli.main, [*command[:4], "--cache-memory", "0"])
     assert (wrong.exit_code, wrong.stderr) == (
         2,
         "mlxrunner: memory: 0 is out of range, it has to be at least 1\n",

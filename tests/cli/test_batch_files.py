@@ -45,13 +45,13 @@ def test_csv_end_to_end() -> None:
     """A template with columns; quotes, commas and line ends in values."""
     Path("in.csv").write_text('id,name,more\nx,Ana,"a, b"\ny,"Zor\nblin",\nbad,row\n')
     result = run(
-        "in.csv", "-o", "out.jsonl", "--prompt-template", "My name is {name}. What is my name?"
+        "in.csv", "-o", "out.jsonl", "--row-template", "My name is {name}. What is my name?"
     )
     assert (answers()[0]["id"], answers()[0]["text"]) == ("x", "Your name is Ana.")
     assert (result.exit_code, len(answers())) == (3, 3)
     assert answers()[2]["error"].startswith("line 5: ")
     ends(run("in.csv", "-o", "other.jsonl"), 2, "neither a column 'prompt' nor")
-    ends(run("in.csv", "-o", "other.jsonl", "--prompt-template", "{town}"), 2, "no column 'town'")
+    ends(run("in.csv", "-o", "other.jsonl", "--row-template", "{town}"), 2, "no column 'town'")
     assert not Path("other.jsonl").exists()
     assert not Path("other.jsonl.run").exists()
 

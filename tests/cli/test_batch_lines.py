@@ -125,7 +125,7 @@ def test_template_variables_and_tools_become_part_of_the_prompt() -> None:
         {"custom_id": "openai", "method": "POST", "url": url, "body": body},
         {"id": "refused", "messages": talk, "tools": ["weather"]},
     ]
-    options = ("--max-tokens", 3, "--template-var", "style=terse", "--tools", "tools.json")
+    options = ("--max-tokens", 3, "--chat-template-var", "style=terse", "--tools", "tools.json")
     ends(run(write(*lines), "-o", "out.jsonl", "-m", "tiny", "--events", "events", *options), 3)
     default, own, openai, refused = answers()
     listed = json.dumps([TOOL])
@@ -144,7 +144,7 @@ def test_template_variables_and_tools_become_part_of_the_prompt() -> None:
 
 def test_raw_prompts_have_no_template_to_set_variables_of() -> None:
     """Refused before anything is read."""
-    for option in (("--template-var", "a=1"), ("--tools", "tools.json")):
+    for option in (("--chat-template-var", "a=1"), ("--tools", "tools.json")):
         Path("tools.json").write_text(json.dumps([TOOL]))
         ends(
             run(write({"prompt": "a"}), "-o", "out.jsonl", "--raw", *option),

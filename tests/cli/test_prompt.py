@@ -128,7 +128,7 @@ def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> Non
         ("generate", "--guided_json", "--schema"),
         ("generate", "--guided-choice", "--choices"),
         ("generate", "--repeat-penalty", "--repetition-penalty"),
-        ("chat", "--think", "--template-var enable_thinking=true"),
+        ("chat", "--think", "--chat-template-var enable_thinking=true"),
         ("generate", "--temprature", "--temperature"),
         ("generate", "--system-prompt", "--system"),
         ("generate", "--format", "--schema"),

@@ -229,7 +229,7 @@ def test_verify_proves_nothing_about_it(
     if not is_tried:
         monkeypatch.setattr("mlxrunner.models.load.depends_on_chunks", lambda model, vocab: False)
     result = CliRunner().invoke(
-        cli.main, ["verify", str(folder), "--context", "200", "--tokens", "6"]
+        cli.main, ["verify", str(folder), "--context", "200", "--max-tokens", "6"]
     )
     assert "changes nothing" not in result.stdout
     assert result.exit_code in ((5,) if is_tried else (4, 5)), result.stdout
@@ -240,7 +240,7 @@ def test_verify_passes_where_windows_hold_what_is_asked_for(tmp_path: Path) -> N
     """The whole of it, parallel and moved keys included."""
     write_model(tmp_path / "m", "plamo3", num_hidden_layers=4, **PLAMO)
     result = CliRunner().invoke(
-        cli.main, ["verify", str(tmp_path / "m"), "--context", "200", "--tokens", "6"]
+        cli.main, ["verify", str(tmp_path / "m"), "--context", "200", "--max-tokens", "6"]
     )
     assert result.exit_code == 0, result.stdout
     assert "15 of 15 rows tested, and reuse changes nothing in them." in result.stdout

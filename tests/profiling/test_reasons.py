@@ -199,7 +199,7 @@ def test_verify_failed(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FullAttentionCache, "rewind", spoil)
     asked = "My name is Ana. What is my name?"
     command = ("generate", "-p", asked, "--repeat", 3, "--events", events)
-    failed = run(*command, "--verify-cache", 1, "--strict", code=4)
+    failed = run(*command, "--verify-cache", 1, "--verify-strict", code=4)
     assert failed.stderr.startswith(
         "mlxrunner: 1 of 1 verified requests gave something else when they were run again cold"
     )
@@ -210,7 +210,9 @@ def test_verify_failed(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert after["lost_tokens"] == after["prompt_tokens"] - 1
     assert after["evicted_by"].startswith("request 2 run again cold: ")
     assert "found the entry wrong" in said(events)
-    assert run(*command, "--verify-cache", 1).exit_code == 0  # without --strict it is only reported
+    assert (
+        run(*command, "--verify-cache", 1).exit_code == 0
+    )  # without --verify-strict it is only reported
     assert json.loads(events.read_text().splitlines()[-1])["reason"] == "verify_failed"
 
 

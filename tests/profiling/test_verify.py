@@ -185,7 +185,7 @@ def test_strict_says_how_many_were_verified() -> None:
     command = ["generate", "-p", "Hello!", "--repeat", "3", "--verify-cache"]
     for share, message in (("1e-12", "0 of 2"), ("1", "2 of 2")):
         ends(
-            CliRunner().invoke(cli.main, [*command, share, "--strict"]),
+            CliRunner().invoke(cli.main, [*command, share, "--verify-strict"]),
             0,
             f"mlxrunner: {message} requests that reused something were verified",
         )
@@ -269,7 +269,7 @@ def test_strict_raises_at_the_end_and_only_then() -> None:
 
 
 def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
-    """With both numbers; and --strict alone makes no sense."""
+    """With both numbers; and --verify-strict alone makes no sense."""
     with pytest.raises(
         OptionError, match=r"verify_cache: 1.5 is out of range, it has to be between 0 and 1"
     ):
@@ -280,7 +280,7 @@ def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
             ["--n", "2", "--verify-cache", "1"],
             "mlxrunner: --verify-cache runs one request at a time",
         ),
-        (["--strict"], "mlxrunner: --strict needs --verify-cache RATE"),
+        (["--verify-strict"], "mlxrunner: --verify-strict needs --verify-cache RATE"),
         (["--log-text"], "mlxrunner: --log-text says what --events writes"),
         (
             ["--events", str(tmp_path / "f"), "--metrics", str(tmp_path / "f")],

@@ -99,7 +99,16 @@ def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
 def test_verify_runs_on_all_ranks(tmp_path: Path) -> None:
     """Each row is tested, but for what several ranks do not do."""
     model = write_models(tmp_path, "llama") / "llama"
-    ask = ["verify", "--tensor-parallel", str(model), "--context", "96", "--tokens", "4", "--json"]
+    ask = [
+        "verify",
+        "--tensor-parallel",
+        str(model),
+        "--context",
+        "96",
+        "--max-tokens",
+        "4",
+        "--json",
+    ]
     with launched(tmp_path, *ask) as process:
         said, told = process.communicate()
     assert process.returncode == 0, told
@@ -234,7 +243,7 @@ def test_a_port_of_the_ring_in_use_is_one_line(rank: int, tmp_path: Path) -> Non
     """It names the ports that the ranks need, whichever of them finds its own one taken."""
     write_model(tmp_path / "model")
     first = free_port(2)
-    words = ["--port", str(first), "--", *ASK, str(tmp_path / "model"), "Hello"]
+    words = ["--rank-port", str(first), "--", *ASK, str(tmp_path / "model"), "Hello"]
     line = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", str(write_hosts(tmp_path, 2))]
     with socket.create_server(("127.0.0.1", first + 1 + rank)):
         done = subprocess.run([*line, *words], capture_output=True, text=True, check=False)

@@ -290,9 +290,12 @@ def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:
 def test_template_variables_are_kept_and_may_be_given_anew() -> None:
     """Saved with the session; what the command line says wins."""
     for option, expected in (
-        (("--template-var", "style=brief", "--template-var", "n=1"), {"style": "brief", "n": 1}),
+        (
+            ("--chat-template-var", "style=brief", "--chat-template-var", "n=1"),
+            {"style": "brief", "n": 1},
+        ),
         ((), {"style": "brief", "n": 1}),
-        (("--template-var", "style=long"), {"style": "long", "n": 1}),
+        (("--chat-template-var", "style=long"), {"style": "long", "n": 1}),
     ):
         result = run("chat", "--no-reserve", "--session", "ana", *option, stdin="Hello!\n")
         assert result.exit_code == 0, result.stderr

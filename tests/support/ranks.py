@@ -50,7 +50,7 @@ def write_hosts(folder: Path, ranks: int) -> Path:
 
 def command(hosts: Path, ranks: int, *words: str) -> list[str]:
     """Return the command line that runs `words` on `ranks` ranks."""
-    launch = ["launch", "--hosts", str(hosts), "--port", str(free_port(ranks))]
+    launch = ["launch", "--hosts", str(hosts), "--rank-port", str(free_port(ranks))]
     return [sys.executable, "-m", "mlxrunner", *launch, "--", *words]
 
 

@@ -208,7 +208,16 @@ def main(folder: str, hosts: str, port: str, turns: str, way: ShardingWay) -> No
     found = read_hosts(hosts, int(port))
     connection = inherited()
     if connection is None:
-        launch = [sys.executable, "-m", "mlxrunner", "launch", "--hosts", hosts, "--port", port]
+        launch = [
+            sys.executable,
+            "-m",
+            "mlxrunner",
+            "launch",
+            "--hosts",
+            hosts,
+            "--rank-port",
+            port,
+        ]
         ours = [sys.executable, "-m", "tests.support.ranks_history", *sys.argv[1:]]
         sys.exit(guard(found, lambda rank: [*launch, "--rank", str(rank)] if rank else ours))
     with Ranks(found, connection, way) as ranks:

@@ -54,7 +54,7 @@ def verify(
 ) -> tuple[int, dict[str, str]]:
     """The exit code, and the verdict of each row."""
     write_model(folder, architecture, **config)
-    result = run(str(folder), "--context", str(CONTEXT), "--tokens", "6", "--json", *arguments)
+    result = run(str(folder), "--context", str(CONTEXT), "--max-tokens", "6", "--json", *arguments)
     assert result.exit_code in (0, 4, 5), result.output
     report = json.loads(result.stdout)
     assert report["passed"] == (result.exit_code == 0)
@@ -120,7 +120,7 @@ def test_a_model_that_hides_nothing_passes(kinds: list[str], untested: set[str])
 @pytest.mark.parametrize("context", [128, 200])
 def test_answers_of_one_token_are_no_difference(context: int) -> None:
     """The answer that goes over the edge of the context leaves its prompt room for one."""
-    result = run("--context", str(context), "--tokens", "1", "--json")
+    result = run("--context", str(context), "--max-tokens", "1", "--json")
     assert result.exit_code == 0, result.stdout
     assert json.loads(result.stdout)["passed"] is True
 
@@ -132,7 +132,7 @@ def test_too_short_a_context_is_refused() -> None:
     ):
         Verification(oracle_runner(context=90), oracle_runner(context=90), 8)
     ends(run("--context", "20"), 2, "mlxrunner: context: 20 tokens are too few")
-    assert "tokens: 0 is out of range" in run("--tokens", "0").stderr.replace("max_", "")
+    assert "tokens: 0 is out of range" in run("--max-tokens", "0").stderr.replace("max_", "")
 
 
 def test_a_model_that_does_not_exist_is_named() -> None:
@@ -384,7 +384,7 @@ def test_a_wrong_cache_is_found(
     assert code == 4
     assert rows <= different
     assert "the same cold run twice" not in different
-    table = run(str(tmp_path / "m"), "--context", str(CONTEXT), "--tokens", "6")
+    table = run(str(tmp_path / "m"), "--context", str(CONTEXT), "--max-tokens", "6")
     assert table.exit_code == 4
     assert (
         f"DIFFERENT: {', '.join(name for name in verdicts if name in different)}." in table.stdout
@@ -436,7 +436,7 @@ def test_ctrl_c_prints_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.exhaustive(0)
 def test_what_is_done_is_said_on_stderr() -> None:
     """A line a step where that is no terminal; stdout has the table and nothing else."""
-    result = run("--context", "160", "--tokens", "4")
+    result = run("--context", "160", "--max-tokens", "4")
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
     assert lines[:3] == [

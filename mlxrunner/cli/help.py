@@ -1,0 +1,175 @@
+"""The text of `--help`: commands in the order of use, and the options that people use most.
+
+`--help-all` shows all options of a command, under the same headings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+COMMANDS: dict[str, dict[str, str]] = {
+    "Ask": {
+        "chat": "Talk with a model.",
+        "run": "Talk with a model, or answer one prompt, as `ollama run`.",
+        "generate": "Answer one prompt.",
+        "batch": "Answer a file of prompts, reusing what they share.",
+    },
+    "Serve": {
+        "serve": "Serve OpenAI, Anthropic and Ollama clients.",
+        "launch": "Start a coding agent on a server; use several hosts.",
+        "worker": "Answer lines of batches on a Dask cluster.",
+    },
+    "Models": {
+        "models": "List, download and remove models.",
+        "show": "Describe a model without loading its weights.",
+        "plan": "Compute the memory of a model, and what fits.",
+    },
+    "Saved conversations": {
+        "sessions": "List, show, export and remove saved chats.",
+        "cache": "Exchange prompt-cache files with mlx-lm.",
+    },
+    "Look inside": {
+        "report": "Sum up what requests reused, and what they lost.",
+        "explain": "Show why one request did not reuse more.",
+        "simulate": "Replay requests with other settings, without a model.",
+        "verify": "Prove on this device that reuse changes nothing.",
+        "bench": "Measure a model on this machine.",
+    },
+    "Set up": {
+        "doctor": "Check device, memory and libraries.",
+        "config": "Show the config file and the options in effect.",
+        "completion": "Print the script that completes commands in a shell.",
+    },
+}
+"""The commands in the order of use, with their summaries."""
+
+USED: dict[str, str] = {
+    "chat": "model context draft-model system temperature max-tokens session continue no-save "
+    "plain verbose events",
+    "generate": "model prompt system image prompt-template temperature max-tokens seed schema "
+    "choices json n verbose",
+    "batch": "model output row-template system temperature max-tokens schema choices parallel "
+    "workers resume plan quiet",
+    "serve": "model host port api-key slots memory context keep-alive draft-model pictures events "
+    "verbose",
+}
+"""The flags that `--help` shows of a command with many; of other commands, it shows all."""
+
+HEADINGS: dict[str, str] = {
+    "Model": "model context kv-bits draft-model trust-remote-code",
+    "Prompt": "prompt system prompt-template prompt-var image raw tools chat-template-var",
+    "Input": "row-template prompt-column messages-column id-column delimiter pictures "
+    "picture-folder strict",
+    "Answer": "temperature max-tokens greedy seed stop schema choices top-k top-p min-p "
+    "repetition-penalty presence-penalty frequency-penalty penalty-context speculate overflow "
+    "keep logprobs n repeat",
+    "Conversation": "session continue no-save switch-model branch state keep-thinking history "
+    "no-cache-file session-kv-bits plain no-type-ahead no-input-history",
+    "Output": "output json resume retry-failed output-order no-usage summary progress-file quiet "
+    "html csv trace force print",
+    "Run": "plan order parallel workers shard retries timeout max-errors dask tls-ca tls-cert "
+    "tls-key insecure",
+    "Server": "url host port api-key no-key allow-origin slots max-queue keep-alive no-disk-cache "
+    "disk-cache-bytes no-claude-names disable-rewrite drain unit",
+    "Several hosts": "hosts rank rank-port",
+    "Memory": "memory cache-memory reserve prefill-step max-step-ms rewind-slack "
+    "checkpoint-budget checkpoint-interval measure",
+    "Logs and checks": "verbose events log-text log-tokens metrics verify-cache verify-strict "
+    "min-hit-rate debug",
+}
+"""All flags of commands with many options, by heading, in the order of the help."""
+MANY = 14
+"""A command with more options shows those of USED."""
+
+
+def flag_of(option: click.Option) -> str:
+    """Return the long name of an option without its dashes."""
+    return max(option.opts, key=len).lstrip("-")
+
+
+def option_record(option: click.Option, ctx: click.Context) -> tuple[str, str] | None:
+    """Return names and text of an option, with its default; None if it is hidden."""
+    record = option.get_help_record(ctx)
+    if record is None or option.is_flag or option.count or option.multiple or option.required:
+        return record
+    names, text = record
+    default = option.get_default(ctx)
+    shown = default if isinstance(default, int | float | str) else "none"
+    return names, text if "default" in text else f"{text}  [default: {shown}]"
+
+
+def _under_headings(options: Iterable[click.Option]) -> dict[str, list[click.Option]]:
+    """Return options by heading, in the order of HEADINGS; "Options" has the others."""
+    places = {
+        flag: (number, place, heading)
+        for number, (heading, flags) in enumerate(HEADINGS.items())
+        for place, flag in enumerate(flags.split())
+    }
+    last = (len(HEADINGS), 0, "Options")
+    found: dict[str, list[click.Option]] = {}
+    for option in sorted(options, key=lambda one: places.get(flag_of(one), last)[:2]):
+        found.setdefault(places.get(flag_of(option), last)[2], []).append(option)
+    return found
+
+
+class HelpCommand(click.Command):
+    """A command whose `--help` shows the options that people use, and `--help-all` all of them."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        params = super().get_params(ctx)
+        if str(self.name) not in USED:
+            return params
+        show_all = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help="Show all options and exit.",
+        )
+        return [*params, show_all]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        options = [one for one in options if not one.hidden]
+        used, is_short = USED.get(str(self.name), "").split(), not ctx.meta.get("help_all")
+        helps = [one for one in options if flag_of(one) in ("help", "help-all")]
+        own = [one for one in options if one not in helps]
+        shown = [one for one in own if flag_of(one) in used] if used and is_short else own
+        groups = _under_headings(shown) if len(own) > MANY else {"Options": shown}
+        for heading, members in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [r for one in members if (r := option_record(one, ctx)) is not None]
+                )
+        with formatter.section("Help"):
+            formatter.write_dl([r for one in helps if (r := option_record(one, ctx)) is not None])
+            if len(shown) < len(own):
+                path = ctx.command_path
+                formatter.write_text(f"`{path} --help-all` shows {len(own) - len(shown)} more.")
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta["help_all"] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+class HelpGroup(click.Group):
+    """A group of commands with such a help, in the order in which they were added."""
+
+    command_class = HelpCommand
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def write_commands(formatter: click.HelpFormatter) -> None:
+    """Write the commands of the program with their summaries, under headings."""
+    wide = max(len(name) for commands in COMMANDS.values() for name in commands)
+    for heading, commands in COMMANDS.items():
+        with formatter.section(heading):
+            formatter.write_dl([(f"{name:{wide}}", text) for name, text in commands.items()])
