@@ -148,7 +148,7 @@ class HelpCommand(click.Command):
             formatter.write_dl([r for one in helps if (r := option_record(one, ctx)) is not None])
             if len(shown) < len(own):
                 path = ctx.command_path
-                formatter.write_text(f"`{path} --help-all` shows {len(own) - len(shown)} more.")
+                formatter.write(f"  `{path} --help-all` shows {len(own) - len(shown)} more.\n")
 
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -102,7 +102,7 @@ def launch(
     mlxrunner launch --print codex
     mlxrunner launch opencode run "What does this project do?"
     mlxrunner launch --hosts hosts.json -- chat MODEL --tensor-parallel
-    mlxrunner launch --hosts hosts.json -- serve MODEL --tensor-parallel --port 8080
+    mlxrunner launch --hosts hosts.json -- serve MODEL --tensor-parallel
     """
     if hosts is not None:
         if rank is not None:

@@ -31,7 +31,8 @@ def models(ctx: click.Context, known: bool, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         if as_json or known:
-            raise OptionError("--json and --known list models: give them without a command")
+            flag = "--json" if as_json else "--known"
+            raise OptionError(f"{flag} lists models: give it without a command")
         return
     if known:
         _list_known(as_json)

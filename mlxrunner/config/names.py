@@ -160,7 +160,7 @@ ADVICE: dict[str, str] = {
     "update": "pip or uv updates the program, as it was installed.",
     "uninstall": "pip or uv removes the program; `mlxrunner models rm ID` removes a model.",
 }
-"""What to do instead of a command of another program that none of ours replaces."""
+"""The way to the same for each command of another program that none of ours replaces."""
 
 FLAGS: dict[str, str] = {
     "format": "schema",

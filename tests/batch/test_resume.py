@@ -115,7 +115,7 @@ def test_a_plan_leaves_the_run_alone_that_it_is_about(folder: Path) -> None:
     ends(
         run(*plan, "--chat-template-var", "enable_thinking=false"),
         2,
-        "was begun with another --chat-template-var: not set then, ",
+        "was begun with another --template-var: not set then, ",
     )
     assert Path("out.jsonl.run").read_bytes() == before
     resume()
