@@ -60,7 +60,8 @@ def cache_writer(
     conversation = plan(seed, form, last, shared)
     files = piece_files(conversation, exported, layers, there, salt=salt, pictures=names, bits=bits)
     sizes = {**there, **{file.name: file.nbytes for file in files}}
-    states, more = layers.states, {"fingerprint": dict(fingerprint)}
+    states = layers.states
+    more: dict[str, Any] = {"fingerprint": dict(fingerprint)}
     head = head_file(
         conversation, sizes, layers.structure, states, salt=salt, pictures=names, **more
     )

@@ -13,10 +13,13 @@ import os
 import re
 import stat
 import tempfile
+import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +34,7 @@ from mlxrunner.cache.disk.index import (
 )
 from mlxrunner.cache.disk.pieces import (
     DividedLayers,
+    PieceFile,
     PieceReader,
     Pieces,
     RestoredEntry,
@@ -39,12 +43,15 @@ from mlxrunner.cache.disk.pieces import (
     piece_files,
 )
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.protocol import Exported, Saved
+from mlxrunner.cache.layers.protocol import Exported, Saved, SavedCheckpoint
 from mlxrunner.cache.layers.protocol import outline as outlined
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder
+from mlxrunner.system.tensorfile import ArraySource
+
+T = TypeVar("T")
 
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
 """The names of this module's files. Whatever else is in the folder is left alone."""
@@ -68,6 +75,16 @@ def form_of(
         layers.can_be_cut,
         exported.is_exact,
         pictures.spelled(exported.tokens),
+    )
+
+
+def form_up_to(form: EntryForm, end: int, checkpoints: Sequence[SavedCheckpoint]) -> EntryForm:
+    """Return the form of the first `end` tokens of an entry, with these checkpoints."""
+    return replace(
+        form,
+        tokens=form.tokens[:end],
+        spelled=form.spelled[:end],
+        checkpoints=[(item.offset, item.role) for item in checkpoints],
     )
 
 
@@ -105,6 +122,10 @@ class DiskCache:
         )
         self._index = DiskCacheIndex(self._place.folder.remove, limit, on_evicted)
         self._said = ""
+        self.written = 0
+        """Bytes of all files that were written since it was opened."""
+        self._writer: tuple[str, threading.Thread] | None = None
+        """The file that a thread writes, or wrote last, and the thread."""
         self._read_all()
 
     def tell(self, on_evicted: OnEvicted) -> None:
@@ -171,6 +192,27 @@ class DiskCache:
             self._index.drop_earlier(conversation, replaces)
         return conversation
 
+    def saving(
+        self, entry: CacheEntry, upto: int, replaces: StoredConversation | None = None
+    ) -> Generator[bool, None, StoredConversation | None]:
+        """Write the first `upto` tokens of an exact entry, which stays in memory.
+
+        What it writes is on the disk when it returns, also after a power cut: the rows that the
+        disk lacks and one copy of the states and windows, those after `upto` tokens or at the last
+        checkpoint before. Yield after each array, and True while a thread waits for the disk. The
+        entry may grow meanwhile, but what it has must not change. If the iterator is closed,
+        nothing was written. Earlier states are dropped as `offload` does.
+        """
+        try:
+            conversation = yield from self._saving(entry, upto)
+        except FAILURES as error:
+            self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
+            return None
+        if conversation is not None:
+            self._said = ""
+            self._index.drop_earlier(conversation, replaces)
+        return conversation
+
     def lacks(self, tokens: TokenArray) -> int:
         """Return how many tokens of an exact conversation no file has."""
         return len(tokens) - self._index.closest(tokens)[1]
@@ -213,8 +255,7 @@ class DiskCache:
         salt = "" if exported.is_exact else os.urandom(8).hex()
         form = form_of(entry, exported, layers, self._pictures)
         conversation = self._index.plan(self._seed + salt.encode(), form)
-        if (there := self._index.named(conversation.name)) is not None:
-            self._index.use(there)
+        if (there := self._known(conversation)) is not None:
             return there
         self._index.claim(conversation)
         try:
@@ -225,6 +266,49 @@ class DiskCache:
             raise
         return conversation
 
+    def _saving(
+        self, entry: CacheEntry, upto: int
+    ) -> Generator[bool, None, StoredConversation | None]:
+        exported = entry.export(outlined=True)
+        layers = DividedLayers(entry.caches, exported.layers, len(exported.tokens))
+        is_whole = upto == len(exported.tokens) and entry.is_true
+        if not upto or not exported.is_exact or not (is_whole or layers.can_be_cut):
+            return None
+        form = form_of(entry, exported, layers, self._pictures)
+        if not is_whole:
+            cut = None if layers.has_only_rows else _last_before(exported.checkpoints, upto)
+            if cut is None and not layers.has_only_rows:
+                return None
+            upto = upto if cut is None else cut.offset
+            exported = replace(exported, checkpoints=[] if cut is None else [cut])
+            form = form_up_to(form, upto, exported.checkpoints)
+        conversation = self._index.plan(self._seed, form, is_frugal=True)
+        if is_whole:  # of its checkpoints, only those that are there already
+            pairs = zip(conversation.states, exported.checkpoints, strict=False)
+            there = [pair for pair in pairs if pair[0].name in self._index.sizes]
+            conversation = replace(conversation, states=[state for state, _ in there])
+            exported = replace(exported, checkpoints=[item for _, item in there])
+        elif exported.checkpoints:
+            conversation = replace(conversation, lowest=upto + 1)
+        if (known := self._known(conversation)) is not None:
+            return known
+        self._index.claim(conversation)
+        try:
+            yield from self._writing_behind(conversation, exported, layers, has_states=is_whole)
+            self._index.add(conversation)
+        except BaseException:
+            self._index.remove(conversation)
+            raise
+        return conversation
+
+    def _known(self, conversation: StoredConversation) -> StoredConversation | None:
+        """Return the conversation of that name if it is there with all that this one has."""
+        there = self._index.named(conversation.name)
+        if there is None or not there.covers(conversation):
+            return None
+        self._index.use(there)
+        return there
+
     def _writing(
         self, conversation: StoredConversation, exported: Exported, layers: DividedLayers, salt: str
     ) -> Iterator[None]:
@@ -232,23 +316,98 @@ class DiskCache:
 
         Yield after each.
         """
-        there, names = self._index.sizes, self._pictures
-        files = piece_files(conversation, exported, layers, there, salt=salt, pictures=names)
-        new = {file.name: file.nbytes for file in files}
-        structure, sizes = layers.structure, {**there, **new}
-        files.append(
-            head_file(conversation, sizes, structure, layers.states, salt=salt, pictures=names)
-        )
-        new[conversation.name] = files[-1].nbytes
-        self._index.make_room(sum(new.values()), conversation)
+        files = self._missing(conversation, exported, layers, layers.states, salt=salt)
         while files:
             file = files.pop(0)  # with the arrays that were copied to write it
-            if file.name not in self._index.sizes:  # another one may have written it meanwhile
-                self._index.make_room(new[file.name], conversation)
+            if file.name not in self._index.sizes or not files:  # another may have written it
+                self._index.make_room(file.nbytes, conversation)
+                self._await_writer(file.name)
                 yield from file.writing(self._place.folder)
-                self._index.wrote(file.name, new[file.name])
+                self._wrote(file)
             del file
             yield
+
+    def _writing_behind(
+        self,
+        conversation: StoredConversation,
+        exported: Exported,
+        layers: DividedLayers,
+        *,
+        has_states: bool,
+    ) -> Iterator[bool]:
+        """Write the files that are missing in a thread, each from a copy of its arrays.
+
+        The conversation's own one is copied first, because states change when the entry grows.
+        `has_states`: it has the states at the end.
+        """
+        states = layers.states if has_states else {}
+        *files, head = self._missing(conversation, exported, layers, states, has_tokens=False)
+        copied = yield from _without_waiting(head.copying())
+        del head
+        while files:
+            file = files.pop(0)
+            if file.name not in self._index.sizes:
+                yield from self._write_copy((yield from _without_waiting(file.copying())))
+            del file
+        yield from self._write_copy(copied)
+
+    def _missing(
+        self,
+        conversation: StoredConversation,
+        exported: Exported,
+        layers: DividedLayers,
+        states: Mapping[str, ArraySource],
+        *,
+        salt: str = "",
+        has_tokens: bool = True,
+    ) -> list[PieceFile]:
+        """Make room for the files of a conversation that are missing, and return them.
+
+        The conversation's own is the last.
+        """
+        there, names = self._index.sizes, self._pictures
+        files = piece_files(conversation, exported, layers, there, salt=salt, pictures=names)
+        sizes = {**there, **{file.name: file.nbytes for file in files}}
+        structure = layers.structure
+        head = head_file(
+            conversation, sizes, structure, states, salt=salt, pictures=names, has_tokens=has_tokens
+        )
+        self._index.make_room(sum(file.nbytes for file in (*files, head)), conversation)
+        return [*files, head]
+
+    def _write_copy(self, file: PieceFile) -> Iterator[bool]:
+        """Write a file whose arrays are copies, in a thread. Yield True until it is on the disk."""
+        failed: list[Exception] = []
+
+        def write() -> None:
+            try:
+                for _ in file.writing(self._place.folder, sync=True):
+                    pass
+            except Exception as error:
+                failed.append(error)
+
+        self._await_writer(file.name)
+        writer = threading.Thread(target=write, name="mlxrunner-disk-cache", daemon=True)
+        self._writer = file.name, writer
+        writer.start()
+        try:
+            while writer.is_alive():
+                yield True
+        finally:
+            writer.join()
+            if not failed:
+                self._wrote(file)
+        if failed:
+            raise failed[0]
+
+    def _await_writer(self, name: str) -> None:
+        """Wait until no thread writes the file `name` any more."""
+        if self._writer is not None and self._writer[0] == name:
+            self._writer[1].join()
+
+    def _wrote(self, file: PieceFile) -> None:
+        self.written += file.nbytes
+        self._index.wrote(file.name, file.nbytes)
 
     def _read_all(self) -> None:
         """Find again what is in the folder; remove what is damaged, or used by nothing.
@@ -324,8 +483,7 @@ class DiskCache:
         """Return a conversation and the sizes of its files. Raise SessionError if it is damaged."""
         with reader.file(name) as file:
             about = json.loads(file.metadata["about"])
-            stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
-            tokens = self._pictures.adopted(stored, about.get("pictures"))
+            tokens = reader.all_tokens(name, self._pictures)
             conversation, sizes = read_conversation(name, tokens, about)
             seed = self._seed + str(about["salt"]).encode()
             digest = digests(seed, self._pictures.spelled(tokens), [len(tokens)])[len(tokens)]
@@ -338,6 +496,24 @@ class DiskCache:
         if what != self._said:
             logger.warning("%s", what)
         self._said = what
+
+
+def _last_before(items: Sequence[SavedCheckpoint], end: int) -> SavedCheckpoint | None:
+    """Return the last checkpoint at or before `end`; None if there is none."""
+    return max(
+        (item for item in items if item.offset <= end), key=lambda item: item.offset, default=None
+    )
+
+
+def _without_waiting(work: Generator[None, None, T]) -> Generator[bool, None, T]:
+    """Run `work`, and yield False where it yields: nothing is waited for."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            found: T = done.value
+            return found
+        yield False
 
 
 def _is_ours(found: os.stat_result) -> bool:

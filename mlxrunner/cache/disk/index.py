@@ -31,6 +31,11 @@ SHORT = 64
 A conversation whose last file has fewer writes them anew with its next turn, so that many short
 turns don't make many files.
 """
+FEW = 20
+"""Tokens that are stored again to save a file are at most this part of the new ones: one in 20.
+
+That holds where conversations are written after each turn.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,13 @@ class StoredConversation:
         ends = [min(end, to) for end in (*nexts, len(self.tokens))]
         pairs = zip(self.rows, ends, strict=False)
         return [(piece, end) for piece, end in pairs if piece.begin < to]
+
+    def covers(self, other: StoredConversation) -> bool:
+        """Return True if it can be resumed wherever `other`, with the same tokens, can be."""
+        states = {state.offset for state in self.states}
+        return self.lowest <= other.lowest and states.issuperset(
+            state.offset for state in other.states
+        )
 
     def describe(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return what its file says about it, for JSON. `sizes`: bytes of each file."""
@@ -298,17 +310,24 @@ class EntryForm:
 
 
 def plan(
-    seed: bytes, form: EntryForm, closest: StoredConversation | None = None, shared: int = 0
+    seed: bytes,
+    form: EntryForm,
+    closest: StoredConversation | None = None,
+    shared: int = 0,
+    *,
+    rewritten: int | None = None,
 ) -> StoredConversation:
     """Name the files of a conversation: those that are there, and those to be written.
 
-    It uses the files of `closest` that have rows of the first `shared` tokens of both.
+    It uses the files of `closest` that have rows of the first `shared` tokens of both, but for a
+    last one with fewer than `rewritten` tokens (default: SHORT).
     """
     tokens, length = form.tokens, len(form.tokens)
     rows, begin = list[RowsPiece](), 0
     if closest is not None and closest.rows and shared:
         rows, begin = [piece for piece, _ in closest.used(shared)], shared
-        if shared < length and shared - rows[-1].begin < SHORT:
+        short = SHORT if rewritten is None else rewritten
+        if shared < length and shared - rows[-1].begin < short:
             begin = rows.pop().begin
     new = pieces(begin, length) if form.has_rows else []
     offsets = [length, *(end for _, end in new), *(offset for offset, _ in form.checkpoints)]
@@ -373,10 +392,14 @@ class DiskCacheIndex:
     def named(self, name: str) -> StoredConversation | None:
         return self._conversations.get(name)
 
-    def plan(self, seed: bytes, form: EntryForm) -> StoredConversation:
-        """Name the files of a conversation: those that are there, and those to be written."""
+    def plan(self, seed: bytes, form: EntryForm, *, is_frugal: bool = False) -> StoredConversation:
+        """Name the files of a conversation: those that are there, and those to be written.
+
+        `is_frugal`: rows that are there are written again only if they are few beside the new ones.
+        """
         closest, shared = self.closest(form.tokens) if form.is_exact else (None, 0)
-        return plan(seed, form, closest, shared)
+        few = min(SHORT, (len(form.tokens) - shared) // FEW) if is_frugal else None
+        return plan(seed, form, closest, shared, rewritten=few)
 
     def claim(self, conversation: StoredConversation) -> None:
         """Keep the files that `conversation` is going to share."""
@@ -389,14 +412,20 @@ class DiskCacheIndex:
         self.sizes[name] = nbytes
 
     def add(self, conversation: StoredConversation) -> None:
-        """Add a conversation whose files are all there."""
+        """Add a conversation whose files are all there, in place of another one of its name."""
         self._mend()
         self.claim(conversation)
+        before = self._conversations.get(conversation.name)
         self._is_whole = False
         self._conversations[conversation.name] = conversation
+        if before is not None:
+            self._tree(before).remove(before, before.tokens)
+            self._dual.forget(before)
         self._tree(conversation).add(conversation, conversation.tokens)
         self._dual.use(conversation)
         self._is_whole = True
+        if before is not None:
+            self.release(before)
 
     def use(self, conversation: StoredConversation, reader: object | None = None) -> None:
         """Note that a conversation is used. It is not given up while `reader` exists."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -502,14 +502,17 @@ def head_file(
     *,
     salt: str,
     pictures: PictureNames,
+    has_tokens: bool = True,
     **more: Any,
 ) -> PieceFile:
     """Return a conversation's own file. `sizes`: bytes of the others. `states`: those at its end.
 
-    `more`: what else it says about itself.
+    `has_tokens`: the tokens are in it, also if files with rows have them. `more`: what else it says
+    about itself.
     """
     about = {"salt": salt, "layers": structure, **conversation.describe(sizes), **more}
-    spoken = _spoken(conversation.tokens, about, pictures)
+    is_told = has_tokens or not conversation.rows
+    spoken = _spoken(conversation.tokens, about, pictures) if is_told else {}
     return PieceFile(conversation.name, {**spoken, **states}, about)
 
 
@@ -538,10 +541,20 @@ class PieceFile:
 
     def copied(self) -> PieceFile:
         """Return the file with its arrays in host memory, so that any thread may write it."""
-        arrays = {
-            name: Buffer(array.dtype, array.shape, memoryview(bytes(array.data)))
-            for name, array in self.arrays.items()
-        }
+        work = self.copying()
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                file: PieceFile = done.value
+                return file
+
+    def copying(self) -> Generator[None, None, PieceFile]:
+        """Return what `copied` does, and yield after each array."""
+        arrays: dict[str, ArraySource] = {}
+        for name, array in self.arrays.items():
+            arrays[name] = Buffer(array.dtype, array.shape, memoryview(bytes(array.data)))
+            yield
         return replace(self, arrays=arrays)
 
     def writing(self, folder: Folder, *, sync: bool = False) -> Iterator[None]:
@@ -591,6 +604,29 @@ class PieceReader:
         """Return what a file says about itself."""
         with self.file(name) as file:
             return dict(json.loads(file.metadata["about"]))
+
+    def tokens(self, name: str, pictures: PictureNames) -> TokenArray:
+        """Return the tokens that a file has."""
+        with self.file(name) as file:
+            stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
+            about = json.loads(file.metadata["about"])
+            return pictures.adopted(stored, about.get("pictures"))
+
+    def all_tokens(self, name: str, pictures: PictureNames) -> TokenArray:
+        """Return the tokens of the conversation whose own file is `name`.
+
+        They are in it, or in the files with its rows.
+        """
+        with self.file(name) as file:
+            if "tokens" in file.arrays:
+                return self.tokens(name, pictures)
+            rows = [(str(one[0]), int(one[1])) for one in self.about(name)["rows"]]
+            ends = [begin for _, begin in rows[1:]] + [int(name.split(".")[0].split("-")[2])]
+            parts = [
+                self.tokens(piece, pictures)[: end - begin]
+                for (piece, begin), end in zip(rows, ends, strict=True)
+            ]
+            return np.concatenate(parts)
 
     def _file(self, name: str) -> TensorFile:
         folder = self._folder
@@ -839,7 +875,14 @@ class Pieces:
         self._reader = self._reader.again()
         about = self._reader.about(name)
         structure, salt = about["structure"], str(about["salt"])
-        rows, tokens = self._chain(name) if name.startswith("rows-") else ([], self._tokens(name))
+        rows, tokens = (
+            self._chain(name)
+            if name.startswith("rows-")
+            else (
+                [],
+                self._reader.tokens(name, self._pictures),
+            )
+        )
         spelled, seed = self._pictures.spelled(tokens), seed + salt.encode()
         offsets = {int(one.split(".")[0].split("-")[2]) for one in self._states}
         named = digests(
@@ -887,14 +930,8 @@ class Pieces:
             if not begin < upto <= end:
                 raise SessionError(f"{after} does not lead to what comes after it")
             rows.append(RowsPiece(after, begin, end))
-            parts.append(self._tokens(after)[: upto - begin])
+            parts.append(self._reader.tokens(after, self._pictures)[: upto - begin])
             after, upto = self._reader.about(after)["after"], begin
         if upto:
             raise SessionError("its beginning is missing")
         return rows[::-1], np.concatenate(parts[::-1])
-
-    def _tokens(self, name: str) -> TokenArray:
-        with self._reader.file(name) as file:
-            stored = np.frombuffer(file.arrays["tokens"].read(), np.int32)
-            about = json.loads(file.metadata["about"])
-            return self._pictures.adopted(stored, about.get("pictures"))

@@ -1,0 +1,227 @@
+"""A conversation that stays in memory is written behind: a crash costs what came after its save."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.index import StoredConversation
+from mlxrunner.system.reading import open_file
+from mlxrunner.system.tensorfile import TensorFile
+
+from .conftest import PARTS, PLENTY, Make, answer
+from .test_recovery import FOLLOWING, KINDS, PROMPT, new
+
+
+def saved(disk: DiskCache, entry: Any, upto: int, **more: Any) -> StoredConversation:
+    """Save the first tokens of an entry, and return the conversation."""
+    work = disk.saving(entry, upto, **more)
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            assert done.value is not None
+            return done.value
+
+
+def steps(disk: DiskCache, entry: Any, upto: int) -> Iterator[None]:
+    """Save, and yield where a kill may come."""
+    for _ in disk.saving(entry, upto):
+        yield
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """Copy what is in a folder, as a kill would leave it. A thread may rename a file meanwhile."""
+    (to / folder.name).mkdir(parents=True)
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            shutil.copy2(path, to / folder.name)
+    return to
+
+
+def payload(folder: Path, names: set[str]) -> dict[str, int]:
+    """Return the bytes of rows and of states in files, without headers and tokens."""
+    found = {"rows": 0, "states": 0}
+    for name in names:
+        file = TensorFile(open_file(folder / name)[0])
+        kind = "rows" if name.startswith("rows-") else "states"
+        found[kind] += sum(one.nbytes for key, one in file.arrays.items() if key != "tokens")
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kill_costs_what_came_after_the_last_save(
+    name: str, make_parking: Make, tmp_path: Path
+) -> None:
+    """At each moment of a save the one before is there; afterwards all is, with equal answers."""
+    runner, disk, copies = new(name), make_parking(), list[Path]()
+    answer(runner, PROMPT)
+    before = saved(disk, runner.entry, len(runner.entry.tokens))
+    answer(runner, FOLLOWING)
+    for number, _ in enumerate(steps(disk, runner.entry, len(runner.entry.tokens))):
+        copies.append(copied(disk.folder, tmp_path / f"copy-{number}"))
+    copies.append(copied(disk.folder, tmp_path / "copy-last"))
+    prompt = [*runner.entry.tokens.array.tolist(), 7, 8]
+    said, reused = answer(new(name), prompt, 4)[0], list[int]()
+    for copy in copies:
+        other = DiskCache(copy, PARTS, limit=PLENTY)
+        found = other.find(np.array(prompt, np.int32))
+        assert found is not None
+        reused.append(found[1])
+        warm = new(name)
+        warm.cache.adopt(other.restore(*found), "the disk")
+        assert answer(warm, prompt, 4)[0] == said
+        assert other.bytes == sum(one.stat().st_size for one in other.folder.iterdir())
+        other.close()
+    assert min(reused) >= before.resumable(len(before.tokens) - (name == "rows"))
+    assert reused[-1] == len(prompt) - 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_save_writes_new_rows_and_one_copy_of_the_states(name: str, make_parking: Make) -> None:
+    """However many turns there are, and however many checkpoints the entry has."""
+    runner, disk, prompt = new(name), make_parking(), [*PROMPT]
+    replaces, rows, there = None, 0, set[str]()
+    for turn in range(6):
+        answer(runner, prompt, 10)
+        entry = runner.entry
+        assert len(entry.checkpoints.offsets) > 1 or name == "rows"
+        count, before = len(entry.tokens), 0 if turn == 0 else rows
+        replaces = saved(disk, entry, count, replaces=replaces)
+        names = {path.name for path in disk.folder.iterdir()}
+        found, there = payload(disk.folder, names - there), names
+        exported = entry.export()
+        sizes = {
+            "rows": sum(one.nbytes for layer in exported.layers for one in layer.arrays.values()),
+        }
+        if name == "rows":
+            each = sizes["rows"] // count
+            assert found["rows"] <= 1.1 * each * (count - before)
+            assert found["states"] == 0
+        elif name == "states":
+            assert found == {"rows": 0, "states": sizes["rows"]}
+        else:
+            assert found["states"] <= sizes["rows"]
+        rows = count
+        prompt = [*entry.tokens.array.tolist(), *range(30 * turn, 30 * turn + 20)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_entry_that_goes_on_is_saved_as_it_was(name: str, make_parking: Make) -> None:
+    """The first tokens are written while a request adds others, also between two arrays."""
+    runner, disk = new(name), make_parking()
+    answer(runner, PROMPT)
+    count = len(runner.entry.tokens)
+    work = disk.saving(runner.entry, count)
+    following = [*runner.entry.tokens.array.tolist(), *range(90, 130)]
+    next(work)
+    stream = runner.generate(following, max_tokens=9, stop_tokens=[])
+    for _ in stream:
+        next(work, None)
+    for _ in work:
+        pass
+    other = make_parking()
+    prompt = [*following[:count], 5, 6, 7]
+    found = other.find(np.array(prompt, np.int32))
+    assert found is not None
+    assert found[1] == count
+    warm = new(name)
+    warm.cache.adopt(other.restore(*found), "the disk")
+    assert answer(warm, prompt, 4)[0] == answer(new(name), prompt, 4)[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_part_of_a_running_entry_is_saved(name: str, make_parking: Make) -> None:
+    """Up to an offset that it has passed, or to the last checkpoint before."""
+    runner, disk = new(name), make_parking()
+    answer(runner, FOLLOWING, 20)
+    upto = len(FOLLOWING) - 3
+    done = saved(disk, runner.entry, upto)
+    offsets = runner.entry.checkpoints.offsets
+    most = upto if name == "rows" else max(one for one in offsets if one <= upto)
+    assert len(done.tokens) == most
+    other = make_parking()
+    prompt = [*FOLLOWING[:most], 9, 9]
+    found = other.find(np.array(prompt, np.int32))
+    assert found is not None
+    assert found[1] == most
+    warm = new(name)
+    warm.cache.adopt(other.restore(*found), "the disk")
+    assert answer(warm, prompt, 4)[0] == answer(new(name), prompt, 4)[0]
+
+
+def test_an_offload_adds_the_checkpoints_that_a_save_left_out(make_parking: Make) -> None:
+    """They take the place of the saved conversation; its rows are not written again."""
+    runner, disk = new("rows-and-states"), make_parking()
+    answer(runner, FOLLOWING, 20)
+    count = len(runner.entry.tokens)
+    first = saved(disk, runner.entry, count)
+    assert not first.states
+    there = {path.name for path in disk.folder.iterdir()}
+    done = disk.offload(runner.entry)
+    assert done is not None
+    assert [one.offset for one in done.states] == runner.entry.checkpoints.offsets
+    assert len(disk) == 1
+    added = {path.name for path in disk.folder.iterdir()} - there
+    assert {name.split("-")[0] for name in added} == {"state"}
+    again = make_parking()
+    assert (len(again), again.bytes) == (1, sum(p.stat().st_size for p in again.folder.iterdir()))
+    found = again.find(np.array([*FOLLOWING[:-1], 250, 251], np.int32))
+    assert found is not None
+    assert found[1] >= max(one for one in runner.entry.checkpoints.offsets if one < len(FOLLOWING))
+
+
+def test_a_save_that_is_closed_leaves_nothing(make_parking: Make) -> None:
+    """Also while a thread writes its file; an offload at the same moment writes the same names."""
+    runner, disk = new("rows"), make_parking()
+    answer(runner, FOLLOWING)
+    count = len(runner.entry.tokens)
+    for number in range(12):
+        work = disk.saving(runner.entry, count)
+        for _ in range(number):
+            next(work, None)
+        work.close()
+        if len(disk):
+            break
+        assert (disk.bytes, [*disk.folder.iterdir()]) == (0, [])
+        work = disk.saving(runner.entry, count)
+        for _ in range(number):
+            next(work, None)
+        done = disk.offload(runner.entry)
+        work.close()
+        assert done is not None
+        assert disk.bytes == sum(path.stat().st_size for path in disk.folder.iterdir())
+        warm = new("rows")
+        warm.cache.adopt(disk.restore(done), "the disk")
+        assert len(warm.entry.tokens) == count
+        disk.drop(done)
+
+
+def test_a_full_disk_costs_a_line(
+    make_parking: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was saved before stays."""
+    runner, disk = new("rows-and-states"), make_parking()
+    answer(runner, PROMPT)
+    before = saved(disk, runner.entry, len(runner.entry.tokens))
+    answer(runner, FOLLOWING)
+
+    def full(fd: int, data: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        for _ in range(2):
+            for _ in disk.saving(runner.entry, len(runner.entry.tokens)):
+                pass
+    assert caplog.text.count("was not written to the disk cache: No space left on device") == 1
+    assert before in disk
+    assert disk.bytes == sum(path.stat().st_size for path in disk.folder.iterdir())
