@@ -455,6 +455,11 @@ def check_raw(options: Mapping[str, Any], system: str | None) -> None:
 
 
 GIB = 2**30
+DISK_WRITE_BYTES = 64 * GIB
+DISK_WRITES = (
+    "Maximum per day that conversations in memory write to the disk cache, where a crash does not "
+    "lose them; 0 = none."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,6 +534,14 @@ class ServeSettings:
         bool,
         "Discard evicted conversations instead of writing them to disk.",
         was=("parks", "park"),
+    )
+    disk_write_bytes: int = option(
+        DISK_WRITE_BYTES,
+        int,
+        DISK_WRITES,
+        low=0,
+        metavar="SIZE",
+        is_size=True,
     )
     keep_alive: float | None = option(
         None,

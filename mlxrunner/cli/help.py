@@ -72,7 +72,7 @@ HEADINGS: dict[str, str] = {
     "Run": "plan order parallel workers shard retries timeout max-errors dask tls-ca tls-cert "
     "tls-key insecure",
     "Server": "url host port api-key no-key allow-origin slots max-queue keep-alive no-disk-cache "
-    "disk-cache-bytes no-claude-names disable-rewrite drain unit",
+    "disk-cache-bytes disk-write-bytes no-claude-names disable-rewrite drain unit",
     "Several hosts": "hosts rank rank-port",
     "Memory": "memory cache-memory reserve prefill-step max-step-ms rewind-slack "
     "checkpoint-budget checkpoint-interval measure",

@@ -437,6 +437,16 @@ class Engine(MultiRequestRunner):
         self.owner.check()
         self._scheduler.step()
 
+    def save_idle(self) -> None:
+        """Write idle conversations to disk for a moment, so that a crash does not lose them."""
+        self.owner.check()
+        self._scheduler.save_idle()
+
+    @property
+    def save_in_s(self) -> float | None:
+        """Seconds until `save_idle` has something to do; None: nothing before the next turn."""
+        return self._scheduler.save_in_s
+
     def tell_first(self, on_first: Callable[[], object]) -> None:
         """Call `on_first` in each step that has read first tokens, before it dispatches."""
         self._scheduler.on_first = on_first

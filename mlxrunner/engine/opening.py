@@ -218,7 +218,13 @@ def parking_of(loaded: LoadedModel, settings: OpenSettings) -> DiskCache | None:
     if sight is not None:
         pictures, stored = PictureNames(sight.table), stored | {"eyes": internals.version()}
     model = fingerprint(loaded.folder) | stored
-    return DiskCache(place, model, limit=settings.disk_cache_bytes, pictures=pictures)
+    return DiskCache(
+        place,
+        model,
+        limit=settings.disk_cache_bytes,
+        daily=settings.disk_write_bytes,
+        pictures=pictures,
+    )
 
 
 PIECE = 256

@@ -9,7 +9,13 @@ from typing import Any, Self
 
 from mlxrunner.config.option import Option, check_path, names, option
 from mlxrunner.errors import OptionError
-from mlxrunner.options import MOST_TOKENS, RunnerKwargs, RunnerSettings
+from mlxrunner.options import (
+    DISK_WRITE_BYTES,
+    DISK_WRITES,
+    MOST_TOKENS,
+    RunnerKwargs,
+    RunnerSettings,
+)
 
 CHECKPOINT_BUDGET = 2**30
 """Bytes for the checkpoints of all slots if neither a setting nor a plan gives another number."""
@@ -119,6 +125,14 @@ class OpenSettings(EngineSettings):
         metavar="FOLDER",
         was=("park_folder",),
     )
+    disk_write_bytes: int = option(
+        DISK_WRITE_BYTES,
+        int,
+        DISK_WRITES,
+        low=0,
+        metavar="SIZE",
+        is_size=True,
+    )
     reserve: bool = option(True, bool, "Allocate memory as needed, not at start.")
     draft_model: str | None = option(
         None,
@@ -150,5 +164,6 @@ class OpenKwargs(EngineKwargs, total=False):
 
     disk_cache_bytes: int
     disk_cache_dir: str | PathLike[str] | None
+    disk_write_bytes: int
     reserve: bool
     draft_model: str | None

@@ -579,6 +579,8 @@ class EngineThread:
         """Do what others asked for. Wait for it if nothing can run."""
         waits = self._is_still()
         until = self._next_due() if waits else None
+        if waits and (saves := self.stepper.save_in_s) is not None:
+            until = saves if until is None else min(until, saves)
         while not self._is_stopping:
             try:
                 act = self._mail.get(waits, until)
@@ -656,6 +658,8 @@ class EngineThread:
     def _step(self) -> None:
         """Run a step. The requests that fail in it have errors of their own."""
         if not self._running:
+            if not self._is_stopping:
+                self.stepper.save_idle()
             return
         try:
             self.stepper.step()

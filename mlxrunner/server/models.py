@@ -475,6 +475,7 @@ class ModelLoader:
             reserve=self.ranks is None,
             disk_cache_bytes=self.settings.disk_cache_bytes if parks else 0,
             disk_cache_dir=parking_folder() if parks else None,
+            disk_write_bytes=self.settings.disk_write_bytes,
             draft_model=draft,
             **self.runner,
         )

@@ -42,10 +42,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 class Talks:
     """Two slots, of which one answers for long; two long conversations take turns in the other."""
 
-    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, name: str, folder: Path, *, daily: int = 0, **settings: Any) -> None:
         self.name, self.parts, rng = name, tiny_parts(name), random.Random(1)
         self.talks = [[rng.randrange(1, 250) for _ in range(LONG)] for _ in range(2)]
-        self.parking = DiskCache(folder, {"model": name}, limit=10**9)
+        self.parking = DiskCache(folder, {"model": name}, limit=10**9, daily=daily)
         self.runner = Engine(
             *self.parts,
             max_sequences=2,

@@ -100,6 +100,7 @@ class DiskCache:
         fingerprint: Mapping[str, str],
         *,
         limit: int,
+        daily: int = 0,
         outline: Sequence[Saved] | None = None,
         on_evicted: OnEvicted = lambda conversation: None,
         pictures: PictureNames | None = None,
@@ -108,10 +109,10 @@ class DiskCache:
 
         Each model has a folder of its own in it. None: a private folder, which goes with this
         process. `fingerprint`: that of the model, with all settings that decide what its layers
-        store. `limit`: most bytes of all files. `outline`: what `fingerprint` is completed by and
-        restored layers are compared with, if it is given. `on_evicted` is told which conversation
-        was evicted. `pictures`: those of a model that sees. Raise SessionError if the
-        folder can't be used.
+        store. `limit`: most bytes of all files. `daily`: see `daily_bytes`. `outline`: what
+        `fingerprint` is completed by and restored layers are compared with, if it is given.
+        `on_evicted` is told which conversation was evicted. `pictures`: those of a model that sees.
+        Raise SessionError if the folder can't be used.
         """
         format_ = None if outline is None else [outlined(layer) for layer in outline]
         described = json.dumps([dict(fingerprint), format_], sort_keys=True).encode()
@@ -122,6 +123,11 @@ class DiskCache:
         )
         self._index = DiskCacheIndex(self._place.folder.remove, limit, on_evicted)
         self._said = ""
+        self.daily_bytes = 0 if self._place.is_private else daily
+        """Most bytes that conversations that stay in memory are to write in a day; 0: none are.
+
+        Those in a private folder would be lost with it.
+        """
         self.written = 0
         """Bytes of all files that were written since it was opened."""
         self._writer: tuple[str, threading.Thread] | None = None

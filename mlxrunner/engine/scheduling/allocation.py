@@ -179,6 +179,7 @@ class OffloadTasks:
         """Work for `requests`, the running ones, in the slots of `residents`."""
         self._engine, self._requests = engine, requests
         self._room, self._residents, self._resume = room, residents, resume
+        self._behind = residents.behind
         self._ahead: Generator[None, None, None] | None = None
         """The parking of a conversation for answers that grow."""
         self._tried: dict[int, tuple[int, int]] = {}
@@ -191,7 +192,9 @@ class OffloadTasks:
         """True if there is something to do between two steps."""
         if self.are_on and self._ahead is None:
             self._look_ahead()
-        return self._ahead is not None or any(one.errand is not None for one in self._requests)
+        if self._ahead is not None or any(one.errand is not None for one in self._requests):
+            return True
+        return self.are_on and self._behind.wait_s(is_idle=False) == 0
 
     def run(self, seconds: float) -> None:
         """Go on with all errands for about some seconds: one piece at least."""
@@ -206,9 +209,12 @@ class OffloadTasks:
                 self._ahead = None
             if time.perf_counter() >= until:
                 return
+        if self.are_on:
+            self._behind.go_on(until - time.perf_counter(), is_idle=False)
 
     def stop(self) -> None:
-        """Leave what is parked for growing answers undone."""
+        """Leave what is parked for growing answers, and saved, undone."""
+        self._behind.stop()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()

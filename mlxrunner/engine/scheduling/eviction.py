@@ -25,6 +25,7 @@ from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.scheduling.request import ActiveRequest
 from mlxrunner.engine.scheduling.slots import Slot
+from mlxrunner.engine.scheduling.write_behind import WriteBehind
 from mlxrunner.errors import CacheFullError, MlxrunnerError, StepFailedError, TimeLimitError
 from mlxrunner.results import Chunk, FinishReason, Usage
 
@@ -84,6 +85,7 @@ class EvictionPolicy:
         self.memory, self.parking = memory, parking
         self._dual: GreedyDual[int] = GreedyDual()
         self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
+        self.behind = WriteBehind(slots, parking)
         if parking is not None:
             parking.tell(lambda parked: self._lose("disk_cache_bytes", parked.tokens))
 
@@ -409,6 +411,7 @@ class RequestFinalizer:
         if not self._residents.is_single:
             slot.cache.entry.is_shifted = False  # only exact tokens are left
         self._residents.use(slot)
+        self._residents.behind.note(slot)
         self._residents.fit()
 
 

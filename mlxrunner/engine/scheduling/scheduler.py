@@ -44,6 +44,7 @@ from mlxrunner.engine.scheduling.eviction import (
 from mlxrunner.engine.scheduling.pacing import StepPace
 from mlxrunner.engine.scheduling.request import ActiveRequest
 from mlxrunner.engine.scheduling.slots import Slot
+from mlxrunner.engine.scheduling.write_behind import IDLE_S
 from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.engine.speculation.sources import DraftSources
 from mlxrunner.errors import CacheFullError, LogitsError
@@ -296,6 +297,16 @@ class Scheduler:
                 began = time.perf_counter()
                 self.errands.run(seconds)
                 self._composer.spend(time.perf_counter() - began)
+
+    def save_idle(self) -> None:
+        """Write idle conversations to disk for a moment, while no request runs."""
+        if self.errands.are_on:
+            self.residents.behind.go_on(IDLE_S, is_idle=True)
+
+    @property
+    def save_in_s(self) -> float | None:
+        """Seconds until `save_idle` has something to do; None: nothing before the next turn."""
+        return self.residents.behind.wait_s(is_idle=True) if self.errands.are_on else None
 
     def _whole(self, act: Callable[[], None]) -> None:
         """Call `act`. End all requests if it raises an error or is interrupted.

@@ -16,10 +16,11 @@ from base64 import b64decode, b64encode
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from mlxrunner.results import logger
 from mlxrunner.server.prompts.lru import ENTRY, LRUCache, footprint
 from mlxrunner.server.tools.reader import Calls, ParsedAnswer
 from mlxrunner.system.reading import read_bytes
-from mlxrunner.system.writing import open_own, write_all, written
+from mlxrunner.system.writing import open_own, whole_sync, write_all, written
 from mlxrunner.templates.messages import common, common_end
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.base import AnswerTokens, left_over
@@ -296,6 +297,8 @@ MOST_FILE_BYTES = 2**24
 """Most bytes of a file. The older half of its answers is dropped then."""
 DIGEST = 32
 """Characters of a digest."""
+SYNC_S = 1.0
+"""Seconds after which an answer is on the disk, also after a power cut."""
 
 
 class AnswerTokenFile:
@@ -306,6 +309,8 @@ class AnswerTokenFile:
 
     def __init__(self, folder: Path, most: int = MOST_FILE_BYTES) -> None:
         self._path, self._most, self._lock, self._said = folder / NAME, most, Lock(), ""
+        self._timer: Timer | None = None
+        """The timer that forces the last answers to the disk."""
 
     def read(self) -> Iterator[tuple[bytes, CachedAnswer]]:
         """Yield the answers and the conversations that they answer, the oldest first.
@@ -338,11 +343,28 @@ class AnswerTokenFile:
                     os.close(descriptor)
                 if size + len(line) > self._most:
                     self._drop_older()
+                self._sync_soon()
         except (OSError, MlxrunnerError) as error:
             said = " ".join(str(error).split())
             if said != self._said:
                 logger.warning("an answer will not be known after a restart: %s", said)
             self._said = said
+
+    def _sync_soon(self) -> None:
+        """Force what was written to the disk in a moment, in a thread."""
+        if self._timer is None:
+            self._timer = Timer(SYNC_S, self._sync)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _sync(self) -> None:
+        self._timer = None
+        with suppress(OSError):
+            descriptor = open_own(self._path, append=True, make=False)
+            try:
+                whole_sync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def _drop_older(self) -> None:
         content = read_bytes(self._path, 4 * self._most)

@@ -1,0 +1,160 @@
+"""Conversations that stay in memory are written to disk, beside whatever runs."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine import Engine, park_in_pieces_of, scheduler
+from support.histories import tiny_parts
+from support.waiting import until
+
+from mlxrunner import ParallelRunner, Runner
+from mlxrunner.cache.disk.disk_cache import DiskCache
+
+from .test_errands import KINDS, SETTINGS, Talks
+
+PLENTY = 10**9
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a turn as soon as it has ended, in files of 16 tokens."""
+    park_in_pieces_of(16, monkeypatch)
+    monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.QUIET_S", 0.0)
+    monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.BUSY_S", 0.0)
+
+
+def opened(folder: Path, name: str, daily: int = PLENTY) -> DiskCache:
+    return DiskCache(folder, {"model": name}, limit=PLENTY, daily=daily)
+
+
+def after_a_kill(place: DiskCache, copy: Path, name: str) -> DiskCache:
+    """Open what the folder has at this moment, as a process does after a kill."""
+    (copy / place.folder.name).mkdir(parents=True)
+    for path in place.folder.iterdir():
+        with suppress(FileNotFoundError):  # a thread may rename it meanwhile
+            shutil.copy2(path, copy / place.folder.name)
+    return opened(copy, name)
+
+
+def most(place: DiskCache, tokens: list[int]) -> int:
+    """Return how many of `tokens` a prompt that goes on from them finds."""
+    found = place.find(np.array([*tokens, 1], np.int32))
+    return 0 if found is None else found[1]
+
+
+@pytest.mark.parametrize("name", [*KINDS, "mamba2"])
+def test_turns_of_an_idle_runner_survive_a_kill(tmp_path: Path, name: str) -> None:
+    """The next turn of each evaluates what is new, and answers as a cold run does."""
+    rng, parts = random.Random(name), tiny_parts(name)
+    talks = [[rng.randrange(1, 250) for _ in range(70 + number)] for number in range(3)]
+    place = opened(tmp_path / "kept", name)
+    with ParallelRunner(*parts, max_sequences=3, parking=place, **SETTINGS) as runner:
+        for _ in range(2):
+            for talk in talks:
+                found = runner.complete(talk, max_tokens=6, stop_tokens=[])
+                talk.extend([*found.tokens, *(rng.randrange(1, 250) for _ in range(9))])
+        until(lambda: all(most(place, talk[:-10]) == len(talk) - 10 for talk in talks))
+        other = after_a_kill(place, tmp_path / "copy", name)
+    with ParallelRunner(*parts, max_sequences=2, parking=other, **SETTINGS) as runner:
+        for talk in talks:
+            found = runner.complete(talk, max_tokens=6, stop_tokens=[])
+            assert found.usage.cached_tokens == len(talk) - 10
+            cold = Runner(*parts, **SETTINGS).complete(talk, max_tokens=6, stop_tokens=[])
+            assert found.tokens == cold.tokens
+
+
+@pytest.fixture
+def talks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talks]:
+    found = Talks(request.param, tmp_path / "parked", daily=PLENTY)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("talks", KINDS, indirect=True)
+def test_a_turn_is_written_between_the_steps_of_others(talks: Talks, tmp_path: Path) -> None:
+    """Also while its slot goes on with the next turn, whose request is not disturbed."""
+    answer = talks.begin_answer()
+    talks.say(0)
+    tokens, steps = talks.talks[0][:-4], 0
+    while most(talks.parking, tokens) < len(tokens):
+        talks.runner.step()
+        steps += 1
+        assert steps < 400
+    assert not answer.finished
+    handle = talks.submit(0)
+    while not handle.finished:
+        talks.runner.step()
+    talks.talks[0] += [*handle.result().tokens, 7, 8, 9]
+    following = talks.submit(0)
+    has_rows_only = talks.name in ("llama", "deepseek_v3")
+    offsets = [len(talks.talks[0]) - 4] if has_rows_only else []
+    while not following.finished:
+        talks.runner.step()
+    other = after_a_kill(talks.parking, tmp_path / "copy", talks.name)
+    there = most(other, talks.talks[0][:-4])
+    assert there >= max(offsets, default=len(tokens))
+    other.close()
+    assert talks.say(0).cached_tokens > 0
+
+
+def test_a_slot_that_is_given_up_meanwhile_leaves_no_wrong_file(tmp_path: Path) -> None:
+    """Saves are cut short at any piece by other conversations; what is found is right."""
+    talks = Talks("qwen3_next", tmp_path / "parked", daily=PLENTY)
+    rng = random.Random(3)
+    talks.begin_answer()
+    for _ in range(12):
+        number = rng.randrange(2)
+        if rng.random() < 0.3:  # another answer to the last message
+            talks.talks[number] = talks.talks[number][: LONG_ENOUGH + rng.randrange(9)]
+        talks.say(number)  # compares it with a cold run
+        for _ in range(rng.randrange(9)):
+            talks.runner.step()
+    talks.close()
+    found = opened(tmp_path / "parked", "qwen3_next")
+    assert found.bytes == sum(path.stat().st_size for path in found.folder.iterdir())
+
+
+LONG_ENOUGH = 60
+
+
+def test_bytes_a_day_bound_what_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so. What has to leave memory is written nevertheless."""
+    place = opened(tmp_path, "llama", daily=1)
+    with (
+        caplog.at_level(logging.WARNING),
+        ParallelRunner(*tiny_parts("llama"), max_sequences=1, parking=place, **SETTINGS) as runner,
+    ):
+        runner.complete([5] * 50, max_tokens=3, stop_tokens=[])
+        until(lambda: most(place, [5] * 50) == 50)
+        written = place.written
+        runner.complete([6] * 50, max_tokens=3, stop_tokens=[])
+        runner.complete([7] * 50, max_tokens=3, stop_tokens=[])
+        until(lambda: "1 bytes a day are the most (disk_write_bytes)" in caplog.text)
+        assert most(place, [6] * 50) == 50
+        assert most(place, [7] * 50) == 0
+        assert place.written > written
+    assert caplog.text.count("a crash would lose their last turns") == 1
+
+
+@pytest.mark.parametrize("settings", [{"daily": 0}, {"folder": None}], ids=["none", "private"])
+def test_nothing_is_written_behind(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Without bytes a day, and into a folder that goes with the process."""
+    given = {"folder": tmp_path, "daily": PLENTY, **settings}
+    place = DiskCache(given["folder"], {"model": "llama"}, limit=PLENTY, daily=given["daily"])
+    parts = tiny_parts("llama")
+    with Engine(*parts, max_sequences=2, parking=place, max_step_ms=None, **SETTINGS) as engine:
+        engine.complete([5] * 50, max_tokens=3, stop_tokens=[])
+        assert engine.save_in_s is None
+        assert not scheduler(engine).errands.is_any
+        assert place.bytes == 0
