@@ -308,6 +308,7 @@ class Engine(MultiRequestRunner):
             "parks": self._parking is not None,
             "park_bytes": 0 if self._parking is None else self._parking.limit,
             "ways": sorted(set(self._adapted.ways)),
+            "splits": self._adapted.can_split,
         }
 
     @property

@@ -248,14 +248,25 @@ class CausalCache(Cache):
         alone = forward.alone
         return layer.read(forward.history if alone is None else alone.cells)
 
-    def expect(self, sequence: int, count: int) -> None:
+    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
         """Reserve a reservation, so that the next `count` tokens of the sequence lie side by side.
 
         Without enough room there is no reservation. Caches with a memory never have reservations.
+        `may_copy`: there are cells for a copy of a short prefix that the sequence shares.
         """
         self._lifecycle.check()
-        if self._attention_window.memory is None:
+        if self._attention_window.memory is not None:
+            return
+        copied = self._cells.with_own_prefix(sequence, count) if may_copy else None
+        if copied is None:
             self._become(self._cells.expecting(sequence, count))
+            return
+        after, cells = copied
+        sources = self._cells.cells_of(sequence, 0, len(cells))
+        for layer in self._layers.values():
+            for buffer in (layer.keys, layer.values):
+                write(buffer, cells, read(buffer, sources))
+        self._become(after)
 
     def num_used_by(self, sequences: Sequence[int], prefix: tuple[int, int] = (0, 0)) -> int:
         """Return the number of cells with tokens of any of `sequences`, or of a prefix.

@@ -188,6 +188,11 @@ def between(spans: Iterable[CellSpan], low: int, high: int) -> Spans:
     return tuple(span for span in clipped if span.end > span.begin)
 
 
+SHORT_PREFIX = 64
+"""Most tokens of a shared prefix that a sequence copies, to read it with its own tokens.
+
+Attention in two parts costs more than reading so few cells once for each sequence.
+"""
 MIN_RESERVATION = 32
 """Cells of the smallest reservation.
 
@@ -515,13 +520,40 @@ class KVPool:
             )
             placed = np.arange(start, start + n, dtype=np.int32), {}
         cells, reservations = placed
-        positions, owners, used = kept.positions.copy(), kept.owners.copy(), kept.used.copy()
+        return Placement(before, kept._with(batch, cells, reservations), cells, move)
+
+    def with_own_prefix(self, sequence: int, count: int) -> tuple[KVPool, Ints] | None:
+        """Give `sequence` cells of its own for all its tokens, a short prefix that others share.
+
+        The cells lie where the next `count` tokens follow them, if there is such room. What it
+        reads then lies side by side: its attention is one part of a batch, not one for the prefix
+        and one for its own tokens. Return the cells, too, to which the rows are to be copied, or
+        None: it has no such prefix, or there are no cells. Numbers of cells decide that, never
+        their places, which a replay does not know.
+        """
+        held = self.owners[sequence]
+        n = int(np.count_nonzero(held))
+        if not 0 < n <= min(SHORT_PREFIX, self.num_free) or (held & self.unshared).any():
+            return None
+        if self.stored(sequence) != (0, n):
+            return None
+        empty = self.with_prefix(sequence, sequence, 0).expecting(sequence, n + count)
+        batch = Batch(range(n), [sequence] * n)
+        cells, reservations = place_tokens(batch, empty.used, empty.reservations) or (
+            np.flatnonzero(~empty.used)[:n].astype(np.int32),
+            empty.reservations,
+        )
+        return empty._with(batch, cells, reservations), cells
+
+    def _with(self, batch: Batch, cells: Ints, reservations: Mapping[int, Reservation]) -> KVPool:
+        """Return the pool once the batch is in `cells`."""
+        positions, owners, used = self.positions.copy(), self.owners.copy(), self.used.copy()
         positions[cells], used[cells] = batch.positions, True
         owners[batch.sequences, cells] = True
-        after = KVPool(positions, owners, self.window, reservations)
-        after._known.update(kept._grown(batch, cells))
+        after = KVPool(positions, owners, self.window, dict(reservations))
+        after._known.update(self._grown(batch, cells))
         after.__dict__["used"] = used
-        return Placement(before, after, cells, move)
+        return after
 
     def packed(self) -> tuple[KVPool, Move | None]:
         """Close all holes, in the same order."""

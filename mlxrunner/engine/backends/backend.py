@@ -122,10 +122,11 @@ class Backend(ABC):
         return [array for group in self.groups for array in group.state]
 
     @abstractmethod
-    def expect(self, sequence: int, count: int) -> None:
+    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
         """Prepare for `count` more tokens of the sequence.
 
-        They lie side by side if the engine can compute attention in parts.
+        They lie side by side if the engine can compute attention in parts. `may_copy`: there are
+        cells for a copy of a short prefix that the sequence shares.
         """
 
     @abstractmethod

@@ -129,7 +129,7 @@ class SequentialModel(Backend):
             for cache in caches:
                 cache.free()
 
-    def expect(self, sequence: int, count: int) -> None:
+    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
         """Do nothing: there are no cells."""
 
     def state(self) -> list[Any]:

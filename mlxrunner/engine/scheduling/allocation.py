@@ -18,6 +18,7 @@ import numpy as np
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.layers.protocol import SavedEntry
 from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.cells import SHORT_PREFIX
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import CopySource
 from mlxrunner.cache.tokens import TokenArray, goes_on
@@ -91,6 +92,11 @@ class KVAllocator:
         if not more:
             raise CacheFullError("the next token", 1, 0, self._cells, LATER)
         request.claimed += more
+
+    @property
+    def may_copy(self) -> bool:
+        """True if no claim needs the cells that the copy of a short prefix takes."""
+        return self.is_ample or self._free(self._holding()) >= SHORT_PREFIX
 
     @property
     def soon(self) -> int:
@@ -494,7 +500,8 @@ class SlotAssigner:
         if source is slot:
             request.trimmed = max(0, request.trimmed - found.cached)
         coming = request.limit - request.sampled
-        self._engine.expect(slot.number, len(prompt) - found.cached + coming)
+        count = len(prompt) - found.cached + coming
+        self._engine.expect(slot.number, count, may_copy=self._room.may_copy)
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
             at = None if self._engine.is_single else found.cached

@@ -173,6 +173,7 @@ class ReplayedEngine(Backend):
         """Make the engine for the layers of `process`. `is_movable`: keys can be moved."""
         self._context, self._is_movable = process["context"], is_movable
         self._ways = process.get("ways", ["row"])
+        self._splits = process.get("splits", False)
         in_cells, self._lines = _sorted(process["layers"], any("row" in way for way in self._ways))
         self._rows = Counter[int]()
         for line in in_cells:
@@ -215,8 +216,10 @@ class ReplayedEngine(Backend):
     ) -> Sequence[Callable[[Any, int], Any]] | None:
         return [lambda keys, by: keys for _ in caches] if self._is_movable else None
 
-    def expect(self, sequence: int, count: int) -> None:
-        """Do nothing: the places of tokens make no difference here."""
+    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+        if self._splits:
+            for group in self.groups:
+                group.expect(sequence, count, may_copy=may_copy)
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         row_bytes = self._rows[window or 0]
