@@ -82,8 +82,11 @@ class Attachments:
                 shown = show(name)
                 pictures += [f"{shown}\n"] if shown not in self.before(text) else []
             elif name is not None:
-                content = fenced(name, read_text(name, runner)).rstrip("\n")
-                named |= {name: content} if content not in text else {}
+                found = read_text(name, runner)
+                content = fenced(name, found).rstrip("\n")
+                if content not in text and name not in named:
+                    say(f"{name} ({size(len(found.encode()))}) is attached")
+                    named[name] = content
             elif in_quotes or "/" in word or "." in word.strip("."):
                 say(f"no such file: {in_quotes or word}; sent as text")
         return "\n\n".join(

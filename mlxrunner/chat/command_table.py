@@ -24,6 +24,32 @@ QUOTES = '"""'
 _QUOTED = re.compile(rf"\s*(?:/[\w-]+\s+)?{QUOTES}")
 OTHER_NAMES = {"/exit": "/bye", "/quit": "/bye", "/q": "/bye", "/?": "/help"}
 """Names that other chats give to commands, and the commands here that they run."""
+MEANT = {
+    "/show": "info status history list messages transcript",
+    "/stats": "usage tokens context timings speed perf memory",
+    "/explain": "why cache misses reuse",
+    "/clear": "reset new forget restart clean",
+    "/undo": "delete rewind back remove pop",
+    "/retry": "regenerate regen again repeat reroll",
+    "/branch": "fork branches copychat",
+    "/switch": "checkout goto",
+    "/model": "models use",
+    "/set": "settings options params parameters config",
+    "/set temperature VALUE": "temperature temp",
+    "/set context VALUE": "num_ctx ctx",
+    "/system": "prompt persona role instructions",
+    "/think": "thinking reasoning reason",
+    "/file": "read open attach add include upload document doc",
+    "/image": "picture img photo vision",
+    "/editor": "multiline multi paste vi vim compose",
+    "/copy": "clip clipboard yank",
+    "/export": "write download transcript",
+    "/load": "resume sessions session chats restore continue",
+    "/help": "commands h",
+    "/bye": "end stop close leave x logout",
+}
+"""Words after a slash that other chats have, or that one may try, by the command here."""
+_MEANING = {f"/{word}": name for name, words in MEANT.items() for word in words.split()}
 GOODBYES = ("exit", "quit")
 """Words that leave a chat in a terminal, if they are the whole text."""
 _COMMAND = re.compile(r"\s*(/(?:[\w-]+|\?))(?:\s+(.*))?", re.DOTALL)
@@ -111,8 +137,10 @@ class CommandTable:
         return [f"{command.usage:{width}}{command.help}" for command in shown]
 
     def _similar(self, name: str) -> str:
-        similar = get_close_matches(name, [*self._commands, *OTHER_NAMES], n=1)
-        return f"did you mean {similar[0]}? " if similar else ""
+        similar = get_close_matches(name, [*self._commands, *OTHER_NAMES, *_MEANING], n=1)
+        meant = _MEANING.get(similar[0], similar[0]) if similar else ""
+        is_here = meant.partition(" ")[0] in {*self._commands, *OTHER_NAMES}
+        return f"did you mean {meant}? " if is_here else ""
 
 
 def flagged(argument: str, flag: str) -> tuple[bool, str]:

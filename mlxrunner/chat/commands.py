@@ -708,6 +708,7 @@ REPORT_COMMANDS = (
         "",
         "show reuse and speed of the last turn and the session",
         stats,
+        is_daily=True,
     ),
-    Command("/explain", "", "show why the last turn did not reuse more", explain),
+    Command("/explain", "", "show why the last turn did not reuse more", explain, is_daily=True),
 )

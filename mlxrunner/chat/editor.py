@@ -21,16 +21,17 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
-from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
 from mlxrunner.chat.command_table import CommandTable, is_continued, is_open
-from mlxrunner.chat.reader import TypedText
+from mlxrunner.chat.reader import IdleInterrupt, TypedText
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import open_own
@@ -44,6 +45,35 @@ LONGEST_HISTORY = 2**26
 PROMPT, MORE = ">>> ", "... "
 NAMED = re.compile(r'(?<!\S)@(?:"[^"\n]*|\S*)$')
 """Matches a file that is being named at the end of a text."""
+
+
+class FoldedPastes:
+    """Long pasted texts, each of which stands in the line as one short name."""
+
+    LINES = 10
+    """Lines from which on a pasted text is folded."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def fold(self, text: str) -> str:
+        """Return what stands for a pasted `text` in the line: itself, or a name."""
+        lines = text.count("\n") + 1
+        if lines < self.LINES:
+            return text
+        name = f"[pasted text {len(self._texts) + 1}: {lines} lines]"
+        self._texts[name] = text
+        return name
+
+    def unfold(self, line: str) -> str:
+        """Return `line` with the texts that its names stand for."""
+        for name in reversed(self._texts) if "[pasted text " in line else ():
+            line = line.replace(name, self._texts[name])
+        return line
+
+    def at_the_end(self, line: str) -> int:
+        """Return the length of the name at the end of `line`, or 0."""
+        return next((len(name) for name in self._texts if line.endswith(name)), 0)
 
 
 class _GoesOutside(Exception):  # noqa: N818  # a wish, not an error
@@ -70,16 +100,16 @@ class Editor:
         while no line is edited.
         """
         Char.display_mappings.update({chr(code): shown for code, shown in SHOWN.items()})
-        self._keyboard = keyboard or Keyboard()
+        self._keyboard, self._pastes = keyboard or Keyboard(), FoldedPastes()
         self._session: PromptSession[str] = PromptSession(
             output=_output(),
             multiline=True,
             prompt_continuation=lambda width, line, wraps: "" if wraps else MORE,
-            key_bindings=_bindings(self._keyboard),
+            key_bindings=_bindings(self._keyboard, self._pastes),
             completer=ChatCompleter(table, words),
             complete_while_typing=False,
             enable_history_search=True,
-            history=PrivateHistory(history) if history else InMemoryHistory(),
+            history=PrivateHistory(history, self._pastes.unfold),
             reserve_space_for_menu=4,
         )
         self._draft, self._thread = TypedText(), Thread()
@@ -135,7 +165,7 @@ class Editor:
             raise
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
-        return outcome[0]
+        return self._pastes.unfold(outcome[0])
 
     def _feed(self, typed: str) -> None:
         """Begin the next line with the keys in `typed`; further lines in them follow it."""
@@ -147,7 +177,7 @@ class Editor:
             store_typeahead(self._session.app.input, keys)
 
     def _changed(self, buffer: Buffer) -> None:
-        self._draft.update(buffer.text)
+        self._draft.update(self._pastes.unfold(buffer.text))
 
     def _end(self) -> None:
         """End the editing in the other thread, even if it has only just begun."""
@@ -168,14 +198,30 @@ def _output() -> Output:
     return output
 
 
-def _bindings(keyboard: Keyboard) -> KeyBindings:
+def _bindings(keyboard: Keyboard, pastes: FoldedPastes) -> KeyBindings:
     bindings = KeyBindings()
     typing = has_focus(DEFAULT_BUFFER)
+
+    @bindings.add(Keys.BracketedPaste, filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        pasted = event.data.replace("\r\n", "\n").replace("\r", "\n")
+        event.current_buffer.insert_text(pastes.fold(pasted))
+
+    @bindings.add("backspace", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        whole = pastes.at_the_end(buffer.document.text_before_cursor)
+        buffer.delete_before_cursor(count=whole or event.arg)
+
+    @bindings.add("c-c", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        given_up = KeyboardInterrupt if event.current_buffer.text else IdleInterrupt
+        event.app.exit(exception=given_up, style="class:aborting")
 
     @bindings.add("enter", filter=typing)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if is_open(buffer.text):
+        if is_open(pastes.unfold(buffer.text)):
             buffer.newline(copy_margin=False)
         elif not buffer.document.text_after_cursor and is_continued(buffer.text):
             buffer.delete_before_cursor()
@@ -189,7 +235,7 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
 
     @bindings.add("c-x", "c-e", filter=typing)
     def _(event: KeyPressEvent) -> None:
-        event.app.exit(exception=_GoesOutside(event.current_buffer.text))
+        event.app.exit(exception=_GoesOutside(pastes.unfold(event.current_buffer.text)))
 
     @bindings.add("escape", "enter", filter=typing)
     @bindings.add("c-j", filter=typing)
@@ -240,10 +286,20 @@ class ChatCompleter(Completer):
 class PrivateHistory(FileHistory):
     """Entries of any number of lines, in a file that only its owner can read.
 
-    A file that cannot be read or written is ignored.
+    A file that cannot be read or written is ignored; None keeps the entries in memory only.
     """
 
+    def __init__(self, file: Path | None, unfold: Callable[[str], str] = str) -> None:
+        """Keep of each entry what `unfold` returns."""
+        super().__init__(file or "")
+        self._unfold = unfold
+
+    def append_string(self, string: str) -> None:
+        super().append_string(self._unfold(string))
+
     def load_history_strings(self) -> Iterable[str]:
+        if not self.filename:
+            return []
         try:
             os.close(
                 open_file(os.fsdecode(self.filename), LONGEST_HISTORY)[0]
@@ -253,6 +309,8 @@ class PrivateHistory(FileHistory):
             return []
 
     def store_string(self, string: str) -> None:
+        if not self.filename:
+            return
         lines = "".join(f"+{line}\n" for line in string.split("\n"))
         try:
             with os.fdopen(open_own(os.fsdecode(self.filename), append=True), "ab") as stream:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import ClassVar
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.markdown import Markdown
+from rich.markdown import CodeBlock, Heading, Markdown
 from rich.segment import Segment
+from rich.syntax import Syntax
 
 from mlxrunner.terminal.text import visible
 
@@ -125,13 +127,42 @@ def _parser() -> MarkdownIt:
     )
 
 
+class _LeftHeading(Heading):
+    """A heading at the left margin, so that copied text has no spaces before it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self.text.justify = "left"
+        yield self.text
+
+
+class _BareCode(CodeBlock):
+    """A block of code without margin and background, so that it is copied as it is."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).rstrip()
+        yield Syntax(
+            code, self.lexer_name, theme="ansi_light", word_wrap=True, background_color="default"
+        )
+
+
+class _CopiedMarkdown(Markdown):
+    """Markdown whose headings and code are copied without padding."""
+
+    elements: ClassVar = {
+        **Markdown.elements,
+        "heading_open": _LeftHeading,
+        "fence": _BareCode,
+        "code_block": _BareCode,
+    }
+
+
 def _markdown(text: str) -> Markdown:
     """Return parsed Markdown whose lines end where the model ended them.
 
     Links and images show their address. Entities show their character, unless that could control
     the terminal.
     """
-    markdown = Markdown("", hyperlinks=False)
+    markdown = _CopiedMarkdown("", hyperlinks=False)
     markdown.parsed = _parser().parse(text)
     for token in markdown.parsed:
         token.content = visible(token.content)

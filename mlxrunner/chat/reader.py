@@ -19,6 +19,10 @@ PIECE = 2**16
 """Most bytes read from standard input at once."""
 
 
+class IdleInterrupt(KeyboardInterrupt):
+    """Ctrl-C at a prompt at which nothing was typed."""
+
+
 class Reader(Protocol):
     """A source of texts."""
 

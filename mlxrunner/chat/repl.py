@@ -34,7 +34,7 @@ from mlxrunner.chat.conversation import (
     full_context,
     more_room,
 )
-from mlxrunner.chat.reader import Reader, StdinReader, TypeAhead, TypedText
+from mlxrunner.chat.reader import IdleInterrupt, Reader, StdinReader, TypeAhead, TypedText
 from mlxrunner.chat.view import (
     DIM,
     UNDIM,
@@ -71,6 +71,8 @@ from mlxrunner.terminal.text import FilteredStream, inline, shows_pictures
 
 logger = logging.getLogger("mlxrunner")
 
+PRESSES_TO_LEAVE = 3
+"""Times that Ctrl-C is pressed at an empty prompt until the chat ends."""
 PIECE_S = 0.4
 """Seconds of a prefill that Ctrl-C may have to wait for, in a terminal."""
 
@@ -131,17 +133,25 @@ class Chat:
             return self._run()
 
     def _run(self) -> int:
-        failed = 0
+        failed, idle_presses = 0, 0
         while True:
             try:
                 with self.interrupts.listening():
                     failed = self._try(self.loaded.complete) or failed
                     begun, self.begun = self.begun, ""
                     text = self._read(self._typeahead, begun)
+                    idle_presses = 0
                     failed = self._try(partial(self._do, text)) or failed
             except EOFError:
                 return 0 if self.interactive else failed
+            except IdleInterrupt:
+                idle_presses += 1
+                if idle_presses == PRESSES_TO_LEAVE:
+                    return 0
+                more = "once" if idle_presses + 1 == PRESSES_TO_LEAVE else "twice"
+                self.say(f"to leave: Ctrl-D, /bye, or Ctrl-C {more} more")
             except KeyboardInterrupt:
+                idle_presses = 0
                 if not self.interactive:
                     return INTERRUPTED
 
@@ -235,11 +245,16 @@ class Chat:
         sys.stderr.write(UNDIM if is_dim else "")
         sys.stderr.flush()
 
+    def introduce(self) -> None:
+        """Say which model this is, and where help is."""
+        context = f"context window of {self.runner.context} tokens"
+        self.say(f"model {self.model}, {context}; /help lists the commands")
+
     def recall(self) -> None:
         """Show the model and the last turn, if a user is at the terminal."""
         if not self.interactive:
             return
-        self.say(f"model {self.model}, context of {self.runner.context} tokens")
+        self.introduce()
         messages = self.conversation.messages
         for number, message in list(enumerate(messages, 1))[-2:]:
             text = beginning(message["content"], f"... (/show {number} shows it whole)")
@@ -507,7 +522,7 @@ HELP = (
     '""" around a text sends it unchanged, even if it looks like a command.',
     "@PATH in a text attaches a file or a picture.  Ctrl-X Ctrl-E opens $EDITOR.",
     "Ctrl-C stops an answer, keeping its text; at the prompt it clears the line.",
-    "Ctrl-Z suspends the chat.  Ctrl-D, exit or quit leave it.",
+    "Ctrl-Z suspends the chat.  Ctrl-D, exit, or Ctrl-C three times leave it.",
 )
 """Lines of /help after the commands; a terminal of 80 columns wraps none of them."""
 

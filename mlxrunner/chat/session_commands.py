@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -181,6 +182,13 @@ class Saving:
                 self._wait()
         elif self._unnamed is not None and chat.conversation.history.turns:
             self._store_unnamed(chat)
+
+    def say_how_to_continue(self, chat: Chat) -> None:
+        """Say that the conversation is kept, and which command continues it."""
+        if self.kept_as is None or not chat.conversation.history.turns:
+            return
+        how = "--continue" if self.name is None else f"--session {shlex.quote(self.name)}"
+        chat.say(f"the conversation is kept: mlxrunner chat {how}")
 
     def _wait(self) -> None:
         """Wait until all caches are written."""

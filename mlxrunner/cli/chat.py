@@ -244,6 +244,8 @@ def _run(chat: Chat, table: CommandTable, saving: Saving, *, is_resumed: bool) -
     from mlxrunner.terminal.signals import uninterrupted
 
     conversation = chat.conversation
+    if chat.interactive and not is_resumed:
+        chat.introduce()
     if chat.interactive and (chat.model != "demo" or conversation.effective):
         chat.say(f"sampling: {conversation.sampling} (/set shows and changes it)")
     saving.begin(chat, is_resumed)
@@ -252,6 +254,8 @@ def _run(chat: Chat, table: CommandTable, saving: Saving, *, is_resumed: bool) -
     finally:
         with uninterrupted():
             saving.end(chat)
+            if chat.interactive:
+                saving.say_how_to_continue(chat)
     if code:
         sys.exit(code)
 

@@ -55,6 +55,14 @@ def test_help_has_every_command(do: Do) -> None:
     [
         ("/stat", "error: no such command: /stat (did you mean /stats? /help lists them)"),
         ("/stats2", "error: no such command: /stats2 (did you mean /stats? /help lists them)"),
+        ("/info", "error: no such command: /info (did you mean /show? /help lists them)"),
+        ("/usage", "error: no such command: /usage (did you mean /stats? /help lists them)"),
+        ("/reset", "error: no such command: /reset (did you mean /clear? /help lists them)"),
+        (
+            "/temperature 0.8",
+            "error: no such command: /temperature (did you mean /set temperature VALUE? /help "
+            "lists them)",
+        ),
         ("/exi", "error: no such command: /exi (did you mean /exit? /help lists them)"),
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
         (

@@ -17,7 +17,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from mlxrunner.chat.command_table import is_open, quoted, unquoted
-from mlxrunner.chat.editor import ChatCompleter, Editor, PrivateHistory
+from mlxrunner.chat.editor import ChatCompleter, Editor, FoldedPastes, PrivateHistory
 from mlxrunner.chat.reader import TypedText
 from mlxrunner.chat.repl import commands
 
@@ -170,3 +170,23 @@ def test_a_history_that_never_ends_is_done_without(kind: str, tmp_path: Path) ->
         file.touch()
         os.truncate(file, 2**40)
     assert list(PrivateHistory(file).load_history_strings()) == []
+
+
+def test_a_long_paste_stands_in_the_line_as_one_name() -> None:
+    """Every reader of the line gets the text; a short paste is itself."""
+    pastes, text = FoldedPastes(), "\n".join(f"line {number}" for number in range(40))
+    assert pastes.fold("a\nb") == "a\nb"
+    first, second = pastes.fold(text), pastes.fold(text.upper())
+    assert (first, second) == ("[pasted text 1: 40 lines]", "[pasted text 2: 40 lines]")
+    assert pastes.unfold(f"Sum up {first} and {second}.") == f"Sum up {text} and {text.upper()}."
+    assert pastes.unfold("[pasted text 3: 40 lines]") == "[pasted text 3: 40 lines]"
+    assert pastes.at_the_end(f"Sum up {first}") == len(first)
+    assert pastes.at_the_end("Sum up") == 0
+
+
+def test_a_paste_that_names_a_paste_stays_as_it_is() -> None:
+    """A text that holds the name of an earlier one is not unfolded within."""
+    pastes = FoldedPastes()
+    first = pastes.fold("a\n" * 20)
+    second = pastes.fold(f"{first}\n" * 20)
+    assert pastes.unfold(second) == f"{first}\n" * 20

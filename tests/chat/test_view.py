@@ -143,6 +143,21 @@ def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(
     assert lines[-1] == "Done."
 
 
+def test_headings_and_code_are_copied_without_padding() -> None:
+    """A heading is at the margin, and code has its own indentation only, in colours or not."""
+    for system in (None, "truecolor"):
+        console = Console(force_terminal=True, width=60, color_system=system, file=io.StringIO())
+        view = StreamedMarkdown(console)
+        view.write("# One\n\n## Two\n\n```python\ndef f():\n    return 1\n```\n")
+        view.close()
+        screen = pyte.Screen(60, 20)
+        pyte.Stream(screen).feed(console.file.getvalue().replace("\n", "\r\n"))
+        lines = [line.rstrip() for line in screen.display if line.strip()]
+        assert lines == ["One", "Two", "def f():", "    return 1"]
+        cells = [cell for row in screen.buffer.values() for cell in row.values()]
+        assert {cell.bg for cell in cells} == {"default"}
+
+
 def test_lines_are_not_filled_with_spaces() -> None:
     """A copy from the terminal is what was said."""
     out = io.StringIO()

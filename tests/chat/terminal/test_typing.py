@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 from support.chats import ALT_ENTER, CHAT, CTRL_C, CTRL_J, DEMO, PASTE, PASTED, TAB, UP
 
@@ -53,6 +54,42 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     screen.child.send(CTRL_C)
     screen.prompt()
     assert screen.leave() == 0
+
+
+def test_the_first_and_the_last_line_say_what_to_do(open_screen: Any) -> None:
+    """The model, its context and /help; then how to continue. Three Ctrl-C leave."""
+    screen = open_screen(*CHAT, size=(100, 30))
+    screen.until("model demo, context window of 2048 tokens; /help lists the commands").prompt()
+    screen.child.send("half a line" + CTRL_C)
+    screen.prompt()
+    screen.child.send(CTRL_C)
+    screen.until("to leave: Ctrl-D, /bye, or Ctrl-C twice more").prompt()
+    assert screen.say("My name is Ana.") == "Nice to meet you, Ana."
+    screen.child.send(CTRL_C)
+    screen.until("twice more").prompt()
+    screen.child.send(CTRL_C)
+    screen.until("Ctrl-C once more").prompt()
+    screen.child.send(CTRL_C)
+    screen.until("the conversation is kept: mlxrunner chat --continue")
+    screen.child.expect(pexpect.EOF)
+    screen.child.close()
+    assert screen.child.exitstatus == 0
+
+
+def test_a_paste_of_many_lines_is_shown_as_one(open_screen: Any, tmp_path: Path) -> None:
+    """The model, the conversation and the arrow keys have all of it; a backspace removes it."""
+    screen = open_screen(*CHAT, size=(100, 50))
+    screen.prompt()
+    text = "\r".join(f"line {number}" for number in range(40))
+    screen.child.send(f"{PASTE}{text}{PASTED}")
+    screen.until(">>> [pasted text 1: 40 lines]")
+    screen.child.send("\x7fMy name is ")
+    screen.until(">>> My name is ")
+    screen.child.send(f"{PASTE}Ana.\r{text}{PASTED}\r")
+    screen.until(">>> My name is [pasted text 2: 41 lines]").prompt()
+    assert "line 39" in screen.say("/show 1")
+    screen.leave()
+    assert b"+line 39\n" in (tmp_path / "data" / "history").read_bytes()
 
 
 @pytest.mark.exhaustive(0)
