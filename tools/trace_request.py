@@ -22,6 +22,7 @@ from typing import Any
 import mlxrunner
 from mlxrunner.options import ServeSettings
 from mlxrunner.server import server
+from mlxrunner.server.listening import listen
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.models import ModelLoader, ModelNames
 from mlxrunner.server.watch import RequestLog
@@ -107,7 +108,7 @@ def main() -> None:
         threading.setprofile(trace)
         sys.setprofile(trace)
     manager.load_first()
-    listening = server.listen(settings)
+    listening = listen(settings)
     port = listening.getsockname()[1]
     client = threading.Thread(target=run, args=(port, trace), daemon=True)
     server.serve(manager, log, settings, listening, client.start)

@@ -33,6 +33,7 @@ from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
 if TYPE_CHECKING:
     from mlxrunner.server.manager import ModelManager
     from mlxrunner.server.models import ModelLoader, ServedModel
+    from mlxrunner.server.recovery import RequestJournal
     from mlxrunner.server.watch import RequestLog
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
@@ -107,22 +108,33 @@ def serve(
     for package in PACKAGES:
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
+    from mlxrunner.server import listening as place
+    from mlxrunner.server.supervisor import Worker, supervise
     from mlxrunner.terminal.signals import orderly_end, uninterrupted
 
+    worker = Worker.started()
+    if worker is None:
+        place.check_access(settings)
+        place.check_rules(settings)
+        place.check_origins(settings)
+        _warn_of_key_for_all()
+        if unit_kind is not None:
+            _print_unit(unit_kind, settings)
+            return
+        if ranks is None:
+            with place.listen(settings) as listening:
+                sys.exit(supervise(listening))
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
         from mlxrunner.server import server
         from mlxrunner.server.models import ModelLoader
         from mlxrunner.server.watch import RequestLog
 
-    server.check_access(settings)
-    server.check_rules(settings)
-    server.check_origins(settings)
-    _warn_of_key_for_all()
-    if unit_kind is not None:
-        _print_unit(unit_kind, settings)
-        return
     record = RequestLog(events, log_text=log_text)
-    with orderly_end(), server.listen(settings) as listening:
+    journal = None if worker is None else worker.journal
+    with (
+        orderly_end(),
+        place.listen(settings) if worker is None else worker.listening as listening,
+    ):
         opening = ModelLoader(
             settings=settings,
             runner=runner,
@@ -131,16 +143,24 @@ def serve(
             trust_remote_code=trust_remote_code,
             ranks=ranks,
         )
-        manager, opened = _loaded(model, opening, record)
-        address = server.address_of(listening, settings.host)
+        manager, opened = _loaded(model, opening, record, journal)
+        address = place.address_of(listening, settings.host)
         count = len(ranks.shares) if ranks else 1
         lines = server.welcome(opened, manager.names.shown, address, settings, count)
+        if journal is not None and journal.restarts:
+            lines = [f"serving {manager.names.shown} again at {address}"]
         shown = visible_text("\n".join(lines))
-        server.serve(manager, record, settings, listening, lambda: click.echo(shown, err=True))
+
+        def ready() -> None:
+            click.echo(shown, err=True)
+            if journal is not None:
+                journal.ready()
+
+        server.serve(manager, record, settings, listening, ready, journal)
 
 
 def _loaded(
-    model: str, opening: ModelLoader, record: RequestLog
+    model: str, opening: ModelLoader, record: RequestLog, journal: RequestJournal | None
 ) -> tuple[ModelManager, ServedModel]:
     """Load the first model, with a bar in a terminal."""
     from mlxrunner.models.resolve import resolve
@@ -159,6 +179,8 @@ def _loaded(
         has_claude=opening.settings.claude_names,
     )
     manager = ModelManager(names, opening, record.watch, record.ended)
+    if journal is not None:
+        manager.on_prompt = journal.prompt
     with loading(model) as show:
         return manager, manager.load_first(show)
 

@@ -57,6 +57,8 @@ LONGEST_WAIT = 120
 """Most seconds after which a refused client is told to ask again."""
 OnEnd = Callable[[str, AnswerNote | None], None]
 """A function that is told how the answer to a request ended."""
+OnPrompt = Callable[[int], object]
+"""A function of the number of tokens of a prompt."""
 MOST_MESSAGES = 20_000
 MOST_TOOLS = 2_000
 MOST_STOPS = 1_000
@@ -86,6 +88,8 @@ class ModelManager:
         is known, and again at the end of the request.
         """
         self._on_end = on_end
+        self.on_prompt: OnPrompt = lambda tokens: None
+        """A function that is called in the task of a request, before its prompt is evaluated."""
         self.names, self._opening = names, opening
         self.models_held = ModelSlots(opening, on_open)
         self.began = time.time()
@@ -203,7 +207,7 @@ class ModelManager:
             async for _ in beats.until(place.loading):
                 yield Ping()
         opened = await _loaded(place)
-        making = asyncio.ensure_future(asyncio.to_thread(_begin, opened, asked, self._recent))
+        making = asyncio.ensure_future(asyncio.to_thread(self._begin, opened, asked))
         try:
             async for _ in beats.until(making):
                 yield Ping()
@@ -245,6 +249,9 @@ class ModelManager:
             if chunks and not is_kept:
                 keep = partial(opened.maker.keep, made, chunks, is_cut=True)
                 asyncio.get_running_loop().run_in_executor(None, keep)
+
+    def _begin(self, opened: ServedModel, asked: ServerRequest) -> SubmittedRequest:
+        return _begin(opened, asked, self._recent, self.on_prompt)
 
 
 def check_counts(asked: ServerRequest) -> None:
@@ -292,7 +299,9 @@ class SubmittedRequest:
     """The function that finds the cause of what was not reused."""
 
 
-def _begin(opened: ServedModel, asked: ServerRequest, recent: RecentPrompts) -> SubmittedRequest:
+def _begin(
+    opened: ServedModel, asked: ServerRequest, recent: RecentPrompts, on_prompt: OnPrompt
+) -> SubmittedRequest:
     """Make the prompt and submit it, in a worker thread. Raise ApiError, or the runner's."""
     try:
         made = opened.maker.make(asked, opened.room)
@@ -302,6 +311,7 @@ def _begin(opened: ServedModel, asked: ServerRequest, recent: RecentPrompts) -> 
     tokens = len(made.prompt.tokens)
     if tokens >= opened.room:
         raise too_long(tokens, opened.room)
+    on_prompt(tokens)
     if tokens + (options.get("max_tokens") or 0) > opened.room:
         options["max_tokens"] = None  # clients ask for more than there can be
     record = recent.add(prompt_record(asked, made, opened.name))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import ipaddress
 import re
 import time
 import uuid
@@ -22,6 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlxrunner.results import logger
 from mlxrunner.server.errors import SOON, error_response
 from mlxrunner.server.events import ApiError
+from mlxrunner.server.listening import is_loopback
+from mlxrunner.server.recovery import SUSPICIOUS, RequestJournal, digest_of
 from mlxrunner.system.open_files import limit
 
 MOST_BYTES = 64 * 2**20
@@ -80,12 +81,60 @@ def hosts_of(host: str, *, is_open: bool) -> frozenset[str]:
     return LOOPBACK | {host.lower()}
 
 
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+class RequestGate:
+    """Lets requests run together, but each suspect alone. It belongs to one event loop."""
+
+    def __init__(self, journal: RequestJournal) -> None:
+        self._journal = journal
+        self._running = self._waiting = 0
+        """The requests that run, and the suspects that wait until none does."""
+        self._is_alone = False
+        """True while a suspect runs."""
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @asynccontextmanager
+    async def running(self, name: str, path: str, body: bytes) -> AsyncIterator[None]:
+        """Enter when the request with the id `name` may run. Raise ApiError if it is refused."""
+        is_small = len(body) <= IN_BETWEEN
+        given = digest_of(path, body) if is_small else asyncio.to_thread(digest_of, path, body)
+        digest = given if isinstance(given, str) else await given
+        if (cause := self._journal.refused.get(digest)) is not None:
+            raise ApiError(
+                400,
+                f"this request has ended the server's worker {SUSPICIOUS + 1} times, the last time "
+                f"while nothing else ran ({cause}): shorten it, or restart the server with a "
+                "smaller --memory or --context",
+                code="ended_the_worker",
+            )
+        is_suspect = digest in self._journal.suspects
+        await self._enter(is_suspect=is_suspect)
+        self._journal.begin(name, digest, len(body))
+        try:
+            yield
+            if is_suspect:
+                self._journal.clear(digest)
+        finally:
+            self._journal.end(name)
+            self._running, self._is_alone = self._running - 1, False
+            self._wake()
+
+    async def _enter(self, *, is_suspect: bool) -> None:
+        self._waiting += is_suspect
+        try:
+            while self._running if is_suspect else self._is_alone or self._waiting:
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiters.append(waiter)
+                await waiter
+        finally:
+            self._waiting -= is_suspect
+            self._wake()  # if it gives up, others may enter
+        self._running, self._is_alone = self._running + 1, is_suspect
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 class AccessMiddleware:
@@ -99,8 +148,8 @@ class AccessMiddleware:
     unknown origins through.
     """
 
-    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
-        self._app, self._rules = app, rules
+    def __init__(self, app: ASGIApp, rules: AccessRules, gate: RequestGate | None = None) -> None:
+        self._app, self._rules, self._gate = app, rules, gate
         self.bodies = BodyBudget(rules.most_bytes, rules.most_together, rules.most_seconds)
         self._answer: ASGIApp = self._checked
         if rules.origins:
@@ -134,6 +183,9 @@ class AccessMiddleware:
             try:
                 self._check(scope, headers)
                 body = await stack.enter_async_context(self.bodies.read(headers, receive))
+                if body and self._gate is not None:
+                    name, path = scope["state"]["id"], scope["path"]
+                    await stack.enter_async_context(self._gate.running(name, path, body))
             except ApiError as refused:
                 response = error_response(scope["path"], refused, scope["state"]["id"])
                 if scope["path"] == "/" and refused.status == 401:

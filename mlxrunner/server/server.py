@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import re
 import signal
 import socket
 import sys
@@ -21,9 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 from uvicorn.server import HANDLED_SIGNALS
 
-from mlxrunner.config.names import did_you_mean
 from mlxrunner.engine.thread import has_work
-from mlxrunner.errors import OptionError
 from mlxrunner.options import ServeSettings
 from mlxrunner.server import anthropic, ollama, openai, responses
 from mlxrunner.server.errors import api_error_of, error_response
@@ -33,11 +29,11 @@ from mlxrunner.server.middleware import (
     AccessMiddleware,
     AccessRules,
     HttpConnection,
+    RequestGate,
     hosts_of,
-    is_loopback,
 )
 from mlxrunner.server.models import AnswerBackend, ServedModel, parking_folder
-from mlxrunner.server.prompts.rules import RULES
+from mlxrunner.server.recovery import RequestJournal
 from mlxrunner.server.watch import RequestLog, watch_router
 from mlxrunner.terminal.signals import say_now, uninterrupted
 from mlxrunner.terminal.text import size
@@ -46,91 +42,21 @@ INTERRUPTED = 130
 """Exit code after a second Ctrl-C."""
 LAST_S = 1.0
 """Seconds that a client has to read that its answer ends because the server stops."""
-WAITING = 128
-"""Connections that may wait to be accepted."""
 
 
-def check_access(settings: ServeSettings) -> None:
-    """Raise OptionError if other machines could ask without a key and nobody has said so."""
-    if settings.api_key is not None and settings.no_key:
-        raise OptionError("--api-key and --no-key contradict each other: use one of them")
-    if settings.api_key is not None and not settings.api_key.isascii():
-        raise OptionError("--api-key: clients send it in a header: use letters, digits and signs")
-    if not (is_loopback(settings.host) or settings.api_key or settings.no_key):
-        raise OptionError(
-            f"--host {settings.host} lets other machines ask: give --api-key KEY, or --no-key if "
-            "anyone who can reach it may use it"
-        )
-
-
-def check_rules(settings: ServeSettings) -> None:
-    """Raise OptionError for a rule that there is not."""
-    known = [rule.name for rule in RULES]
-    for name in settings.disable_rewrite:
-        if name not in known:
-            raise OptionError(
-                f"--disable-rewrite {name}: there is no such rule: {did_you_mean(name, known)}"
-                f"there are {', '.join(known)}"
-            )
-
-
-def check_origins(settings: ServeSettings) -> None:
-    """Raise OptionError for an origin that no browser has."""
-    for origin in settings.allow_origin:
-        # Browsers send null, and some programs file://, for pages that are files.
-        if not re.fullmatch(r"null|file://|[a-z][a-z0-9+.-]*://[^/?#*\s]+", origin):
-            raise OptionError(
-                f"--allow-origin {origin}: has to be the beginning of a page's URL, as browsers "
-                "send it, such as http://localhost:3000, without * and path; or null or file:// "
-                "for files"
-            )
-
-
-def listen(settings: ServeSettings) -> socket.socket:
-    """Return a socket that listens where the settings say. Raise OptionError if it can't."""
-    host, port = settings.host, settings.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise OptionError(f"--host {host}: no such address: {error.strerror or error}") from error
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(WAITING)
-    except OSError as error:
-        found.close()
-        raise OptionError(_why_not(error, host, port)) from error
-    return found
-
-
-def _why_not(error: OSError, host: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {host} is in use, perhaps by another mlxrunner serve: stop that one, "
-            "or choose another --port (0 = any free one)"
-        )
-    if error.errno == errno.EACCES:
-        return f"port {port} needs an administrator: choose a --port from 1024 on"
-    return f"can't listen on port {port} of {host}: {error.strerror or error}"
-
-
-def address_of(listening: socket.socket, host: str) -> str:
-    """Return the URL under which a client on this machine reaches the server."""
-    port = listening.getsockname()[1]
-    name = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-def application(manager: ModelManager, record: RequestLog, settings: ServeSettings) -> ASGIApp:
-    """Return the whole application of a server."""
+def application(
+    manager: ModelManager,
+    record: RequestLog,
+    settings: ServeSettings,
+    journal: RequestJournal | None = None,
+) -> ASGIApp:
+    """Return the whole application of a server. `journal`: that of a worker."""
     is_open = settings.api_key is not None or settings.no_key
     rules = AccessRules(
         hosts_of(settings.host, is_open=is_open), settings.api_key, frozenset(settings.allow_origin)
     )
-    return make_app([*routers(manager), watch_router(manager, record)], rules)
+    gate = None if journal is None else RequestGate(journal)
+    return make_app([*routers(manager), watch_router(manager, record)], rules, gate)
 
 
 def welcome(
@@ -231,16 +157,17 @@ def serve(
     settings: ServeSettings,
     listening: socket.socket,
     ready: Callable[[], None],
+    journal: RequestJournal | None = None,
 ) -> None:
     """Answer requests until a signal to stop. The first model is loaded.
 
-    `ready` is called once requests and signals are heeded.
+    `ready` is called once requests and signals are heeded. `journal`: that of a worker.
 
     Afterwards running requests have their time to end, and idle conversations are parked. If a
     model is still being loaded then, the process ends here.
     """
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
-        app = application(manager, record, settings)
+        app = application(manager, record, settings, journal)
     server = UvicornServer(app, manager, settings.drain, ready)
 
     async def run() -> None:
@@ -259,8 +186,10 @@ def serve(
         os._exit(0)
 
 
-def make_app(routers: Sequence[APIRouter], rules: AccessRules) -> ASGIApp:
-    """Return the application with `routers`, behind a guard with `rules`.
+def make_app(
+    routers: Sequence[APIRouter], rules: AccessRules, gate: RequestGate | None = None
+) -> ASGIApp:
+    """Return the application with `routers`, behind a guard with `rules`, and behind `gate`.
 
     `/openapi.json` describes it. There is no page for that document, because FastAPI's would fetch
     its script from the network.
@@ -272,7 +201,7 @@ def make_app(routers: Sequence[APIRouter], rules: AccessRules) -> ASGIApp:
         app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refuse)
-    return AccessMiddleware(app, rules)
+    return AccessMiddleware(app, rules, gate)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

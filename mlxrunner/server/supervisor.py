@@ -1,0 +1,193 @@
+"""Keep the listening socket of a server, and start its worker again when it dies.
+
+An abort of Metal, or the system when memory runs out, ends a process that can't prevent it. So the
+model runs in a worker. Its parent loads no model and imports no mlx, holds the socket and waits:
+clients that connect while no worker runs wait in the socket's queue. Between the two there are the
+socket, the parent's process id, and a file without a name (`mlxrunner.server.recovery`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import environ
+from types import FrameType
+from typing import Self
+
+from mlxrunner.results import logger
+from mlxrunner.server.recovery import (
+    JournalContent,
+    RequestJournal,
+    Suspicions,
+    begin_journal,
+    open_journal,
+    read_journal,
+)
+
+PASSED = "MLXRUNNER_SERVE_WORKER"
+"""The variable of a worker: the numbers of its socket and its journal, and of its parent."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the parent passes on. Each stops both."""
+KILLED_AT = 3
+"""The signal to stop at which a worker is killed that has not heeded those before."""
+EARLY_S = 10.0
+"""A worker that dies within so many seconds, while no request runs, dies early."""
+MOST_EARLY = 5
+"""Workers, one after another, that die early before the parent gives up."""
+LONGEST_S = 5.0
+"""Most seconds until a worker is started again. Only after early deaths there are any."""
+ORPHAN_S = 0.5
+"""Seconds between two looks of a worker for its parent."""
+CAUSES = {
+    signal.SIGKILL: "killed (SIGKILL), as the system does when memory runs out",
+    signal.SIGABRT: "aborted (SIGABRT), as MLX does when a GPU command fails or memory runs out",
+    signal.SIGSEGV: "a fault in native code (SIGSEGV)",
+    signal.SIGBUS: "a fault in native code, or memory that could not be read (SIGBUS)",
+}
+"""Likely causes of a death by a signal."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The process that loads models and answers, as it was started by its parent."""
+
+    listening: socket.socket
+    journal: RequestJournal
+    parent: int
+
+    @classmethod
+    def started(cls) -> Self | None:
+        """Return this process as a worker; None if no `Supervisor` has started it."""
+        listening, journal, parent = (int(one) for one in environ.pop(PASSED, "-1 -1 -1").split())
+        if parent != os.getppid():
+            return None
+        worker = cls(socket.socket(fileno=listening), RequestJournal(journal), parent)
+        threading.Thread(target=worker._end_with_parent, daemon=True, name="parent").start()
+        return worker
+
+    def _end_with_parent(self) -> None:
+        """Stop, as at a signal, once the parent has died."""
+        while os.getppid() == self.parent:
+            time.sleep(ORPHAN_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Supervisor:
+    """The parent of the worker that runs at the moment."""
+
+    def __init__(self, listening: socket.socket, command: Sequence[str]) -> None:
+        """Let `command` answer what connects to `listening`. It finds a `Worker` of itself."""
+        self._listening, self._command = listening, command
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._stops: list[int] = []
+        """The signals to stop that have come."""
+        self._known, self._early = Suspicions(), 0
+
+    def run(self) -> int:
+        """Start workers until one ends by itself, or can't start. Return its exit code."""
+        before = {number: signal.getsignal(number) for number in (*STOPS, signal.SIGTSTP)}
+        for number in STOPS:
+            if before[number] is not signal.SIG_IGN:
+                signal.signal(number, self._stop)
+        signal.signal(signal.SIGTSTP, self._pause)
+        try:
+            with open_journal() as journal:
+                code = self._run_worker(journal.fileno())
+                while code is None:
+                    self._rest()
+                    code = self._run_worker(journal.fileno())
+                return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run_worker(self, journal: int) -> int | None:
+        """Run a worker to its end. Return the exit code of this process, or None to go on."""
+        if self._stops:
+            return 128 + self._stops[0]
+        begin_journal(journal, self._known)
+        descriptors = self._listening.fileno(), journal
+        passed = " ".join(map(str, (*descriptors, os.getpid())))
+        began = time.monotonic()
+        # In a group of its own: a terminal would send Ctrl-C to both, and it would come twice.
+        self._worker = worker = subprocess.Popen(
+            self._command,
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env={**environ, PASSED: passed},
+            process_group=0,
+        )
+        for number in self._stops[:]:  # those that came before there was a worker to pass them to
+            worker.send_signal(number)
+        code = worker.wait()
+        left = read_journal(journal)
+        if code == 0 or self._stops or not left.is_ready:
+            return code if code >= 0 else 128 - code
+        return self._died(code, left, time.monotonic() - began)
+
+    def _died(self, code: int, left: JournalContent, lived_s: float) -> int | None:
+        """Say why a worker has died, and note what ran. Return an exit code to give up."""
+        cause = _cause(code)
+        self._known.learn(left, cause)
+        self._early = self._early + 1 if lived_s < EARLY_S and not left.running else 0
+        if self._early >= MOST_EARLY:
+            logger.error("the server's worker has died %d times in a row: %s", self._early, cause)
+            return 1 if code > 0 else 128 - code
+        logger.warning("the server's worker has died: %s; %s; it starts again", cause, _size(left))
+        return None
+
+    def _rest(self) -> None:
+        """Wait for a moment if workers die early."""
+        until = time.monotonic() + min(LONGEST_S, 2.0**self._early / 8) * bool(self._early)
+        while time.monotonic() < until and not self._stops:
+            time.sleep(0.05)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on. New clients are refused from now on."""
+        self._stops.append(number)
+        if len(self._stops) == 1:
+            self._listening.close()
+        if self._worker is not None:
+            self._worker.send_signal(signal.SIGKILL if len(self._stops) >= KILLED_AT else number)
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Stop both at Ctrl-Z, until the shell continues this process."""
+        worker = self._worker
+        if worker is not None:
+            worker.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if worker is not None:
+            worker.send_signal(signal.SIGCONT)
+
+
+def supervise(listening: socket.socket) -> int:
+    """Run the command of this process as a worker, again whenever it dies. Return the exit code."""
+    return Supervisor(listening, [sys.executable, *sys.orig_argv[1:]]).run()
+
+
+def _cause(code: int) -> str:
+    if code > 0:
+        return f"an internal error (exit code {code})"
+    number = -code
+    try:
+        return CAUSES.get(signal.Signals(number)) or signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _size(left: JournalContent) -> str:
+    """Return how many requests ran, and the size of the last one."""
+    if not left.running:
+        return "no request was running"
+    last = list(left.running.values())[-1]
+    size = f"{last.nbytes:,} bytes"
+    if last.tokens:
+        size = f"{last.tokens:,} tokens of prompt"
+    return f"{len(left.running)} requests were running, the last with {size}"

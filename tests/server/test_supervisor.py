@@ -1,0 +1,261 @@
+"""The server comes back by itself: its parent keeps the socket, and starts the worker again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.models import write_model, write_tokenizer
+from support.program import Running, program
+from support.waiting import until
+
+from mlxrunner.server.events import ApiError
+from mlxrunner.server.middleware import RequestGate
+from mlxrunner.server.recovery import (
+    LONG,
+    RequestJournal,
+    Suspicions,
+    begin_journal,
+    digest_of,
+    open_journal,
+    read_journal,
+)
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+POISON = "poison"
+
+
+@pytest.fixture
+def journal() -> Iterator[int]:
+    """A file as a parent opens it."""
+    with open_journal() as file:
+        yield file.fileno()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(folder, max_position_embeddings=1500, tokenizer=False)
+    write_tokenizer(folder, chat_template=TEMPLATE)
+    return folder
+
+
+def worker_of(server: Running) -> int:
+    """Return the process id of the worker; 0 while there is none."""
+    found = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    pairs = [tuple(map(int, line.split())) for line in found.stdout.splitlines()]
+    return next((pid for pid, parent in pairs if parent == server.process.pid), 0)
+
+
+def died(known: Suspicions, descriptor: int, *running: str) -> RequestJournal:
+    """Let a worker run requests, by digest, and die; return the journal of the next one."""
+    journal = RequestJournal(descriptor)
+    journal.ready()
+    for number, digest in enumerate(running):
+        journal.begin(str(number), digest, 100)
+    known.learn(read_journal(descriptor), "aborted")
+    begin_journal(descriptor, known)
+    return RequestJournal(descriptor)
+
+
+def test_only_a_request_that_dies_alone_is_refused(journal: int) -> None:
+    """Those that ran at two deaths are tried alone; the others of the second death are not."""
+    known = Suspicions()
+    begin_journal(journal, known)
+    assert died(known, journal, "bad", "one", "two").suspects == set()
+    assert died(known, journal, "bad", "two", "three").suspects == {"bad", "two"}
+    worker = RequestJournal(journal)
+    worker.begin("1", "two", 5)
+    worker.clear("two")
+    worker.end("1")
+    after = died(known, journal, "bad")
+    assert (after.suspects, after.refused, after.restarts) == ({"bad"}, {"bad": "aborted"}, 3)
+    assert died(known, journal, "two").suspects == {"bad"}
+
+
+def test_a_request_that_has_ended_is_not_suspicious(journal: int) -> None:
+    """Kills of the system at random moments make no suspects of what is answered."""
+    known = Suspicions()
+    begin_journal(journal, known)
+    for _ in range(4):
+        worker = died(known, journal, "one")
+        assert worker.suspects == set()
+        worker.begin("1", "one", 5)
+        worker.end("1")
+        worker = died(known, journal)
+        assert not known.refused
+
+
+def test_a_journal_tells_what_runs(journal: int) -> None:
+    """Damaged lines are skipped, and the file does not grow for ever."""
+    begin_journal(journal, Suspicions())
+    assert not read_journal(journal).is_ready
+    worker = RequestJournal(journal)
+    worker.ready()
+    worker.begin("a", "first", 10)
+    worker.begin("b", "second", 20)
+    os.write(journal, b"{broken\n[1]\n" + b"\xff\n")
+    worker.prompt(684)
+    worker.end("a")
+    left = read_journal(journal)
+    assert left.is_ready
+    assert [(one.digest, one.nbytes, one.tokens) for one in left.running.values()] == [
+        ("second", 20, 684)
+    ]
+    for number in range(LONG // 20):
+        worker.begin(str(number), "more", 1)
+        worker.end(str(number))
+    worker.end("b")
+    assert os.fstat(journal).st_size < LONG
+    assert read_journal(journal).is_ready
+
+
+def test_suspects_run_alone(journal: int) -> None:
+    """They wait for what runs, and what comes later waits for them; nobody waits for ever."""
+    known = Suspicions()
+    begin_journal(journal, known)
+    body = {name: name.encode() for name in ("bad", "worse", "one", "two")}
+    digests = {name: digest_of("/", text) for name, text in body.items()}
+    for _ in range(2):
+        worker = died(known, journal, digests["bad"], digests["worse"])
+    assert worker.suspects == {digests["bad"], digests["worse"]}
+    gate, running, order = RequestGate(worker), set[str](), list[str]()
+
+    async def run(name: str, steps: int) -> None:
+        async with gate.running(name, "/", body[name]):
+            running.add(name)
+            order.append(name)
+            for _ in range(steps):
+                assert len(running) == 1 or not running & {"bad", "worse"}
+                await asyncio.sleep(0)
+            running.discard(name)
+
+    async def together() -> None:
+        first = asyncio.create_task(run("one", 20))
+        await asyncio.sleep(0)
+        leaves = asyncio.create_task(run("worse", 9))
+        others = [asyncio.create_task(run(name, 9)) for name in ("bad", "two", "bad")]
+        await asyncio.sleep(0)
+        leaves.cancel()  # its client has left
+        await asyncio.gather(first, *others)
+
+    asyncio.run(together())
+    assert sorted(order) == ["bad", "bad", "one", "two"]
+    assert order[:2] == ["one", "bad"]
+    assert worker.suspects == {digests["worse"]}
+    known.refused[digests["one"]] = "aborted"
+    begin_journal(journal, known)
+
+    async def refused() -> None:
+        async with RequestGate(RequestJournal(journal)).running("x", "/", body["one"]):
+            raise AssertionError
+
+    with pytest.raises(ApiError, match=r"3 times, the last time while nothing else ran \(aborted"):
+        asyncio.run(refused())
+
+
+def test_the_parent_loads_no_model() -> None:
+    """It has neither mlx nor numpy nor a web framework."""
+    code = (
+        "import sys, mlxrunner.cli.serve, mlxrunner.server.listening, mlxrunner.server.supervisor\n"
+        "heavy = {'mlx', 'mlx_lm', 'numpy', 'fastapi', 'starlette', 'uvicorn', 'transformers'}\n"
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_a_worker_that_cant_start_ends_the_parent(tmp_path: Path) -> None:
+    """One line says why, with the exit code of that error."""
+    command = [sys.executable, "-m", "mlxrunner", "serve", "--port", "0", str(tmp_path / "none")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode > 0
+    assert found.stderr.count("\n") == 1, found.stderr
+    assert "none" in found.stderr
+
+
+DYING = f"""
+import os, sys
+if "MLXRUNNER_SERVE_WORKER" in os.environ:
+    from mlxrunner.engine.engine import Engine
+    prepare, step = Engine.prepare, Engine.step
+    def prepared(self, prompt, given):
+        request = prepare(self, prompt, given)
+        request.is_poison = {POISON!r} in self.tokenizer.decode(request.tokens)
+        return request
+    def stepped(self):
+        step(self)
+        if any(getattr(one, "is_poison", False) for one in self._scheduler.requests):
+            os.abort()
+    Engine.prepare, Engine.step = prepared, stepped
+from mlxrunner.cli import main
+main()
+"""
+
+
+def test_a_request_that_aborts_each_step_is_refused_and_costs_nobody_else(model: Path) -> None:
+    """The client asks again by itself; another one's conversation goes on where it was."""
+    with program(str(model), code=DYING) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=9)
+        first = worker_of(server)
+
+        def ask(messages: list[dict[str, Any]]) -> Any:
+            return client.chat.completions.with_raw_response.create(
+                model="tiny", messages=messages, max_tokens=8, temperature=0
+            )
+
+        messages = [{"role": "user", "content": "Once upon a time " * 20}]
+        begun = ask(messages)
+        text = begun.parse().choices[0].message.content
+        parent = Path(server.said.partition("on disk in ")[2].splitlines()[0])
+        until(lambda: [*parent.glob("*/talk-*")])
+        with pytest.raises(openai.BadRequestError, match="ended the server's worker 3 times"):
+            ask([{"role": "user", "content": f"a {POISON} of the machine"}])
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "And then?"},
+        ]
+        again = ask(messages)
+        cached = int(again.headers["x-mlxrunner-cache"].split("cached=")[1].split(";")[0])
+        assert cached >= begun.parse().usage.prompt_tokens
+        assert worker_of(server) != first
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        _, said = server.process.communicate(timeout=300)
+    told = [line for line in said.decode().splitlines() if "worker has died" in line]
+    assert len(told) == 3
+    assert all("aborted (SIGABRT)" in line for line in told)
+    assert all("1 requests were running, the last with " in line for line in told)
+    assert all(" tokens of prompt; it starts again" in line for line in told), told
+    assert server.process.returncode == 0
+
+
+def test_a_worker_ends_with_its_parent(model: Path) -> None:
+    """Also while it loads; its conversations are on disk."""
+    with program(str(model)) as server:
+        server.ask("Once upon a time " * 20)
+        worker = worker_of(server)
+        server.process.kill()
+        server.process.wait()
+
+        def is_gone() -> bool:
+            try:
+                os.kill(worker, 0)
+            except ProcessLookupError:
+                return True
+            return False
+
+        until(is_gone)
+    parent = Path(server.said.partition("on disk in ")[2].splitlines()[0])
+    assert [*parent.glob("*/talk-*")]
