@@ -27,9 +27,28 @@ RENAMED = {
 """The new names of fields of 0.2, which usages, events and token logs may have until 0.4."""
 
 
+CAUSED_BY_CLIENT = ("diverged", "no_common_token")
+"""The reasons of 0.2 for which it was the client that could change something."""
+
+
 def with_new_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields that 0.2 may have written under the names of today."""
-    return {RENAMED.get(name, name): value for name, value in fields.items()}
+    """Return fields that 0.2 may have written as they are written today.
+
+    It counted missed and displaced tokens, and new ones among them, as `lost_tokens`.
+    """
+    found = {RENAMED.get(name, name): value for name, value in fields.items()}
+    lost: Any
+    prompt: Any
+    cached: Any
+    lost, prompt, cached = map(found.get, ("lost_tokens", "prompt_tokens", "cached_tokens"))
+    is_old = "missed_tokens" not in found and "displaced_tokens" not in found
+    if is_old and all(type(one) is int for one in (lost, prompt, cached)):
+        found["lost_tokens"] = lost = max(min(lost, prompt - cached), 0)
+        is_displaced = found.get("reason") in CAUSED_BY_CLIENT
+        found["missed_tokens"] = 0 if is_displaced else lost
+        found["displaced_tokens"] = lost if is_displaced else 0
+        found["new_tokens"] = prompt - cached - lost
+    return found
 
 
 @dataclass
@@ -103,7 +122,7 @@ class CacheUse:
     reevaluated_tokens: int
     """Tokens evaluated again after a shift, because a layer could not move what it stores."""
     lost_tokens: int = 0
-    """Most tokens that could have been reused in addition, if not for `reason`."""
+    """Deprecated, until 0.4: `missed_tokens + displaced_tokens`."""
     prefetched_tokens: int = 0
     """Tokens of `cached_tokens` that were evaluated in advance since the last request."""
 
@@ -156,6 +175,13 @@ class Usage:
     """Forward passes that checked guessed tokens of the answer, several at once."""
     drafts: tuple[DraftUse, ...] = ()
     """Guessed tokens by their source."""
+    missed_tokens: int = 0
+    """Prompt tokens on a prefix that was evaluated before, and could not be reused."""
+    displaced_tokens: int = 0
+    """Prompt tokens that the earlier request of the same conversation had, too, behind the place
+    where the prompt leaves it."""
+    new_tokens: int = 0
+    """The other prompt tokens: nothing could have spared them."""
 
     @property
     def total_tokens(self) -> int:

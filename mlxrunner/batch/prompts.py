@@ -227,13 +227,13 @@ class EarlierLines:
     def begin(self, index: int, tokens: TokenArray) -> Earlier:
         """Begin line `index` with these tokens, and return how much of it earlier lines share."""
         own = next((line for line in self._recent if line.index == index), None)
-        shared, is_repeat = self._shared(index, tokens)
+        shared = self._shared(index, tokens)
         if own is not None:
             self._recent.remove(own)
         self._recent.append(_StartedLine(index, tokens, len(tokens)))
         if own is not None and own.reached > shared:
-            return Earlier(own.reached, is_repeat, "line_failed")
-        return Earlier(shared, is_repeat, self._reason)
+            return Earlier(own.reached, "line_failed")
+        return Earlier(shared, self._reason)
 
     def failed(self, index: int, reached: int) -> None:
         """End line `index` early, after `reached` of its tokens were evaluated or reused."""
@@ -241,25 +241,25 @@ class EarlierLines:
             if line.index == index:
                 line.reached = min(reached, len(line.tokens))
 
-    def _shared(self, index: int, tokens: TokenArray) -> tuple[int, bool]:
-        """Return the tokens that an earlier line shares, and True if it has the same prompt."""
+    def _shared(self, index: int, tokens: TokenArray) -> int:
+        """Return the tokens that an earlier line shares."""
         if self._known is not None:
-            return self._known[index] >> 1, bool(self._known[index] & 1)
-        most, is_repeat = 0, False
-        for line in self._recent:
-            if line.index != index:
-                shared = min(common_prefix(line.tokens, tokens), line.reached)
-                most = max(most, shared)
-                is_repeat |= shared == len(tokens) == len(line.tokens)
-        return most, is_repeat
+            return self._known[index]
+        return max(
+            (
+                min(common_prefix(line.tokens, tokens), line.reached)
+                for line in self._recent
+                if line.index != index
+            ),
+            default=0,
+        )
 
 
 def shared_before(lines: Iterable[StoredLine], count: int) -> array[int]:
-    """Return for each of `count` lines what it shares with any line before it in the input.
+    """Return for each of `count` lines the tokens that it shares with any line before it.
 
-    Item `index` is twice the number of shared tokens, plus one if a line before has the same
-    prompt. `lines` come in prefix order. Among the lines that come earlier in the input, the
-    nearest on each side in prefix order share most.
+    `lines` come in prefix order. Among the lines that come earlier in the input, the nearest on
+    each side in prefix order share most.
     """
     found = array("q", bytes(8 * count))
     # Each line on the stack comes earlier in the input than the line above it. The second number
@@ -270,14 +270,13 @@ def shared_before(lines: Iterable[StoredLine], count: int) -> array[int]:
         if line.error is not None:
             continue
         shared = 0 if before is None else common_prefix(before, line.tokens)
-        is_repeat = before is not None and shared == len(before) == len(line.tokens)
         before = line.tokens
         while stack and stack[-1][0] > line.index:
             index, below = stack.pop()
-            found[index] = max(found[index], 2 * shared)
+            found[index] = max(found[index], shared)
             shared = min(shared, below)
         shared = shared if stack else 0
-        found[line.index] = 2 * shared + is_repeat
+        found[line.index] = shared
         stack.append((line.index, shared))
     return found
 

@@ -37,8 +37,8 @@ class Lookup:
     evicted_by: str | None = None
     checkpoint: int | None = None
     """Offset of the checkpoint that was used; None if none was."""
-    lost: int = 0
-    """Most tokens that would have been reused without `reason`."""
+    known: int = 0
+    """First tokens of the prompt that the entry, or one that was lost, had evaluated."""
     dropped: tuple[int, ...] = ()
     """The first tokens of the entry beyond the match."""
     rewind_s: float = 0.0
@@ -58,14 +58,40 @@ class Lookup:
         """Number of tokens reused from the entry of the last request."""
         return self.cached - self.ahead
 
-    @property
-    def outcome(self) -> Outcome:
-        """Return "hit" if all that could be reused was, "miss" if no token was, else "partial"."""
+    def outcome(self, missed: int = 0) -> Outcome:
+        """Return "hit" if all that could be reused was, "miss" if no token was, else "partial".
+
+        `missed`: tokens that were evaluated before, and could not be reused.
+        """
         if self.reused == 0:
             return "miss"
         is_whole = self.reused == min(self.prompt_tokens - 1, self.entry_tokens)
-        is_evicted = self.reason == "evicted" and self.lost  # the entry is that of another one
-        return "hit" if is_whole and not is_evicted else "partial"
+        return "hit" if is_whole and not missed else "partial"
+
+    def reason_for(self, missed: int, known_reason: str, *, is_restarted: bool) -> str | None:
+        """Return the reason for not reusing more, once it is known that `missed` tokens could be.
+
+        `known_reason`: the caller's reason for that, or "". `is_restarted`: the process that had
+        evaluated them has ended.
+        """
+        if not missed or self.reason in _OWN_REASONS:
+            return self.reason
+        if known_reason or missed < FEW:
+            return known_reason or self.reason
+        return "restarted" if is_restarted else "evicted"
+
+
+FEW = 8
+"""Tokens of a prefix that are too few to bring anything back for them."""
+_OWN_REASONS = (
+    "rewind_limited",
+    "entry_freed",
+    "verify_failed",
+    "model_changed",
+    "options_changed",
+    "evicted",
+)
+"""The reasons of a lookup that tell why tokens are missed."""
 
 
 @dataclass(frozen=True)
@@ -74,30 +100,8 @@ class Earlier:
 
     tokens: int
     """Tokens from the beginning that an earlier line shares."""
-    is_repeat: bool = False
-    """True if an earlier line was the same prompt."""
     reason: str = ""
     """The reason why the entry lacks some of these tokens, unless the lookup gives its own."""
-
-    def judged(self, found: Lookup, evaluated: int) -> Lookup:
-        """Return `found` with the loss measured against all earlier prefixes.
-
-        `evaluated`: tokens of the prompt that were evaluated. Tokens that no earlier line shares
-        are no loss, and neither is the last token of a repeated prompt, which is evaluated for its
-        logits.
-        """
-        is_whole = found.cached + evaluated == found.prompt_tokens
-        lost = max(0, min(self.tokens - found.cached, evaluated) - (self.is_repeat and is_whole))
-        is_own = found.reason in (
-            "rewind_limited",
-            "entry_freed",
-            "verify_failed",
-            "model_changed",
-            "options_changed",
-        )
-        return replace(
-            found, lost=lost, reason=self.reason if lost and not is_own else found.reason
-        )
 
 
 @dataclass(frozen=True)
@@ -171,48 +175,39 @@ def explained(
     prompt: TokenArray | None = None,
     restored_from: str | None = None,
 ) -> Lookup:
-    """Return `found` with its reason, if it has none yet, and the tokens lost for that reason.
+    """Return `found` with its reason, if it has none yet, and the tokens known to be evaluated.
 
     `loss`: why the entry lost tokens that `prompt` may share. `restored_from`: the file that the
     entry came from.
     """
     before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
-    reason, by, lost = found.reason, found.evicted_by, 0
-    missing = (
-        0
-        if loss is None or prompt is None
-        else min(common_prefix(loss.tokens, prompt), most) - found.reused
-    )
+    reason, by = found.reason, found.evicted_by
+    was_lost = 0 if loss is None or prompt is None else common_prefix(loss.tokens, prompt)
+    missing = min(was_lost, most) - found.reused
     if reason is not None:
-        lost = min(matched, most) - found.reused
+        pass
     elif (
         loss is not None
         and loss.reason == "evicted"
         and missing > min(matched, most) - found.reused
     ):
-        reason, by, lost = loss.reason, loss.by, missing  # what is left shares less
+        reason, by = loss.reason, loss.by  # what is left shares less
     elif found.limited_by and matched:
-        reason, lost = "rewind_limited", min(matched, most) - found.reused
+        reason = "rewind_limited"
     elif (
         loss is not None
         and matched == before
         and (before == 0 if loss.reason != "interrupted" else missing > 0)
     ):
-        # Tokens that an interrupted prefill did not reach had to be evaluated anyway: no loss.
-        reason, by, lost = (
-            loss.reason,
-            loss.by,
-            max(missing, 0) if loss.reason != "interrupted" else 0,
-        )
+        reason, by = loss.reason, loss.by
     elif before == 0:
         reason = "empty"
     elif matched < min(found.prompt_tokens, before):
-        reason, lost = (
-            "diverged" if matched else "no_common_token",
-            min(most, before) - found.reused,
-        )
+        reason = "diverged" if matched else "no_common_token"
     elif restored_from is not None:
         reason, by = "restored", restored_from
     elif found.prompt_tokens < before:
         reason = "prompt_shorter"
-    return replace(found, reason=reason, evicted_by=by, lost=lost)
+    # Tokens that an interrupted prefill did not reach had to be evaluated anyway.
+    known = 0 if loss is not None and loss.reason == "interrupted" else was_lost
+    return replace(found, reason=reason, evicted_by=by, known=max(matched, known))

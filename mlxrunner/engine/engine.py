@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.account import TokenAccounting
 from mlxrunner.cache.layers.factory import check_quantized
 from mlxrunner.config.option import check_flag, check_kind, listed, shown, with_current_names
 from mlxrunner.engine.answer import AnswerStream
@@ -208,6 +209,7 @@ class Engine(MultiRequestRunner):
                 parking=parking,
                 is_reusable=not facts.depends_on_chunks,
                 facts=None if self._sight is not None else facts,
+                accounting=TokenAccounting(None if parking is None else parking.prefixes()),
             )
         except BaseException:
             self._adapted.close()
@@ -492,6 +494,7 @@ class Engine(MultiRequestRunner):
             request.lookup,
             clock,
             request.answer.count,
+            request.account,
             request.prompt.earlier,
             evaluated_tokens=request.evaluated,
             trimmed_tokens=request.trimmed,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from mlxrunner.cache.account import PromptAccount
 from mlxrunner.cache.lookup import Earlier, Evicted, Lookup
 from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.engine.answer import Clock
@@ -71,6 +72,8 @@ class Observation:
     """
     options: GenerateOptions
     lookup: Lookup
+    account: PromptAccount
+    """The account of the prompt's tokens."""
     usage: Usage
     finish: Finish
     error: str | None
@@ -139,27 +142,35 @@ def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
 
 
 def usage_of(
-    found: Lookup, clock: Clock, completion: int, earlier: Earlier | None = None, **more: Any
+    found: Lookup,
+    clock: Clock,
+    completion: int,
+    account: PromptAccount,
+    earlier: Earlier | None = None,
+    **more: Any,
 ) -> Usage:
     """Return the usage of a request with the lookup `found` and `completion` tokens of answer.
 
-    `earlier`: for a line of a batch, the part of its prompt that earlier lines share. `more`: the
-    other fields of Usage. If the prefill was interrupted, they include `evaluated_tokens`: tokens
-    that were not evaluated are not lost either.
+    `account`: that of its prompt. `earlier`: for a line of a batch, the part of its prompt that
+    earlier lines share. `more`: the other fields of Usage; if the prefill was interrupted,
+    `evaluated_tokens` is among them.
     """
-    evaluated = more.get("evaluated_tokens", found.prompt_tokens - found.cached)
-    if earlier is not None:
-        found = earlier.judged(found, evaluated)
+    missed, displaced = account.missed, account.displaced
     counted: dict[str, Any] = {
         "prompt_tokens": found.prompt_tokens,
         "matched_tokens": found.matched,
         "cached_tokens": found.cached,
         "prefetched_tokens": found.ahead,
-        "evaluated_tokens": evaluated,
+        "evaluated_tokens": found.prompt_tokens - found.cached,
         "completion_tokens": completion,
-        "lost_tokens": min(found.lost, evaluated + found.ahead),
-        "outcome": found.outcome,
-        "reason": found.reason,
+        "missed_tokens": missed,
+        "displaced_tokens": displaced,
+        "new_tokens": found.prompt_tokens - found.cached - missed - displaced,
+        "lost_tokens": missed + displaced,
+        "outcome": found.outcome(missed),
+        "reason": found.reason_for(
+            missed, earlier.reason if earlier else "", is_restarted=account.is_restarted
+        ),
         "trim_limited_by": found.limited_by,
         "checkpoint": found.checkpoint,
         "evicted_by": found.evicted_by,

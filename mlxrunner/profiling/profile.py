@@ -388,15 +388,19 @@ def profiled(profile: Profile, *, strict: bool = False) -> Iterator[Profile]:
 
 _LOGGED = """
 command number outcome reason evicted_by trim_limited_by prompt_tokens matched_tokens cached_tokens
-prefetched_tokens evaluated_tokens trimmed_tokens lost_tokens completion_tokens shifted_tokens
+missed_tokens displaced_tokens new_tokens prefetched_tokens evaluated_tokens trimmed_tokens
+completion_tokens shifted_tokens
 entry_tokens_after finish error ttft_s total_s prefill_rate decode_rate saved_s cache_bytes
 request_bytes id
 """.split()
 """The fields of a logfmt line, in its order."""
-_LOGGED_ZERO = {"divergence_index", "divergence_message", "verify_equal", "verify_first_difference"}
+_LOGGED_ZERO = set(
+    "divergence_index divergence_message cause_message verify_equal verify_first_difference".split()
+)
 """The fields of a logfmt line that mean something if they are 0 or false."""
 _OF_USAGE = """
-prompt_tokens cached_tokens evaluated_tokens completion_tokens outcome reason draft_passes
+prompt_tokens cached_tokens missed_tokens displaced_tokens new_tokens evaluated_tokens
+completion_tokens outcome reason draft_passes
 """.split()
 """The fields of an event that are those of the usage; all fields of its cache and memory are."""
 _encode = json.JSONEncoder(separators=(",", ":"), default=vars, check_circular=False).encode
@@ -432,6 +436,7 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         saved_s=None,
         run=f"{started}-{'restored' if lookup.is_restored else usage.outcome}",
         divergence=None,
+        index_is_full=observed.account.is_bounded,
         **_times(observed),
         request_bytes=max(0, usage.memory.peak_bytes - observed.active_bytes),
         spans=_spans(observed),
@@ -486,6 +491,9 @@ def logfmt(event: Event) -> str:
     if event.divergence:
         for name in ("index", "message", "role", "part"):
             shown[f"divergence_{name}"] = getattr(event.divergence, name)
+    if event.caller:
+        for name in ("client", "cause", "message"):
+            shown["cause_message" if name == "message" else name] = getattr(event.caller, name)
     if event.verify:
         for name in ("equal", "first_difference", "logits_difference"):
             shown[f"verify_{name}"] = getattr(event.verify, name)

@@ -86,6 +86,11 @@ _ALL = (
     ),
     Reason("restored", "the entry came from a file"),
     Reason(
+        "restarted",
+        "the program was started again, and the disk cache does not hold the prompt",
+        "a disk cache that is kept, and large enough (--disk-cache-dir, --disk-cache-bytes)",
+    ),
+    Reason(
         "evicted",
         "the conversation was evicted to make room for another request",
         "more memory or more slots (--memory, --slots), or a larger disk cache "
@@ -457,9 +462,7 @@ class Event:
     reevaluated_tokens: Count
     """Tokens evaluated again after a shift, where a layer could not move them."""
     lost_tokens: Count
-    """Prompt tokens that could have been reused without `reason`. In a batch: tokens that other
-    lines had evaluated; the sum is what was evaluated beyond the tree of all prefixes. 0 for empty,
-    prompt_shorter, interrupted and restored."""
+    """Deprecated, until 0.4: missed_tokens + displaced_tokens."""
     outcome: Literal["hit", "partial", "miss"]
     """hit: everything that could be reused was; partial: less; miss: nothing. Tokens evaluated in
     advance don't count."""
@@ -529,6 +532,18 @@ class Event:
     """Conversations evicted to make room for this request."""
     caller: ClientRequest | None = None
     """Client of `mlxrunner serve`; null for other commands."""
+    missed_tokens: Count = 0
+    """Prompt tokens on a prefix that was evaluated before, but was no longer held, or could not be
+    reused (see `reason`). The program or its settings can change that."""
+    displaced_tokens: Count = 0
+    """Prompt tokens that the earlier request of the same conversation had, too, behind the place
+    where the prompt leaves it (see `divergence`), in runs of at least 16. The client can change
+    that."""
+    new_tokens: Count = 0
+    """The other prompt tokens: cached + missed + displaced + new = prompt."""
+    index_is_full: bool = False
+    """true: the index of evaluated prefixes has reached its bound, and what it forgot counts as
+    new."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Event:
@@ -549,12 +564,18 @@ class Event:
         """
         saved, ahead, cached = self.saved_tokens, self.prefetched_tokens, self.cached_tokens
         evaluated, prompt, lost = self.evaluated_tokens, self.prompt_tokens, self.lost_tokens
+        missed, displaced, new = self.missed_tokens, self.displaced_tokens, self.new_tokens
         if saved + ahead != cached:
             raise ValueError(f"saved {saved} + ahead {ahead} tokens are not the {cached} cached")
         if cached + evaluated > prompt:
             raise ValueError(f"cached {cached} + evaluated {evaluated} tokens exceed {prompt}")
-        if lost > evaluated + ahead:
-            raise ValueError(f"lost {lost} tokens exceed evaluated {evaluated} + ahead {ahead}")
+        if cached + missed + displaced + new != prompt:
+            raise ValueError(
+                f"cached {cached} + missed {missed} + displaced {displaced} + new {new} tokens "
+                f"are not the {prompt} of the prompt"
+            )
+        if lost != missed + displaced:
+            raise ValueError(f"lost {lost} tokens are not missed {missed} + displaced {displaced}")
         if 0 < (self.prefill_rate or 0) < SLOWEST_RATE:
             raise ValueError(f"prefill_rate {self.prefill_rate} is below {SLOWEST_RATE}")
         return self

@@ -282,7 +282,8 @@ def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> N
         list(runner.generate("hello there", max_tokens=2))
     first, second = caplog.messages
     assert first.startswith(
-        "command=python number=1 outcome=miss reason=empty prompt_tokens=10 evaluated_tokens=10"
+        "command=python number=1 outcome=miss reason=empty prompt_tokens=10 new_tokens=10 "
+        "evaluated_tokens=10"
     )
     assert "outcome=partial reason=diverged" in second
     assert "divergence_index=7 divergence_part=text" in second

@@ -160,10 +160,10 @@ def test_one_file_for_two_results_is_refused(events: Path, tmp_path: Path, null:
         {"ttft_s": 5e-324},
         {"prefill_rate": 1e-305},
         {"cached_tokens": 65},
-        {"lost_tokens": 35},
+        {"missed_tokens": 35},
         {"saved_tokens": 29},
     ],
-    ids=["time", "rate", "cached", "lost", "saved"],
+    ids=["time", "rate", "cached", "missed", "saved"],
 )
 def test_counts_and_rates_that_can_not_be_are_skipped_or_harmless(
     tmp_path: Path, changes: dict[str, Any]

@@ -51,7 +51,8 @@ def test_a_message(client: anthropic.Anthropic, answers: Scripted) -> None:
     assert message.usage.cache_creation_input_tokens == 0
     assert message.usage.output_tokens == 5
     assert raw.headers["x-mlxrunner-cache"] == (
-        "outcome=partial; cached=30; lost=7; reason=prefix_changed; rules=billing-header"
+        "outcome=partial; cached=30; missed=7; displaced=0; new=13; lost=7; "
+        "reason=prefix_changed; rules=billing-header"
     )
     assert message.model_extra["mlxrunner"]["cached_tokens"] == 30  # type: ignore[index]
     asked = answers.last

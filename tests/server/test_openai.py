@@ -56,8 +56,8 @@ def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
     assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (50, 5, 55)
     assert used.prompt_tokens_details is not None
     assert used.prompt_tokens_details.cached_tokens == 30
-    assert raw.headers["x-mlxrunner-cache"].startswith("outcome=partial; cached=30; lost=7")
-    assert completion.model_extra["mlxrunner"]["lost_tokens"] == 7  # type: ignore[index]
+    assert raw.headers["x-mlxrunner-cache"].startswith("outcome=partial; cached=30; missed=7; ")
+    assert completion.model_extra["mlxrunner"]["missed_tokens"] == 7  # type: ignore[index]
     asked = answers.last
     assert asked.options == {"max_tokens": 9, "temperature": 0.5, "seed": 3, "stop": ["END"]}
     assert (asked.protocol, asked.messages) == ("chat", ASK["messages"])

@@ -45,6 +45,7 @@ from mlxrunner.cache.disk.pieces import (
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.protocol import Exported, Saved, SavedCheckpoint
 from mlxrunner.cache.layers.protocol import outline as outlined
+from mlxrunner.cache.prefix_index import NAME, PrefixIndex
 from mlxrunner.cache.tokens import TokenArray
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
@@ -163,6 +164,14 @@ class DiskCache:
     def __contains__(self, conversation: object) -> bool:
         """Return True if `conversation` is still there."""
         return conversation in self._index
+
+    def prefixes(self) -> PrefixIndex:
+        """Return the index of what was evaluated, kept beside the conversations.
+
+        It goes with this process if they do.
+        """
+        file = self.folder / NAME if self.is_kept else None
+        return PrefixIndex(file, spelled=self._pictures.spelled)
 
     def offload(
         self, entry: CacheEntry, *, replaces: StoredConversation | None = None

@@ -15,6 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
+from mlxrunner.cache.account import TokenAccounting
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.layers.protocol import SavedEntry
 from mlxrunner.cache.pool.causal import CausalCache
@@ -334,12 +335,15 @@ class SlotAssigner:
         requests: list[ActiveRequest],
         room: KVAllocator,
         residents: EvictionPolicy,
+        accounting: TokenAccounting,
         message_ends: TokenArray,
     ) -> None:
         """Assign `requests`, the running ones in order of arrival, to `slots`.
 
-        `message_ends`: the tokens that end a message. Checkpoints are taken at such places.
+        `accounting` counts their tokens. `message_ends`: the tokens that end a message. Checkpoints
+        are taken at such places.
         """
+        self._accounting = accounting
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self.residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
@@ -368,6 +372,7 @@ class SlotAssigner:
             request.began = began
             self._follow(request, choice)
             clock.lookup_s = time.perf_counter() - clock.lookup_began
+            request.open_account(self._accounting)
             self._requests.append(request)
         except BaseException:
             self.free(slot)

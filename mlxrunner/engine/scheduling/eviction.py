@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
+from mlxrunner.cache.account import TokenAccounting
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.eviction import GreedyDual, eviction_score
 from mlxrunner.cache.layers.protocol import SavedEntry
@@ -343,15 +344,17 @@ class RequestFinalizer:
         self,
         requests: list[ActiveRequest],
         residents: EvictionPolicy,
+        accounting: TokenAccounting,
         moment: Callable[[], tuple[int, int]],
         tell: Ended,
     ) -> None:
         """End some of `requests`, the running ones.
 
-        `moment` returns that of `Scheduler.moment`. `tell` is called for each request at its end.
+        `accounting` counts their tokens. `moment` returns that of `Scheduler.moment`. `tell` is
+        called for each request at its end.
         """
         self._requests, self._residents = requests, residents
-        self._moment, self._tell = moment, tell
+        self._accounting, self._moment, self._tell = accounting, moment, tell
 
     def end_overdue(self) -> None:
         """End the requests whose deadline has come."""
@@ -397,6 +400,7 @@ class RequestFinalizer:
             request.lease.close()
         self._residents.fit(request)
         request.ended = moment = self._moment()
+        request.close_account(self._accounting)
         usage = self._tell(request, reason, error)
         if last is not None:
             request.chunks.append(replace(last, usage=usage))

@@ -12,6 +12,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxrunner.cache.account import (
+    ConversationName,
+    OpenAccount,
+    PromptAccount,
+    TokenAccounting,
+)
 from mlxrunner.cache.lookup import Evicted, Lookup
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import EntryLease
@@ -33,6 +39,10 @@ class ActiveRequest(Request):
 
     answer: AnswerStream
     lookup: Lookup
+    counted: OpenAccount = field(init=False)
+    """The account of its prompt, once it has a slot."""
+    account: PromptAccount = PromptAccount()  # noqa: RUF009  # immutable
+    """The account of its prompt, once it has ended."""
     slot: Slot = field(init=False)
     lease: EntryLease = field(init=False)
     """Its hold on the slot's entry, once it is placed."""
@@ -166,6 +176,29 @@ class ActiveRequest(Request):
     def holds_cells(self) -> bool:
         """True if it has cells, or claims the rest of a prefix that it waits for."""
         return self.is_placed or self.source is not None or self.errand is not None
+
+    def open_account(self, accounting: TokenAccounting) -> None:
+        """Begin to count the tokens of the prompt, before any of them is evaluated."""
+        caller = self.prompt.caller
+        names = (
+            ConversationName()
+            if caller is None
+            else ConversationName(caller.client, caller.session)
+        )
+        is_line = self.prompt.earlier is not None  # each line of a batch is its own conversation
+        self.counted = accounting.begin(
+            self.tokens, self.prompt, names, is_listed=not (self.is_ahead or is_line)
+        )
+
+    def close_account(self, accounting: TokenAccounting) -> None:
+        """Count the tokens of the prompt, at the end of the request."""
+        found, earlier = self.lookup, self.prompt.earlier
+        known = max(found.known, 0 if earlier is None else earlier.tokens)
+        is_exact = self.shifted == self.discarded
+        answer = self.said[: max(0, self.sampled - 1)] if is_exact else []
+        self.account = accounting.end(
+            self.counted, found.cached, known, found.cached + self.evaluated, as_tokens(answer)
+        )
 
     def stop_errand(self) -> None:
         """Leave the work on its slot undone: it may have to begin again."""
@@ -329,6 +362,7 @@ class ActiveRequest(Request):
             prompt=self.tokens,
             options=self.options,
             lookup=self.lookup,
+            account=self.account,
             usage=usage,
             finish=finish_of(reason, error),
             error=error,

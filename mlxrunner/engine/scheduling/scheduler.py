@@ -18,6 +18,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlxrunner.cache.account import TokenAccounting
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.backends.backend import Backend
@@ -65,12 +66,14 @@ class Scheduler:
         parking: OffloadTarget | None = None,
         is_reusable: bool = True,
         facts: ModelFacts | None = None,
+        accounting: TokenAccounting | None = None,
     ) -> None:
         """Make a scheduler. The settings are those in use: see `EngineSettings.complete`.
 
         `ended`: called for each request at its end. `message_ends`: the tokens that end a message.
         `parking`: see `EvictionPolicy`. `is_reusable`: False if no prompt may reuse what another
         one has evaluated. `facts`: those of the model; None: nothing is guessed.
+        `accounting`: counts the tokens of prompts; None: a new one.
         """
         budget = (settings.checkpoint_budget or 0) // settings.max_sequences
         self.slots = [
@@ -88,11 +91,15 @@ class Scheduler:
         room = KVAllocator(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends
         self.residents = EvictionPolicy(engine, self.slots, memory=settings.memory, parking=parking)
-        self._assigner = SlotAssigner(engine, self.slots, self.requests, room, self.residents, ends)
+        self._accounting = TokenAccounting() if accounting is None else accounting
+        parts = engine, self.slots, self.requests, room, self.residents
+        self._assigner = SlotAssigner(*parts, self._accounting, ends)
         self._assigner.is_reusable = is_reusable
         self.errands = self._assigner.errands
         self.errands.are_on = is_reusable and settings.max_step_ms != 0
-        self._endings = RequestFinalizer(self.requests, self.residents, lambda: self.moment, ended)
+        self._endings = RequestFinalizer(
+            self.requests, self.residents, self._accounting, lambda: self.moment, ended
+        )
         self._maker = Preemptor(
             engine, self.requests, room, self._assigner, self._endings, capacity
         )
@@ -441,6 +448,7 @@ class Scheduler:
     def _deliver(self, request: ActiveRequest, sampled: list[Sampled]) -> int:
         """Deliver a token, and those that were guessed right. Return the number of these."""
         if not request.said:
+            self._accounting.reach(request.counted, len(request.tokens))
             self._drafts.begin(request)
             if request.drafting is not None:
                 self._composer.clock = self._drafts.clock

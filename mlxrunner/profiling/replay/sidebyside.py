@@ -591,7 +591,7 @@ def _usage(request: ActiveRequest, reason: FinishReason | None, error: str | Non
     nothing: dict[str, Any] = dict.fromkeys(
         ("trimmed_tokens", "shifted_tokens", "reevaluated_tokens", "cache_bytes", "peak_bytes"), 0
     )
-    return usage_of(request.lookup, request.clock, 0, prefill_s=0.0, **nothing)
+    return usage_of(request.lookup, request.clock, 0, request.account, prefill_s=0.0, **nothing)
 
 
 MOST_CELLS = 2**28

@@ -85,7 +85,7 @@ class VariantResult:
     def add(self, found: Lookup) -> None:
         """Add the lookup of a request."""
         self.requests += 1
-        self.hits += found.outcome == "hit"
+        self.hits += found.outcome() == "hit"
         self.prompt += found.prompt_tokens
         self.cached += found.cached
 

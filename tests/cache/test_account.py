@@ -1,0 +1,173 @@
+"""The four counts of a prompt: precedence, moved text, conversations, requests side by side."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from support.accounts import tiled
+
+from mlxrunner.cache.account import (
+    MOST_REQUESTS,
+    RUN,
+    ConversationName,
+    PromptAccount,
+    TokenAccounting,
+    moved_runs,
+)
+from mlxrunner.cache.tokens import as_tokens
+
+
+def text(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 30_000) for _ in range(count)]
+
+
+def counted(
+    accounting: TokenAccounting,
+    prompt: list[int],
+    cached: int = 0,
+    name: tuple[str, str | None] = ("", None),
+    answer: list[int] | None = None,
+) -> PromptAccount:
+    """Run a request that reuses `cached` tokens, and return its account."""
+    opened = accounting.begin(as_tokens(prompt), name=ConversationName(*name))
+    more = as_tokens(answer or [])
+    return accounting.end(opened, cached, cached, len(prompt), more)
+
+
+BEGIN, MIDDLE, END = text(1, 100), text(2, 200), text(3, 300)
+OLD = [*BEGIN, *MIDDLE, *END]
+EDITS = {
+    "same": (OLD, 0),
+    "goes on": ([*OLD, *text(4, 50)], 0),
+    "changed word": ([*BEGIN, 7, *OLD[101:]], 499),
+    "date in front": ([*text(5, 9), *OLD[9:]], 591),
+    "inserted message": ([*BEGIN, *text(6, 80), *MIDDLE, *END], 500),
+    "removed message": ([*BEGIN, *END], 300),
+    "moved block": ([*BEGIN, *END, *MIDDLE], 500),
+    "moved to the front": ([*END, *BEGIN, *MIDDLE], 600),
+    "twice, once known": ([*BEGIN, *END, *END], 300),
+    "summary": ([*BEGIN, *text(7, 60), *END[200:]], 100),
+    "other text": (text(8, 600), 0),
+    "only the beginning": ([*BEGIN, *text(9, 400)], 0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_text_behind_a_change_is_displaced_to_within_a_run(edit: str) -> None:
+    """The place of the change costs, and not the text itself."""
+    prompt, wanted = EDITS[edit]
+    accounting = TokenAccounting()
+    counted(accounting, OLD)
+    shared = next(
+        (n for n, pair in enumerate(zip(OLD, prompt, strict=False)) if pair[0] != pair[1]), 600
+    )
+    found = counted(accounting, prompt, cached=min(shared, len(prompt) - 1))
+    assert (found.missed, found.shared) == (0, min(shared, len(prompt)))
+    assert wanted - RUN <= found.displaced <= wanted
+    for run in found.moved:
+        assert prompt[run.begin : run.end] == OLD[run.earlier : run.earlier + run.end - run.begin]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_moved_runs_are_those_of_a_slow_search(seed: int) -> None:
+    """With few words that repeat, and many edits: to within a run for each of them."""
+    rng = random.Random(seed)
+    old = [rng.randrange(2000 if seed % 2 else 40) for _ in range(400)]
+    new, edits = list(old), rng.randint(1, 4)
+    for _ in range(edits):
+        at, size = rng.randrange(len(new)), rng.randint(1, 60)
+        block = new[at : at + size]
+        if rng.random() < 0.7:
+            del new[at : at + size]
+        if rng.random() < 0.7:
+            place = rng.randrange(len(new) + 1)
+            new[place:place] = block if rng.random() < 0.6 else [rng.randrange(2000)] * 3
+    runs = moved_runs(as_tokens(old), as_tokens(new))
+    assert all(a.end <= b.begin for a, b in pairwise(runs))
+    places = [
+        place for run in runs for place in range(run.earlier, run.earlier + run.end - run.begin)
+    ]
+    assert len(places) == len(set(places))
+    found = sum(run.end - run.begin for run in runs)
+    assert abs(found - tiled(old, new)) <= RUN * edits
+
+
+def test_cached_comes_before_missed_and_missed_before_displaced() -> None:
+    """A prefix that was evaluated is missed, even if an edit displaced the same text, too."""
+    accounting = TokenAccounting()
+    counted(accounting, OLD)
+    edited = [*BEGIN, 7, *OLD[101:]]
+    counted(accounting, edited, cached=100)
+    again = counted(accounting, OLD, cached=100)
+    assert (again.missed, again.displaced) == (499, 0)  # the last one is new: it gives the logits
+    part = counted(accounting, [*OLD[:300], 8, *OLD[301:]], cached=100)
+    assert part.missed == 200
+    assert 299 - RUN <= part.displaced <= 299
+
+
+def test_a_full_hit_evaluates_one_new_token() -> None:
+    """Its last one, for the logits."""
+    accounting = TokenAccounting()
+    counted(accounting, OLD)
+    found = counted(accounting, OLD, cached=599)
+    assert (found.missed, found.displaced) == (0, 0)
+
+
+def test_answers_count_as_evaluated_and_as_text_of_the_conversation() -> None:
+    """A template that drops the thinking displaces the answer behind it."""
+    accounting, thinking, answer = TokenAccounting(), text(10, 90), text(11, 70)
+    counted(accounting, BEGIN, answer=[*thinking, *answer])
+    whole = counted(accounting, [*BEGIN, *thinking, *answer, *text(12, 9)], cached=100)
+    assert whole.missed == 160
+    accounting = TokenAccounting()
+    counted(accounting, BEGIN, answer=[*thinking, *answer])
+    stripped = counted(accounting, [*BEGIN, *answer, *text(12, 9)], cached=100)
+    assert stripped.missed == 0
+    assert 70 - RUN <= stripped.displaced <= 70
+
+
+def test_the_session_names_the_conversation_else_most_content_does() -> None:
+    """Another client's text is never that of this conversation."""
+    accounting = TokenAccounting()
+    counted(accounting, [*BEGIN, 1, *MIDDLE], name=("agent", "a"))
+    counted(accounting, [*BEGIN, 2, *END], name=("agent", "b"))
+    prompt = [*BEGIN, 3, *MIDDLE, *END]
+    assert 200 - RUN <= counted(accounting, prompt, 100, ("agent", "a")).displaced <= 200
+    accounting = TokenAccounting()
+    counted(accounting, [*BEGIN, 1, *MIDDLE], name=("agent", None))
+    counted(accounting, [*BEGIN, 2, *END], name=("agent", None))
+    assert 300 - RUN <= counted(accounting, prompt, 100, ("agent", None)).displaced <= 300
+    other = counted(accounting, prompt, 100, ("editor", None))
+    assert (other.displaced, other.earlier) == (0, None)
+
+
+def test_a_prefix_that_another_request_evaluates_is_missed_if_it_gets_there() -> None:
+    """Two requests begin at once; the first is cut off early or not."""
+    for reached, missed in ((600, 599), (250, 250)):
+        accounting = TokenAccounting()
+        first = accounting.begin(as_tokens(OLD))
+        second = accounting.begin(as_tokens(OLD))
+        accounting.end(first, 0, 0, reached, as_tokens([]))
+        assert accounting.end(second, 0, 0, 600, as_tokens([])).missed == missed
+
+
+def test_nothing_of_an_interrupted_prompt_counts_that_was_not_evaluated() -> None:
+    """The next request of the same text misses what was, and the rest is new."""
+    accounting = TokenAccounting()
+    opened = accounting.begin(as_tokens(OLD))
+    accounting.end(opened, 0, 0, 123, as_tokens([]))
+    assert counted(accounting, OLD).missed == 123
+
+
+def test_memory_is_bounded() -> None:
+    """Many long conversations: the oldest are forgotten, the newest are compared with."""
+    accounting = TokenAccounting()
+    for seed in range(100):
+        counted(accounting, text(seed, 1000), name=(str(seed % 3), None))
+    assert len(accounting._history) <= MOST_REQUESTS
+    newest = text(99, 1000)
+    found = counted(accounting, [5, *newest[1:]], name=("0", None))
+    assert found.displaced == 999
