@@ -37,6 +37,7 @@ from mlxrunner.server.events import (
     field_error,
 )
 from mlxrunner.server.models import (
+    MANY_SLOTS,
     ModelCard,
     ModelLoader,
     ModelNames,
@@ -185,15 +186,17 @@ class ModelManager:
         if self.is_stopping:
             raise _stopping()
         settings = self._opening.settings
-        waiting = 0 if place is None else place.users - settings.slots
+        opened = None if place is None else place.opened
+        slots = opened.slots if opened is not None else settings.slots or MANY_SLOTS
+        waiting = 0 if place is None else place.users - slots
         if waiting < settings.max_queue:
             return
         self.refused += 1
         usual = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        wait = usual * (waiting + 1) / settings.slots
+        wait = usual * (waiting + 1) / slots
         raise ApiError(
             429,
-            f"requests that wait for one of {settings.slots} slots: {waiting}, and at most "
+            f"requests that wait for one of {slots} slots: {waiting}, and at most "
             f"{settings.max_queue} may (--max-queue): ask again later",
             code="rate_limit_exceeded",
             retry_after=max(1, min(LONGEST_WAIT, math.ceil(wait))),

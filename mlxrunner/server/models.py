@@ -402,6 +402,11 @@ def look_at(future: asyncio.Future[Any]) -> None:
 
 USUAL = 8192
 """Tokens of the context that a model is given room for before others are unloaded for it."""
+FEW_SLOTS, MANY_SLOTS, SLOTS_SHARE = 8, 16, 20
+"""Slots of a model if the user gives no number.
+
+They are many if they take at most one part in 20 of the memory more than few.
+"""
 OF_REQUESTS = frozenset(names(GenerateOptions)) - {"template"}
 
 
@@ -439,7 +444,7 @@ class ModelLoader:
             found = without_weights(name)
             weights = found.weight_bytes
             with suppress(MlxrunnerError):  # then it has no draft model, and a warning says so
-                beside = self._of_draft(found.facts)
+                beside = self._of_draft(found)
         demand = self._demand(found, weights, offered, is_read=not sees)
         return self._needed(demand, min(self._context(found.facts), USUAL), offered) + beside
 
@@ -464,12 +469,12 @@ class ModelLoader:
         loaded = self._read(name, room, progress)
         sees = isinstance(loaded.tokenizer, SeeingTokenizer)
         draft = None if sees else self._draft_for(loaded, room - self._smallest(loaded, room))
-        beside = 0 if draft is None else self._of_draft(loaded.facts)
+        beside = 0 if draft is None else self._of_draft(loaded)
         cells, memory = self._cells(loaded, room - beside)
         parks = self.settings.disk_cache
         runner = ParallelRunner.of(
             loaded,
-            max_sequences=self.settings.slots,
+            max_sequences=self.slots_of(loaded),
             kv_cache_tokens=cells,
             memory=memory,
             reserve=self.ranks is None,
@@ -511,10 +516,11 @@ class ModelLoader:
         demand = self._demand(loaded, weights_of(loaded.model), room, is_read=is_read)
         needed = self._needed(demand, min(SMALLEST_CONTEXT, self._context(loaded.facts)), room)
         if needed > room:
+            slots = self.slots_of(loaded)
             raise MemoryPlanError(
-                f"{loaded.name} with {self.settings.slots} slots takes {size(needed)} for a short "
-                f"context, and {size(max(0, room))} are left for it: give more --memory, fewer "
-                "--slots, or a smaller model"
+                f"{loaded.name} with {slots} slots takes {size(needed)} for a short context, and "
+                f"{size(max(0, room))} are left for it: give more --memory, fewer --slots, or a "
+                "smaller model"
             )
         return needed
 
@@ -524,7 +530,7 @@ class ModelLoader:
         The model, they and the largest step, which looks at all of them, take `room` bytes.
         """
         demand = self._demand(loaded, weights_of(loaded.model), room)
-        most = self.settings.slots * self._context(loaded.facts)
+        most = self.slots_of(loaded) * self._context(loaded.facts)
         cells = demand.largest_context(room, most)
         memory = demand.caches(cells) + demand.drafts(cells) + demand.checkpoints(cells, room)
         if self.ranks is not None:
@@ -541,7 +547,7 @@ class ModelLoader:
             return None
         try:
             check_vocabularies(name, tokenizer_of(name), loaded.tokenizer)
-            needed = self._of_draft(loaded.facts)
+            needed = self._of_draft(loaded)
             if needed > room:
                 raise MemoryPlanError(
                     f"it takes {size(needed)}, and {size(max(0, room))} are left for it"
@@ -552,15 +558,26 @@ class ModelLoader:
             return None
         return name
 
-    def _of_draft(self, facts: ModelFacts) -> int:
+    def _of_draft(self, found: LoadedModel | Shapes) -> int:
         """Return the bytes of the draft model beside a model; 0 without one."""
         if self.draft_model is None:
             return 0
-        settings = OpenSettings.of(max_sequences=self.settings.slots, **self.runner)
-        return DraftPlan.of(self.draft_model, self._context(facts), settings).nbytes
+        settings = OpenSettings.of(max_sequences=self.slots_of(found), **self.runner)
+        return DraftPlan.of(self.draft_model, self._context(found.facts), settings).nbytes
 
     def _context(self, facts: ModelFacts) -> int:
         return RunnerSettings.of(**self.runner).context or facts.context
+
+    def slots_of(self, found: LoadedModel | Shapes) -> int:
+        """Return the number of slots of a model: the given one, or many where these take little."""
+        if self.settings.slots is not None:
+            return self.settings.slots
+        offered, tokens = self.budget(), min(self._context(found.facts), USUAL)
+        few, many = (
+            self._demand_of(found, slots, offered).total(tokens, offered)
+            for slots in (FEW_SLOTS, MANY_SLOTS)
+        )
+        return MANY_SLOTS if many - few <= offered // SLOTS_SHARE else FEW_SLOTS
 
     def _demand(
         self, found: LoadedModel | Shapes, weights: int, offered: int, *, is_read: bool = True
@@ -569,11 +586,17 @@ class ModelLoader:
 
         Its weights take `weights` bytes, and `offered` are there for all of it.
         """
-        slots = self.settings.slots
+        demand = self._demand_of(found, self.slots_of(found), offered)
+        sight = getattr(found.model, "sight", None)
+        pictures = 0 if sight is None else sight.work_bytes(tries=is_read)
+        return replace(demand, weights=weights, pictures=pictures)
+
+    def _demand_of(self, found: LoadedModel | Shapes, slots: int, offered: int) -> Demand:
+        """Return the memory that a model needs for `slots` slots, beside weights and pictures."""
         asked = OpenSettings.of(max_sequences=slots, **self.runner)
         asked = replace(asked, context=self._context(found.facts))
         options = replace(cache_options(asked, whole=False), context=None)
-        demand = demand_of_slots(
+        return demand_of_slots(
             found.model,
             found.config,
             options,
@@ -582,9 +605,6 @@ class ModelLoader:
             step=asked.step,
             offered=offered,
         )
-        sight = getattr(found.model, "sight", None)
-        pictures = 0 if sight is None else sight.work_bytes(tries=is_read)
-        return replace(demand, weights=weights, pictures=pictures)
 
 
 def parking_folder() -> Path:
@@ -635,6 +655,11 @@ class ServedModel:
     def sees(self) -> bool:
         """True if requests may have pictures."""
         return isinstance(self.loaded.tokenizer, SeeingTokenizer)
+
+    @cached_property
+    def slots(self) -> int:
+        """Most requests that it answers at a time."""
+        return self.runner.stats().slots
 
     @property
     def room(self) -> int:

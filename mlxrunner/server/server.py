@@ -68,7 +68,7 @@ def welcome(
     """
     runner = opened.runner
     shared = f"{ranks} ranks, " if ranks > 1 else ""
-    places = f"{shared}{settings.slots} slots, {opened.room} tokens of context"
+    places = f"{shared}{opened.slots} slots, {opened.room} tokens of context"
     where = (
         parking_folder() if runner.keeps_parked else f"{runner.parked_in}, until this server ends"
     )

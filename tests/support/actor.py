@@ -105,7 +105,12 @@ class ActorOpening(ModelLoader):
         context = self.runner.get("context") or 250_000
         facts = ModelFacts("actor", context, True, {"full": 1}, VOCAB)
         runner = ParallelRunner(
-            model, tokenizer, facts, max_sequences=self.settings.slots, context=context, name=name
+            model,
+            tokenizer,
+            facts,
+            max_sequences=self.settings.slots or 8,
+            context=context,
+            name=name,
         )
         loaded = LoadedModel(name, Path("/nowhere"), model, tokenizer, facts, {})
         maker = PromptBuilder(tokenizer, TEMPLATE, "json_tools")

@@ -17,7 +17,9 @@ def filled(cache: CausalCache, sequence: int, first: int, count: int) -> None:
     """Store tokens whose rows say their position."""
     positions = range(first, first + count)
     cache.start_forward(Batch(positions, [sequence] * count))
-    rows = mx.broadcast_to(mx.array([*positions], mx.float32)[None, None, :, None], (1, 2, count, 4))
+    rows = mx.broadcast_to(
+        mx.array([*positions], mx.float32)[None, None, :, None], (1, 2, count, 4)
+    )
     cache.put(rows, -rows)
 
 

@@ -20,7 +20,7 @@ from support.managers import (
 
 from mlxrunner.engine.thread import has_work
 from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
-from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.models.load import LoadProgress, tell_nobody, without_weights
 from mlxrunner.options import ServeSettings
 from mlxrunner.server import manager as manager_module
 from mlxrunner.server.events import AnswerEnd, ApiError, Ping
@@ -231,3 +231,23 @@ def test_a_model_finds_room_in_its_least(kind: str, budget: int | None, tmp_path
     opened = opening.load(name, opening.least(name))
     with opened.runner:
         assert opened.room == CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "slots"),
+    [("llama", 30_000_000, 16), ("jamba", 3_000_000_000, 16), ("jamba", 1_000_000, 8)],
+)
+def test_a_model_has_more_slots_where_they_take_little(
+    kind: str, memory: int, slots: int, tmp_path: Path
+) -> None:
+    """Each slot of a recurrent model has states of its own, whether they are used or not."""
+    write_model(tmp_path / kind, kind)
+    settings = ServeSettings(disk_cache=False, memory=memory)
+    opening = ModelLoader(settings=settings, runner={"context": CONTEXT, "prefill_step": 32})
+    name = str(tmp_path / kind)
+    found = without_weights(name)
+    assert opening.slots_of(found) == slots
+    if memory > 1_000_000:
+        opened = opening.load(name, opening.least(name))
+        with opened.runner:
+            assert opened.slots == opened.runner.stats().slots == slots
