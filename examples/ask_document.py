@@ -1,0 +1,37 @@
+"""Ask questions about one document: python examples/ask_document.py FILE QUESTION... [-m MODEL]
+
+FILE is a text; for a PDF, `pdftotext report.pdf report.txt` makes one. QUESTION may be a file of
+questions, one per line. The document is evaluated for the first question only.
+"""
+
+import argparse
+from pathlib import Path
+
+from mlxrunner import Runner
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("file", type=Path)
+parser.add_argument("questions", nargs="+")
+parser.add_argument("-m", "--model", default="demo")
+parser.add_argument("--context", type=int, default=8192)
+parser.add_argument("--choices", default="yes,no", help='"" for free answers')
+given = parser.parse_args()
+
+document = given.file.read_text()
+questions = [
+    line
+    for one in given.questions
+    for line in (Path(one).read_text().splitlines() if Path(one).is_file() else [one])
+]
+with Runner.load(given.model, context=given.context) as runner:
+    for question in questions:
+        prompt = f"{document}\n\n{question}"
+        choices = given.choices.split(",") if given.choices else []
+        result = runner.complete([{"role": "user", "content": prompt}], choices=choices)
+        usage = result.usage
+        print(f"{question} {result.text}")
+        print(
+            f"  {usage.cached_tokens} of {usage.prompt_tokens} tokens reused, "
+            f"first token after {usage.timing.ttft_s:.2f} s",
+            flush=True,
+        )

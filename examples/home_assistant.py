@@ -1,0 +1,39 @@
+"""Turn spoken commands into actions, as a smart home does: python examples/home_assistant.py
+
+Needs a server: `mlxrunner serve qwen3:4b`. The state of the home comes last in the prompt, so that
+the instructions before it are reused with each command.
+"""
+
+import json
+import os
+import sys
+from urllib.request import Request, urlopen
+
+URL = os.environ.get("MLXRUNNER_URL", "http://127.0.0.1:8080")
+DEVICES = ["kitchen light", "bedroom light", "heating", "door"]
+SYSTEM = f"You control a home with these devices: {', '.join(DEVICES)}. Answer as JSON."
+SCHEMA = {
+    "type": "object",
+    "properties": {"device": {"enum": DEVICES}, "action": {"enum": ["on", "off", "none"]}},
+    "required": ["device", "action"],
+    "additionalProperties": False,
+}
+
+
+def ask(command: str, state: dict[str, str]) -> dict:
+    """Return the server's answer to a command."""
+    content = f"Command: {command}\nState: {json.dumps(state)}"
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+    form = {"type": "json_schema", "json_schema": {"name": "action", "schema": SCHEMA}}
+    body = json.dumps({"messages": messages, "response_format": form}).encode()
+    request = Request(f"{URL}/v1/chat/completions", body, {"content-type": "application/json"})
+    with urlopen(request) as response:
+        return json.load(response)
+
+
+home = dict.fromkeys(DEVICES, "off")
+for line in sys.stdin:
+    answer = ask(line.strip(), home)
+    chosen = json.loads(answer["choices"][0]["message"]["content"])
+    home[chosen["device"]] = chosen["action"]
+    print(chosen, answer["usage"]["prompt_tokens_details"], flush=True)

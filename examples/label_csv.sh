@@ -1,0 +1,18 @@
+#!/bin/sh
+# Label each row of a CSV: one answer of good or bad per row, in labels.jsonl beside it.
+#
+#   sh examples/label_csv.sh reviews.csv [MODEL]
+#
+# The rows run in the order that reuses most, and the question is evaluated once. After Ctrl-C or a
+# crash, the same command continues where it stopped. The table needs the columns id and text.
+set -eu
+table=$1
+model=${2:-demo}
+labels=$(dirname "$table")/labels.jsonl
+
+resume=
+[ -e "$labels.run" ] && resume=--resume
+mlxrunner batch "$table" -m "$model" -o "$labels" $resume --quiet --no-usage \
+  --system "Say whether the customer is happy (good) or not (bad)." \
+  --row-template "{text}" --choices good,bad
+cat "$labels"
