@@ -88,7 +88,7 @@ class GenerateOptions:
     temperature: float = option(
         0.0,
         float,
-        "0 = always the most likely token. [default: the model's, or 0]",
+        "0 = always the most likely token.",
         low=0,
         high=100,
     )

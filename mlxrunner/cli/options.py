@@ -462,7 +462,8 @@ def sampling_options(command: F) -> F:
         is_flag=True,
         help="Always the most likely token: temperature 0 and no penalties.",
     )
-    temperature = option_of(GenerateOptions, "temperature")
+    help_ = "0 = always the most likely token. [default: the model's, or 0]"
+    temperature = option_of(GenerateOptions, "temperature", help=help_, show_default=False)
     others = [name for name in SAMPLING if name != "temperature"]
     return together((greedy, temperature, *_options_of(GenerateOptions, others)))(command)
 

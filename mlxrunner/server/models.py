@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlxrunner.config.file import read_config_file
+from mlxrunner.config.known_models import hub_id_of
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import MODEL, layer, names, settled, values
 from mlxrunner.engine.opening import DraftPlan
@@ -96,10 +97,13 @@ class ModelNames:
                 return self.first
             if name in self.aliases and self._may_be(self.aliases[name]):
                 return self.aliases[name]
+            meant = hub_id_of(name)
+            if meant == self.first:
+                return meant
             if self.only_first:
                 continue
-            if name in EMBEDDED or (HUB_ID.fullmatch(name) and _is_here(name)):
-                return name
+            if meant in EMBEDDED or (HUB_ID.fullmatch(meant) and _is_here(meant)):
+                return meant
         if self.has_claude and asked.startswith(CLAUDE):
             return self.first
         known = list(self)
@@ -116,7 +120,7 @@ class ModelNames:
         """Return `asked`, a name that `find` finds, as the lists of models have it."""
         if asked in self.aliases:
             return asked
-        return asked.removesuffix(LATEST) or self.shown
+        return hub_id_of(asked.removesuffix(LATEST)) or self.shown
 
     def show(self, name: str) -> str:
         """Return the name that clients see of the model `name`."""
