@@ -115,23 +115,21 @@ class TypedText:
             self._over = True
             self._condition.notify_all()
 
-    def changes(self, text: str, seconds: float | None = None) -> bool:
+    def changes(self, text: str, seconds: float) -> bool:
         """Wait until the draft differs from `text`, or is over.
 
-        Return False if neither happens within `seconds`; None waits for ever.
+        Return False if neither happens within `seconds`.
         """
         with self._condition:
-            return self._wait(lambda: self._over or self._text != text, seconds)
+            return self._condition.wait_for(lambda: self._over or self._text != text, seconds)
 
-    def wait_until_over(self) -> None:
-        """Wait until the editing has ended."""
-        with self._condition:
-            self._wait(lambda: self._over, None)
-
-    def _wait(self, holds: Callable[[], bool], seconds: float | None) -> bool:
-        while seconds is None and not self._condition.wait_for(holds, SIGNAL_S):
-            pass
-        return self._condition.wait_for(holds, seconds)
+    def wait_until_over(self, idle: Callable[[], object] = lambda: None) -> None:
+        """Wait until the editing has ended, and call `idle` about once a second."""
+        while not self._over:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._over, SIGNAL_S):
+                    return
+            idle()
 
 
 class TypeAhead:
@@ -142,13 +140,15 @@ class TypeAhead:
         evaluate: Callable[[str, Callable[[], bool]], None],
         *,
         reads_draft: Callable[[], bool],
+        idle: Callable[[], bool] = lambda: False,
     ) -> None:
         """Call `evaluate(text, cancelled)` to evaluate a prompt that begins with `text`.
 
         It calls `cancelled` between chunks, and ends once that returns True. If `reads_draft`
-        returns False, only the conversation before the draft is evaluated.
+        returns False, only the conversation before the draft is evaluated. `idle` is called about
+        once a second while nothing is to be evaluated. It returns True if it has dropped the draft.
         """
-        self._evaluate, self._reads_draft = evaluate, reads_draft
+        self._evaluate, self._reads_draft, self._idle = evaluate, reads_draft, idle
 
     def __call__(self, draft: TypedText) -> None:
         """Work until the draft is over.
@@ -156,13 +156,17 @@ class TypeAhead:
         Evaluate first what comes before the draft, and then, in each pause, the typed text.
         """
         reads_draft = self._reads_draft()
-        evaluated = self._work("", draft)
+        evaluated: str | None = self._work("", draft)
         if not reads_draft:
-            draft.wait_until_over()
+            draft.wait_until_over(self._idle)
         while not draft.is_over:
             text = draft.text
-            if not draft.changes(text, None if text == evaluated else PAUSE_S):
+            if draft.changes(text, SIGNAL_S if text == evaluated else PAUSE_S):
+                continue
+            if text != evaluated:
                 evaluated = self._work(text, draft)
+            elif self._idle():
+                evaluated = None
 
     def _work(self, text: str, draft: TypedText) -> str:
         """Evaluate `text` as long as the draft begins with it.

@@ -103,6 +103,8 @@ class Chat:
     """The text that the next line begins with."""
     after_turn: list[Callable[[Chat], None]] = field(default_factory=list)
     """Functions called after each answer, complete or interrupted, before the next text is read."""
+    while_idle: list[Callable[[], bool]] = field(default_factory=list)
+    """Functions called about once a second while a text is read; True: the draft was dropped."""
     after_load: list[Callable[[Chat], None]] = field(default_factory=list)
     """Functions called after another runner is loaded."""
     after_command: list[Callable[[Chat], None]] = field(default_factory=list)
@@ -198,6 +200,7 @@ class Chat:
         return TypeAhead(
             partial(self._evaluate, after=after),
             reads_draft=lambda: self.type_ahead and not on_battery(),
+            idle=lambda: any(act() for act in self.while_idle),
         )
 
     def _evaluate(

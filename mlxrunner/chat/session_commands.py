@@ -171,6 +171,7 @@ class Saving:
             chat.say(f"session {self.name}: new")
             self._saved[self.name] = _Saved.of(self._session(chat), 0.0)
         chat.after_turn.append(self._after_turn)
+        chat.while_idle.append(self._write_behind)
         chat.after_command.append(self._after_command)
 
     def end(self, chat: Chat) -> None:
@@ -194,6 +195,12 @@ class Saving:
         """Wait until all caches are written."""
         if self._runner_saver is not None:
             self._runner_saver.wait()
+
+    def _write_behind(self) -> bool:
+        """Begin to write caches for which the last save had no thread. Return True if it did."""
+        with suppress(SessionError):  # the next save says it
+            return self._runner_saver is not None and self._runner_saver.write_behind()
+        return False
 
     def _after_turn(self, chat: Chat) -> None:
         if self.name is not None:

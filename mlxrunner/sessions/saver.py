@@ -132,7 +132,7 @@ class Saver:
         if not self._caches:
             self.store.drop_cache(name)
         elif (writer := self._started()) is not None and writer.is_alive():
-            # Copy one entry at a time: the next save, or `wait`, writes the newer caches.
+            # Copy one entry at a time: `write_behind`, the next save or `wait` writes this one.
             self._behind[name] = tokens
         else:
             self._write(name, tokens)
@@ -191,6 +191,17 @@ class Saver:
             self._write(*self._behind.popitem())
             self.wait()
         self._raise()
+
+    def write_behind(self) -> bool:
+        """Begin to write caches that came while the thread was writing, if it has ended since.
+
+        Return True if it did. The runner's entry has then the session's tokens only.
+        """
+        writer = self._started()
+        if not self._behind or (writer is not None and writer.is_alive()):
+            return False
+        self._write(*self._behind.popitem())
+        return True
 
     def _started(self) -> threading.Thread | None:
         """Return the writing thread, or None.

@@ -368,9 +368,9 @@ def test_nothing_is_typed_ahead_on_battery(
     waits = threading.Event()
 
     class Watched(TypedText):
-        def wait_until_over(self) -> None:
+        def wait_until_over(self, idle: Callable[[], object] = lambda: None) -> None:
             waits.set()
-            super().wait_until_over()
+            super().wait_until_over(idle)
 
     evaluate, evaluated = chat.conversation.evaluate, []
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.sample import fewer
 
+from mlxrunner.cache.disk.disk_cache import FILE
+
 from .test_errands import LONG, Talks, small_pieces  # noqa: F401
 
 CHILD = """
@@ -85,7 +87,7 @@ def go_on(name: str, folder: Path, whole: set[str]) -> int:
     talks, reused = Talks(name, folder), 0
     there = {one.name: one.tokens.tolist() for one in talks.parking._index}
     assert whole <= there.keys()
-    files = list(talks.parking.folder.iterdir())
+    files = [path for path in talks.parking.folder.iterdir() if FILE.fullmatch(path.name)]
     assert sum(file.stat().st_size for file in files) == talks.parking.bytes
     for number, talk in enumerate(talks.talks):
         parked = [tokens for tokens in there.values() if tokens[:LONG] == talk]

@@ -17,7 +17,7 @@ from support.histories import tiny_parts
 from support.waiting import until
 
 from mlxrunner import ParallelRunner, Runner
-from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.disk_cache import FILE, DiskCache
 
 from .test_errands import KINDS, SETTINGS, Talks
 
@@ -120,7 +120,8 @@ def test_a_slot_that_is_given_up_meanwhile_leaves_no_wrong_file(tmp_path: Path) 
             talks.runner.step()
     talks.close()
     found = opened(tmp_path / "parked", "qwen3_next")
-    assert found.bytes == sum(path.stat().st_size for path in found.folder.iterdir())
+    there = [path for path in found.folder.iterdir() if FILE.fullmatch(path.name)]
+    assert found.bytes == sum(path.stat().st_size for path in there)
 
 
 LONG_ENOUGH = 60

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +19,7 @@ from support.reused import (
     with_and_without_checkpoints,
 )
 from support.saving import Make, answer, last, pieces, save, session
+from support.waiting import until
 
 from mlxrunner import Runner
 from mlxrunner.models.facts import facts_of
@@ -352,3 +355,30 @@ def test_a_changed_digit_of_the_tokens_costs_a_cold_turn(
     assert [turn.user for turn in found.history.turns] == ["hello"]
     assert found.history.rendering.tokens == ()
     assert last(restored, PROMPT).cached_tokens == 0
+
+
+def test_caches_that_came_while_others_were_written_follow(
+    saver: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No further turn is needed: a kill then loses no turn that had ended."""
+    runner = oracle_runner(["full", "recurrent"])
+    keeper, goes_on, save_cache = saver(runner), threading.Event(), SessionStore.save_cache
+
+    def slowly(store: SessionStore, name: str, write: Any) -> None:
+        goes_on.wait()
+        save_cache(store, name, write)
+
+    monkeypatch.setattr(SessionStore, "save_cache", slowly)
+    for prompt in (PROMPT, [*PROMPT, 40, 41]):
+        answer(runner, prompt)
+        keeper.save("one", session(runner))
+    said = list(runner.entry.tokens)
+    assert not keeper.write_behind()
+    runner.evaluate([*said, 50, 51])  # as what is typed
+    goes_on.set()
+    until(keeper.write_behind)
+    assert not keeper.write_behind()
+    keeper.wait()
+    restored = oracle_runner(["full", "recurrent"])
+    _, line = saver(restored).load("one")
+    assert line.startswith(f"{len(said)} tokens restored")
