@@ -118,18 +118,7 @@ class HelpCommand(click.Command):
     """A command whose `--help` shows the options that people use, and `--help-all` all of them."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        params = super().get_params(ctx)
-        if str(self.name) not in USED:
-            return params
-        show_all = click.Option(
-            ["--help-all"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_show_all,
-            help="Show all options and exit.",
-        )
-        return [*params, show_all]
+        return [*super().get_params(ctx), help_all_option(is_hidden=str(self.name) not in USED)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
@@ -151,6 +140,19 @@ class HelpCommand(click.Command):
                 formatter.write(f"  `{path} --help-all` shows {len(own) - len(shown)} more.\n")
 
 
+def help_all_option(*, is_hidden: bool) -> click.Option:
+    """Return the option --help-all, hidden where it shows what --help does."""
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        hidden=is_hidden,
+        callback=_show_all,
+        help="Show all options and exit.",
+    )
+
+
 def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         ctx.meta["help_all"] = True
@@ -162,6 +164,9 @@ class HelpGroup(click.Group):
     """A group of commands with such a help, in the order in which they were added."""
 
     command_class = HelpCommand
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), help_all_option(is_hidden=True)]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

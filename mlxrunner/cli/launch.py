@@ -115,7 +115,7 @@ def launch(
     if rank is not None or is_given("rank_port"):
         raise click.UsageError("--rank and --rank-port go with --hosts.")
     if client is None:
-        raise click.UsageError("Missing argument 'CLIENT'.")
+        raise click.UsageError("Missing CLIENT: claude, codex or opencode.")
     if client not in NAMES:
         names = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
         raise click.UsageError(

@@ -88,14 +88,15 @@ def _list_known(as_json: bool) -> None:
 
 
 @models.command()
-@click.argument("name", metavar="ID", shell_complete=model_words)
+@click.argument("name", metavar="ID", required=False, shell_complete=model_words)
+@click.option("-m", "--model", metavar="ID", shell_complete=model_words, help="The same as ID.")
 @click.option(
     "--trust-remote-code",
     is_flag=True,
     help="Download Python code that the model brings, too; it is not run.",
 )
 @debug_option
-def pull(name: str, trust_remote_code: bool) -> None:
+def pull(name: str | None, model: str | None, trust_remote_code: bool) -> None:
     """Download the model ID (OWNER/NAME, or a short name).
 
     Fetches safetensors, tokenizer, settings and chat template, also of a newer revision, after a
@@ -104,7 +105,9 @@ def pull(name: str, trust_remote_code: bool) -> None:
     from mlxrunner.models.resolve import pull
     from mlxrunner.terminal.text import size
 
-    name = hub_id_of(name)
+    if (name is None) == (model is None):
+        raise click.UsageError("Give one ID: `mlxrunner models --known` lists short names.")
+    name = hub_id_of(name or model or "")
     folder = pull(name, with_code=trust_remote_code)
     nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     click.echo(visible_text(f"{name}: {size(nbytes)} in {folder}"))

@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from mlxrunner.cli.help import write_commands
+from mlxrunner.cli.help import HelpGroup, write_commands
 from mlxrunner.errors import MlxrunnerError, OutputClosedError
 from mlxrunner.terminal import early
 from mlxrunner.terminal.early import INTERRUPTED
@@ -26,7 +26,7 @@ from mlxrunner.terminal.early import INTERRUPTED
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Program(click.Group):
+class Program(HelpGroup):
     """A click group that prints each error as one line; `--debug` adds the traceback."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -60,6 +60,8 @@ class Program(click.Group):
             raise with_our_name(error) from error
         except click.NoSuchCommand as error:
             raise with_our_command(error) from error
+        except click.MissingParameter as error:
+            raise with_its_meaning(error) from error
         except (
             click.ClickException,
             click.exceptions.Exit,
@@ -140,6 +142,27 @@ def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
     else:
         return error
     return click.UsageError(f"{error.message} {meant}", ctx=error.ctx)
+
+
+MEANINGS = {
+    "EVENTS": "a file that chat, generate, batch or serve wrote with --events FILE",
+    "LOG": "a file that chat, generate or batch wrote with --log-tokens FILE",
+    "INPUT": "a file of prompts: lines of JSON, a table, or a folder of texts",
+    "ID": "a short name (`mlxrunner models --known` lists them) or a hub id OWNER/NAME",
+    "CLIENT": "claude, codex or opencode",
+    "NAME": "a saved chat: `mlxrunner sessions list` lists them",
+    "SESSION": "a saved chat: `mlxrunner sessions list` lists them",
+}
+"""The meaning of each argument, for the error about one that is missing."""
+
+
+def with_its_meaning(error: click.MissingParameter) -> click.UsageError:
+    """Return the error about a missing argument with what it may be."""
+    name = "" if error.param is None else (error.param.metavar or str(error.param.name))
+    name = name.strip("[].").upper() if isinstance(error.param, click.Argument) else ""
+    if name not in MEANINGS:
+        return error
+    return click.UsageError(f"Missing {name}: {MEANINGS[name]}.", ctx=error.ctx)
 
 
 def _as_pair(value: str) -> str:

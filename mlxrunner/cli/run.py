@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import click
 
@@ -42,15 +41,23 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
 
 def _meant(arguments: list[str]) -> tuple[click.Command, list[str]]:
     """Return the command that is meant, and its arguments."""
-    parser = generate.make_parser(click.Context(generate))
-    try:
-        words: Sequence[str] = parser.parse_args(list(arguments))[0]["words"] or ()
-    except click.UsageError:  # an option that only a chat has
-        return chat, arguments
+    words = _words(generate, "words", arguments)
+    if words is None and _words(chat, "named", arguments) is not None:
+        return chat, arguments  # an option that only a chat has
     is_piped = sys.stdin is not None and not sys.stdin.isatty()
-    if len(words) < 2 and not is_piped:
+    if words is not None and len(words) < 2 and not is_piped:
         return chat, arguments
+    words = words or ()
     options = [one for one in arguments if not any(one is word for word in words)]
     model = ["-m", words[0]] if words else []
     prompt = ["-p", " ".join(words[1:])] if words[1:] else []
     return generate, [*model, *prompt, *options]
+
+
+def _words(command: click.Command, name: str, arguments: list[str]) -> tuple[str, ...] | None:
+    """Return the words that `command` takes as argument `name`; None if it refuses an option."""
+    try:
+        found = command.make_parser(click.Context(command)).parse_args(list(arguments))[0]
+    except click.UsageError:
+        return None
+    return found[name] if isinstance(found.get(name), tuple) else ()

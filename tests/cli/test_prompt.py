@@ -177,8 +177,8 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["run", "x"], "Did you mean 'mlxrunner chat'?"),
         (["pull", "x"], "Did you mean 'mlxrunner models pull'?"),
+        (["ps"], "a server lists its models at"),
         (["version"], "Did you mean 'mlxrunner --version'?"),
         (["models", "list"], "Did you mean 'mlxrunner models'?"),
         (["sessions", "delete", "x"], "Did you mean 'mlxrunner sessions rm'?"),

@@ -50,6 +50,23 @@ def test_run_answers_a_prompt_and_standard_input() -> None:
     assert piped.stdout == "Your name is Bo.\n"
 
 
+def test_run_without_a_model_asks_the_default_one() -> None:
+    piped = invoke("run", stdin="My name is Bo. What is my name?\n")
+    assert (piped.exit_code, piped.stdout) == (0, "Your name is Bo.\n")
+
+
+def test_an_option_of_ollama_is_answered_with_ours() -> None:
+    assert "Did you mean '--schema'?" in invoke("run", "demo", "--format", "json", "hi").stderr
+
+
+@pytest.mark.parametrize("command", ["report", "explain", "simulate", "batch", "sessions show"])
+def test_a_missing_argument_is_explained(command: str) -> None:
+    result = CliRunner().invoke(cli.main, command.split(), env={"MLXRUNNER_EVENTS": ""})
+    assert result.exit_code == 2
+    assert "Missing " in result.stderr
+    assert ": a " in result.stderr
+
+
 def test_run_refuses_what_its_command_refuses() -> None:
     """With the name of that command, whose help has the options."""
     result = invoke("run", "demo", "hi", "--no-such")
