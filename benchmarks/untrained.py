@@ -44,7 +44,9 @@ KINDS: dict[str, dict[str, Any]] = {
 """Full attention, windows, short convolutions, gated deltas: what differs from SIZE."""
 
 
-def write_untrained(folder: Path, kind: str, *, layers: int = 2, width: int = 64) -> None:
+def write_untrained(
+    folder: Path, kind: str, *, layers: int = 2, width: int = 64, context: int = 32768
+) -> None:
     """Write a model of a kind of KINDS to `folder`.
 
     `width`: the size of its states; its MLPs are twice as wide, and heads have 16 or more.
@@ -53,6 +55,7 @@ def write_untrained(folder: Path, kind: str, *, layers: int = 2, width: int = 64
         "num_hidden_layers": layers,
         "hidden_size": width,
         "intermediate_size": 2 * width,
+        "max_position_embeddings": context,
     }
     if kind == "lfm2":
         size |= {"block_dim": width, "full_attn_idxs": [*range(1, layers, 2)]}

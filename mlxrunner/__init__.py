@@ -10,7 +10,7 @@ Importing this package imports neither mlx nor mlx-lm nor numpy: the first use o
 
 from __future__ import annotations
 
-from mlxrunner.system.open_files import keep_limit
+from mlxrunner.system.imports import mend_imports
 
 TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ _HOMES = {
     "run_batch": "batch.execution",
 }
 """The module of each name that is not an error."""
-keep_limit()  # before any module imports mlx-lm
+mend_imports()  # before any module imports mlx-lm
 
 
 def __getattr__(name: str) -> Any:

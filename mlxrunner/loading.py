@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Unpack
 from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_layer_caches
 from mlxrunner.engine.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.errors import MemoryPlanError, ModelError, OptionError
-from mlxrunner.memory.plan import Demand, Plan
+from mlxrunner.memory.plan import Demand, Plan, choose
 from mlxrunner.memory.reserve import (
     announce,
-    choose,
     demand_of,
     must_fit,
     must_have_room,
@@ -28,7 +27,7 @@ from mlxrunner.models.load import (
     tell_nobody,
     unread_vision_model,
 )
-from mlxrunner.options import RunnerKwargs, RunnerSettings
+from mlxrunner.options import PER_REQUEST, Reserve, RunnerKwargs, RunnerSettings
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size
 
@@ -90,7 +89,8 @@ def load(
     model: str,
     settings: RunnerSettings,
     *,
-    reserve: bool,
+    reserve: Reserve,
+    wire: str,
     trust_remote_code: bool,
     draft_model: str | None,
     pictures: bool,
@@ -110,17 +110,22 @@ def load(
             must_fit(_planned_seeing(unread, settings))
 
         loaded = load_vision_model(model, progress=progress, check=check)
-        demand = _demand_seeing(loaded, settings, tries=reserve)
+        demand = _demand_seeing(loaded, settings, tries=bool(reserve))
     else:
         if reserve:
+            wanted = settings if reserve is True else replace(settings, context=None)
             with suppress(ModelError):  # loading the model explains better what is wrong with it
-                must_fit(plan_model(model, **vars(settings)))
+                must_fit(plan_model(model, **vars(wanted)))
         loaded = load_model(model, trust_remote_code=trust_remote_code, progress=progress)
         demand = _demand(loaded, settings, weights_of(loaded.model))
-    if reserve:
+    if reserve is True:
         runner = _reserved(kind, loaded, model, settings, demand, progress)
     else:
         runner = _growing(kind, loaded, model, settings, demand)
+        runner.reserves_requests = reserve == PER_REQUEST
+    if runner.plan is not None:
+        device.wire(loaded.model, runner.plan.wired(wire))
+    runner.wire = wire
     if draft_model is not None:
         add_draft_model(runner, draft_model, trust_remote_code=trust_remote_code, progress=progress)
     return runner
@@ -173,6 +178,7 @@ def add_draft_model(
         )
     loaded = load_model(name, trust_remote_code=trust_remote_code, progress=progress)
     check_vocabularies(name, loaded.tokenizer, runner.tokenizer)
+    device.wire(loaded.model, plan.wired(runner.wire))
     options = cache_options(settings, whole=False)
     vocab, step = runner.facts.vocab, runner.prefill_step
     runner.sources.model = DraftModel(loaded.model, vocab, options, plan.checkpoint_budget, step)
@@ -185,7 +191,7 @@ def _growing(
     plan = _chosen(demand, settings, loaded.facts.context)
     runner = _made(kind, loaded, model, settings, plan, whole=False)
     runner.growing = demand
-    must_have_room(demand, 1, settings.prefill_step)
+    must_have_room(demand, 1, plan.prefill_step)
     announce(plan, settings.context, loaded.facts.context)
     runner.plan = plan
     return runner
@@ -201,24 +207,28 @@ def _reserved(
 ) -> Runner:
     """Return a runner that has taken all its memory.
 
-    The worst-case batch may take more than was estimated. If the caller asked for no context, a
-    smaller one is tried then: the largest that fits by the measured figure.
+    The worst-case batch may take more than was estimated. A smaller step is tried then, or, if the
+    caller asked for no context, a smaller one: the largest that fits by the measured figure.
     """
-    limit, offered = loaded.facts.context, device.offered_bytes()
+    limit, offered, asked = loaded.facts.context, device.offered_bytes(), settings
     plan = _chosen(demand, settings, limit, offered)
     while True:
         runner = _made(kind, loaded, model, settings, plan, whole=True)
         must_fit(plan)
         progress(f"trying the longest step, at the end of {plan.context} tokens", 0, None)
-        demand = replace(demand, batch=demand.batch.measured(_taken(runner), plan.context))
-        plan = _chosen(demand, replace(settings, context=plan.context), limit, offered)
-        if plan.fits or settings.context is not None:
+        batch = demand.batch.of_step(plan.prefill_step)
+        demand = replace(demand, batch=batch.measured(_taken(runner), plan.context))
+        settings = replace(settings, prefill_step=plan.prefill_step)  # never a longer one again
+        measured = _chosen(demand, replace(settings, context=plan.context), limit, offered)
+        if measured.fits and not measured.asked_step:
             break
         del runner
-        plan = _chosen(demand, settings, plan.context - 1, offered)
-    device.set_limits(must_fit(plan).total, demand.batch.nbytes(plan.context))
-    announce(plan, settings.context, limit)
-    runner.plan = plan
+        plan = _chosen(demand, settings, limit, offered)
+    if measured.prefill_step != asked.prefill_step:
+        measured = replace(measured, asked_step=asked.prefill_step)
+    device.set_limits(measured.total, demand.batch.nbytes(measured.context))
+    announce(measured, asked.context, limit)
+    runner.plan = measured
     return runner
 
 
@@ -246,7 +256,12 @@ def _made(
     *,
     whole: bool,
 ) -> Runner:
-    planned = replace(settings, context=plan.context, checkpoint_budget=plan.checkpoint_budget)
+    planned = replace(
+        settings,
+        context=plan.context,
+        checkpoint_budget=plan.checkpoint_budget,
+        prefill_step=plan.prefill_step,
+    )
     parts = loaded.model, loaded.tokenizer, loaded.facts
     runner = kind(*parts, name=model, whole=whole, **vars(planned))
     runner.suggested_options = dict(loaded.suggested)

@@ -39,6 +39,17 @@ MAX_LOGPROBS = 100
 """Most tokens whose log-probabilities can be asked for."""
 OVERFLOW = ("stop", "shift", "error")
 """The actions that can be taken when the context is full."""
+Reserve = bool | Literal["request"]
+"""The time at which memory is reserved: at start for the whole context (True), for each request's
+prompt and `max_tokens` when it begins ("request"), or never (False).
+"""
+PER_REQUEST: Literal["request"] = "request"
+WIRE = {
+    "weights": "the weights stay in memory, caches may be swapped out when memory is short",
+    "all": "caches stay in memory, too: kernel panics were reported for this with many requests",
+    "none": "no kernel panics were reported, but a model that nearly fills the memory gets slow",
+}
+"""The parts of a model's memory that macOS may not move (wired), each with what it risks."""
 SPECULATE = ("auto", "lookup", "off")
 """The ways to guess tokens of an answer."""
 NO_SPECULATING = {

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.config.option import check_callable, check_flag, check_kind
+from mlxrunner.config.option import Option, check_callable, check_flag, check_kind
 from mlxrunner.engine.answer import Clock
 from mlxrunner.engine.control import EntryControl
 from mlxrunner.engine.one_slot import HEADROOM, OneSlot
@@ -27,7 +27,15 @@ from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import GenerateKwargs, GenerateOptions, RunnerKwargs, RunnerSettings
+from mlxrunner.options import (
+    PER_REQUEST,
+    WIRE,
+    GenerateKwargs,
+    GenerateOptions,
+    Reserve,
+    RunnerKwargs,
+    RunnerSettings,
+)
 from mlxrunner.results import Chunk, Result
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
@@ -87,6 +95,8 @@ class Runner(OneSlot):
         self.name = name
         self.plan: Plan | None = None
         """The memory plan, if the model was loaded by `load`."""
+        self.wire = "none"
+        """The part of WIRE of this model's memory that is wired."""
         self.suggested_options: dict[str, Any] = {}
         """The sampling that the model suggests, for `generate(prompt, **suggested_options)`."""
 
@@ -96,7 +106,8 @@ class Runner(OneSlot):
         model: str | PathLike[str] = "demo",
         context: int | None = None,
         *,
-        reserve: bool = True,
+        reserve: Reserve = True,
+        wire: str = "weights",
         trust_remote_code: bool = False,
         draft_model: str | PathLike[str] | None = None,
         pictures: bool = False,
@@ -108,7 +119,9 @@ class Runner(OneSlot):
         `context` (in tokens) and the other settings are those of RunnerSettings. If `reserve` is
         true, the runner allocates everything and runs the worst-case batch now. Otherwise it takes
         memory as the conversation grows, and raises MemoryPlanError if a limit of the process
-        (`ulimit`) or its cgroup leaves no room. `trust_remote_code` runs Python code that comes
+        (`ulimit`) or its cgroup leaves no room; with "request", a request whose prompt and
+        `max_tokens` do not fit is refused when it begins. `wire` ("weights", "all" or "none") is
+        the memory that macOS may not swap out. `trust_remote_code` runs Python code that comes
         with the model. `draft_model`, a smaller one of the same vocabulary, guesses what the model
         says. `pictures` loads the model with its encoder of pictures, which needs the extra
         "vision". `progress` is told of each step, and how many of how many bytes of it are done.
@@ -117,7 +130,9 @@ class Runner(OneSlot):
         memory does not suffice, and OptionError if a setting is out of range.
         """
         chosen = RunnerSettings.of(context=context, **settings)
-        check_flag("reserve", reserve)
+        if reserve != PER_REQUEST:
+            check_flag("reserve", reserve)
+        Option(str, among=tuple(WIRE)).check("wire", wire)
         check_flag("trust_remote_code", trust_remote_code)
         check_flag("pictures", pictures)
         return load(
@@ -125,6 +140,7 @@ class Runner(OneSlot):
             name_of(model),
             chosen,
             reserve=reserve,
+            wire=wire,
             trust_remote_code=trust_remote_code,
             draft_model=None if draft_model is None else name_of(draft_model),
             pictures=pictures,
@@ -225,7 +241,10 @@ class Runner(OneSlot):
             began=began,
             processors=logits_processors,
         )
-        self._must_have_room(len(request.tokens) + min(chosen.max_tokens or HEADROOM, HEADROOM))
+        answer = min(chosen.max_tokens or HEADROOM, request.limit)
+        if not self.reserves_requests:
+            answer = min(answer, HEADROOM)
+        self._must_have_room(len(request.tokens) + answer)
         return self._answer(request, progress)
 
     def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:

@@ -7,7 +7,6 @@ workers, and the seconds, by the speed of the model's last batch. It needs no we
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +24,8 @@ from mlxrunner.batch.order import LineCosts, cut, extra_of, shared_tokens
 from mlxrunner.batch.prompts import PromptCost, cost
 from mlxrunner.batch.store import BriefLine, LineCounts, Store, StoredLine
 from mlxrunner.cache.tokens import Shift, TokenArray
-from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.system.folders import cache_folder
-from mlxrunner.system.reading import read_json
-from mlxrunner.system.writing import sealed, written
+from mlxrunner.errors import OptionError
+from mlxrunner.system.folders import CacheFile
 from mlxrunner.terminal.text import count_of, duration
 
 Read = TypeVar("Read", StoredLine, BriefLine)
@@ -51,10 +48,6 @@ Not measured: each machine has to expect the same, so that all of them cut alike
 MOST_SHARDS = 100_000
 MOST_SHOWN = 16
 """The most workers of which each has a line in the table."""
-MOST_MODELS = 100
-"""The number of models whose speed is kept, those used last, so that the file stays small."""
-LARGEST = 2**20
-"""The most bytes of the file of speeds."""
 PositiveNumber = Annotated[float, msgspec.Meta(gt=0, le=1e300)]
 """A positive, finite number."""
 
@@ -469,9 +462,8 @@ class Speed:
         return evaluated / self.prefill_rate + answers / self.decode_rate
 
 
-def speed_file() -> Path:
-    """Return the path `$XDG_CACHE_HOME/mlxrunner/speed.json`, by default in ~/.cache."""
-    return cache_folder() / "speed.json"
+SPEEDS = CacheFile("speed.json")
+"""The speeds of models, each by its name or folder."""
 
 
 def known_speed(model: str) -> Speed | None:
@@ -480,23 +472,13 @@ def known_speed(model: str) -> Speed | None:
     Return None if there is none, or if its figures are not positive numbers.
     """
     with suppress(ValueError, KeyError):
-        return msgspec.convert(_speeds()[_key(model)], Speed)
+        return msgspec.convert(SPEEDS.values()[_key(model)], Speed)
     return None
 
 
 def remember_speed(model: str, speed: Speed) -> None:
-    """Keep the speed for the next estimate, in a file with mode 0600.
-
-    Nothing happens if the file can't be written.
-    """
-    models = _speeds()
-    models.pop(_key(model), None)
-    models[_key(model)] = asdict(speed)
-    with suppress(OSError, RuntimeError):
-        file = speed_file()
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with written(file) as stream:
-            stream.write(sealed(json.dumps(dict(list(models.items())[-MOST_MODELS:]), indent=1)))
+    """Keep the speed for the next estimate. Do nothing if its file can't be written."""
+    SPEEDS.keep(_key(model), asdict(speed))
 
 
 def _key(model: str) -> str:
@@ -506,12 +488,3 @@ def _key(model: str) -> str:
         if folder.is_dir():
             return str(folder.resolve())
     return model
-
-
-def _speeds() -> dict[str, Any]:
-    """Return the speeds in the file by model; empty if it can't be read."""
-    with suppress(ReadError, RuntimeError):  # RuntimeError: there is no home directory
-        found = read_json(speed_file(), LARGEST, sealed=True)
-        if isinstance(found, dict):
-            return found
-    return {}

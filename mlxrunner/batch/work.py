@@ -388,6 +388,7 @@ def _several(
                 kv_cache_tokens=found.cells(lanes, context),
                 prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),
                 reserve=bool(job.loading.get("reserve", True)),
+                wire=job.loading.get("wire", "weights"),
                 draft_model=job.loading.get("draft_model"),
                 **job.several,
             )

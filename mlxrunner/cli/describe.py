@@ -17,11 +17,13 @@ from mlxrunner.cli.options import (
     json_option,
     model_argument,
     together,
+    wire_option,
 )
 from mlxrunner.cli.program import visible_text
 from mlxrunner.config.file import COMMANDS, Config, config_path, read_config_file
 from mlxrunner.config.option import MODEL, Setting, layer, settled
 from mlxrunner.errors import ModelError
+from mlxrunner.options import WIRE
 
 
 @click.command(cls=HelpCommand)
@@ -75,6 +77,7 @@ def _end_text(end: Any) -> str:
 @click.command(cls=HelpCommand)
 @model_argument
 @together(MEMORY_OPTIONS)
+@wire_option
 @click.option(
     "--measure",
     is_flag=True,
@@ -82,7 +85,7 @@ def _end_text(end: Any) -> str:
 )
 @json_option
 @debug_option
-def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
+def plan(model: str, measure: bool, as_json: bool, wire: str, **options: Any) -> None:
     """Compute the memory of MODEL for a context, and the largest context that fits.
 
     Works from config.json and the headers of the weight files, without loading them. Exit code 2 if
@@ -90,14 +93,23 @@ def plan(model: str, measure: bool, as_json: bool, **options: Any) -> None:
     """
     from mlxrunner.loading import plan_model
     from mlxrunner.runner import Runner
+    from mlxrunner.system import device
     from mlxrunner.terminal.progress import loading
+    from mlxrunner.terminal.text import size
 
     made = plan_model(model, **options)
     if measure and made.fits:
         with loading(model) as show:
             loaded = Runner.load(model, progress=show, **{**options, "context": made.context})
         made = loaded.plan or made
-    click.echo(json.dumps(made.as_dict()) if as_json else made.table())
+    wired = device.wirable(made.wired(wire))
+    if as_json:
+        click.echo(json.dumps(made.as_dict() | {"wired": wired}))
+    else:
+        *rows, advice = made.table().splitlines()
+        if device.is_gpu():
+            rows.append(f"wired: {size(wired)} ({wire}): {WIRE[wire]}")
+        click.echo("\n".join([*rows, advice]))
     sys.exit(0 if made.fits else 2)
 
 

@@ -18,12 +18,12 @@ from mlxrunner.cli.options import (
     former_option,
     is_given,
     load,
-    model_options,
     option_of,
     options_that_hold,
     overflow_options,
     recording,
     recording_options,
+    request_model_options,
     sampling_options,
     system_option,
     take,
@@ -34,7 +34,7 @@ from mlxrunner.cli.options import (
 from mlxrunner.cli.program import line_text
 from mlxrunner.cli.prompt import check_pictures, content_of, filled, prompt_of
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError
-from mlxrunner.options import GenerateOptions, check_raw
+from mlxrunner.options import PER_REQUEST, GenerateOptions, check_raw
 
 ONE_SEQUENCE = ("kv_bits", "rewind_slack", "checkpoint_budget", "checkpoint_interval")
 """Settings that mean nothing for several sequences in one row."""
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Configured)
 @click.argument("words", nargs=-1, metavar="[PROMPT]")
-@model_options
+@request_model_options
 @draft_option
 @click.option(
     "-p",
@@ -163,6 +163,8 @@ def generate(
             'the prompt is empty: give one (mlxrunner generate "TEXT") or send it to standard input'
         )
     loading = take(options, LOADING)
+    if loading["reserve"] is None:
+        loading["reserve"] = True if count > 1 else PER_REQUEST
     if images:
         check_pictures(raw=raw, options=options)
         loading["pictures"] = True
@@ -236,7 +238,7 @@ def _answers(
         profile.watch(runner)
 
     output, bar = FilteredStream(), ExitStack()
-    names = ("context", "trust_remote_code", "reserve", "draft_model", "pictures")
+    names = ("context", "trust_remote_code", "reserve", "wire", "draft_model", "pictures")
     shared = {name: loading[name] for name in names if name in loading}
     if is_given("prefill_step"):  # the default for several sequences is another one
         shared["prefill_step"] = loading["prefill_step"]

@@ -74,7 +74,7 @@ HEADINGS: dict[str, str] = {
     "Server": "url host port api-key no-key allow-origin slots max-queue keep-alive no-disk-cache "
     "disk-cache-bytes disk-write-bytes no-claude-names disable-rewrite drain unit",
     "Several hosts": "hosts rank rank-port",
-    "Memory": "memory cache-memory reserve prefill-step max-step-ms rewind-slack "
+    "Memory": "memory cache-memory reserve wire prefill-step max-step-ms rewind-slack "
     "checkpoint-budget checkpoint-interval measure",
     "Logs and checks": "verbose events log-text log-tokens metrics verify-cache verify-strict "
     "min-hit-rate debug",

@@ -160,7 +160,7 @@ COMMANDS: dict[str, click.Command] = {
 }
 REFUSED = (
     *("--n", "--draft-model", "--verify-cache", "--trust-remote-code", "--kv-bits", "--vs"),
-    *("--disk-cache-bytes", "--pictures", "--picture-folder", "--unit"),
+    *("--disk-cache-bytes", "--wire", "--pictures", "--picture-folder", "--unit"),
 )
 """Options of a command that only a model of one rank takes."""
 

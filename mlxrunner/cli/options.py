@@ -355,7 +355,8 @@ def named_system(ctx: click.Context, parameter: click.Parameter, system: str | N
 
 
 draft_option = option_of(OpenSettings, "draft_model")
-LOADING = (*names(RunnerSettings), "reserve", "trust_remote_code")
+wire_option = option_of(OpenSettings, "wire")
+LOADING = (*names(RunnerSettings), "reserve", "wire", "trust_remote_code")
 """Names of the options of `Runner.load`."""
 FULL_CONTEXT = ("overflow", "keep")
 FORM = ("schema", "choices")
@@ -421,8 +422,24 @@ def chosen_model(named: str | None, other: str) -> str:
     return named
 
 
+AT_START = "Allocate all memory at start, or as the conversation grows.  [default: reserve]"
+
+
 def model_options(command: F) -> F:
-    """Add the options for loading a model and for logging: generate, chat and batch share them."""
+    """Add the options for loading a model and for logging that chat and batch share."""
+    return _model_options(True, AT_START)(command)
+
+
+def request_model_options(command: F) -> F:
+    """Add the same options for a command that runs one request, for which it reserves memory."""
+    return _model_options(
+        None,
+        "Allocate memory for the whole context at start, or as the answer grows.  [default: for "
+        "the prompt and --max-tokens]",
+    )(command)
+
+
+def _model_options(reserve: bool | None, text: str) -> Callable[[F], F]:
     return together(
         (
             model_option(
@@ -431,19 +448,13 @@ def model_options(command: F) -> F:
             ),
             *MEMORY_OPTIONS,
             option_of(RunnerSettings, INTERVAL),
-            click.option(
-                "--reserve/--no-reserve",
-                default=True,
-                help=(
-                    "Allocate all memory at start, or as the conversation grows.  [default: "
-                    "reserve]"
-                ),
-            ),
+            click.option("--reserve/--no-reserve", default=reserve, help=text),
+            wire_option,
             trust_option,
             verbose_option,
             debug_option,
         )
-    )(command)
+    )
 
 
 system_option = click.option(

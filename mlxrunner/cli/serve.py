@@ -23,6 +23,7 @@ from mlxrunner.cli.options import (
     together,
     trust_option,
     verbose_option,
+    wire_option,
 )
 from mlxrunner.cli.program import F, visible_text
 from mlxrunner.config.file import read_config_file
@@ -63,6 +64,7 @@ def _option(name: str) -> Callable[[F], F]:
 @together(tuple(option_of(RunnerSettings, name) for name in RUNNER))
 @option_of(GenerateOptions, "speculate", default=None, help=GUESSES)
 @draft_option
+@wire_option
 @events_option
 @click.option(
     "--log-text",
@@ -83,6 +85,7 @@ def serve(
     unit_kind: Any,
     speculate: str | None,
     draft_model: str | None,
+    wire: str,
     events: str | None,
     log_text: bool,
     trust_remote_code: bool,
@@ -140,6 +143,7 @@ def serve(
             runner=runner,
             speculate=speculate,
             draft_model=draft_model,
+            wire=wire,
             trust_remote_code=trust_remote_code,
             ranks=ranks,
         )

@@ -16,9 +16,24 @@ from typing import Any
 
 from mlxrunner.config.known_models import hub_id_of
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.option import Setting, former_names, names, read_json, renamed, settled
+from mlxrunner.config.option import (
+    Option,
+    Setting,
+    former_names,
+    names,
+    read_json,
+    renamed,
+    settled,
+)
 from mlxrunner.errors import MissingFileError, OptionError
-from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, ServeSettings, chat_options
+from mlxrunner.options import (
+    EMBEDDED,
+    WIRE,
+    GenerateOptions,
+    RunnerSettings,
+    ServeSettings,
+    chat_options,
+)
 from mlxrunner.system.reading import is_there, read_trusted
 
 _QUOTES = ('"' * 3, "'" * 3)
@@ -79,7 +94,7 @@ OPTIONS = "options"
 REQUEST = (*(name for name, _ in chat_options()), "template")
 """The options of a request that the file may set. The others belong to one request."""
 SETTINGS = names(RunnerSettings)
-EVERYWHERE = frozenset((*REQUEST, *SETTINGS, "system", "reserve"))
+EVERYWHERE = frozenset((*REQUEST, *SETTINGS, "system", "reserve", "wire"))
 """The keys of every section with options."""
 SWITCHES = ("plain", "no_type_ahead", "no_input_history", "keep_thinking", "no_cache_file")
 """The switches of `chat` that the file may set."""
@@ -91,7 +106,7 @@ KEYS: dict[str, frozenset[str]] = {
     "chat": EVERYWHERE | {*SWITCHES},
     "generate": EVERYWHERE,
     "batch": EVERYWHERE,
-    "serve": frozenset((*REQUEST, *SETTINGS, *names(ServeSettings))) - {"no_key"},
+    "serve": frozenset((*REQUEST, *SETTINGS, "wire", *names(ServeSettings))) - {"no_key"},
 }
 """The keys of each section."""
 FORMER = {"serve": former_names(ServeSettings), "chat": {"no_history": "no_input_history"}}
@@ -254,6 +269,9 @@ class _Reader:
             if name in SETTINGS:
                 given = read_json(RunnerSettings, {name: value})
                 return getattr(RunnerSettings.of(**given), name)
+            if name == "wire":
+                Option(str, among=tuple(WIRE)).check(name, value)
+                return value
         except OptionError as error:
             raise self._error(key, str(error)) from error
         except TypeError as error:

@@ -45,6 +45,7 @@ from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import GenerateOptions, SubmitKwargs
 from mlxrunner.results import Chunk, FinishReason, Result, Usage
+from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Prompt
 
@@ -267,7 +268,10 @@ class Engine(MultiRequestRunner):
         runner.guess_with(seats)
         try:
             if chosen.reserve:
+                opening = replace(opening, asked=chosen)
                 runner.plan = opening.reserve(runner._adapted, runner.kv_cache_tokens)
+            plan = runner.plan or opening.plan(runner.kv_cache_tokens)
+            device.wire(loaded.model, plan.wired(chosen.wire))
         except BaseException:
             runner.close()
             raise

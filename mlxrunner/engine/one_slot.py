@@ -35,7 +35,7 @@ from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.engine.speculation.sources import DraftSources
 from mlxrunner.errors import BusyError, StepFailedError
 from mlxrunner.memory.plan import Demand
-from mlxrunner.memory.reserve import must_have_room
+from mlxrunner.memory.reserve import must_be_offered, must_have_room
 from mlxrunner.models.facts import DEPENDS, ModelFacts
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.tokenizer import Tokenizer
@@ -68,6 +68,8 @@ class OneSlot(Closing):
         """Sizes the pieces of a prefill by the measured speed; None: `prefill_step` tokens each."""
         self.growing: Demand | None = None
         """The memory that tokens need, if it is taken as the conversation grows."""
+        self.reserves_requests = False
+        """True if a growing runner refuses what the device does not offer."""
         self._answers: weakref.WeakSet[Owned[Chunk]] = weakref.WeakSet()
         self._last: ActiveRequest | None = None
         self._untold: ActiveRequest | None = None
@@ -195,7 +197,8 @@ class OneSlot(Closing):
                     chunk = request.chunks.popleft()
                     if not request.finished and request.answer.count % CLEAR_EVERY == 0:
                         mx.clear_cache()
-                        self._must_have_room(request.place + HEADROOM)
+                        most = len(request.tokens) + request.limit
+                        self._must_have_room(min(request.place + HEADROOM, most))
                     yield chunk
                 if request.finished:
                     break
@@ -341,4 +344,7 @@ class OneSlot(Closing):
     def _must_have_room(self, tokens: int) -> None:
         """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""
         if self.growing is not None:
-            must_have_room(self.growing, min(tokens, self.context), self.prefill_step)
+            tokens = min(tokens, self.context)
+            must_have_room(self.growing, tokens, self.prefill_step)
+            if self.reserves_requests:
+                must_be_offered(self.growing, tokens, self.prefill_step)

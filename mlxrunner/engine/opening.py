@@ -18,8 +18,17 @@ from mlxrunner.engine.speculation.model import DraftModel, check_vocabularies
 from mlxrunner.engine.speculation.sources import MOST_ANSWERS, DraftCachePool
 from mlxrunner.errors import MemoryPlanError, OptionError
 from mlxrunner.loading import cache_options
-from mlxrunner.memory.plan import SMALLEST_CONTEXT, Demand, Plan, WorstCaseBatch
+from mlxrunner.memory.plan import (
+    SMALLEST_CONTEXT,
+    SMALLEST_STEP,
+    Demand,
+    Plan,
+    WorstCaseBatch,
+    make_plan,
+)
+from mlxrunner.memory.plan import choose as choose_plan
 from mlxrunner.memory.reserve import (
+    announce_step,
     cells_within,
     demand_of,
     demand_of_slots,
@@ -27,7 +36,6 @@ from mlxrunner.memory.reserve import (
     must_have_cells,
     reserve,
 )
-from mlxrunner.memory.reserve import choose as choose_plan
 from mlxrunner.models.facts import without_weights
 from mlxrunner.models.load import LoadedModel, load_model, tell_nobody
 from mlxrunner.options import GenerateOptions
@@ -93,6 +101,7 @@ class EngineConfig:
             self.asked.step,
             offered=self.offered,
             limit=limit or self.asked.most_cells,
+            smallest=max(SMALLEST_STEP, self.asked.max_sequences),
         )
 
     def settings(self) -> OpenSettings:
@@ -110,7 +119,9 @@ class EngineConfig:
             cells = self.plan(None).context
         if asked.reserve:
             made = cells or asked.most_cells
-            must_fit(self.plan(made, made))
+            plan = must_fit(self.plan(made, made))
+            announce_step(plan)
+            asked = replace(asked, prefill_step=plan.prefill_step)
         return replace(
             asked, kv_cache_tokens=cells, checkpoint_budget=self.demand.checkpoint_budget
         )
@@ -133,8 +144,12 @@ class EngineConfig:
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
         shifted = stored * (asked.context or 0) // cells
         batch = WorstCaseBatch(max(0, peak - before - stored, shifted), is_measured=True)
-        measured = replace(self, demand=replace(self.demand, batch=batch))
-        plan = must_fit(measured.plan(cells, cells))
+        demand = replace(self.demand, batch=batch)
+        plan = must_fit(
+            make_plan(
+                demand, context=cells, prefill_step=asked.step, offered=self.offered, limit=cells
+            )
+        )
         device.set_limits(plan.total + self.beside, batch.fixed)
         return plan
 
@@ -245,6 +260,8 @@ class DraftPlan:
     entries: int
     room: int
     """Most bytes of an entry."""
+    wire: str
+    """See `OpenSettings.wire`."""
 
     @classmethod
     def of(cls, name: str, context: int, asked: OpenSettings) -> DraftPlan:
@@ -257,7 +274,7 @@ class DraftPlan:
         offered, limit = device.offered_bytes(), min(context, found.facts.context)
         options = CacheOptions(limit, asked.reserve, asked.rewind_slack)
         demand = demand_of(found.model, found.config, options, PIECE, weights=found.weight_bytes)
-        plan = cls(name, demand, options, entries, offered // SHARE // entries)
+        plan = cls(name, demand, options, entries, offered // SHARE // entries, asked.wire)
         fitting = plan._entry.largest_context(plan.room, limit)
         if fitting < min(SMALLEST_CONTEXT, limit):
             raise MemoryPlanError(
@@ -301,6 +318,8 @@ class DraftPlan:
         if self.options.whole:
             batch = max(self._reserve(loaded.model, entry) for entry in entries)
             plan = replace(self, demand=replace(self.demand, batch=WorstCaseBatch(batch)))
+        wired = {"weights": plan.demand.weights, "all": plan.nbytes, "none": 0}
+        device.wire(loaded.model, wired[self.wire])
         return DraftCachePool(entries, plan.nbytes)
 
     def _reserve(self, model: Any, entry: DraftModel) -> int:

@@ -13,6 +13,7 @@ from mlxrunner.options import (
     DISK_WRITE_BYTES,
     DISK_WRITES,
     MOST_TOKENS,
+    WIRE,
     RunnerKwargs,
     RunnerSettings,
 )
@@ -134,6 +135,12 @@ class OpenSettings(EngineSettings):
         is_size=True,
     )
     reserve: bool = option(True, bool, "Allocate memory as needed, not at start.")
+    wire: str = option(
+        "weights",
+        str,
+        "Memory that macOS may not swap out: weights, all (caches, too) or none.",
+        among=tuple(WIRE),
+    )
     draft_model: str | None = option(
         None,
         str,
@@ -166,4 +173,5 @@ class OpenKwargs(EngineKwargs, total=False):
     disk_cache_dir: str | PathLike[str] | None
     disk_write_bytes: int
     reserve: bool
+    wire: str
     draft_model: str | None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlxrunner.cache.checkpoints import SPACING
@@ -22,6 +22,8 @@ one nearby. A context has no more of them than one every SPACING tokens.
 """
 SMALLEST_CONTEXT = 256
 """Fewest tokens of a context that the advice recommends."""
+SMALLEST_STEP = 256
+"""Fewest tokens of a prefill step that a plan chooses by itself: smaller ones are slow."""
 
 
 def default_checkpoints(nbytes: int, context: int, offered: int, sequences: int = 1) -> int:
@@ -40,16 +42,21 @@ def default_checkpoints(nbytes: int, context: int, offered: int, sequences: int 
 class WorstCaseBatch:
     """Memory of the worst-case batch in bytes: `fixed + per_token * context`.
 
-    The batch is one prefill step at the far end of the context.
+    The batch is one prefill step at the far end of the context. A shorter one takes less.
     """
 
     fixed: int
     per_token: int = 0
     is_measured: bool = False
+    step: int = 0
+    """Tokens of the prefill step; 0: not known, and the bytes are those of every step."""
+    logits: int = 0
+    """The part of `fixed` that does not grow with the step."""
 
     def nbytes(self, context: int) -> int:
-        """Return the bytes of the batch with `context` tokens."""
-        return self.fixed + self.per_token * context
+        """Return the bytes of the batch with `context` tokens, of which it has no more itself."""
+        batch = self.of_step(min(self.step, context))
+        return batch.fixed + batch.per_token * context
 
     def measured(self, nbytes: int, context: int) -> WorstCaseBatch:
         """Return a batch that was measured to take `nbytes` with `context` tokens.
@@ -57,7 +64,21 @@ class WorstCaseBatch:
         It keeps the estimated growth with the context.
         """
         per_token = min(self.per_token, nbytes // context)
-        return WorstCaseBatch(nbytes - per_token * context, per_token, is_measured=True)
+        fixed = nbytes - per_token * context
+        step = min(self.step, context)
+        return replace(self, fixed=fixed, per_token=per_token, is_measured=True, step=step)
+
+    def of_step(self, step: int) -> WorstCaseBatch:
+        """Return the batch with a prefill step of `step` tokens, by proportion."""
+        if step == self.step or not self.step:
+            return self
+        logits = min(self.logits, self.fixed)
+        return WorstCaseBatch(
+            logits + (self.fixed - logits) * step // self.step,
+            self.per_token * step // self.step,
+            step=step,
+            logits=logits,
+        )
 
 
 @dataclass(frozen=True)
@@ -105,9 +126,9 @@ class Demand:
     def growing(self, tokens: int, prefill_step: int, offered: int) -> int:
         """Return the bytes in use after `tokens` tokens if memory is allocated as tokens come.
 
-        A step shorter than `prefill_step` tokens needs less.
+        `prefill_step`: most tokens of a step.
         """
-        batch = self.batch.nbytes(tokens) * min(tokens, prefill_step) // prefill_step
+        batch = self.batch.of_step(prefill_step).nbytes(tokens)
         caches = self.caches(tokens) + self.drafts(tokens)
         return self.weights + caches + self.checkpoints(tokens, offered) + batch + self.pictures
 
@@ -165,6 +186,8 @@ class Plan:
     """Largest context that fits, up to the model's own or to this one; 0 if none fits."""
     checkpoint_budget: int
     batch_is_measured: bool
+    asked_step: int = 0
+    """The prefill step that was asked for, if a smaller one was chosen so that the context fits."""
 
     @property
     def fits(self) -> bool:
@@ -173,6 +196,10 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"fits": self.fits}
+
+    def wired(self, wire: str) -> int:
+        """Return the bytes to wire, by one of WIRE in `mlxrunner.options`."""
+        return {"weights": self.lines[0].total, "all": self.total, "none": 0}[wire]
 
     def table(self) -> str:
         """Return the plan as a table for users.
@@ -191,8 +218,13 @@ class Plan:
     def advice(self) -> str:
         """Return a sentence about the largest context that fits."""
         if self.fits:
+            smaller = (
+                f", with a prefill step of {self.prefill_step} tokens instead of {self.asked_step}"
+                if self.asked_step
+                else ""
+            )
             return (
-                f"a context of {self.context} tokens fits; the largest that would: "
+                f"a context of {self.context} tokens fits{smaller}; the largest that would: "
                 f"{self.largest_context}"
             )
         if self.largest_context >= SMALLEST_CONTEXT:
@@ -240,6 +272,56 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
         budget,
         demand.batch.is_measured,
     )
+
+
+def choose(
+    demand: Demand,
+    context: int | None,
+    prefill_step: int,
+    *,
+    offered: int,
+    limit: int,
+    smallest: int = SMALLEST_STEP,
+) -> Plan:
+    """Return the plan for `context` tokens, with a step of at most `prefill_step`.
+
+    If `context` is None, the plan is for the model's own context (`limit`), or for the largest that
+    fits into `offered` bytes. The step is halved, down to `smallest`, until the context fits. Where
+    the model's own fits with no step, the longest step is chosen that costs at most a tenth of the
+    longest context that fits.
+    """
+    plans = [
+        _with_step(demand, context, step, prefill_step, offered=offered, limit=limit)
+        for step in _steps(prefill_step, smallest if demand.batch.step else prefill_step)
+    ]
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return plans[-1]
+    longest = max(plan.context for plan in fitting)
+    enough = longest if context is not None or longest == limit else longest * 9 // 10
+    return next(plan for plan in fitting if plan.context >= enough)
+
+
+def _steps(prefill_step: int, smallest: int) -> Iterator[int]:
+    """Yield `prefill_step` and its halves that are at least `smallest`."""
+    yield prefill_step
+    while prefill_step >= 2 * smallest:
+        prefill_step //= 2
+        yield prefill_step
+
+
+def _with_step(
+    demand: Demand, context: int | None, step: int, asked: int, *, offered: int, limit: int
+) -> Plan:
+    """Return the plan with a prefill step of `step` tokens where `asked` were asked for."""
+    demand = replace(demand, batch=demand.batch.of_step(step))
+    if context is None:
+        fitting = demand.largest_context(offered, limit)
+        context = (
+            fitting if fitting >= min(SMALLEST_CONTEXT, limit) else limit
+        )  # no useful context fits: the plan reports it
+    plan = make_plan(demand, context=context, prefill_step=step, offered=offered, limit=limit)
+    return plan if step == asked else replace(plan, asked_step=asked)
 
 
 def _layer_lines(layouts: Sequence[Layout], context: int) -> list[PlanLine]:

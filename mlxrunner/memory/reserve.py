@@ -17,7 +17,6 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.engine.answer import SEED_TOKENS
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import (
-    SMALLEST_CONTEXT,
     Demand,
     Plan,
     WorstCaseBatch,
@@ -81,27 +80,11 @@ def estimate_batch(
     experts, dense = get("num_experts_per_tok"), get("intermediate_size", "ffn_dim", "n_inner")
     chosen = (get("moe_intermediate_size") or dense) * experts
     wide = max(3 * max(dense, 4 * hidden), 5 * chosen)
-    fixed = prefill_step * ((8 + 2 * experts) * hidden + wide) * item + HEADER * vocab * item
+    logits = HEADER * vocab * item
+    fixed = prefill_step * ((8 + 2 * experts) * hidden + wide) * item + logits
     scores = (3 if has_sinks else 2) * heads * prefill_step * 4
-    return WorstCaseBatch(fixed, 0 if is_fused else scores + prefill_step)
-
-
-def choose(
-    demand: Demand, context: int | None, prefill_step: int, *, offered: int, limit: int
-) -> Plan:
-    """Return the plan for `context` tokens.
-
-    If `context` is None, the plan is for the model's own context (`limit`), or for the largest that
-    fits into `offered` bytes.
-    """
-    if context is None:
-        fitting = demand.largest_context(offered, limit)
-        context = (
-            fitting if fitting >= min(SMALLEST_CONTEXT, limit) else limit
-        )  # no useful context fits: the plan reports it
-    return make_plan(
-        demand, context=context, prefill_step=prefill_step, offered=offered, limit=limit
-    )
+    per_token = 0 if is_fused else scores + prefill_step
+    return WorstCaseBatch(fixed, per_token, step=prefill_step, logits=logits)
 
 
 def must_fit(plan: Plan) -> Plan:
@@ -137,11 +120,24 @@ def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
         )
 
 
+def must_be_offered(demand: Demand, tokens: int, prefill_step: int) -> None:
+    """Raise MemoryPlanError, with a table, if the device does not offer enough for `tokens` tokens.
+
+    Otherwise set MLX's limits for them.
+    """
+    offered = device.offered_bytes()
+    step = min(prefill_step, tokens)
+    plan = make_plan(demand, context=tokens, prefill_step=step, offered=offered, limit=tokens)
+    device.set_limits(must_fit(plan).total, demand.batch.nbytes(tokens))
+
+
 def announce(plan: Plan, asked: int | None, limit: int) -> None:
-    """Log a warning if the context differs from the model's own, `limit` tokens.
+    """Log a warning if the context differs from the model's own, `limit` tokens, or if the prefill
+    step became smaller.
 
     `asked`: the context that the user asked for; None: the plan chose it.
     """
+    announce_step(plan)
     if plan.context > limit:
         logger.warning(
             "context: %d tokens, but the model was made for %d: it may answer badly beyond them",
@@ -154,6 +150,18 @@ def announce(plan: Plan, asked: int | None, limit: int) -> None:
             plan.context,
             size(plan.offered),
             limit,
+        )
+
+
+def announce_step(plan: Plan) -> None:
+    """Log a warning if the prefill step became smaller than was asked for."""
+    if plan.asked_step:
+        logger.warning(
+            "prefill step: %d tokens instead of %d, so that %d tokens fit into %s",
+            plan.prefill_step,
+            plan.asked_step,
+            plan.context,
+            size(plan.offered),
         )
 
 

@@ -70,16 +70,21 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
     `with_format` adds the format of its caches. Raise ModelError if the directory is broken.
     """
-    return {
-        "weights": _digest(
-            *(
-                part
-                for file, header in read_headers(folder).items()
-                for part in _samples(file, header)
-            )
-        ),
-        **_settings(folder),
-    }
+    return {"weights": _weights(folder), **_settings(folder)}
+
+
+def probe_key(folder: Path, *about: Any) -> str:
+    """Return a digest of what the outputs of a model depend on: its weights and config.json.
+
+    `about`: the code and the device that compute them. Raise ModelError if the directory is
+    broken.
+    """
+    return digest([_weights(folder), config_as_written(folder), *about])
+
+
+def _weights(folder: Path) -> str:
+    headers = read_headers(folder).items()
+    return _digest(*(part for file, header in headers for part in _samples(file, header)))
 
 
 def by_files(folder: Path) -> dict[str, str]:

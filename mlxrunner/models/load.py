@@ -6,10 +6,13 @@ weights.
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ from mlxrunner.models.files import (
     text_settings,
     wrong_setting,
 )
+from mlxrunner.models.fingerprint import probe_key
 from mlxrunner.models.resolve import HUB_ID, remember_use, resolve
 from mlxrunner.models.rope import ropes_of
 from mlxrunner.models.sharding import WeightFiles, is_sharing, share
@@ -55,6 +59,7 @@ from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.results import logger
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
+from mlxrunner.system.folders import CacheFile
 from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import (
     Tensors,
@@ -107,7 +112,10 @@ def load_model(
     tokenizer = tokenizer_in(folder, config, trust_remote_code=trust_remote_code)
     model, config = _load_unread(folder, trust_remote_code, progress)
     read_weights(folder, model, progress)
-    facts = tried(name, model, usable_facts(folder, model, config))
+    facts = usable_facts(folder, model, config)
+    has_code = config.get("model_file") is not None
+    key = None if has_code or is_sharing() else _probe_key(folder, config)
+    facts = tried(name, model, facts, key)
     if HUB_ID.fullmatch(name) and not Path(name).is_dir():
         remember_use(name)
     return LoadedModel(name, folder, model, tokenizer, facts, config, suggested(folder))
@@ -121,19 +129,38 @@ def suggested(folder: Path) -> dict[str, Any]:
     return found.options
 
 
-def tried(name: str, model: Any, facts: ModelFacts) -> ModelFacts:
+def tried(name: str, model: Any, facts: ModelFacts, key: str | None = None) -> ModelFacts:
     """Test the model with a few tokens, and warn in the log if its answers depend on chunks.
 
-    Raise ModelError if it computes NaN, or only infinities, whatever it is given.
+    The result is kept under `key`, if there is one, and the model is not tested again. Raise
+    ModelError if it computes NaN, or only infinities, whatever it is given.
     """
-    if computes_only_nan(model, facts.vocab):
-        raise ModelError(f"{name}: {_why_nan(model)}")
-    found = depends_on_chunks(model, facts.vocab)
+    found = PROBES.values().get(key) if key is not None else None
+    if not isinstance(found, bool):
+        if computes_only_nan(model, facts.vocab):
+            raise ModelError(f"{name}: {_why_nan(model)}")
+        found = depends_on_chunks(model, facts.vocab)
+        if key is not None:
+            PROBES.keep(key, found)
     if found:
         logger.warning(
             "%s: %s, so nothing is reused: every prompt is evaluated whole", name, DEPENDS
         )
     return replace(facts, depends_on_chunks=found)
+
+
+PROBES = CacheFile("probes.json")
+"""True for each model whose answers depend on chunks and False for each other one, by its files,
+the code that runs it, and the device.
+"""
+PROBE_VERSION = 1
+"""Changes with the test that `tried` makes."""
+
+
+def _probe_key(folder: Path, config: dict[str, Any]) -> str:
+    code = os.stat(inspect.getfile(model_classes(config)[0]))
+    versions = [PROBE_VERSION, *map(version, ("mlx", "mlx-lm"))]
+    return probe_key(folder, *versions, code.st_size, code.st_mtime_ns, device.describe())
 
 
 def unread_model(folder: Path) -> Any:

@@ -23,7 +23,7 @@ from mlxrunner.server.errors import SOON, error_response
 from mlxrunner.server.events import ApiError
 from mlxrunner.server.listening import is_loopback
 from mlxrunner.server.recovery import SUSPICIOUS, RequestJournal, digest_of
-from mlxrunner.system.open_files import limit
+from mlxrunner.system.imports import limit
 
 MOST_BYTES = 64 * 2**20
 """Most bytes of a body: a context of a million tokens is about 4 MB."""

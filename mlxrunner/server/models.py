@@ -23,8 +23,8 @@ from mlxrunner.engine.speculation.model import check_vocabularies
 from mlxrunner.engine.thread import run_in_worker
 from mlxrunner.errors import MemoryPlanError, MlxrunnerError, ModelError
 from mlxrunner.loading import cache_options
-from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand
-from mlxrunner.memory.reserve import demand_of_slots, weights_of
+from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand, choose
+from mlxrunner.memory.reserve import announce_step, demand_of_slots, weights_of
 from mlxrunner.models.facts import (
     ModelFacts,
     Shapes,
@@ -426,6 +426,8 @@ class ModelLoader:
     draft_model: str | None = None
     """The model that guesses for each of them whose vocabulary it has."""
     trust_remote_code: bool = False
+    wire: str = "weights"
+    """The part of each model's memory that is wired."""
     ranks: Ranks | None = None
     """The ranks that share each model; None: it is on this machine alone."""
 
@@ -474,7 +476,7 @@ class ModelLoader:
         sees = isinstance(loaded.tokenizer, SeeingTokenizer)
         draft = None if sees else self._draft_for(loaded, room - self._smallest(loaded, room))
         beside = 0 if draft is None else self._of_draft(loaded)
-        cells, memory = self._cells(loaded, room - beside)
+        cells, memory, step = self._cells(loaded, room - beside)
         parks = self.settings.disk_cache
         runner = ParallelRunner.of(
             loaded,
@@ -486,7 +488,8 @@ class ModelLoader:
             disk_cache_dir=parking_folder() if parks else None,
             disk_write_bytes=self.settings.disk_write_bytes,
             draft_model=draft,
-            **self.runner,
+            wire=self.wire,
+            **{**self.runner, "prefill_step": step},
         )
         given = {} if self.speculate is None else {"speculate": self.speculate}
         return ServedModel.of(loaded, runner, self.settings, given)
@@ -528,18 +531,23 @@ class ModelLoader:
             )
         return needed
 
-    def _cells(self, loaded: LoadedModel, room: int) -> tuple[int, int]:
-        """Return the tokens of all conversations, and the bytes that are kept of them.
+    def _cells(self, loaded: LoadedModel, room: int) -> tuple[int, int, int]:
+        """Return the tokens of all conversations, the bytes that are kept of them, and the most
+        tokens of a step, which become fewer if one whole context would not fit otherwise.
 
         The model, they and the largest step, which looks at all of them, take `room` bytes.
         """
         demand = self._demand(loaded, weights_of(loaded.model), room)
-        most = self.slots_of(loaded) * self._context(loaded.facts)
+        context = self._context(loaded.facts)
+        most = self.slots_of(loaded) * context
+        plan = choose(demand, None, demand.batch.step, offered=room, limit=context)
+        announce_step(plan)
+        demand = replace(demand, batch=demand.batch.of_step(plan.prefill_step))
         cells = demand.largest_context(room, most)
         memory = demand.caches(cells) + demand.drafts(cells) + demand.checkpoints(cells, room)
         if self.ranks is not None:
             memory = min(memory, demand.caches(self.ranks.room))
-        return cells, memory
+        return cells, memory, plan.prefill_step
 
     def _draft_for(self, loaded: LoadedModel, room: int) -> str | None:
         """Return the draft model for a loaded model, which may take `room` bytes.

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,12 +115,40 @@ def set_limits(total: int, batch: int) -> None:
     """
     mx.set_memory_limit(max(total, offered_bytes()))
     mx.set_cache_limit(max(batch, SMALLEST_CACHE))
-    recommended = describe().get("max_recommended_working_set_size") if is_gpu() else None
-    if recommended:
-        mx.set_wired_limit(min(total, int(recommended)))
 
 
 SMALLEST_CACHE = 64 * 2**20
+_wired: dict[int, int] = {}
+"""Bytes to wire for each model in memory, by the identity of the model."""
+
+
+def wire(model: Any, nbytes: int) -> None:
+    """Let MLX wire `nbytes` more, until `model` is freed. Do nothing for 0 bytes.
+
+    A wired buffer stays in the GPU's memory. MLX has one limit for the process, which is the sum of
+    what all models ask for, and never more than the device recommends. The limit counts bytes: MLX
+    wires buffers in the order in which they are allocated, and the weights come first.
+    """
+    if nbytes:
+        _wired[id(model)] = nbytes
+        weakref.finalize(model, _unwire, id(model)).atexit = False
+        _set_wired_limit()
+
+
+def wirable(nbytes: int) -> int:
+    """Return how many of `nbytes` MLX is told to wire: none on a CPU."""
+    recommended = describe().get("max_recommended_working_set_size") if is_gpu() else None
+    return min(nbytes, int(recommended)) if recommended else 0
+
+
+def _unwire(identity: int) -> None:
+    _wired.pop(identity, None)
+    _set_wired_limit()
+
+
+def _set_wired_limit() -> None:
+    if is_gpu():
+        mx.set_wired_limit(wirable(sum(_wired.values())))
 
 
 def _available(total: int) -> int:
@@ -147,6 +176,15 @@ def memory() -> Finding:
         else ""
     )
     return Finding("memory", f"{size(total)} in all, {size(available)} for MLX{by}")
+
+
+WIRES_NOT = "nothing: MLX wires memory on Metal only"
+
+
+def wired() -> Finding:
+    """Report what `--wire` keeps in memory on this device."""
+    value = f"the weights (--wire), at most {size(memory_bytes()[1])}" if is_gpu() else WIRES_NOT
+    return Finding("wired memory", value)
 
 
 def blas() -> Finding:
@@ -222,6 +260,7 @@ def findings() -> list[Finding]:
         Finding("device", f"{name} ({platform.system()} {platform.machine()})"),
         Finding("backend", backend()),
         memory(),
+        wired(),
         blas(),
         compiler(),
         Finding("python", platform.python_version()),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mlxrunner.errors import ReadError
-from mlxrunner.system.reading import open_file
-from mlxrunner.system.writing import open_new, whole_sync
+from mlxrunner.system.reading import open_file, read_json
+from mlxrunner.system.writing import open_new, sealed, whole_sync, written
 
 
 def data_folder() -> Path:
@@ -45,6 +47,40 @@ def cache_folder() -> Path:
     return (Path(folder) if folder else Path.home() / ".cache") / "mlxrunner"
 
 
+class CacheFile:
+    """A JSON file in the cache folder, mode 0600, with a value for each of the `most` newest keys.
+
+    A file that is missing, damaged or changed by hand has no values.
+    """
+
+    def __init__(self, name: str, most: int = 100) -> None:
+        self._name, self._most = name, most
+
+    @property
+    def path(self) -> Path:
+        """The path of the file. Raise RuntimeError if there is no home directory."""
+        return cache_folder() / self._name
+
+    def values(self) -> dict[str, Any]:
+        """Return all values by key; none if the file can't be read."""
+        with suppress(ReadError, RuntimeError):
+            found = read_json(self.path, LARGEST, sealed=True)
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def keep(self, key: str, value: Any) -> None:
+        """Keep a value that JSON can hold. Do nothing if the file can't be written."""
+        values = {name: one for name, one in self.values().items() if name != key} | {key: value}
+        text = json.dumps(dict(list(values.items())[-self._most :]), indent=1)
+        with suppress(OSError, RuntimeError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with written(self.path) as stream:
+                stream.write(sealed(text))
+
+
+LARGEST = 2**20
+"""Most bytes of such a file."""
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

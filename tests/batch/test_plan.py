@@ -19,7 +19,7 @@ from mlxrunner.batch.options import ORDERS, Order
 from mlxrunner.batch.order import LineCosts
 from mlxrunner.batch.plan import (
     ANSWER,
-    MOST_MODELS,
+    SPEEDS,
     BatchPlan,
     CutPlan,
     Speed,
@@ -29,7 +29,6 @@ from mlxrunner.batch.plan import (
     lanes_for,
     make_plan,
     remember_speed,
-    speed_file,
     survey,
     worth,
 )
@@ -295,7 +294,7 @@ def test_what_was_measured_last_is_known(
     remember_speed("demo", FAST)
     assert known_speed("demo") is None
     folder.unlink()
-    for number in range(MOST_MODELS + 5):
+    for number in range(105):
         remember_speed(f"owner/{number}", SLOW)
     for speed in (SLOW, FAST):
         remember_speed("demo", speed)
@@ -304,15 +303,15 @@ def test_what_was_measured_last_is_known(
         SLOW,
         None,
     )
-    assert speed_file() == folder / "mlxrunner" / "speed.json"
-    assert stat.S_IMODE(speed_file().stat().st_mode) == 0o600
+    assert SPEEDS.path == folder / "mlxrunner" / "speed.json"
+    assert stat.S_IMODE(SPEEDS.path.stat().st_mode) == 0o600
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     remember_speed("model", FAST)
     assert known_speed("./model/") == known_speed(str(tmp_path / "model")) == FAST
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert speed_file() == tmp_path / ".cache" / "mlxrunner" / "speed.json"
+    assert SPEEDS.path == tmp_path / ".cache" / "mlxrunner" / "speed.json"
 
 
 @pytest.mark.parametrize(
@@ -335,8 +334,8 @@ def test_what_was_measured_last_is_known(
 )
 def test_a_damaged_file_is_as_good_as_none(content: bytes) -> None:
     """Nothing is known, and the next measurement makes it whole."""
-    speed_file().parent.mkdir(parents=True)
-    speed_file().write_bytes(content)
+    SPEEDS.path.parent.mkdir(parents=True)
+    SPEEDS.path.write_bytes(content)
     assert known_speed("demo") is None
     remember_speed("demo", FAST)
     assert known_speed("demo") == FAST
@@ -345,8 +344,8 @@ def test_a_damaged_file_is_as_good_as_none(content: bytes) -> None:
 def test_a_speed_that_was_changed_is_not_known() -> None:
     """A file of an older version, which has no checksum, is."""
     remember_speed("demo", FAST)
-    text = speed_file().read_text()
-    speed_file().write_text(text.replace("2000", "2001"))
+    text = SPEEDS.path.read_text()
+    SPEEDS.path.write_text(text.replace("2000", "2001"))
     assert known_speed("demo") is None
-    speed_file().write_text("{" + text.partition(", ")[2])
+    SPEEDS.path.write_text("{" + text.partition(", ")[2])
     assert known_speed("demo") == FAST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from mlxrunner.memory.plan import (
     SMALL_CHECKPOINTS,
     SMALL_SHARE,
     SMALLEST_CONTEXT,
+    SMALLEST_STEP,
     Demand,
     Plan,
     WorstCaseBatch,
+    choose,
     make_plan,
 )
 from mlxrunner.system import device
@@ -238,6 +241,79 @@ def test_the_advice_says_what_would_fit(offered: int, advice: str) -> None:
     plan = make_plan(demand, context=400, prefill_step=256, offered=offered, limit=2048)
     assert plan.advice() == advice
     assert (plan.largest_context >= SMALLEST_CONTEXT) == ("--prefill-step" not in advice)
+
+
+# The prefill step.
+
+
+def step_of(tokens: int, per_token: int = 0) -> WorstCaseBatch:
+    """Return a batch that takes 10 bytes for each token of its step, and 50 for the logits."""
+    return WorstCaseBatch(50 + 10 * tokens, per_token * tokens, step=tokens, logits=50)
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(0, 9), CONTEXTS)
+def test_a_batch_of_another_step_is_in_proportion(
+    step: int, other: int, per_token: int, context: int
+) -> None:
+    """The logits stay, and a context shorter than the step makes the step shorter."""
+    batch = step_of(step, per_token).of_step(other)
+    assert batch == step_of(other, per_token)
+    shorter = min(other, context)
+    assert batch.nbytes(context) == 50 + 10 * shorter + per_token * shorter * context
+    measured = batch.measured(12345, context)
+    assert (measured.nbytes(context), measured.is_measured) == (12345, True)
+
+
+@pytest.mark.parametrize(
+    ("context", "offered", "expected"),
+    [
+        (1000, 100_000, (2048, 1000, True)),
+        (5000, 50_000 + 20_530, (2048, 5000, True)),
+        (5000, 50_000 + 20_529, (1024, 5000, True)),
+        (5000, 50_000 + 2_610, (256, 5000, True)),
+        (5000, 50_000 + 2_609, (256, 5000, False)),
+        (None, 80_000 + 20_530, (2048, 8000, True)),
+        (None, 80_000 + 20_529, (1024, 8000, True)),
+        (None, 80_000 + 2_609, (1024, 7231, True)),
+        (None, 70_000, (512, 6483, True)),
+        (None, 3_000, (256, 8000, False)),
+    ],
+    ids=[
+        "fits",
+        "just fits",
+        "half fits",
+        "the smallest fits",
+        "none fits",
+        "the model's own fits",
+        "the model's own fits with half",
+        "shorter by a tenth at most",
+        "and not by more",
+        "nothing fits",
+    ],
+)
+def test_the_step_shrinks_until_the_context_fits(
+    context: int | None, offered: int, expected: tuple[int, int, bool]
+) -> None:
+    """10 bytes for each token of the context and of the step. The plan says so."""
+    demand = Demand(0, (Layout("full", 10),), step_of(2048))
+    plan = choose(demand, context, 2048, offered=offered, limit=8000)
+    assert (plan.prefill_step, plan.context, plan.fits) == expected
+    assert plan.asked_step == (0 if plan.prefill_step == 2048 else 2048)
+    smaller = f"a prefill step of {plan.prefill_step} tokens instead of 2048" in plan.advice()
+    assert smaller == (plan.fits and plan.asked_step > 0)
+
+
+@given(DEMANDS, CONTEXTS | st.none(), st.integers(1, 8192), BYTES, CONTEXTS)
+def test_a_step_is_chosen_if_any_fits(
+    demand: Demand, context: int | None, step: int, offered: int, limit: int
+) -> None:
+    """It is never longer than was asked for, and not shorter than is sensible."""
+    demand = replace(demand, batch=replace(demand.batch, step=step))
+    plan = choose(demand, context, step, offered=offered, limit=limit)
+    assert min(step, SMALLEST_STEP) <= plan.prefill_step <= step
+    shortest = choose(demand, context, plan.prefill_step, offered=offered, limit=limit)
+    assert plan.fits == shortest.fits
+    assert plan.context >= shortest.context * 9 // 10
 
 
 # Against the real thing.

@@ -16,10 +16,14 @@ import pytest
 from click.testing import CliRunner
 from support.models import EOS, write_model
 
-from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli
+from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli, loading
 from mlxrunner.cache.checkpoints import HEADER
+from mlxrunner.engine.engine import Engine
+from mlxrunner.engine.opening import EngineConfig
+from mlxrunner.engine.settings import OpenSettings
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.plan import Plan, WorstCaseBatch
+from mlxrunner.models.load import load_model
 from mlxrunner.system import device
 from mlxrunner.system.limits import Limit
 from mlxrunner.terminal.text import size
@@ -83,6 +87,10 @@ def plan_of(runner: Runner) -> Plan:
 
 def batch(plan: Plan) -> int:
     return plan.lines[-1].total
+
+
+def batch_of(plan: Plan) -> int:
+    return next(line.total for line in plan.lines if line.what.startswith("batch"))
 
 
 def caches(plan: Plan) -> int:
@@ -369,6 +377,123 @@ def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(
     assert (lazy.exit_code, lazy.stdout) == (0, "Hello! How can I help you?\n")
 
 
+# A step that shrinks.
+
+
+@pytest.mark.parametrize("context", [1024, None], ids=["asked for", "the model's own"])
+def test_the_prefill_step_shrinks_so_that_the_context_fits(
+    folder: Path,
+    context: int | None,
+    offer: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log says so, what is measured fits, and the answer stays the same."""
+    write_model(folder, **WIDE, max_position_embeddings=1024)
+    usual = Runner.load(str(folder), 1024, prefill_step=1024)
+    offer(plan_of(usual).total - batch(plan_of(usual)) // 3)
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        runner = Runner.load(str(folder), context, prefill_step=1024)
+    plan = plan_of(runner)
+    assert (plan.context, plan.fits, plan.batch_is_measured) == (1024, True, True)
+    assert plan.prefill_step == runner.prefill_step == runner.settings["prefill_step"] < 1024
+    assert [record.message for record in caplog.records] == [
+        f"prefill step: {plan.prefill_step} tokens instead of 1024, so that 1024 tokens fit into "
+        f"{size(plan.offered)}"
+    ]
+    prompt = [7 * i % 250 for i in range(900)]
+    found = [[one.token for one in answer(each, prompt, 20)] for each in (usual, runner)]
+    assert found[0] == found[1]
+
+
+def test_the_step_of_several_requests_shrinks_too(
+    folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not below one token for each of them."""
+    write_model(folder, **WIDE, max_position_embeddings=1024)
+    several: dict[str, Any] = {"max_sequences": 2, "kv_cache_tokens": 1024}
+    with Engine.load(str(folder), **several) as usual:
+        assert usual.plan is not None
+        estimated = EngineConfig.of(load_model(str(folder)), OpenSettings.of(**several))
+        plan = estimated.plan(1024, 1024)
+        offer(plan.total - batch_of(plan) // 3)
+    with caplog.at_level(logging.WARNING, "mlxrunner"), Engine.load(str(folder), **several) as few:
+        assert 256 <= few.prefill_step < 1024
+    assert "prefill step: " in caplog.text
+
+
+# One request.
+
+
+def test_a_request_reserves_for_its_prompt_and_answer_alone(
+    folder: Path, offer: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is tried, and the caches have rows for them, however long the context is."""
+    write_model(folder, **WIDE, max_position_embeddings=4096)
+    monkeypatch.setattr("mlxrunner.loading._taken", None)
+    runner = Runner.load(str(folder), reserve="request")
+    answer(runner, [1] * 30, 12)
+    assert runner.context == 4096
+    assert runner.entry.nbytes == caches(plan_model(str(folder), 256))  # 42, rounded up
+
+
+def test_a_request_that_does_not_fit_is_refused_before_it_runs(
+    folder: Path, offer: Callable[[int], None]
+) -> None:
+    """With the table of its tokens; without `max_tokens` it grows until there is no more room."""
+    write_model(folder, **WIDE, max_position_embeddings=4096)
+    runner = Runner.load(str(folder), reserve="request")
+    assert runner.growing is not None
+    offer(runner.growing.growing(1000, runner.prefill_step, 0))
+    with pytest.raises(MemoryPlanError, match="does not fit into memory\nweights ") as error:
+        runner.generate([1] * 600, max_tokens=500)
+    assert "1100 tokens x " in str(error.value)
+    assert "a context of 1100 tokens does not fit; this would: --context " in str(error.value)
+    assert len(answer(runner, [1] * 600, 300)) == 300
+    chunks, count = runner.generate([2] * 600, stop_tokens=[]), 0
+    with pytest.raises(MemoryPlanError, match="does not fit into memory"):
+        for count, _ in enumerate(chunks, 1):
+            pass
+    assert 100 <= count <= 400
+    assert runner.entry.is_true
+
+
+def test_a_model_that_can_never_fit_is_refused_before_it_is_loaded(
+    folder: Path, offer: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one weight is read."""
+    write_model(folder)
+    offer(1000)
+    monkeypatch.setattr(mx, "load", None)
+    with pytest.raises(MemoryPlanError, match="not even a short context fits"):
+        Runner.load(str(folder), reserve="request")
+
+
+@pytest.mark.parametrize(
+    ("options", "reserve"),
+    [
+        ([], "request"),
+        (["--max-tokens", "5"], "request"),
+        (["--reserve"], True),
+        (["--no-reserve"], False),
+    ],
+    ids=["usual", "with --max-tokens", "--reserve", "--no-reserve"],
+)
+def test_generate_takes_what_it_needs(
+    options: list[str], reserve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is told otherwise, as the config file may, too."""
+    asked: list[Any] = []
+    load = loading.load
+
+    def note(*parts: Any, **rest: Any) -> Runner:
+        asked.append(rest["reserve"])
+        return load(*parts, **rest)
+
+    monkeypatch.setattr("mlxrunner.runner.load", note)
+    result = CliRunner().invoke(cli.main, ["generate", "Hello!", *options])
+    assert (result.exit_code, asked) == (0, [reserve]), result.output
+
+
 # What MLX is told.
 
 
@@ -385,28 +510,19 @@ def test_the_limits_of_mlx_come_from_the_plan(
     assert told == [(plan.total, batch(plan))]
 
 
-@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize(
-    ("total", "batch"), [(10**9, 10**8), (10**11, 5)], ids=["usual", "more than recommended"]
-)
+@pytest.mark.parametrize(("total", "batch"), [(10**9, 10**8), (10**11, 5)])
 def test_each_limit_is_what_it_says(
-    gpu: bool, total: int, batch: int, monkeypatch: pytest.MonkeyPatch
+    total: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is wired only where the device recommends how much, and never more than that."""
-    recommended = 10**10
+    """They wire nothing."""
     told: dict[str, int] = {}
-    monkeypatch.setattr(device, "is_gpu", lambda: gpu)
-    monkeypatch.setattr(
-        device, "describe", lambda: {"max_recommended_working_set_size": recommended}
-    )
     for name in ("memory", "cache", "wired"):
         monkeypatch.setattr(
             mx, f"set_{name}_limit", lambda nbytes, name=name: told.update({name: nbytes})
         )
     device.set_limits(total, batch)
-    assert told["memory"] >= total
-    assert told["cache"] == max(batch, device.SMALLEST_CACHE)
-    assert told.get("wired") == (min(total, recommended) if gpu else None)
+    assert told.pop("memory") >= total
+    assert told == {"cache": max(batch, device.SMALLEST_CACHE)}
 
 
 def test_what_a_device_offers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from mlx.utils import tree_flatten
 from support.engine import Engine
 from support.models import _TINY, tiny_config, tiny_model, write_model
 from support.saving import stored
 
-from mlxrunner import Runner, cli
+from mlxrunner import ModelError, Runner, cli
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.models.facts import DEPENDS, depends_on_chunks, facts_of
-from mlxrunner.models.load import load_model
+from mlxrunner.models.load import PROBES, load_model
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import ByteTokenizer
@@ -244,3 +245,44 @@ def test_verify_passes_where_windows_hold_what_is_asked_for(tmp_path: Path) -> N
     )
     assert result.exit_code == 0, result.stdout
     assert "15 of 15 rows tested, and reuse changes nothing in them." in result.stdout
+
+
+def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again from the same files; but after any of them, its code or the versions changed."""
+    tried: list[int] = []
+
+    def probe(model: Any, vocab: int) -> bool:
+        tried.append(vocab)
+        return depends_on_chunks(model, vocab)
+
+    monkeypatch.setattr("mlxrunner.models.load.depends_on_chunks", probe)
+    write_model(tmp_path / "model")
+    other = write_model(tmp_path / "other", seed=1)
+
+    def count(folder: str = "model") -> int:
+        tried.clear()
+        assert load_model(str(tmp_path / folder)).facts.depends_on_chunks is False
+        return len(tried)
+
+    assert [count(), count(), count("other"), count("other"), count()] == [1, 0, 1, 0, 0]
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5000.0}))
+    assert [count(), count()] == [1, 0]
+    monkeypatch.setattr("mlxrunner.models.load.PROBE_VERSION", 2)
+    assert [count(), count()] == [1, 0]
+    PROBES.path.write_text('{"crc32": "00000000"}')
+    assert [count(), count()] == [1, 0]
+    with pytest.raises(ModelError, match="NaN"):
+        weights = {name: array * float("nan") for name, array in tree_flatten(other.parameters())}
+        mx.save_safetensors(str(tmp_path / "other" / "model.safetensors"), weights)
+        count("other")
+
+
+def test_what_depends_on_chunks_is_remembered_and_said_again(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is reused after the second load either."""
+    for number in range(2):
+        assert load_model(str(folder)).facts.depends_on_chunks
+        assert caplog.text.count(DEPENDS) == number + 1
+        monkeypatch.setattr("mlxrunner.models.load.depends_on_chunks", None)
