@@ -606,8 +606,8 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
     )
     yield (
         "",
-        f"{last.cached_tokens} cached{ahead}, {last.evaluated_tokens} evaluated, "
-        f"{cache.trimmed_tokens} trimmed",
+        f"{last.cached_tokens} cached{ahead}, {last.missed_tokens} missed, "
+        f"{last.displaced_tokens} displaced, {last.new_tokens} new; {cache.trimmed_tokens} trimmed",
     )
     yield (
         "",
@@ -626,7 +626,8 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
     yield (
         "session",
         f"{count_of(len(usages), 'turn')}; {cached} of {prompt} prompt tokens reused "
-        f"({cached / prompt:.0%})",
+        f"({cached / prompt:.0%}), {sum(u.missed_tokens for u in usages)} missed, "
+        f"{sum(u.displaced_tokens for u in usages)} displaced",
     )
     yield (
         "",
@@ -680,8 +681,13 @@ def explanation(usage: Usage) -> list[str]:
     lines = [explain_reuse(usage.as_dict())]
     if mend := remedy(usage.reason):
         lines.append(f"remedy: {mend}")
-    if usage.cache.lost_tokens:
-        lines.append(f"{usage.cache.lost_tokens} tokens could have been reused")
+    if usage.missed_tokens:
+        lines.append(f"{usage.missed_tokens} missed tokens had been evaluated before")
+    if usage.displaced_tokens:
+        lines.append(
+            f"{usage.displaced_tokens} displaced tokens were in the turn before, too, behind the "
+            "place that changed"
+        )
     if usage.cache.checkpoint is not None:
         lines.append(f"a checkpoint at token {usage.cache.checkpoint} was used")
     if usage.cache.trimmed_tokens:

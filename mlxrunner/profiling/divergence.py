@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from mlxrunner.cache.account import PromptAccount
 from mlxrunner.cache.lookup import WINDOW, Lookup
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
-from mlxrunner.profiling.schema import REASONS, Divergence, SharedTokens, Side
+from mlxrunner.profiling.schema import NOTHING, REASONS, Divergence, SharedTokens, Side
 from mlxrunner.results import Usage
 from mlxrunner.templates.messages import (
     PICTURE,
@@ -35,6 +36,8 @@ from mlxrunner.templates.segments import Place, Rendered, is_thinking
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
+UNKNOWN = TokenizedPrompt(np.empty(0, np.int32))
+"""Stands for a prompt of which only tokens are known."""
 COMMON = 8
 """The number of shared tokens that are shown before the place."""
 _LONGEST_MARK = max(len(tags.begin) for tags in THINKING_TAGS)
@@ -42,7 +45,7 @@ _LONGEST_MARK = max(len(tags.begin) for tags in THINKING_TAGS)
 
 @dataclass
 class Divergences:
-    """The divergences of one runner's requests, each found by comparing with the last prompt.
+    """The divergences of one runner's requests from the earlier requests of their conversations.
 
     Tokens are shown as hashes with a random key that is never stored. Without a key, trying the
     whole vocabulary would reveal the tokens.
@@ -54,26 +57,32 @@ class Divergences:
 
     def __post_init__(self) -> None:
         self._key = secrets.token_bytes(16)
-        self.forget()
-
-    def follow(self, prepared: TokenizedPrompt) -> None:
-        """Remember that the entry now holds this prompt."""
-        self._before = prepared
-
-    def forget(self) -> None:
-        """Forget the last prompt, because the entry now holds something else."""
-        self._before = TokenizedPrompt(np.empty(0, np.int32))
+        self._before = UNKNOWN
 
     def describe(
-        self, prepared: TokenizedPrompt, prompt: TokenArray, lookup: Lookup
+        self,
+        prepared: TokenizedPrompt,
+        prompt: TokenArray,
+        lookup: Lookup,
+        account: PromptAccount | None = None,
     ) -> Divergence | None:
-        """Return where the prompt leaves the entry; None if one of them begins with the other."""
-        index = lookup.matched
-        if lookup.entry_tokens == 0 or index >= min(len(prompt), lookup.entry_tokens):
+        """Return where the prompt leaves its earlier request, which `account` names.
+
+        Without one it is where the prompt leaves the entry; but never for a client of a server,
+        whose entry may be that of another one. None if one of them begins with the other.
+        """
+        if account is not None and account.earlier is not None:
+            earlier, index = account.earlier, account.shared
+            length, dropped = len(earlier.tokens), earlier.tokens[index : index + WINDOW].tolist()
+            self._before = earlier.source or UNKNOWN
+        elif prepared.caller is None:
+            index, length, dropped = lookup.matched, lookup.entry_tokens, list(lookup.dropped)
+            self._before = UNKNOWN
+        else:
             return None
-        if lookup.is_restored:
-            self.forget()
-        dropped, coming = list(lookup.dropped), prompt[index : index + WINDOW].tolist()
+        if length == 0 or index >= min(len(prompt), length):
+            return None
+        coming = prompt[index : index + WINDOW].tolist()
         here, before = self._places(prepared, prompt, index, dropped)
         place = here if here.part is not None else before
         shared = prompt[max(0, index - COMMON) : index].tolist()
@@ -367,9 +376,19 @@ def first_difference(prompt: PromptRecord, other: PromptRecord) -> int:
 
 
 def cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
-    """Return the cause for which a prompt reused less than it could; None if there is none."""
-    if usage.outcome == "hit":
+    """Return the cause for which a prompt reused less than it could; None if there is none.
+
+    A prompt of which no token is missed or displaced has at most a cause against which nothing is
+    to be done.
+    """
+    found = None if usage.outcome == "hit" else _cause_of(prompt, usage)
+    is_cheap = not (usage.missed_tokens or usage.displaced_tokens)
+    if found is not None and is_cheap and not found.remedy.startswith(NOTHING):
         return None
+    return found
+
+
+def _cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
     old = prompt.previous
     if prompt.is_title:
         return _cause("title-request")

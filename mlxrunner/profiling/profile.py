@@ -134,7 +134,6 @@ class Profile:
         self._entry = TokenBuffer()
         self._lines: TokenLines | None = None
         self._measured: Measured | None = None
-        self._entry_tokens = 0
         self._watched: list[weakref.ref[Runner | ParallelRunner | Engine]] = []
 
     def watch(self, runner: Runner | ParallelRunner | Engine) -> Self:
@@ -177,7 +176,7 @@ class Profile:
         self._entry = TokenBuffer()
         self._divergences = Divergences(runner.tokenizer, self.log_text)
         self._curve = PrefillCurve()
-        self._entry_tokens, self._measured, self._lines = 0, None, None
+        self._measured, self._lines = None, None
         if self._tokens is not None:
             self._layers = _describe_layers(runner.model, self._caches(runner))
         if self not in runner.observers:
@@ -199,14 +198,9 @@ class Profile:
         if not self.is_wanted:
             return
         event = event_of(observed, self._identity, self.number)
-        if self._is_parallel or observed.lookup.entry_tokens != self._entry_tokens:
-            # The last request did not leave this entry: others shared it, or it was taken back.
-            self._divergences.forget()
         event.divergence = self._divergences.describe(
-            observed.prepared, observed.prompt, observed.lookup
+            observed.prepared, observed.prompt, observed.lookup, observed.account
         )
-        self._divergences.follow(observed.prepared)
-        self._entry_tokens = len(observed.entry)
         event.saved_s = self._saved_s(observed)
         event.profile_s = round(time.perf_counter() - began, 7)
         try:

@@ -145,6 +145,27 @@ PLACE_REMEDIES = {
 """The remedies by the part of the message, or by role and part."""
 
 
+NOTHING = "Nothing is to be done"
+"""The beginning of the remedies of causes that are as they should be."""
+HABITS = {
+    "template-variables": "changes thinking or effort",
+    "tool-order": "sends its tools in another order",
+    "tools-changed": "sends other tools",
+    "billing-header": "writes a billing header into {message}",
+    "changing-date": "writes a date or time into {message}",
+    "changing-id": "writes an id or path into {message}",
+    "changing-number": "writes a number into {message}",
+    "system-grown": "adds text to {message}",
+    "system-changed": "changes {message}",
+    "thinking-stripped": "leaves out the thinking of {message}",
+    "message-edited": "edits {message}",
+    "picture-changed": "changes a picture of {message}",
+    "message-dropped": "leaves out {message}",
+    "message-inserted": "inserts {message}",
+}
+"""The words of a headline for what a client does, by the cause."""
+
+
 def remedy(reason: str | None) -> str:
     """Return the change that helps against a reason; empty if there is nothing to mend."""
     return REASONS[reason].remedy if reason is not None else ""
@@ -171,9 +192,18 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     )
     if ahead:
         counts += f", {ahead} had been evaluated in advance"
-    if found["reason"] is None:
+    missed, displaced = found["missed_tokens"], found["displaced_tokens"]
+    if missed:
+        counts += f", {missed} missed"
+    if displaced:
+        counts += f", {displaced} displaced"
+    if missed or displaced:
+        counts += f", {found['new_tokens']} new"
+    if found["reason"] is None and not displaced:
         return f"nothing was lost: {counts}"
-    if found["reason"] in PARTING and not found["lost_tokens"]:
+    if found["reason"] is None:
+        return f"text moved behind a change{f' at {where}' if where else ''}; {counts}"
+    if found["reason"] in PARTING and not (missed or displaced):
         counts += "; nothing was lost by that"
     if found["reason"] == "rewind_limited":
         detail = found["trim_limited_by"]
@@ -230,7 +260,10 @@ class SharedTokens:
 
 @dataclass
 class Divergence:
-    """The place where the prompt leaves the entry."""
+    """The place where the prompt leaves the earlier request of its conversation.
+
+    In a batch, it is where the prompt leaves the entry.
+    """
 
     index: Count
     """Index of the first different token."""
@@ -243,7 +276,7 @@ class Divergence:
     common: SharedTokens
     """The last tokens before the index."""
     previous: Side
-    """The entry's side, from the index on."""
+    """The earlier side, from the index on."""
     current: Side
     """The prompt's side, with the fields of `previous`."""
     picture: Ordinal | None = None
@@ -492,7 +525,8 @@ class Event:
     """cold: first request of its process, warm: a later one; then the outcome, or restored for the
     first request on an entry from a file."""
     divergence: Divergence | None
-    """Place where the prompt leaves the entry; null: nothing was lost, or there was no entry."""
+    """Place where the prompt leaves the earlier request of its conversation, in a batch the entry;
+    null: it goes on from there, or there is none."""
     tokenize_s: Measure
     """Time to render and tokenize the prompt."""
     lookup_s: Measure

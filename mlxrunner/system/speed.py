@@ -35,19 +35,21 @@ class PrefillCurve:
         if is_further or 4 * len(self._coming) > self._count:
             self._fit()
 
-    def seconds(self, tokens: int, step: int) -> float | None:
-        """Estimate the seconds for the first `tokens` tokens of a prompt.
+    def seconds(self, tokens: int, step: int, begin: int = 0) -> float | None:
+        """Estimate the seconds for `tokens` tokens of a prompt behind its first `begin` ones.
 
-        They are evaluated in chunks of `step` tokens. Return None if that would be a guess: the
-        tokens reach more than twice as far as any measurement, or the chunks are more than four
-        times as long.
+        They are evaluated in chunks of `step` tokens, with other tokens beside them: a few of them
+        take a small part of a chunk's fixed cost. Return None if that would be a guess: the tokens
+        reach more than twice as far as any measurement, or the chunks are more than four times as
+        long.
         """
         if tokens == 0:
             return 0.0
-        if tokens > 2 * self._reach or min(tokens, step) > 4 * self._largest:
+        if begin + tokens > 2 * self._reach or min(tokens, step) > 4 * self._largest:
             return None
+        _, length, area = _row(begin, begin + tokens)
         fixed, linear, square = self._fitted
-        return fixed * -(-tokens // step) + linear * tokens + square * _scaled(tokens)
+        return fixed * tokens / step + linear * length + square * area
 
     def _fit(self) -> None:
         """Add the new chunks to the normal equations, and solve these."""

@@ -40,6 +40,9 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
             cached_tokens=30,
             prefetched_tokens=10,
             evaluated_tokens=20,
+            missed_tokens=6,
+            displaced_tokens=3,
+            new_tokens=11,
             lost_tokens=9,
             trimmed_tokens=5,
             reason=reason,
@@ -50,15 +53,19 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
             reevaluated_tokens=4,
         )
     )
-    sentence = REASONS[reason].sentence if reason else "nothing was lost"
+    sentence = REASONS[reason].sentence if reason else "text moved behind a change"
     assert lines[0].startswith(sentence)
-    assert lines[0].endswith("20 of 50 prompt tokens were reused, 10 had been evaluated in advance")
+    assert lines[0].endswith(
+        "20 of 50 prompt tokens were reused, 10 had been evaluated in advance, 6 missed, "
+        "3 displaced, 11 new"
+    )
     assert ("(sliding)" in lines[0]) == (reason == "rewind_limited")
     assert ("(a reset)" in lines[0]) == (reason not in (None, "rewind_limited"))
     remedy = REASONS[reason].remedy if reason else ""
-    assert lines[1:-4] == ([f"remedy: {remedy}"] if remedy else [])
-    assert lines[-4:] == [
-        "9 tokens could have been reused",
+    assert lines[1:-5] == ([f"remedy: {remedy}"] if remedy else [])
+    assert lines[-5:] == [
+        "6 missed tokens had been evaluated before",
+        "3 displaced tokens were in the turn before, too, behind the place that changed",
         "a checkpoint at token 30 was used",
         "5 cached tokens were trimmed, because the prompt differs from there on",
         "the context was full: 9 of the oldest tokens were dropped, 4 evaluated again for it",

@@ -13,7 +13,9 @@ from support.families import KINDS, Piece
 from support.models import write_tokenizer
 from support.sample import fewer
 
+from mlxrunner.cache.account import ConversationName, PriorRequest, PromptAccount
 from mlxrunner.cache.lookup import WINDOW, Lookup
+from mlxrunner.cache.prefix_index import PrefixIndex
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.divergence import Divergences
@@ -255,17 +257,14 @@ def _prepared(
 def _found(
     tokenizer: Tokenizer, before: TokenizedPrompt, entry: TokenArray, after: TokenizedPrompt
 ) -> Divergence | None:
-    places = Divergences(tokenizer)
-    places.follow(before)
     matched = common_prefix(entry, after.tokens)
-    lookup = Lookup(
-        len(after.tokens),
-        len(entry),
-        matched,
-        matched,
-        dropped=tuple(entry[matched : matched + WINDOW].tolist()),
+    index = PrefixIndex()
+    earlier = PriorRequest(
+        entry, *index.fingerprints(before.tokens), ConversationName(), source=before
     )
-    return places.describe(after, after.tokens, lookup)
+    lookup = Lookup(len(after.tokens), len(entry), matched, matched)
+    account = PromptAccount(earlier=earlier, shared=matched)
+    return Divergences(tokenizer).describe(after, after.tokens, lookup, account)
 
 
 def _differs(

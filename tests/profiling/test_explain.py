@@ -45,8 +45,8 @@ def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> N
     assert result.exit_code == 0
     together = " ".join(result.stdout.split())
     assert "The prompt leaves the entry in the middle" in together
-    assert "the entry had the thinking block of message 1 (assistant)" in together
-    assert "the prompt has the text of message 1 (assistant)" in together
+    assert "earlier: the thinking block of message" in together
+    assert "now: the text of message 1 (assistant)" in together
     assert "33 of them because of that (10.1 ms)" in together
     assert "What to change: send earlier messages back unchanged" in together
     (line,) = [line for line in result.stdout.splitlines() if "│<think>" in line]

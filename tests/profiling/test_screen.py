@@ -43,11 +43,11 @@ def test_every_figure_is_there_at_every_width(summary: Summary, width: int) -> N
         percent(summary.hit_rate),
         percent(summary.request_hit_rate),
         number(summary.tokens["cached"]),
-        number(summary.tokens["lost"]),
+        number(summary.tokens["missed"]),
+        number(summary.tokens["displaced"]),
+        number(summary.tokens["new"]),
     ]
-    wanted += [
-        number(loss.tokens) for loss in (*summary.reasons.values(), *summary.places.values())
-    ]
+    wanted += [number(one.tokens) for one in summary.diagnosis]
     wanted += [
         seconds(summary.ttft[outcome].percentile(0.9)) for outcome in ("hit", "partial", "miss")
     ]

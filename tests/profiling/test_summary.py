@@ -60,12 +60,12 @@ def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
             prefetched_tokens=50,
             saved_tokens=10,
             evaluated_tokens=4,
-            lost_tokens=33,
+            lost_tokens=3,
         )
     )
     assert summary.hit_rate == pytest.approx(10 / 64)
     (one,) = summary.timeline.bins
-    assert (one.cached, one.lost, one.new, one.prompt) == (10, 33, 21, 64)
+    assert (one.cached, one.lost, one.new, one.prompt) == (10, 3, 51, 64)
     assert summary.as_dict()["tokens"]["prefetched"] == 50
 
 
@@ -98,8 +98,14 @@ def test_percentiles_are_times_that_occurred() -> None:
 
 def test_losses_are_counted_by_reason_and_by_place_with_what_they_cost() -> None:
     """Tokens, and seconds at the request's own prefill rate."""
-    diverged = example_event(lost_tokens=100, prefill_rate=1000.0)
-    freed = example_event(reason="entry_freed", divergence=None, lost_tokens=50, prefill_rate=None)
+    diverged = example_event(prompt_tokens=900, lost_tokens=100, prefill_rate=1000.0)
+    freed = example_event(
+        prompt_tokens=900,
+        reason="entry_freed",
+        divergence=None,
+        lost_tokens=50,
+        prefill_rate=None,
+    )
     summary = summary_of(
         diverged, diverged, freed, example_event(reason="empty", lost_tokens=0, divergence=None)
     )
@@ -118,7 +124,9 @@ def test_losses_are_counted_by_reason_and_by_place_with_what_they_cost() -> None
 def test_the_costliest_misses_are_the_ten_that_took_longest() -> None:
     """In their order, whatever the order of the file."""
     events = [
-        example_event(id=f"{n:012x}", lost_tokens=(n * 37) % 101, prefill_rate=100.0)
+        example_event(
+            id=f"{n:012x}", prompt_tokens=900, lost_tokens=(n * 37) % 101, prefill_rate=100.0
+        )
         for n in range(1, 60)
     ]
     expected = sorted(events, key=lambda event: -event["lost_tokens"])[:10]

@@ -40,8 +40,9 @@ def maker(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
 def usage_of(reason: str | None = "diverged", outcome: Any = "partial") -> Usage:
     """Return the usage of a request that reused a part."""
     cache = CacheUse(50, 0, None, None, None, 0, 0, lost_tokens=10)
-    timing = Timing(0, 0, 0, 0, 0)
-    return Usage(100, 5, 50, 50, outcome, reason, timing, MemoryUse(0, 0), cache)
+    timing, memory = Timing(0, 0, 0, 0, 0), MemoryUse(0, 0)
+    moved = {"displaced_tokens": 10, "new_tokens": 40}
+    return Usage(100, 5, 50, 50, outcome, reason, timing, memory, cache, **moved)
 
 
 def words(order: random.Random, count: int) -> str:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from mlxrunner import cli
 from mlxrunner.profiling.schema import Event
+from mlxrunner.results import with_new_names
 
 PREFILL_RATE, DECODE_RATE = 2400.0, 400.0
 PLACES = [
@@ -113,7 +114,7 @@ def example_event(**changes: Any) -> dict[str, Any]:
 
 def as_event(line: dict[str, Any]) -> Event:
     """The event of a line; its counts need not fit together."""
-    return msgspec.convert(line, Event)
+    return msgspec.convert(with_new_names(line), Event)
 
 
 def afternoon(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:

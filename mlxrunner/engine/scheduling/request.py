@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -196,6 +196,8 @@ class ActiveRequest(Request):
         known = max(found.known, 0 if earlier is None else earlier.tokens)
         is_exact = self.shifted == self.discarded
         answer = self.said[: max(0, self.sampled - 1)] if is_exact else []
+        if self.prompt.views is not None:  # pictures are large, and only their tokens are compared
+            self.counted.request.source = replace(self.prompt, views=None)
         self.account = accounting.end(
             self.counted, found.cached, known, found.cached + self.evaluated, as_tokens(answer)
         )

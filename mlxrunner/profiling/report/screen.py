@@ -6,7 +6,7 @@ The output may be wide or narrow, in colour or piped. It shows all figures at ev
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -22,10 +22,9 @@ from mlxrunner.profiling.report.report import REPORT_EVERY, must_have
 from mlxrunner.profiling.report.summary import (
     OUTCOMES,
     BatchRun,
-    LossSum,
+    Finding,
     Miss,
     Summary,
-    by_tokens,
     name_of,
     place_of,
     words,
@@ -64,11 +63,10 @@ def console(stream: IO[str]) -> Console:
 
 def show_report(summary: Summary, to: Console) -> None:
     """Print the whole report."""
+    _diagnosis(summary, to)
     _totals(summary, to)
     _batches(summary.batches.runs, to)
     _first_tokens(summary, to)
-    _losses("tokens lost, by reason", summary.reasons, remedy, to)
-    _losses("tokens lost, by place", summary.places, place_remedy, to)
     _costliest(summary.costliest, to)
 
 
@@ -145,14 +143,14 @@ def sparkline(shares: list[float], *, is_ascii: bool) -> str:
 
 def _totals(summary: Summary, to: Console) -> None:
     tokens = summary.tokens
-    new = tokens["evaluated"] + tokens["prefetched"] - tokens["lost"]
     prefetched = number(tokens["prefetched"])
     ahead = f" ({prefetched} of these evaluated in advance)" if tokens["prefetched"] else ""
     names = [visible(name) for name, _ in summary.models.most_common(3)]
     models = ", ".join(names) + (" ..." if len(summary.models) > 3 else "")
     period = f"{moment(summary.first_time)} to {moment(summary.last_time)} UTC"
     overlap = " for each of several at a time" if summary.side_by_side else ""
-    reused = f"reused {number(tokens['saved'])} + lost {number(tokens['lost'])}"
+    names_of_four = ("cached", "missed", "displaced", "new")
+    account = " + ".join(f"{name} {number(tokens[name])}" for name in names_of_four)
     rows = [
         ("requests", f"{number(summary.requests)}, {period}"),
         ("models", models),
@@ -160,7 +158,7 @@ def _totals(summary: Summary, to: Console) -> None:
             "hit rate by token",
             f"{percent(summary.hit_rate)} of {number(tokens['prompt'])} prompt tokens were reused",
         ),
-        ("", f"{reused} + new {number(new)}{ahead}"),
+        ("", f"{account}{ahead}"),
         ("hit rate by request", f"{percent(summary.request_hit_rate)}: {_counts(summary)}"),
         ("time saved", _time_saved(summary)),
         (
@@ -256,27 +254,46 @@ def _first_tokens(summary: Summary, to: Console) -> None:
     _print(table, to)
 
 
-def _losses(
-    title: str, losses: Mapping[str, LossSum], mend: Callable[[str], str], to: Console
-) -> None:
+def headline(finding: Finding) -> str:
+    """Say in one sentence which client does what, and what it costs."""
+    count = number(finding.requests)
+    requests = f"{count} request{'' if finding.requests == 1 else 's'}"
+    took = f", {seconds(finding.seconds)}" if finding.seconds else ""
+    cost = f"{number(finding.tokens)} tokens{took} in {requests}"
+    said = finding.headline or finding.cause
+    return f"{finding.client}: {said}: {cost}"
 
-    if not losses:
-        return
-    is_wide = to.width >= NARROW and not _is_ascii(to)
-    table = _table(title, ("", "requests", "tokens", "time", *(["bar"] if is_wide else [])))
-    most = max(loss.tokens for loss in losses.values())
-    for name, loss in by_tokens(losses):
-        colour = "red" if loss.avoidable else "yellow"
-        drawn = [Bar(max(most, 1), 0, loss.tokens, color=colour)] if is_wide else []
-        table.add_row(
-            _text(name), number(loss.requests), number(loss.tokens), seconds(loss.seconds), *drawn
+
+def _diagnosis(summary: Summary, to: Console) -> None:
+    """Print what costs most and what helps, then all findings, each with its remedy."""
+    findings = summary.diagnosis
+    if not findings:
+        to.print(
+            _text(
+                "Nothing is to be changed: no token was evaluated again that a change of "
+                "settings or of a client would have saved.",
+                "bold",
+            )
         )
-    _print(table, to)
-    mended = [(name, mend(name)) for name, loss in by_tokens(losses) if loss.tokens and mend(name)]
-    if mended:
+    else:
+        to.print(_text(headline(findings[0]), "bold red"))
+        to.print(_text(f"What to change: {findings[0].remedy}."))
+    if len(findings) > 1:
+        columns = ("client", "cause", "kind", "tokens", "time", "requests")
+        table = _table("evaluated again", columns)
+        for one in findings:
+            figures = number(one.tokens), seconds(one.seconds), number(one.requests)
+            table.add_row(_text(one.client), _text(one.cause), one.kind, *figures)
+        _print(table, to)
         to.print()
-        to.print(_text("what to change", "bold"))
-        to.print(_grid(mended))
+        remedies = {one.cause: one.remedy for one in findings[1:]}
+        to.print(_grid(list(remedies.items())))
+    if summary.unavoidable.tokens:
+        count, tokens = number(summary.unavoidable.requests), number(summary.unavoidable.tokens)
+        to.print(
+            _text(f"{tokens} more tokens, in {count} requests, for which nothing is to be done")
+        )
+    to.print()
 
 
 def _costliest(misses: list[Miss], to: Console) -> None:
@@ -460,10 +477,11 @@ def _cost(event: Event) -> str:
     said = f"{number(evaluated)} {'was' if evaluated == 1 else 'were'} evaluated"
     if ahead:
         said += f" and {number(ahead)} had been in advance"
-    if event.lost_tokens:
-        said += f", {number(event.lost_tokens)} of them because of that"
+    again = event.missed_tokens + event.displaced_tokens
+    if again:
+        said += f", {number(again)} of them because of that"
         if event.prefill_rate:
-            said += f" ({seconds(event.lost_tokens / event.prefill_rate)})"
+            said += f" ({seconds(again / event.prefill_rate)})"
     if event.ttft_s is None:
         return f"{said}; there was no first token."
     return f"{said}; first token after {seconds(event.ttft_s)}."
@@ -492,8 +510,11 @@ def _sides(divergence: Divergence, to: Console) -> None:
         before = [(f"{_shortened(token)} ", True) for token in common.tokens[-MOST:]]
         left, right = compare(*([f"{one} " for one in s.tokens] for s in (previous, current)))
     columns = [
-        (f"the entry had {_whereabouts(previous)}", _marked(before, left, "red", is_text)),
-        (f"the prompt has {_whereabouts(current)}", _marked(before, right, "green", is_text)),
+        (
+            f"earlier: {_whereabouts(previous)}",
+            _marked(before, left, "red", is_text),
+        ),
+        (f"now: {_whereabouts(current)}", _marked(before, right, "green", is_text)),
     ]
     if to.width < LEAST_SIDES:
         for title, text in columns:

@@ -15,14 +15,27 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mlxrunner.profiling.schema import BATCH, Event, remedy
+from mlxrunner.profiling.schema import (
+    BATCH,
+    HABITS,
+    NOTHING,
+    REASONS,
+    Event,
+    place_remedy,
+    remedy,
+)
 from mlxrunner.results import Rate
+from mlxrunner.system.speed import PrefillCurve
 
-COUNTED = ("prompt", "matched", "cached", "prefetched", "saved", "evaluated", "lost", "completion")
+COUNTED = """
+prompt matched cached prefetched saved missed displaced new evaluated lost completion
+""".split()
 OUTCOMES = ("hit", "partial", "miss")
 BINS = 240
+LONGEST_STEP = 2048
+"""Prompt tokens of a step in estimates of time: the fixed cost of a step hardly counts."""
 SAMPLES = 1500
 """The most requests in the plot of first tokens."""
 COSTLIEST = 10
@@ -82,6 +95,38 @@ class LossSum:
         self.tokens += tokens
         self.avoidable += avoidable
         self.seconds += seconds
+
+
+Kind = Literal["missed", "displaced"]
+"""Missed tokens are up to the program's settings, displaced ones to the client."""
+
+
+@dataclass
+class Finding(LossSum):
+    """The tokens that the requests of one client evaluated again for one cause."""
+
+    client: str = ""
+    """The client's program, or the command."""
+    cause: str = ""
+    """The client's cause, the place, or the reason."""
+    kind: Kind = "missed"
+    remedy: str = ""
+    id: str = ""
+    """The costliest request, as `explain` finds it."""
+    headline: str = ""
+    """The words that say what happens."""
+    _most: int = 0
+
+    def add_request(self, request: str, tokens: int, seconds: float) -> None:
+        """Add the loss of a request."""
+        self.add(tokens, seconds, tokens)
+        if tokens > self._most:
+            self._most, self.id = tokens, request
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures that `--json` prints."""
+        names = "client cause kind requests tokens seconds remedy id headline".split()
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -187,6 +232,11 @@ class Summary:
         self.models: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
         self.ttft: dict[str, Times] = {outcome: Times() for outcome in OUTCOMES}
+        self.findings: dict[tuple[str, str, str], Finding] = {}
+        """Losses against which something can be done, by kind, client and cause."""
+        self.unavoidable = LossSum()
+        """Losses against which nothing is to be done."""
+        self._curves: dict[str, PrefillCurve] = {}
         self.reasons: dict[str, LossSum] = {}
         self.places: dict[str, LossSum] = {}
         self.timeline = Timeline()
@@ -249,6 +299,13 @@ class Summary:
         return self._decode.per_second
 
     @property
+    def diagnosis(self) -> list[Finding]:
+        """The findings, the costliest first."""
+        return sorted(
+            self.findings.values(), key=lambda one: (-one.seconds, -one.tokens, one.cause)
+        )
+
+    @property
     def costliest(self) -> list[Miss]:
         """The costliest misses, the costliest first."""
         return [miss for _, _, miss in sorted(self._misses, reverse=True)]
@@ -276,6 +333,8 @@ class Summary:
             "models": dict(self.models),
             "runs": dict(self.runs),
             "ttft_s": {outcome: self.ttft[outcome].as_dict() for outcome in OUTCOMES},
+            "findings": [one.as_dict() for one in self.diagnosis],
+            "unavoidable": asdict(self.unavoidable),
             "reasons": {reason: asdict(loss) for reason, loss in by_tokens(self.reasons)},
             "places": {place: asdict(loss) for place, loss in by_tokens(self.places)},
             "batches": [run.as_dict() for run in self.batches.runs],
@@ -314,10 +373,48 @@ class Summary:
         elif (place := self._random.randrange(self._sampled)) < SAMPLES:
             self.samples[place] = sample
 
+    def _add_findings(self, event: Event) -> None:
+        """Add the missed tokens by their reason, and the displaced ones by the client's cause."""
+        counts: tuple[tuple[Kind, int, int], ...] = (
+            ("missed", event.missed_tokens, event.cached_tokens),
+            ("displaced", event.displaced_tokens, event.cached_tokens + event.missed_tokens),
+        )
+        for kind, tokens, begin in counts:
+            if not tokens:
+                continue
+            took = self._seconds(event, tokens, begin)
+            cause, headline, mend = _blamed(event, kind)
+            if not mend:
+                self.unavoidable.add(tokens, took, 0)
+                continue
+            client = _client_of(event)
+            key = kind, client, cause
+            if key not in self.findings and len(self.findings) >= MOST_PLACES:
+                key, cause = (kind, "", "other"), "other"
+            found = self.findings.setdefault(
+                key, Finding(client=key[1], cause=cause, kind=kind, remedy=mend, headline=headline)
+            )
+            found.add_request(_id_of(event), tokens, took)
+
+    def _seconds(self, event: Event, tokens: int, begin: int) -> float:
+        """Estimate the time of some prompt tokens from the prefills so far; 0 if it is unknown."""
+        curve = self._curves.get(event.fingerprint)
+        if curve is None and len(self._curves) < MOST_PLACES:
+            curve = self._curves[event.fingerprint] = PrefillCurve()
+        if curve is not None and event.prefill_s and event.evaluated_tokens:
+            end = event.cached_tokens + event.evaluated_tokens
+            curve.add(event.cached_tokens, end, event.prefill_s)
+        found = None if curve is None else curve.seconds(tokens, LONGEST_STEP, begin)
+        if found is None and event.prefill_rate:
+            found = tokens / event.prefill_rate
+        return found or 0.0
+
     def _add_loss(self, event: Event) -> None:
-        tokens, reason, rate = event.lost_tokens, event.reason, event.prefill_rate
+        self._add_findings(event)
+        tokens, reason = event.lost_tokens, event.reason
         if reason is None:
             return
+        rate = event.prefill_rate
         took = tokens / rate if rate else 0.0
         self.reasons.setdefault(reason, LossSum()).add(tokens, took, _avoidable(event))
         if not tokens:
@@ -359,7 +456,7 @@ def _bin_of(event: Event) -> Bin:
         cached=event.saved_tokens,
         lost=event.lost_tokens,
         avoidable=_avoidable(event),
-        new=event.evaluated_tokens + event.prefetched_tokens - event.lost_tokens,
+        new=event.prompt_tokens - event.saved_tokens - event.lost_tokens,
         used_bytes=event.used_bytes,
         cache_bytes=event.cache_bytes,
         peak_bytes=event.peak_bytes,
@@ -368,7 +465,45 @@ def _bin_of(event: Event) -> Bin:
 
 def _avoidable(event: Event) -> int:
     """Return the lost tokens of an event against whose loss something can be done."""
-    return event.lost_tokens if remedy(event.reason) else 0
+    missed = event.missed_tokens if _blamed(event, "missed")[2] else 0
+    displaced = event.displaced_tokens if _blamed(event, "displaced")[2] else 0
+    return missed + displaced
+
+
+def _client_of(event: Event) -> str:
+    """Return the name of the client's program, or the command."""
+    if event.caller is None:
+        return event.command
+    return event.caller.client[:LONGEST_ROLE] or "unknown client"
+
+
+def _id_of(event: Event) -> str:
+    return event.id if event.caller is None else event.caller.request
+
+
+def _blamed(event: Event, kind: Kind) -> tuple[str, str, str]:
+    """Return the cause of missed or displaced tokens, what happens in words, and the remedy.
+
+    The remedy is empty if nothing is to be done.
+    """
+    if kind == "missed":
+        reason = event.reason or ""
+        known = REASONS.get(reason)
+        return reason or "unknown", known.sentence if known else "", remedy(event.reason)
+    caller = event.caller
+    if caller is not None and caller.cause is not None and caller.cause not in REASONS:
+        mend = caller.remedy or ""
+        habit = HABITS.get(caller.cause, "")
+        message = "a message" if caller.message is None else f"message {caller.message}"
+        return (
+            caller.cause,
+            habit.format(message=message),
+            "" if mend.startswith(NOTHING) else mend.removesuffix("."),
+        )
+    place = place_of(event)
+    role, _, part = place.rpartition(": ")
+    said = f"changes the {part} of the {role} message" if role else "changes its prompt"
+    return place, said, place_remedy(place) or remedy("diverged")
 
 
 def _count(counter: Counter[str], name: str) -> None:
