@@ -1,7 +1,8 @@
 """Ask questions about one document: python examples/ask_document.py FILE QUESTION... [-m MODEL]
 
 FILE is a text; for a PDF, `pdftotext report.pdf report.txt` makes one. QUESTION may be a file of
-questions, one per line. The document is evaluated for the first question only.
+questions, one per line. The document is evaluated for the first question only. --choices needs the
+extra `structured`.
 """
 
 import argparse
@@ -14,7 +15,7 @@ parser.add_argument("file", type=Path)
 parser.add_argument("questions", nargs="+")
 parser.add_argument("-m", "--model", default="demo")
 parser.add_argument("--context", type=int, default=8192)
-parser.add_argument("--choices", default="yes,no", help='"" for free answers')
+parser.add_argument("--choices", help="the allowed answers, such as yes,no")
 given = parser.parse_args()
 
 document = given.file.read_text()
@@ -26,8 +27,9 @@ questions = [
 with Runner.load(given.model, context=given.context) as runner:
     for question in questions:
         prompt = f"{document}\n\n{question}"
-        choices = given.choices.split(",") if given.choices else []
-        result = runner.complete([{"role": "user", "content": prompt}], choices=choices)
+        choices = given.choices.split(",") if given.choices else ()
+        messages = [{"role": "user", "content": prompt}]
+        result = runner.complete(messages, max_tokens=500, choices=choices)
         usage = result.usage
         print(f"{question} {result.text}")
         print(

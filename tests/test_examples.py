@@ -68,9 +68,8 @@ def test_a_batch_labels_a_table(programs: Path) -> None:
 def test_questions_about_a_document_evaluate_it_once(programs: Path) -> None:
     (programs / "book.txt").write_text("The river is wide. " * 60)
     (programs / "asked.txt").write_text("Is it wide?\nIs it long?\nIs it blue?\n")
-    text = run(
-        sys.executable, EXAMPLES / "ask_document.py", programs / "book.txt", programs / "asked.txt"
-    )
+    words = [EXAMPLES / "ask_document.py", programs / "book.txt", programs / "asked.txt"]
+    text = run(sys.executable, *words, "--choices", "yes,no")
     reused = [line.split() for line in text.splitlines()[1::2]]
     assert [int(words[0]) / int(words[2]) > 0.9 for words in reused] == [False, True, True]
 
