@@ -1,7 +1,7 @@
 """Turn spoken commands into actions, as a smart home does: python examples/home_assistant.py
 
-Needs a server (`mlxrunner serve qwen3:4b`) with the extra `structured`. The state of the home comes last in the prompt, so that
-the instructions before it are reused with each command.
+Needs a server (`mlxrunner serve qwen3:4b`) with the extra `structured`. The state of the home comes
+last in the prompt, so that the instructions before it are reused with each command.
 """
 
 import json

@@ -187,3 +187,14 @@ def test_a_name_of_anthropics_models_means_the_first_model(model: str) -> None:
         ModelNames("first", has_claude=False).find(model)
     with pytest.raises(ApiError, match="there is no model my-claude"):
         ModelNames("first").find("my-claude-3")
+
+
+def test_a_short_name_means_its_repository() -> None:
+    """Also as Ollama's clients ask for it, with `:latest`, and in the lists."""
+    repository = "mlx-community/Llama-3.2-3B-Instruct-4bit"
+    names = ModelNames(repository)
+    for name in ("llama3.2", "llama3.2:3b", "llama3.2:latest", repository):
+        assert names.find(name) == repository
+        assert names.known_as(name) == repository
+    with pytest.raises(ApiError):
+        names.find("qwen3:4b")  # not in the hub cache
