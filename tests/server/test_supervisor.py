@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -239,6 +240,49 @@ def test_a_request_that_aborts_each_step_is_refused_and_costs_nobody_else(model:
     assert all("1 requests were running, the last with " in line for line in told)
     assert all(" tokens of prompt; it starts again" in line for line in told), told
     assert server.process.returncode == 0
+
+
+ONCE = """
+import os
+from pathlib import Path
+if "MLXRUNNER_SERVE_WORKER" in os.environ:
+    from mlxrunner.engine.engine import Engine
+    prepare = Engine.prepare
+    def prepared(self, prompt, given):
+        request = prepare(self, prompt, given)
+        text = self.tokenizer.decode(request.tokens)
+        for name in ("first", "second"):
+            mark = Path(os.environ["XDG_CACHE_HOME"]) / name
+            if name in text and not mark.exists():
+                mark.touch()
+                os.abort()
+        return request
+    Engine.prepare = prepared
+from mlxrunner.cli import main
+main()
+"""
+
+
+def test_libraries_ask_again_by_themselves(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their streams come to an end although the worker died when they asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with program(str(model), code=ONCE) as server:
+        of_openai = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x")
+        stream = of_openai.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "the first"}],
+            max_tokens=8,
+            stream=True,
+        )
+        assert [*stream][-1].choices[0].finish_reason in ("stop", "length")
+        of_anthropic = anthropic.Anthropic(base_url=server.url, api_key="x")
+        with of_anthropic.messages.stream(
+            model="tiny", max_tokens=8, messages=[{"role": "user", "content": "the second"}]
+        ) as answer:
+            assert answer.get_final_message().stop_reason in ("end_turn", "max_tokens")
+        assert {path.name for path in tmp_path.iterdir()} >= {"first", "second"}
 
 
 def test_a_worker_ends_with_its_parent(model: Path) -> None:
