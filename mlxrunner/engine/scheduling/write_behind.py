@@ -23,6 +23,8 @@ A tool's result often comes within this time, and then one save has both turns.
 """
 BUSY_S = 3.0
 """Seconds after its end until a turn is written between the steps of others."""
+LATE_S = 6.0
+"""Seconds after its end from which on a piece of a turn is written in each step, at any pace."""
 POLL_S = 0.01
 """Seconds between two looks at a file that a thread writes."""
 IDLE_S = 0.02
@@ -62,6 +64,8 @@ class WriteBehind:
         self._saved: dict[int, list[Any]] = {}
         """The last saves of each slot."""
         self._work: Generator[bool, None, None] | None = None
+        self._of = 0.0
+        """The end of the turn that is being saved."""
         self._again = 0.0
         """The moment before which a save that waits for the disk is not looked at."""
         self._left = 0.0 if self._place is None else float(self._place.daily_bytes)
@@ -82,6 +86,14 @@ class WriteBehind:
             return None
         oldest = min(moment for moment, _ in self._ended.values())
         return max(0.0, oldest + (QUIET_S if is_idle else BUSY_S) - now, self._pause_s(now))
+
+    @property
+    def is_late(self) -> bool:
+        """True if a turn has waited so long that the answers of others have to make room."""
+        now = time.monotonic()
+        if self._work is not None:
+            return self._of + LATE_S < now and self._again <= now
+        return any(moment + LATE_S < now for moment, _ in self._ended.values())
 
     def go_on(self, seconds: float, *, is_idle: bool) -> None:
         """Save for about some seconds. Stop earlier where a thread waits for the disk."""
@@ -105,7 +117,7 @@ class WriteBehind:
         if self.wait_s(is_idle=is_idle) != 0:
             return None
         number = min(self._ended, key=lambda number: self._ended[number][0])
-        _, count = self._ended.pop(number)
+        self._of, count = self._ended.pop(number)
         slot = self._slots[number]
         return self._saving(slot, min(count, len(slot.tokens)))
 
