@@ -2,35 +2,31 @@
 # make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
 # make test-agents: let Claude Code, Codex and opencode do a job (installs them with npm).
 # make docs: build the documentation into site/.
-# Each makes .venv first, with uv where it is installed, else with venv and pip.
+# Each makes .venv first, with uv where it is installed, else with python3: `chat` with what the
+# program needs, the others with what development needs, too. PYTHON=... takes another Python.
 
-PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEV := .venv/.installed-dev
 
-# On Linux the mlx wheel's own BLAS is about 40 times slower than OpenBLAS: use that when the
-# machine has it.
-OPENBLAS := $(firstword $(wildcard /usr/lib/*-linux-gnu/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
-ifneq ($(OPENBLAS),)
-RUN := LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1
-else ifeq ($(shell uname -s),Linux)
-HINT := @echo "note: without OpenBLAS everything is much slower; get it with:" \
-  "sudo apt-get install libopenblas0-pthread"
-endif
+# On Linux the mlx wheel's own BLAS is 16 times slower than OpenBLAS. Where the system has none, the
+# package scipy-openblas32 and a C compiler make one in .venv. The program finds both by itself.
+SYSTEM_BLAS := $(firstword $(wildcard /usr/lib/*-linux-gnu/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
+OWN_BLAS := .venv/lib/mlxrunner/libopenblas.so
+OPENBLAS = $(firstword $(SYSTEM_BLAS) $(wildcard $(CURDIR)/$(OWN_BLAS)))
+RUN = $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1)
 
 .PHONY: chat test test-all agents test-agents lint docs bench demo clean
 
 chat: $(STAMP)
-	$(HINT)
-	@$(RUN) $(BIN)/mlxrunner chat
+	@$(BIN)/mlxrunner chat
 
 # A process per core, at most 8, and at least 3, since a test often waits for a program that it has
 # started. One that has nothing left to do takes tests from another.
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
 PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-test test-all: $(STAMP)
-	$(HINT)
+test test-all: $(DEV)
 	$(PYTEST) $(ARGS)
 
 test-all: ARGS = --everything
@@ -46,43 +42,65 @@ build/agents/node_modules: tests/server/agents/package.json
 # On Linux they get a network of their own, where nothing but this machine can be reached.
 ALONE = $(shell command -v ip >/dev/null && unshare -rn true 2>/dev/null && echo unshare -rn sh -c \'ip link set lo up \&\& exec \"\$$@\"\' --)
 
-test-agents: $(STAMP) agents
+test-agents: $(DEV) agents
 	$(ALONE) env $(RUN) AGENTS=1 $(BIN)/python -m pytest --everything tests/server/agents/test_programs.py
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 # The pages are then at site/index.html; a link that leads nowhere is an error.
-docs: $(STAMP)
+docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(STAMP)
-	$(HINT)
+bench: $(DEV)
 	$(RUN) $(BIN)/mlxrunner bench --vs mlx-lm
 
 # Train the demo model again (about 40 minutes on two cores) and judge it. It goes on from where it
 # was stopped.
-demo: $(STAMP)
+demo: $(DEV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -e ".[train]"
 	$(BIN)/python tools/train_demo.py
 	$(RUN) $(BIN)/python tools/eval_demo.py
 
-$(STAMP): pyproject.toml
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
-	  { echo "Python 3.11 or newer is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
-	    "try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+define install
+	@if command -v uv >/dev/null 2>&1; then \
+	  uv pip install --quiet --python $(BIN)/python $(1); \
+	else $(BIN)/python -m pip install --quiet --disable-pip-version-check $(1); fi
+endef
+
+$(STAMP): pyproject.toml tools/openblas_shim.c
 	@echo "setting up .venv (once; a minute or two) ..."
 	@if command -v uv >/dev/null 2>&1; then \
-	  uv venv --quiet --allow-existing --seed --python $(PYTHON) .venv && \
-	    uv pip install --quiet --python $(BIN)/python -e ".[dev]"; \
+	  uv venv --quiet --allow-existing --python "$(or $(PYTHON),>=3.11)" .venv; \
 	else \
-	  $(PYTHON) -m venv .venv && \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"; \
+	  python=$(or $(PYTHON),python3); \
+	  $$python -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+	    { echo "Python 3.11 or newer is needed, and $$python is $$($$python --version 2>&1);" \
+	      "install uv, or try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }; \
+	  $$python -m venv .venv; \
 	fi
+	$(call install,-e .)
+ifeq ($(shell uname -s)$(SYSTEM_BLAS),Linux)
+ifneq ($(shell command -v cc),)
+	$(call install,scipy-openblas32)
+	@mkdir -p $(dir $(OWN_BLAS))
+	@folder=$$($(BIN)/python -c "import scipy_openblas32; print(scipy_openblas32.get_lib_dir())") && \
+	  cc -O2 -shared -fPIC -o $(OWN_BLAS) tools/openblas_shim.c "-L$$folder" -l:libscipy_openblas.so \
+	  "-Wl,-rpath,$$folder"
+else
+	@echo "note: without OpenBLAS everything is 16 times slower, and to build it takes a C compiler:" \
+	  "install cc and run make again, or sudo apt-get install libopenblas0-pthread"
+endif
+endif
 	@touch $(STAMP)
+
+$(DEV): $(STAMP)
+	@echo "installing what tests and documentation need (once) ..."
+	$(call install,-e ".[dev]")
+	@touch $(DEV)
 
 clean:
 	rm -rf .venv build dist site .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Start the program: as the command `mlxrunner`, and with `python -m mlxrunner`."""
 
 try:
+    from mlxrunner.system import openblas
     from mlxrunner.terminal import early
 except KeyboardInterrupt:
     raise SystemExit(130) from None
@@ -9,6 +10,7 @@ except KeyboardInterrupt:
 def main() -> None:
     """Run the command line. Ctrl-C is quiet from here on, also while modules are imported."""
     try:
+        openblas.prefer()
         early.begin()
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -30,6 +30,7 @@ from distributed.utils import get_ip
 from mlxrunner.cluster.options import ClusterOptions, Connection
 from mlxrunner.cluster.worker import sign
 from mlxrunner.errors import CutOffError, OptionError
+from mlxrunner.system import openblas
 from mlxrunner.terminal.text import one_line
 
 MOST_STARTS = 4
@@ -316,8 +317,10 @@ async def _local_cluster(stack: AsyncExitStack, workers: int) -> Any:
 
 
 def worker_settings() -> dict[str, Any]:
-    """Return the settings of a worker: no limits of memory, which the model's plan has."""
-    return {"memory_limit": 0, "metrics": {SIGN: sign}}
+    """Return the settings of a worker: OpenBLAS if this process has it, and no limits of memory,
+    which the model's plan has.
+    """
+    return {"memory_limit": 0, "metrics": {SIGN: sign}, "env": openblas.for_children()}
 
 
 def _security(options: Connection) -> Any:

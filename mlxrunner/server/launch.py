@@ -174,7 +174,7 @@ UnitKind = Literal["launchd", "systemd"]
 UNITS: tuple[UnitKind, ...] = get_args(UnitKind)
 LABEL = "mlxrunner.server"
 CARRIED = (
-    *("LD_PRELOAD", "OPENBLAS_NUM_THREADS"),
+    *("LD_PRELOAD", "OPENBLAS_NUM_THREADS", "MLXRUNNER_OPENBLAS"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
     *("MLXRUNNER_CONFIG", "MLXRUNNER_MODEL", "MLXRUNNER_EVENTS"),
     *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),

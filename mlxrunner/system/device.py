@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxrunner.system import openblas
 from mlxrunner.system.limits import MACHINE, Limit, limits
 from mlxrunner.terminal.text import size
 
@@ -202,24 +203,18 @@ def blas() -> Finding:
     )
     if loaded:
         return Finding("BLAS", loaded[0])
-    library = openblas()
+    library = openblas.find()
     if library is not None:
-        advice = f"about 40 times faster: LD_PRELOAD={library} OPENBLAS_NUM_THREADS=1 mlxrunner ..."
+        advice = (
+            f"about 16 times faster: unset MLXRUNNER_OPENBLAS; in programs of your own, set "
+            f"LD_PRELOAD={library} OPENBLAS_NUM_THREADS=1"
+        )
     else:
         advice = (
-            "about 40 times faster with OpenBLAS: apt-get install libopenblas0-pthread, then run "
-            "mlxrunner doctor again"
+            "about 16 times faster with OpenBLAS: apt-get install libopenblas0-pthread, or make in "
+            "a clone, then run mlxrunner doctor again"
         )
     return Finding("BLAS", "the wheel's own reference BLAS, slow", ok=False, advice=advice)
-
-
-def openblas() -> Path | None:
-    """Return the path of OpenBLAS as a Linux distribution installs it; None if it is missing."""
-    places = (
-        *Path("/usr/lib").glob("*-linux-gnu/libopenblas.so.0"),
-        Path("/usr/lib64/libopenblas.so.0"),
-    )
-    return next((place for place in places if place.exists()), None)
 
 
 def compiler() -> Finding:

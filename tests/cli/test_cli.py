@@ -423,11 +423,11 @@ def test_the_doctor_notices_a_slow_blas(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(device, "is_gpu", lambda: False)
     monkeypatch.setattr(device.platform, "system", lambda: "Linux")
     monkeypatch.setattr(device, "_maps", list)
-    monkeypatch.setattr(device, "openblas", lambda: None)
+    monkeypatch.setattr(device.openblas, "find", lambda: None)
     assert "apt-get install libopenblas0-pthread" in device.blas().advice
-    monkeypatch.setattr(device, "openblas", lambda: Path("/usr/lib/libopenblas.so.0"))
+    monkeypatch.setattr(device.openblas, "find", lambda: "/usr/lib/libopenblas.so.0")
     assert device.blas().advice.endswith(
-        "LD_PRELOAD=/usr/lib/libopenblas.so.0 OPENBLAS_NUM_THREADS=1 mlxrunner ..."
+        "LD_PRELOAD=/usr/lib/libopenblas.so.0 OPENBLAS_NUM_THREADS=1"
     )
     monkeypatch.setattr(device.shutil, "which", lambda name: None)
     assert device.compiler().advice.endswith("install g++")
