@@ -30,6 +30,10 @@ _ONE_IN = np.uint64(4)
 """A long text is first compared by one in so many of its runs."""
 _SHORT = 8192
 """A text of fewer tokens is compared by all of them."""
+_ROUNDS = 3
+"""Most searches for text that a longer run has left over."""
+_USED, _TOLD = -1, -2
+"""Tokens of the two texts that are matched. They are like no other."""
 _TRIED = 16
 """Most places in the earlier text that are tried for one run."""
 
@@ -82,15 +86,22 @@ def moved_runs(old: TokenArray, new: TokenArray) -> list[MovedRun]:
     """
     if min(len(old), len(new)) < RUN:
         return []
-    found, used = list[MovedRun](), np.zeros(len(old), bool)
-    for run in sorted(_matches(old, new), key=lambda run: run.begin - run.end):
-        length = run.end - run.begin
-        free = ~used[run.earlier : run.earlier + length]
-        edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
-        for begin, end in edges.reshape(-1, 2).tolist():
-            if end - begin >= RUN:
-                used[run.earlier + begin : run.earlier + end] = True
-                found.append(MovedRun(run.begin + begin, run.begin + end, run.earlier + begin))
+    found, left = list[MovedRun](), True
+    old, new = old.copy(), new.copy()
+    for _ in range(_ROUNDS):
+        if not left:
+            break
+        left = False
+        for run in sorted(_matches(old, new), key=lambda run: run.begin - run.end):
+            length = run.end - run.begin
+            free = old[run.earlier : run.earlier + length] >= 0
+            left = left or not free.all()
+            edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
+            for begin, end in edges.reshape(-1, 2).tolist():
+                if end - begin >= RUN:
+                    found.append(MovedRun(run.begin + begin, run.begin + end, run.earlier + begin))
+                    old[run.earlier + begin : run.earlier + end] = _USED
+                    new[run.begin + begin : run.begin + end] = _TOLD
     return sorted(found)
 
 
