@@ -385,6 +385,8 @@ def cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
     is_cheap = not (usage.missed_tokens or usage.displaced_tokens)
     if found is not None and is_cheap and not found.remedy.startswith(NOTHING):
         return None
+    if found is not None and found.name == "first-request" and usage.missed_tokens:
+        return _of_program(usage) or found  # it is new to this process only
     return found
 
 
@@ -485,6 +487,11 @@ def _grown(prompt: PromptRecord, old: PromptRecord, usage: Usage) -> Cause | Non
         lost = [n for n, message in enumerate(prompt.messages[:-1]) if _thought(message)][-1:]
     if lost:
         return _cause("thinking-stripped", lost[0])
+    return _of_program(usage)
+
+
+def _of_program(usage: Usage) -> Cause | None:
+    """Return the cause of a loss that is not the client's."""
     if usage.reason is None or usage.reason not in REASONS or usage.reason == "diverged":
         return None
     reason = REASONS[usage.reason]

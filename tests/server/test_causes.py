@@ -357,6 +357,15 @@ def test_a_date_before_a_long_last_message_is_named(maker: PromptBuilder) -> Non
     assert (cause.name, cause.message) == ("changing-date", 0)
 
 
+def test_a_conversation_of_an_earlier_process_is_not_new(maker: PromptBuilder) -> None:
+    """The restart is the cause, and not a first request."""
+    one, usage = talk(random.Random(0)), replace(usage_of("restarted"), missed_tokens=40)
+    cause = cause_of(remembered(RecentPrompts(), maker, one), usage)
+    assert cause is not None
+    assert cause.name == "restarted"
+    assert "--disk-cache" in cause.remedy
+
+
 def test_a_hit_has_no_cause(maker: PromptBuilder) -> None:
     """Neither a first one nor a second one has."""
     order, causes = random.Random(0), RecentPrompts()
