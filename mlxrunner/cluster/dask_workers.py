@@ -317,10 +317,8 @@ async def _local_cluster(stack: AsyncExitStack, workers: int) -> Any:
 
 
 def worker_settings() -> dict[str, Any]:
-    """Return the settings of a worker: OpenBLAS if this process has it, and no limits of memory,
-    which the model's plan has.
-    """
-    return {"memory_limit": 0, "metrics": {SIGN: sign}, "env": openblas.for_children()}
+    """Return the settings of a worker: no limits of memory, which the model's plan has."""
+    return {"memory_limit": 0, "metrics": {SIGN: sign}}
 
 
 def _security(options: Connection) -> Any:
@@ -342,7 +340,10 @@ def be_quiet() -> None:
     """Keep Dask's remarks off the terminal, and its pages off the network.
 
     Let a supervisor start its worker again, however long that takes: Dask ends it after 15 s.
+    Workers get OpenBLAS if this process has it.
     """
+    before = "distributed.nanny.pre-spawn-environ"
+    dask.config.set({before: {**dask.config.get(before, {}), **openblas.for_children()}})
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"})
     dask.config.set({f"distributed.{one}.http.routes": [] for one in ("scheduler", "worker")})
     for name in list(logging.root.manager.loggerDict):  # some of them have a level of their own
