@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from mlxrunner.batch.order import order_of, sort_key
+from mlxrunner.cache.account import PromptAccount, TokenAccounting
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.prefix import leaving
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
@@ -71,6 +72,10 @@ ONE_AT_A_TIME = Variant("one at a time")
 """The variant that replays side-by-side requests on one entry, in the order of their begin."""
 
 
+Replayed = tuple[Lookup, PromptAccount]
+"""The lookup of a replayed request, and the account of its prompt."""
+
+
 @dataclass
 class VariantResult:
     """The result of a variant."""
@@ -81,13 +86,17 @@ class VariantResult:
     """The number of requests that reused all they could."""
     prompt: int = 0
     cached: int = 0
+    missed: int = 0
+    displaced: int = 0
 
-    def add(self, found: Lookup) -> None:
-        """Add the lookup of a request."""
+    def add(self, found: Lookup, account: PromptAccount) -> None:
+        """Add the lookup of a request, and the account of its prompt."""
         self.requests += 1
-        self.hits += found.outcome() == "hit"
+        self.hits += found.outcome(account.missed) == "hit"
         self.prompt += found.prompt_tokens
         self.cached += found.cached
+        self.missed += account.missed
+        self.displaced += account.displaced
 
     def add_logged(self, logged: LoggedRequest) -> None:
         """Add the result that the log gives for a request."""
@@ -104,13 +113,21 @@ class VariantResult:
         return self.prompt - self.cached
 
     @property
+    def new(self) -> int:
+        """The tokens that nothing could have spared, and those of which the log says no more."""
+        return self.prompt - self.cached - self.missed - self.displaced
+
+    @property
     def hit_rate(self) -> float:
         """The share of the prompt tokens that were reused, from 0 to 1."""
         return self.cached / self.prompt if self.prompt else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings of the variant, the counts and the hit rate by name."""
-        what, names = self.what, "requests hits prompt cached evaluated hit_rate".split()
+        what, names = (
+            self.what,
+            "requests hits prompt cached missed displaced new evaluated hit_rate".split(),
+        )
         chosen = {name: getattr(what, name) for name in ("order", "thinking", "slots")}
         counts = {name: getattr(self, name) for name in names}
         return {"name": what.name, **asdict(what.settings), **chosen, **counts}
@@ -422,13 +439,13 @@ class LoggedRun:
         return [one for one in self.requests if not can_be_replayed(one)]
 
     @cached_property
-    def as_run(self) -> list[Lookup]:
+    def as_run(self) -> list[Replayed]:
         """The lookups of the requests, replayed as they ran; without those of `only_logged`."""
         if not self.is_side_by_side:
             return self._one_at_a_time(AS_IT_WAS, self.requests)[0]
         if not self.in_slots.requests:
             return []
-        return [request.lookup for request in self.in_slots.as_run()]
+        return [(request.lookup, request.account) for request in self.in_slots.as_run()]
 
     @property
     def agreed(self) -> int:
@@ -436,7 +453,7 @@ class LoggedRun:
         logged = self.in_slots.requests if self.is_side_by_side else self.requests
         return sum(
             (found.matched, found.cached) == (one.facts["matched"], one.facts["cached"])
-            for found, one in zip(self.as_run, logged, strict=True)
+            for (found, _), one in zip(self.as_run, logged, strict=True)
         )
 
     def variants(
@@ -472,18 +489,18 @@ class LoggedRun:
         if can_act and found and self.in_slots.requests and has_room(self.process, what.slots or 1):
             if what.is_in_slots:
                 made = self.in_slots.packed(what.slots, by_prefix=what.order == "prefix")
-                found = [request.lookup for request in made]
+                found = [(request.lookup, request.account) for request in made]
             else:
                 found, alone = [], [*alone, *self.in_slots.requests]
         replayed, has_changed = self._one_at_a_time(what, alone)
-        for lookup in (*found, *replayed):
-            row.add(lookup)
+        for lookup, account in (*found, *replayed):
+            row.add(lookup, account)
         return has_changed
 
     def _one_at_a_time(
         self, what: Variant, requests: Sequence[LoggedRequest]
-    ) -> tuple[list[Lookup], bool]:
-        """Return the lookups of requests that find entries, and True if a prompt was changed.
+    ) -> tuple[list[Replayed], bool]:
+        """Return the lookups and accounts of requests, and True if a prompt was changed.
 
         Those that ran in slots come in the order in which they began.
         """
@@ -499,7 +516,14 @@ class LoggedRun:
             made = [replace(made[i], freed=False, shortened=False) for i in order]
         if what.order == "prefix":
             made = by_prefix(made)
-        return [replay.run(request) for request in made], has_changed
+        accounting, found = TokenAccounting(), list[Replayed]()
+        for one in made:
+            opened = accounting.begin(one.prompt)
+            lookup = replay.run(one)
+            reached = max(one.evaluated, lookup.cached)
+            cached, known = lookup.cached, lookup.known
+            found.append((lookup, accounting.end(opened, cached, known, reached, one.answer)))
+        return found, has_changed
 
 
 def by_prefix(requests: Sequence[ReplayedRequest]) -> list[ReplayedRequest]:
