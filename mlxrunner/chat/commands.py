@@ -560,7 +560,6 @@ FILE_COMMANDS = (
         "[TEXT]",
         "write the next text in $EDITOR; Enter then sends it",
         write_outside,
-        is_daily=True,
     ),
     Command(
         "/copy",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from mlxrunner.engine.observation import Observation
@@ -20,8 +20,8 @@ from mlxrunner.profiling.metrics import MetricsCollector
 from mlxrunner.profiling.profile import Profile, as_line
 from mlxrunner.profiling.report import page as plots
 from mlxrunner.profiling.report.page import document, safe
-from mlxrunner.profiling.report.summary import Summary, place_of
-from mlxrunner.profiling.schema import Event, remedy
+from mlxrunner.profiling.report.summary import Summary, blame_of, client_of, id_of
+from mlxrunner.profiling.schema import Event
 from mlxrunner.server.errors import PrintableResponse
 from mlxrunner.server.events import AnswerNote, ApiError
 from mlxrunner.server.manager import ModelManager
@@ -43,10 +43,10 @@ def watch_router(manager: ModelManager, record: RequestLog) -> APIRouter:
     router = APIRouter(tags=["watch"], default_response_class=PrintableResponse)
 
     @router.get("/", response_class=HTMLResponse)
-    def page() -> str:
-        """Show in a browser what runs, what was reused, and the latest misses."""
+    def page(request: Request) -> str:
+        """Show in a browser what runs, what was reused, and what to change."""
         models = [_model(manager, one, record) for one in opened_in(manager)]
-        return status_page(models, record.last(REMEMBERED))
+        return status_page(models, record.last(REMEMBERED), str(request.base_url))
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
@@ -174,20 +174,33 @@ MISSES = 12
 """The most misses that are shown."""
 
 
-def status_page(models: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> str:
-    """Return the page. `models` are those of `/slots`; `events` the last ones, youngest first."""
+def status_page(models: Sequence[Mapping[str, Any]], events: Sequence[Event], address: str) -> str:
+    """Return the page of the server at `address`, which ends with a slash.
+
+    `models` are those of `/slots`; `events` the last ones, youngest first.
+    """
     summary = Summary()
     for event in reversed(events):
         summary.add(event)
-    shown = f"{percent(summary.hit_rate)} of the prompt tokens reused" if events else "no requests"
+    shown = "no requests yet"
+    if events:
+        last = "last request" if len(events) == 1 else f"last {number(len(events))} requests"
+        shown = f"{percent(summary.hit_rate)} of the prompt tokens of the {last} were cached"
     body = [
         "<header><h1>mlxrunner serve</h1>",
-        f"<p>{_loaded(models)} The last {number(len(events))} requests: {safe(shown)}.</p>",
+        f"<p>{_loaded(models)} {safe(shown[:1].upper() + shown[1:])}.</p>",
         "</header>",
         '<main class="panels">',
-        _conversations(models),
-        plots.timeline(summary) if events else "",
-        _misses(events),
+        *(
+            [
+                plots.diagnosis(summary),
+                plots.timeline(summary),
+                _conversations(models),
+                _requests(events),
+            ]
+            if events
+            else [_connect(models, address), _conversations(models)]
+        ),
         "</main>",
         "<footer>The same as data: <code>/slots</code>, <code>/metrics</code>, "
         "<code>/explain/{request}</code>, <code>/health</code>.</footer>",
@@ -231,37 +244,41 @@ def _conversations(models: Sequence[Mapping[str, Any]]) -> str:
     return plots.panel("Conversations", text, table, is_wide=True)
 
 
-def _misses(events: Sequence[Event]) -> str:
-    """Return a panel with the latest requests that lost tokens, and what would have helped."""
-    lost = [event for event in events if event.lost_tokens][:MISSES]
+def _connect(models: Sequence[Mapping[str, Any]], address: str) -> str:
+    """Return a panel that says how to connect a client."""
+    model = models[0]["model"] if models else "MODEL"
     rows = [
-        [
-            "" if event.caller is None else _explained(event.caller.request),
-            moment(event.time),
-            "" if event.caller is None else event.caller.client,
-            number(event.prompt_tokens),
-            number(event.cached_tokens),
-            number(event.lost_tokens),
-            event.reason or "",
-            place_of(event),
-            _helps(event),
-        ]
-        for event in lost
+        ["OpenAI", f"base URL {address}v1, any API key unless --api-key is set, model {model}"],
+        ["Anthropic", f"ANTHROPIC_BASE_URL={address.rstrip('/')}, ANTHROPIC_MODEL={model}"],
+        ["Ollama", f"OLLAMA_HOST={address.rstrip('/')}"],
+        ["coding agents", "mlxrunner launch claude, codex, opencode ..."],
     ]
-    columns = ["request", "at", "client", "prompt", "cached", "lost", "reason", "place", "remedy"]
-    text = "Requests that evaluated tokens again. Each leads to its two sides, in words."
+    table = plots.table(["client", "settings"], rows, kind="stack")
+    text = "No requests yet. This page fills as they come."
+    return plots.panel("Connect a client", text, table, is_wide=True)
+
+
+def _requests(events: Sequence[Event]) -> str:
+    """Return a panel with the latest requests that lost tokens, and what they lost them to."""
+    lost = [event for event in events if event.missed_tokens or event.displaced_tokens]
+    rows = [_request_row(event) for event in lost[:MISSES]]
+    columns = ["request", "at", "client", "prompt", "cached", "missed", "displaced", "cause"]
+    text = "Prompt tokens of the latest requests that evaluated some again. A link explains each."
     table = plots.table(columns, rows, kind="stack")
-    return plots.panel("The latest misses", text, table, is_wide=True)
+    return plots.panel("Latest requests with losses", text, table, is_wide=True)
+
+
+def _request_row(event: Event) -> list[str | plots.TableLink]:
+    counts = (
+        number(getattr(event, f"{kind}_tokens"))
+        for kind in ("prompt", "cached", "missed", "displaced")
+    )
+    cause, _, _ = blame_of(event, "displaced" if event.displaced_tokens else "missed")
+    return [_explained(id_of(event)), moment(event.time), client_of(event), *counts, cause]
 
 
 def _explained(request: str) -> plots.TableLink:
     return plots.TableLink(request, f"/explain/{request}")
-
-
-def _helps(event: Event) -> str:
-    """Return what helps against a miss: against its cause, if that is known."""
-    known = None if event.caller is None else event.caller.remedy
-    return known or remedy(event.reason)
 
 
 REMEMBERED = 1000

@@ -44,9 +44,10 @@ def test_help_fits_a_small_screen(open_screen: Any) -> None:
     short = screen.say("/help")
     assert ">>> /help" in screen.lines
     assert short.splitlines()[0].startswith("/undo")
-    assert "/explain" not in short
+    assert "/explain" in short
+    assert "/editor" not in short
     assert screen.say("/?") == short
-    assert "/explain" in screen.say("/help all")
+    assert "/editor" in screen.say("/help all")
     said = screen.say("/help me please")
     assert said == (
         "error: /help me please: /help shows the common commands, /help all every command"

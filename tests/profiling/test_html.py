@@ -91,9 +91,9 @@ def test_each_plot_has_a_name_a_description_and_its_figures_as_a_table() -> None
 def test_the_timeline_draws_what_was_cached_lost_and_new() -> None:
     """A bar's parts are as high as their tokens, one upon the other."""
     heights = bars_of(one_request("diverged"))
-    assert set(heights) == {"cached", "avoidable", "new"}
-    assert heights["cached"] == pytest.approx(2.5 * heights["avoidable"], rel=0.02)
-    assert heights["new"] == pytest.approx(1.5 * heights["avoidable"], rel=0.02)
+    assert set(heights) == {"cached", "displaced", "new"}
+    assert heights["cached"] == pytest.approx(2.5 * heights["displaced"], rel=0.02)
+    assert heights["new"] == pytest.approx(1.5 * heights["displaced"], rel=0.02)
 
 
 def test_red_is_only_what_could_have_been_avoided() -> None:
@@ -101,14 +101,14 @@ def test_red_is_only_what_could_have_been_avoided() -> None:
 
     The memory's peak and a first request, which misses, are no losses either.
     """
-    assert set(bars_of(one_request("side_by_side"))) == {"cached", "twice", "new"}
+    assert set(bars_of(one_request("side_by_side"))) == {"cached", "missed", "new"}
     text = page(one_request("side_by_side"), ["e"])
-    assert 'class="avoidable"' not in text
-    assert 'class="mark avoidable"' not in text
+    assert 'class="displaced"' not in text
+    assert 'class="mark displaced"' not in text
     style = text[text.index("<style>") : text.index("</style>")]
-    red = [rule for rule in style.split("}") if "var(--avoidable)" in rule]
-    assert [rule.split("{")[0].strip() for rule in red] == [".avoidable"]
-    assert 'class="avoidable"' in page(one_request("diverged"), ["e"])
+    red = [rule for rule in style.split("}") if "var(--displaced)" in rule]
+    assert [rule.split("{")[0].strip() for rule in red] == [".displaced"]
+    assert 'class="displaced"' in page(one_request("diverged"), ["e"])
 
 
 def one_request(reason: str) -> Summary:
@@ -134,13 +134,10 @@ def one_request(reason: str) -> Summary:
 
 def bars_of(summary: Summary) -> dict[str, float]:
     """Return the heights of the parts of the timeline's bars, which are all alike, by kind."""
-    panel = re.search(r"<section.*?</section>", page(summary, ["e"]), re.DOTALL)
-    assert panel is not None
+    _, panel = re.findall(r"<section.*?</section>", page(summary, ["e"]), re.DOTALL)[:2]
     return {
         kind: float(high)
-        for kind, high in re.findall(
-            r'<rect class="(\w+)" x=[^>]*height="([\d.]+)"><title>', panel[0]
-        )
+        for kind, high in re.findall(r'<rect class="(\w+)" x=[^>]*height="([\d.]+)"><title>', panel)
     }
 
 
@@ -201,8 +198,8 @@ def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
     )
     text = page(summary, ["e"])
     assert "<dd>&lt; 0.1 <span>%</span>" in text
-    assert "<dd>-<small>by what was reused, an estimate for 0 of 1 requests" in text
-    assert "over the tokens that were evaluated, for each of several at a time" in text
+    assert "<dd>-<small>by cached tokens, an estimate for 0 of 1 requests" in text
+    assert "prefill of evaluated tokens, for each of several at a time" in text
 
 
 def test_scales_end_at_round_numbers_close_to_the_values() -> None:

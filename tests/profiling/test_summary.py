@@ -65,7 +65,7 @@ def test_what_was_evaluated_in_advance_is_nothing_reused() -> None:
     )
     assert summary.hit_rate == pytest.approx(10 / 64)
     (one,) = summary.timeline.bins
-    assert (one.cached, one.lost, one.new, one.prompt) == (10, 3, 51, 64)
+    assert (one.cached, one.displaced, one.new, one.prompt) == (10, 3, 51, 64)
     assert summary.as_dict()["tokens"]["prefetched"] == 50
 
 

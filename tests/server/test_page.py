@@ -24,6 +24,9 @@ from mlxrunner.server.watch import RequestLog, explained, status_page
 HOSTILE = "<script>alert(1)</script>\"'>"
 
 
+ADDRESS = "http://127.0.0.1:8080/"
+
+
 def event(number: int, client: str = "opencode") -> Event:
     caller = {"request": f"req-{number}", "client": client, "session": "one", "rules": []}
     return as_event(example_event(number=number, caller=caller))
@@ -52,18 +55,18 @@ def model(client: str = "claude-cli", name: str = "tiny") -> dict[str, Any]:
 
 
 def test_the_page_shows_who_runs_and_what_was_lost() -> None:
-    text = status_page([model()], [event(2), event(1)])
+    text = status_page([model()], [event(2), event(1)], ADDRESS)
     for said in ("claude-cli", "12,345", "1 of 8 slots busy, 2 waiting", "req-2", "opencode"):
         assert said in text
     assert 'http-equiv="refresh"' in text
 
 
 def test_each_miss_leads_to_its_explanation() -> None:
-    """Only those of clients do: others have no request."""
-    text = status_page([], [event(2), event(1), as_event(example_event())])
+    text = status_page([], [event(2), event(1), as_event(example_event())], ADDRESS)
     assert re.findall(r'<a href="([^"]+)">([^<]+)</a>', text) == [
         ("/explain/req-2", "req-2"),
         ("/explain/req-1", "req-1"),
+        (f"/explain/{example_event()['id']}", example_event()["id"]),
     ]
 
 
@@ -76,22 +79,24 @@ def test_a_link_names_nothing_but_its_path() -> None:
 def test_a_miss_has_the_remedy_of_its_cause() -> None:
     """One whose cause is not known has that of its reason."""
     caller = {"request": "req-1", "client": "opencode", "session": "one", "rules": []}
-    caller |= {"cause": "asked-anew", "remedy": "Nothing is to be done here."}
-    text = status_page([], [as_event(example_event(caller=caller))])
-    assert "Nothing is to be done here." in text
+    caller |= {"cause": "changing-date", "remedy": "Take the date out.", "message": 3}
+    text = status_page([], [as_event(example_event(caller=caller))], ADDRESS)
+    assert "opencode writes a date or time into message 3" in text
+    assert "Take the date out." in text
     assert "put changing text" not in text
-    assert "put changing text" in status_page([], [event(1)])
+    assert "put changing text" in status_page([], [event(1)], ADDRESS)
 
 
 def test_a_page_without_models_and_requests_says_so() -> None:
-    text = status_page([], [])
+    text = status_page([], [], ADDRESS)
     assert "No model is loaded" in text
-    assert "no requests" in text
+    assert "Connect a client" in text
+    assert f"base URL {ADDRESS}v1" in text
 
 
 def test_what_clients_say_is_escaped() -> None:
     """Names of clients, sessions and models come from outside."""
-    text = status_page([model(HOSTILE, HOSTILE)], [event(1, HOSTILE)])
+    text = status_page([model(HOSTILE, HOSTILE)], [event(1, HOSTILE)], ADDRESS)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
 
@@ -140,16 +145,18 @@ def test_a_server_shows_its_requests() -> None:
         page = httpx.get(f"{url}/")
     assert page.headers["content-type"].startswith("text/html")
     assert "my-client" in page.text
-    assert "The last 1 requests" in page.text
+    assert "of the last request were cached" in page.text
 
 
 @needs_chromium
 def test_a_browser_shows_the_page_whole_at_any_width(tmp_path: Path) -> None:
     """Nothing is clipped or outside the window, and the console has no error."""
     pages = {
-        "busy": status_page([model()], [event(number) for number in range(40, 0, -1)]),
-        "empty": status_page([], []),
-        "hostile": status_page([model(HOSTILE + 300 * "M", HOSTILE)], [event(1, 300 * "W")]),
+        "busy": status_page([model()], [event(n) for n in range(40, 0, -1)], ADDRESS),
+        "empty": status_page([], [], ADDRESS),
+        "hostile": status_page(
+            [model(HOSTILE + 300 * "M", HOSTILE)], [event(1, 300 * "W")], ADDRESS
+        ),
     }
     found = measure(pages, tmp_path)
     assert set(found) == {(name, width) for name in pages for width in WIDTHS}

@@ -17,20 +17,16 @@ from urllib.parse import quote
 from mlxrunner.profiling.report.summary import (
     OUTCOMES,
     Bin,
-    LossSum,
     Sample,
     Summary,
     Timeline,
-    by_tokens,
     name_of,
     words,
 )
-from mlxrunner.profiling.schema import REASONS, place_remedy, remedy
 from mlxrunner.terminal.text import moment, number, percent, rate, seconds, size, visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The policy that makes a browser refuse scripts, fonts, pictures and the network."""
-LOST = "Tokens that were evaluated though they need not have been."
 
 
 def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
@@ -48,20 +44,19 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
     lines = "1 line" if skipped == 1 else f"{number(skipped)} lines"
     left_out = f" {lines} could not be read." if skipped else ""
     body = [
-        "<header><h1>What the prefix cache reused</h1>",
+        "<header><h1>Prefix cache (KV cache) report</h1>",
         f"<p>{files}: {count}, {first} to {last} UTC. {safe(models)}.{left_out}</p></header>",
         _cards(summary),
         '<main class="panels">',
+        diagnosis(summary),
         timeline(summary),
         _batches(summary),
         first_tokens(summary),
         bytes_over_time(summary),
-        _reasons(summary),
-        _places(summary),
         _costliest(summary),
         "</main>",
-        "<footer>Made by <code>mlxrunner report</code>. Times are UTC; what was saved is an "
-        "estimate from this machine's own prefills.</footer>",
+        "<footer>Made by <code>mlxrunner report</code>. Times are UTC. Times saved and lost are "
+        "estimates from this machine's own prompt speed.</footer>",
     ]
     title = f"mlxrunner report: {percent(summary.hit_rate)} of the prompt tokens reused"
     return document(title, body)
@@ -90,18 +85,29 @@ def _cards(summary: Summary) -> str:
         else ""
     )
     overlap = ", for each of several at a time" if summary.side_by_side else ""
-    reused = f"{number(tokens['saved'])} of {number(tokens['prompt'])} prompt tokens"
+    prompt = max(tokens["prompt"], 1)
+    shares = {name: percent(tokens[name] / prompt) for name in ("missed", "displaced", "new")}
     cards = [
-        ("Hit rate by token", percent(summary.hit_rate), reused),
-        ("Hit rate by request", percent(summary.request_hit_rate), counts),
-        ("Tokens lost", number(tokens["lost"]), "evaluated, though they need not have been"),
+        (
+            "Cached",
+            percent(summary.hit_rate),
+            f"{number(tokens['saved'])} of {number(tokens['prompt'])} prompt tokens were reused",
+        ),
+        ("Missed", shares["missed"], f"{number(tokens['missed'])} tokens: {MEANINGS['missed']}"),
+        (
+            "Displaced",
+            shares["displaced"],
+            f"{number(tokens['displaced'])} tokens: {MEANINGS['displaced']}",
+        ),
+        ("New", shares["new"], f"{number(tokens['new'])} tokens: {MEANINGS['new']}"),
     ]
     if ahead := tokens["prefetched"]:
-        cards.append(("Evaluated in advance", number(ahead), "before their requests came"))
+        cards.append(("Evaluated in advance", number(ahead), "tokens, while the user typed"))
     cards += [
-        ("Time saved", seconds(summary.saved_s), f"by what was reused, an estimate{known}"),
-        ("Prefill", rate(summary.prefill_rate), f"over the tokens that were evaluated{overlap}"),
-        ("Decode", rate(summary.decode_rate), f"without each answer's first token{overlap}"),
+        ("Requests", number(summary.requests), counts),
+        ("Time saved", seconds(summary.saved_s), f"by cached tokens, an estimate{known}"),
+        ("Prompt speed", rate(summary.prefill_rate), f"prefill of evaluated tokens{overlap}"),
+        ("Generation speed", rate(summary.decode_rate), f"after each first token{overlap}"),
     ]
     if drafted := summary.drafted.total():
         right = number(summary.accepted.total())
@@ -131,7 +137,7 @@ def _batches(summary: Summary) -> str:
     rows = []
     for run in summary.batches.runs:
         prompt, failed = max(run.prompt, 1), run.failed.total() + run.refused
-        lost = {"avoidable": run.avoidable / prompt, "twice": (run.lost - run.avoidable) / prompt}
+        lost = {"missed": run.lost / prompt}
         shares = {"cached": run.reuse, **lost, "new": 1 - run.best}
         figures = percent(run.reuse), percent(run.best), number(failed), number(run.cut)
         said = f"{safe(moment(run.time))} UTC: {safe(words(run))}"
@@ -144,52 +150,37 @@ def _batches(summary: Summary) -> str:
     return panel("Batches", text, bars_table("order", columns, rows), is_wide=True)
 
 
-def _reasons(summary: Summary) -> str:
-    def words(name: str) -> str:
-        change = remedy(name) if summary.reasons[name].tokens else ""
-        sentence = safe(_sentence(REASONS[name].sentence))
-        return f"{sentence} <b>{safe(_sentence(change))}</b>" if change else sentence
-
-    return _losses(
-        "Tokens lost, by reason", "reason", LOST, summary.reasons, words, is_wide=not summary.places
+def diagnosis(summary: Summary) -> str:
+    """Return a panel with what to change: for each client and cause its cost and its remedy."""
+    findings, rest = summary.diagnosis, summary.unavoidable
+    count = "1 request" if rest.requests == 1 else f"{number(rest.requests)} requests"
+    said = (
+        f"Nothing is to be done about {number(rest.tokens)} more tokens that were evaluated again, "
+        f"in {count}."
+        if rest.tokens
+        else ""
     )
-
-
-def _places(summary: Summary) -> str:
-    def words(name: str) -> str:
-        return f"<b>{safe(_sentence(place_remedy(name)))}</b>" if place_remedy(name) else ""
-
-    text = "Where prompt and entry part: the role of the message, and the part of it."
-    return _losses("Tokens lost, by place", "place", text, summary.places, words)
-
-
-def _losses(
-    title: str,
-    first: str,
-    text: str,
-    losses: Mapping[str, LossSum],
-    words: Callable[[str], str],
-    *,
-    is_wide: bool = False,
-) -> str:
-    """Return a panel with a bar for each loss, red where it could have been avoided.
-
-    Without losses there is no panel.
-    """
-    if not losses:
-        return ""
-    most = max(1, *(loss.tokens for loss in losses.values()))
+    if not findings:
+        return panel("Nothing to change", said or "All that could be reused was.", is_wide=True)
+    most = max(one.tokens for one in findings)
     rows = (
         (
-            name,
-            {"avoidable": loss.avoidable / most, "twice": (loss.tokens - loss.avoidable) / most},
-            (number(loss.tokens), seconds(loss.seconds), number(loss.requests)),
-            words(name),
+            f"{one.client}: {one.cause}",
+            {str(one.kind): one.tokens / most},
+            (number(one.tokens), seconds(one.seconds), number(one.requests)),
+            f"{safe(_sentence(one.headline or one.cause))} <b>{safe(_sentence(one.remedy))}</b>",
         )
-        for name, loss in by_tokens(losses)
+        for one in findings[:MOST_FINDINGS]
     )
-    shown = bars_table(first, ["tokens", "time", "requests"], rows)
-    return panel(title, text, shown, is_wide=is_wide)
+    shown = bars_table("client: cause", ["tokens", "time", "requests"], rows)
+    if (more := len(findings) - MOST_FINDINGS) > 0:
+        said = f"{said} {number(more)} smaller causes are left out."
+    return panel(f"What to change: {findings[0].sentence}", said, shown, is_wide=True)
+
+
+def _sentence(text: str) -> str:
+    """Return words as a sentence; empty for none."""
+    return text[:1].upper() + text[1:].removesuffix(".") + "." if text else ""
 
 
 def _costliest(summary: Summary) -> str:
@@ -200,20 +191,15 @@ def _costliest(summary: Summary) -> str:
         for m in summary.costliest
     ]
     columns = ["id", "at", "time", "tokens", "reason", "place", "model"]
-    text = "mlxrunner explain FILE ID shows the two sides of one."
+    text = "mlxrunner explain FILE ID shows one beside the earlier request."
     shown = table(columns, rows, kind="stack")
-    return panel("The costliest misses", text, shown, is_wide=True)
-
-
-def _sentence(text: str) -> str:
-    """Return words as a sentence; empty for none."""
-    return text[:1].upper() + text[1:] + "." if text else ""
+    return panel("Requests that lost most", text, shown, is_wide=True)
 
 
 FIGURES = frozenset(
     """
-    requests from prompt matched cached evaluated lost tokens time p50 p90 p99 median slowest
-    used allocated peak lines failed cut at_a_time reused best
+    requests from prompt matched cached missed displaced new lost tokens time p50 p90 p99
+    median slowest used allocated peak lines failed cut at_a_time reused best
     """.split()
 )
 FOREIGN = frozenset(["place", "model", "client", "session"])
@@ -223,9 +209,9 @@ FOREIGN = frozenset(["place", "model", "client", "session"])
 def panel(title: str, text: str, *parts: str, is_wide: bool = False) -> str:
     """Return a panel with a title, a sentence about it, and its parts."""
     kind = "panel wide" if is_wide else "panel"
-    return (
-        f'<section class="{kind}"><h2>{title}</h2><p>{safe(text)}</p>' + "\n".join(parts)
-    ) + "</section>"
+    said = f"<p>{safe(text)}</p>" if text else ""
+    head = f'<section class="{kind}"><h2>{safe(title)}</h2>{said}'
+    return head + "\n".join(parts) + "</section>"
 
 
 def figure(title: str, text: str, legend: str, plot: Plot, table: str, **more: bool) -> str:
@@ -487,13 +473,15 @@ def _round_above(value: float) -> float:
 
 SHAPES = {"hit": "circle", "partial": "triangle", "miss": "square"}
 """The shape of a mark by its outcome."""
-BARS = {
+MEANINGS = {
     "cached": "reused",
-    "avoidable": "evaluated: avoidable",
-    "twice": "evaluated: side by side",
-    "new": "evaluated: new",
+    "missed": "evaluated before, but not held any more",
+    "displaced": "sent before, behind a place that changed",
+    "new": "never sent before",
 }
-"""The parts of a bar, from below, and their names."""
+"""The four kinds of prompt tokens, the parts of a bar from below."""
+MOST_FINDINGS = 12
+"""The most findings on a page."""
 WIDEST = 72
 MAX_TIME_TICKS = 10
 BYTES_HEIGHT = 318
@@ -523,12 +511,15 @@ def timeline(summary: Summary) -> str:
                 low = high
         edge += [(at * width, y(one.matched / one.requests)) for at in (index, index + 1)]
     plot.line("matched", edge)
-    drawn = [kind for kind in BARS if any(_parts(one)[kind] for one in line.bins)]
-    keys = {f'<rect class="{kind}" width="14" height="14"/>': BARS[kind] for kind in drawn}
-    keys['<path class="line matched" d="M0 7h14"/>'] = "held by the entry"
+    drawn = [kind for kind in MEANINGS if any(_parts(one)[kind] for one in line.bins)]
+    keys = {
+        f'<rect class="{kind}" width="14" height="14"/>': f"{kind}: {MEANINGS[kind]}"
+        for kind in drawn
+    }
+    keys['<path class="line matched" d="M0 7h14"/>'] = "held in the cache"
     mean = "" if line.width == 1 else f" the mean of {number(line.width)} requests,"
     return figure(
-        "Each prompt: reused or evaluated",
+        "Each prompt: cached or evaluated",
         f"A bar is{mean or ' a request,'} as high as its prompt. Below is the number of the "
         "request, and when it began (UTC).",
         legend(keys),
@@ -548,7 +539,7 @@ def first_tokens(summary: Summary) -> str:
     )
     for one in samples:
         colour = "cached" if one.outcome == "hit" else "other"
-        colour = "avoidable" if one.is_avoidable else colour
+        colour = "displaced" if one.is_avoidable else colour
         plot.mark(colour, SHAPES[one.outcome], x(one.evaluated), y(one.ttft_s))
     known = sum(len(times.values) for times in summary.ttft.values())
     drawn = (
@@ -562,7 +553,7 @@ def first_tokens(summary: Summary) -> str:
         '<rect class="mark other" x="2" y="2" width="10" height="10"/>': "miss",
     }
     if any(one.is_avoidable for one in samples):
-        keys['<path class="avoidable" d="M0 3h14v8h-14z"/>'] = "red: could have reused more"
+        keys['<path class="displaced" d="M0 3h14v8h-14z"/>'] = "red: could have reused more"
     text = f"The more of a prompt is evaluated, the later its answer begins.{drawn}"
     return panel(
         "Time to the first token",
@@ -613,20 +604,13 @@ def bytes_over_time(summary: Summary) -> str:
 
 def _parts(one: Bin) -> dict[str, int]:
     """Return the tokens of each part of a bar."""
-    return {
-        "cached": one.cached,
-        "avoidable": one.avoidable,
-        "twice": one.lost - one.avoidable,
-        "new": one.new,
-    }
+    return {kind: getattr(one, kind) for kind in MEANINGS}
 
 
 def _hint(line: Timeline, index: int) -> str:
     one = line.bins[index]
-    return (
-        f"{_name(line, index)}: reused {one.cached:,}, lost {one.lost:,}, new {one.new:,}, "
-        f"matched {one.matched:,}"
-    )
+    parts = ", ".join(f"{kind} {tokens:,}" for kind, tokens in _parts(one).items())
+    return f"{_name(line, index)}: {parts} tokens; {one.matched:,} held in the cache"
 
 
 def _ticks(plot: Plot, line: Timeline) -> None:
@@ -659,14 +643,14 @@ def _clock(line: Timeline) -> list[str]:
 
 def _prompts_table(line: Timeline) -> str:
     """Return the figures of each bar, which are means of its requests."""
-    columns = ["requests", "from", "prompt", "matched", "cached", "evaluated", "lost"]
+    columns = ["requests", "from", "prompt", *MEANINGS]
     rows = (
         [
             _name(line, index),
             when,
             *(
                 number(round(tokens / one.requests))
-                for tokens in (one.prompt, one.matched, one.cached, one.lost + one.new, one.lost)
+                for tokens in (one.prompt, *_parts(one).values())
             ),
         ]
         for index, (one, when) in enumerate(zip(line.bins, _clock(line), strict=True))

@@ -22,7 +22,6 @@ from mlxrunner.profiling.report.report import REPORT_EVERY, must_have
 from mlxrunner.profiling.report.summary import (
     OUTCOMES,
     BatchRun,
-    Finding,
     Miss,
     Summary,
     name_of,
@@ -254,16 +253,6 @@ def _first_tokens(summary: Summary, to: Console) -> None:
     _print(table, to)
 
 
-def headline(finding: Finding) -> str:
-    """Say in one sentence which client does what, and what it costs."""
-    count = number(finding.requests)
-    requests = f"{count} request{'' if finding.requests == 1 else 's'}"
-    took = f", {seconds(finding.seconds)}" if finding.seconds else ""
-    cost = f"{number(finding.tokens)} tokens{took} in {requests}"
-    said = finding.headline or finding.cause
-    return f"{finding.client}: {said}: {cost}"
-
-
 def _diagnosis(summary: Summary, to: Console) -> None:
     """Print what costs most and what helps, then all findings, each with its remedy."""
     findings = summary.diagnosis
@@ -276,7 +265,7 @@ def _diagnosis(summary: Summary, to: Console) -> None:
             )
         )
     else:
-        to.print(_text(headline(findings[0]), "bold red"))
+        to.print(_text(findings[0].sentence, "bold red"))
         to.print(_text(f"What to change: {findings[0].remedy}."))
     if len(findings) > 1:
         columns = ("client", "cause", "kind", "tokens", "time", "requests")

@@ -28,6 +28,8 @@ from mlxrunner.profiling.schema import (
 )
 from mlxrunner.results import Rate
 from mlxrunner.system.speed import PrefillCurve
+from mlxrunner.terminal.text import number
+from mlxrunner.terminal.text import seconds as in_words
 
 COUNTED = """
 prompt matched cached prefetched saved missed displaced new evaluated lost completion
@@ -123,6 +125,15 @@ class Finding(LossSum):
         if tokens > self._most:
             self._most, self.id = tokens, request
 
+    @property
+    def sentence(self) -> str:
+        """The finding in one sentence: who does what, and what it costs."""
+        requests = "1 request" if self.requests == 1 else f"{number(self.requests)} requests"
+        took = f", {in_words(self.seconds)}" if self.seconds else ""
+        said = f" {self.headline}" if self.kind == "displaced" else f": {self.headline}"
+        said = said if self.headline else f": {self.cause}"
+        return f"{self.client}{said} ({number(self.tokens)} tokens{took} in {requests})"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the figures that `--json` prints."""
         names = "client cause kind requests tokens seconds remedy id headline".split()
@@ -139,11 +150,10 @@ class Bin:
     matched: int = 0
     """The tokens that prompts found in the entry."""
     cached: int = 0
-    lost: int = 0
-    avoidable: int = 0
-    """The lost tokens against whose loss something can be done."""
+    missed: int = 0
+    displaced: int = 0
     new: int = 0
-    """The prompt tokens that were evaluated, maybe in advance, and not lost."""
+    """The new tokens, and those that were evaluated in advance."""
     used_bytes: int = 0
     """The most bytes of caches that hold tokens."""
     cache_bytes: int = 0
@@ -152,7 +162,7 @@ class Bin:
     def merge(self, other: Bin) -> None:
         """Add the requests of another bin."""
         self.time = self.time or other.time
-        for name in ("requests", "matched", "cached", "lost", "avoidable", "new"):
+        for name in ("requests", "matched", "cached", "missed", "displaced", "new"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("used_bytes", "cache_bytes", "peak_bytes"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
@@ -160,7 +170,7 @@ class Bin:
     @property
     def prompt(self) -> int:
         """The tokens of the prompts."""
-        return self.cached + self.lost + self.new
+        return self.cached + self.missed + self.displaced + self.new
 
 
 class Timeline:
@@ -383,18 +393,18 @@ class Summary:
             if not tokens:
                 continue
             took = self._seconds(event, tokens, begin)
-            cause, headline, mend = _blamed(event, kind)
+            cause, headline, mend = blame_of(event, kind)
             if not mend:
                 self.unavoidable.add(tokens, took, 0)
                 continue
-            client = _client_of(event)
+            client = client_of(event)
             key = kind, client, cause
             if key not in self.findings and len(self.findings) >= MOST_PLACES:
                 key, cause = (kind, "", "other"), "other"
             found = self.findings.setdefault(
                 key, Finding(client=key[1], cause=cause, kind=kind, remedy=mend, headline=headline)
             )
-            found.add_request(_id_of(event), tokens, took)
+            found.add_request(id_of(event), tokens, took)
 
     def _seconds(self, event: Event, tokens: int, begin: int) -> float:
         """Estimate the time of some prompt tokens from the prefills so far; 0 if it is unknown."""
@@ -454,9 +464,9 @@ def _bin_of(event: Event) -> Bin:
         requests=1,
         matched=event.matched_tokens,
         cached=event.saved_tokens,
-        lost=event.lost_tokens,
-        avoidable=_avoidable(event),
-        new=event.prompt_tokens - event.saved_tokens - event.lost_tokens,
+        missed=event.missed_tokens,
+        displaced=event.displaced_tokens,
+        new=event.new_tokens + event.prefetched_tokens,
         used_bytes=event.used_bytes,
         cache_bytes=event.cache_bytes,
         peak_bytes=event.peak_bytes,
@@ -465,23 +475,23 @@ def _bin_of(event: Event) -> Bin:
 
 def _avoidable(event: Event) -> int:
     """Return the lost tokens of an event against whose loss something can be done."""
-    missed = event.missed_tokens if _blamed(event, "missed")[2] else 0
-    displaced = event.displaced_tokens if _blamed(event, "displaced")[2] else 0
+    missed = event.missed_tokens if blame_of(event, "missed")[2] else 0
+    displaced = event.displaced_tokens if blame_of(event, "displaced")[2] else 0
     return missed + displaced
 
 
-def _client_of(event: Event) -> str:
+def client_of(event: Event) -> str:
     """Return the name of the client's program, or the command."""
     if event.caller is None:
         return event.command
     return event.caller.client[:LONGEST_ROLE] or "unknown client"
 
 
-def _id_of(event: Event) -> str:
+def id_of(event: Event) -> str:
     return event.id if event.caller is None else event.caller.request
 
 
-def _blamed(event: Event, kind: Kind) -> tuple[str, str, str]:
+def blame_of(event: Event, kind: Kind) -> tuple[str, str, str]:
     """Return the cause of missed or displaced tokens, what happens in words, and the remedy.
 
     The remedy is empty if nothing is to be done.
