@@ -112,10 +112,10 @@ def serve(
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
     from mlxrunner.server import listening as place
-    from mlxrunner.server.supervisor import Worker, supervise
+    from mlxrunner.server.supervisor import ServerWorker, supervise
     from mlxrunner.terminal.signals import orderly_end, uninterrupted
 
-    worker = Worker.started()
+    worker = ServerWorker.started()
     if worker is None:
         place.check_access(settings)
         place.check_rules(settings)

@@ -55,7 +55,7 @@ CAUSES = {
 
 
 @dataclass(frozen=True)
-class Worker:
+class ServerWorker:
     """The process that loads models and answers, as it was started by its parent."""
 
     listening: socket.socket
@@ -83,7 +83,7 @@ class Supervisor:
     """The parent of the worker that runs at the moment."""
 
     def __init__(self, listening: socket.socket, command: Sequence[str]) -> None:
-        """Let `command` answer what connects to `listening`. It finds a `Worker` of itself."""
+        """Let `command` answer what connects to `listening`, as a `ServerWorker`."""
         self._listening, self._command = listening, command
         self._worker: subprocess.Popen[bytes] | None = None
         self._stops: list[int] = []

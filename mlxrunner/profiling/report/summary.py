@@ -104,7 +104,7 @@ Kind = Literal["missed", "displaced"]
 
 
 @dataclass
-class Finding(LossSum):
+class LossFinding(LossSum):
     """The tokens that the requests of one client evaluated again for one cause."""
 
     client: str = ""
@@ -242,7 +242,7 @@ class Summary:
         self.models: Counter[str] = Counter()
         self.runs: Counter[str] = Counter()
         self.ttft: dict[str, Times] = {outcome: Times() for outcome in OUTCOMES}
-        self.findings: dict[tuple[str, str, str], Finding] = {}
+        self.findings: dict[tuple[str, str, str], LossFinding] = {}
         """Losses against which something can be done, by kind, client and cause."""
         self.unavoidable = LossSum()
         """Losses against which nothing is to be done."""
@@ -309,7 +309,7 @@ class Summary:
         return self._decode.per_second
 
     @property
-    def diagnosis(self) -> list[Finding]:
+    def diagnosis(self) -> list[LossFinding]:
         """The findings, the costliest first."""
         return sorted(
             self.findings.values(), key=lambda one: (-one.seconds, -one.tokens, one.cause)
@@ -402,7 +402,8 @@ class Summary:
             if key not in self.findings and len(self.findings) >= MOST_PLACES:
                 key, cause = (kind, "", "other"), "other"
             found = self.findings.setdefault(
-                key, Finding(client=key[1], cause=cause, kind=kind, remedy=mend, headline=headline)
+                key,
+                LossFinding(client=key[1], cause=cause, kind=kind, remedy=mend, headline=headline),
             )
             found.add_request(id_of(event), tokens, took)
 
