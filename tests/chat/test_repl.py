@@ -54,7 +54,7 @@ def test_commands_work_in_a_pipe_and_talk_on_stderr() -> None:
     assert notes[0] == "no turn yet"
     assert notes[1] == "system prompt: The user's name is Ana."
     assert re.fullmatch(r"last turn  miss \(empty\): \d+ prompt tokens, 0 matched", notes[2])
-    assert re.fullmatch(r"           0 cached, \d+ evaluated, 0 trimmed", notes[3])
+    assert re.fullmatch(r"           0 cached, 0 missed, 0 displaced, \d+ new; 0 trimmed", notes[3])
     assert re.fullmatch(r"           first token after \d+ ms, prefill \d+ tokens/s", notes[4])
     assert re.fullmatch(r"           answer of \d+ tokens, \d+ tokens/s(, .*)?", notes[5])
     assert re.fullmatch(r"session    1 turn; 0 of \d+ prompt tokens reused \(0%\)", notes[6])

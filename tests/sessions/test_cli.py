@@ -163,7 +163,7 @@ def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
     )
     said = talk("again", "/stats", "My name is Zorblin.", "/stats")
     assert said.stderr.startswith("session again: 0 turns, 38 tokens restored (350 kB)\n")
-    assert "24 cached, 1 evaluated" in said.stderr
+    assert "24 cached, 0 missed, 0 displaced, 1 new" in said.stderr
     assert said.stdout == "Nice to meet you, Zorblin.\n"
     taken = run("cache", "import", str(file), "--session", "zor")
     assert (
@@ -236,7 +236,7 @@ def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
     assert SessionStore().names() == ["one", "two"]
     said = talk("two", "My name is Zorblin.", "/stats")
     assert said.stdout == "Nice to meet you, Zorblin.\n"
-    assert f"{len(tokens) - 1} cached, 1 evaluated" in said.stderr
+    assert f"{len(tokens) - 1} cached, 0 missed, 0 displaced, 1 new" in said.stderr
 
 
 def test_a_session_without_caches_can_not_be_exported(tmp_path: Path) -> None:
