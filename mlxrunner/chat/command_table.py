@@ -137,7 +137,8 @@ class CommandTable:
         return [f"{command.usage:{width}}{command.help}" for command in shown]
 
     def _similar(self, name: str) -> str:
-        similar = get_close_matches(name, [*self._commands, *OTHER_NAMES, *_MEANING], n=1)
+        known = [*self._commands, *OTHER_NAMES, *_MEANING]
+        similar = get_close_matches(name, known, n=1, cutoff=0.7)
         meant = _MEANING.get(similar[0], similar[0]) if similar else ""
         is_here = meant.partition(" ")[0] in {*self._commands, *OTHER_NAMES}
         return f"did you mean {meant}? " if is_here else ""

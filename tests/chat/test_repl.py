@@ -57,7 +57,9 @@ def test_commands_work_in_a_pipe_and_talk_on_stderr() -> None:
     assert re.fullmatch(r"           0 cached, 0 missed, 0 displaced, \d+ new; 0 trimmed", notes[3])
     assert re.fullmatch(r"           first token after \d+ ms, prefill \d+ tokens/s", notes[4])
     assert re.fullmatch(r"           answer of \d+ tokens, \d+ tokens/s(, .*)?", notes[5])
-    assert re.fullmatch(r"session    1 turn; 0 of \d+ prompt tokens reused \(0%\)", notes[6])
+    assert re.fullmatch(
+        r"session    1 turn; 0 of \d+ prompt tokens reused \(0%\), 0 missed, 0 displaced", notes[6]
+    )
     assert re.fullmatch(r"           which saved about [\d.]+ (µs|ms|s)", notes[7])
     assert re.fullmatch(r"entry      49 of 2048 tokens", notes[8])
     assert re.fullmatch(r"           .* used, .* allocated", notes[9])

@@ -117,7 +117,7 @@ def test_the_limits_of_the_process_count_from_what_it_has_taken(
 
 @linux
 @pytest.mark.parametrize(
-    "command", [["plan", "demo"], ["generate", "-p", "hi", "--max-tokens", "2"]]
+    "command", [["plan", "demo"], ["generate", "-p", "hi", "--max-tokens", "2", "--reserve"]]
 )
 def test_a_limited_process_says_that_it_does_not_fit(command: list[str]) -> None:
     """A failed allocation of MLX would be a segmentation fault."""
@@ -126,7 +126,7 @@ def test_a_limited_process_says_that_it_does_not_fit(command: list[str]) -> None
         "mlxrunner.cli import main; main(sys.argv[1:])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *command, "--context", "200000"],
+        [sys.executable, "-c", script, *command, "--context", "600000"],
         capture_output=True,
         text=True,
         check=False,
