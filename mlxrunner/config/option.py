@@ -95,7 +95,7 @@ class Option:
 UNITS: dict[str, int] = {unit: 1000**power for power, unit in enumerate(["", "k", "m", "g", "t"])}
 UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 """The bytes of each unit of a size."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmgt]i?)?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?) ?((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 
 def parse_size(name: str, text: str) -> int:
