@@ -160,6 +160,7 @@ def test_every_option_is_described(kind: type) -> None:
 
 WORDS = {
     "context",
+    "prefill_step",
     "stop",
     "keep",
     "schema",
