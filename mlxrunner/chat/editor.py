@@ -67,9 +67,10 @@ class FoldedPastes:
 
     def unfold(self, line: str) -> str:
         """Return `line` with the texts that its names stand for."""
-        for name in reversed(self._texts) if "[pasted text " in line else ():
-            line = line.replace(name, self._texts[name])
-        return line
+        if "[pasted text " not in line or not self._texts:
+            return line
+        names = "|".join(map(re.escape, self._texts))  # in one pass: texts may hold names
+        return re.sub(names, lambda found: self._texts[found[0]], line)
 
     def at_the_end(self, line: str) -> int:
         """Return the length of the name at the end of `line`, or 0."""

@@ -264,7 +264,10 @@ def test_no_checkpoint_outlives_the_tokens_that_were_moved(
 
 
 def test_a_chat_goes_over_the_edge_again_and_again() -> None:
-    """Every turn is a hit, the system prompt stays and the entry is true, with the demo model."""
+    """Every turn reuses the whole entry, the system prompt stays and the entry is true.
+
+    Turns that repeat have prompts that were evaluated before, and dropped: they are no hits.
+    """
     runner = Runner.load("demo", context=160)
     conversation = Conversation(runner, system="The user's name is Ana.")
     shifted = 0
@@ -272,7 +275,10 @@ def test_a_chat_goes_over_the_edge_again_and_again() -> None:
         question = ("Hello!", "I have a dog.", "What is my name?", "How are you?")[turn % 4]
         answer = "".join(chunk.text for chunk in conversation.send(question))
         usage = conversation.usages[-1]
-        assert usage.outcome == ("hit" if turn else "miss")
+        assert usage.outcome == (
+            "miss" if not turn else "partial" if usage.missed_tokens else "hit"
+        )
+        assert usage.cached_tokens == usage.cache.matched_tokens
         assert usage.evaluated_tokens < 40
         assert runner.entry.is_true
         assert len(runner.entry.tokens) <= 160

@@ -182,7 +182,7 @@ def test_chats_in_a_terminal_are_kept_and_those_in_a_pipe_are_not(
     name = next(data.glob("sessions/unnamed-*")).name
     shown = again.lines
     at = next(i for i, line in enumerate(shown) if line.startswith(f"session {name}: 1 turn"))
-    assert "model demo, context of 2048 tokens" in shown[at:]
+    assert "model demo, context window of 2048 tokens; /help lists the commands" in shown[at:]
     assert r">>> My name is \u202eAna." in shown[at:]
     assert "\u202e" not in again.raw
     assert again.say("/redo").startswith("restored, 1 turn: ")

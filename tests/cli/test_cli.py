@@ -291,7 +291,7 @@ def test_verbose_logs_one_line_a_request() -> None:
     once = run(*command, "-v", env={"COLUMNS": "80"})
     miss, hit = once.stderr.splitlines()
     assert miss.startswith(
-        "command=generate number=1 outcome=miss reason=empty prompt_tokens=19 evaluated_tokens=19 "
+        "command=generate number=1 outcome=miss reason=empty prompt_tokens=19 new_tokens=19 "
     )
     assert hit.startswith(
         "command=generate number=2 outcome=hit reason=prompt_shorter prompt_tokens=19 "

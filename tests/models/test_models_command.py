@@ -91,6 +91,7 @@ def test_it_says_if_a_model_fits(
     cached: Path, monkeypatch: pytest.MonkeyPatch, less: int | None, words: str
 ) -> None:
     """By the memory plan, which `mlxrunner plan` shows whole."""
+    monkeypatch.setattr("mlxrunner.memory.plan._steps", lambda step, smallest: [step])
     context, plan = context_and_plan("org/name")
     assert context == 512
     offered = 1000 if less is None else plan.total - less

@@ -20,8 +20,9 @@ def test_there_is_a_banner_a_prompt_and_an_answer(open_screen: Any) -> None:
     assert screen.lines == [
         "This is the embedded demo model: a toy of 2.8 million parameters that remembers small "
         "facts you tell it, and nothing else.",
-        "For a real one: -m mlx-community/Llama-3.2-1B-Instruct-4bit (or any MLX model on the hub, "
-        "or a directory).",
+        "For a real one: mlxrunner chat llama3.2:1b (0.7 GB); `mlxrunner models --known` lists "
+        "more.",
+        "model demo, context window of 2048 tokens; /help lists the commands",
         ">>> My name is Ana.",
         "Nice to meet you.",
         ">>> What is my name?",
@@ -47,7 +48,7 @@ def test_plain_answers_without_work_ahead(open_screen: Any) -> None:
     screen = open_screen(*CHAT, "--plain", "--no-type-ahead")
     assert screen.say("My name is Ana.") == "Nice to meet you."
     assert screen.say("What is my name?") == "Your name is Ana."
-    assert "34 cached (5 of them while you read and typed), 15 evaluated" in screen.say("/stats")
+    assert "34 cached (5 of them while you read and typed), 0 missed" in screen.say("/stats")
     assert screen.leave() == 0
 
 
@@ -139,9 +140,9 @@ def test_the_first_line_says_how_tokens_are_chosen(open_screen: Any, tmp_path: P
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     model = (*CHAT, "--no-reserve", str(folder))
     first = "sampling: temperature 0.6, top_k 20, as the model suggests (/set shows and changes it)"
-    assert open_screen(*model).until(">>>").shown.splitlines()[0] == first
+    assert first in open_screen(*model).until(">>>").shown.splitlines()
     greedy = open_screen(*model, "--greedy").until(">>>")
-    assert greedy.shown.splitlines()[0].startswith("sampling: greedy (/set")
+    assert "\nsampling: greedy (/set" in greedy.shown
     assert "sampling" not in open_screen(*CHAT, "--no-reserve").until(">>>").shown
 
 
