@@ -16,6 +16,7 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
 from mlxrunner.cli.describe import SHELLS, VARIABLE
+from mlxrunner.config.known_models import known_models
 
 
 @pytest.fixture
@@ -79,6 +80,9 @@ def offered(shell: str, line: str) -> set[str]:
     return {word.split("\t")[0].split(":")[0] for word in found.stdout.split("\n") if word}
 
 
+KNOWN_WITH_D = {name for name in known_models() if name.startswith("d")}
+
+
 @pytest.mark.exhaustive(9)
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def offered(shell: str, line: str) -> set[str]:
         ("mlxrunner models ", {"pull", "rm"}),
         ("mlxrunner generate --kv", {"--kv-bits"}),
         ("mlxrunner generate -m org/", {"org/first", "org/second"}),
-        ("mlxrunner show d", {"demo", "demo-pictures"}),
+        ("mlxrunner show d", {"demo", "demo-pictures", *KNOWN_WITH_D}),
         ("mlxrunner models rm org/first org/", {"org/second"}),
         ("mlxrunner chat --session t", {"trip"}),
         ("mlxrunner sessions rm ", {"trip"}),

@@ -64,7 +64,7 @@ def test_the_first_and_the_last_line_say_what_to_do(open_screen: Any) -> None:
     screen.prompt()
     screen.child.send(CTRL_C)
     screen.until("to leave: Ctrl-D, /bye, or Ctrl-C twice more").prompt()
-    assert screen.say("My name is Ana.") == "Nice to meet you, Ana."
+    assert screen.say("My name is Ana.").startswith("Nice to meet you")
     screen.child.send(CTRL_C)
     screen.until("twice more").prompt()
     screen.child.send(CTRL_C)
@@ -84,7 +84,7 @@ def test_a_paste_of_many_lines_is_shown_as_one(open_screen: Any, tmp_path: Path)
     screen.child.send(f"{PASTE}{text}{PASTED}")
     screen.until(">>> [pasted text 1: 40 lines]")
     screen.child.send("\x7fMy name is ")
-    screen.until(">>> My name is ")
+    screen.until(">>> My name is")
     screen.child.send(f"{PASTE}Ana.\r{text}{PASTED}\r")
     screen.until(">>> My name is [pasted text 2: 41 lines]").prompt()
     assert "line 39" in screen.say("/show 1")
@@ -150,7 +150,7 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
     screen.prompt()
     lines = [f"line {number}" for number in range(5000)]
     screen.child.send(PASTE + "\r".join(lines) + PASTED)
-    screen.until(lambda: screen.lines[-1].strip().endswith("line 4999"))
+    screen.until(lambda: "[pasted text 1: 5000 lines]" in "".join(screen.shown.split("\n")))
     screen.child.send("\r")
     screen.until(lambda: "a longer --context" in " ".join(screen.shown.split())).prompt()
     messages: list[PlainMessage] = [
