@@ -80,7 +80,7 @@ def offered(shell: str, line: str) -> set[str]:
     return {word.split("\t")[0].split(":")[0] for word in found.stdout.split("\n") if word}
 
 
-KNOWN_WITH_D = {name for name in known_models() if name.startswith("d")}
+KNOWN_WITH_D = {name for name in known_models() if name.startswith("d") and ":" not in name}
 
 
 @pytest.mark.exhaustive(9)
