@@ -150,7 +150,7 @@ def test_a_size_is_written_as_people_write_it(text: str, nbytes: int) -> None:
     assert parse_size("memory", text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "8 giga", "-1", "1e9", "8ib", "1" * 100])
+@pytest.mark.parametrize("text", ["", "GB", "8 giga", "1e9", "8ib", "1" * 100])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match=r"memory: .* is not a size, such as 8GB"):
         parse_size("memory", text)
