@@ -6,9 +6,10 @@ extra `structured`.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from mlxrunner import Runner
+from mlxrunner import MlxrunnerError, Runner
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("file", type=Path)
@@ -17,23 +18,20 @@ parser.add_argument("-m", "--model", default="demo")
 parser.add_argument("--context", type=int, default=8192)
 parser.add_argument("--choices", help="the allowed answers, such as yes,no")
 given = parser.parse_args()
+choices = given.choices.split(",") if given.choices else ()
 
-document = given.file.read_text()
-questions = [
-    line
-    for one in given.questions
-    for line in (Path(one).read_text().splitlines() if Path(one).is_file() else [one])
-]
-with Runner.load(given.model, context=given.context) as runner:
-    for question in questions:
-        prompt = f"{document}\n\n{question}"
-        choices = given.choices.split(",") if given.choices else ()
-        messages = [{"role": "user", "content": prompt}]
-        result = runner.complete(messages, max_tokens=500, choices=choices)
-        usage = result.usage
-        print(f"{question} {result.text}")
-        print(
-            f"  {usage.cached_tokens} of {usage.prompt_tokens} tokens reused, "
-            f"first token after {usage.timing.ttft_s:.2f} s",
-            flush=True,
-        )
+try:
+    document = given.file.read_text()
+    questions = []
+    for one in given.questions:
+        questions += Path(one).read_text().splitlines() if Path(one).is_file() else [one]
+    with Runner.load(given.model, context=given.context) as runner:
+        for question in questions:
+            messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
+            result = runner.complete(messages, max_tokens=500, choices=choices)
+            usage, seconds = result.usage, result.usage.timing.ttft_s
+            print(f"{question} {result.text}")
+            reused = f"{usage.cached_tokens} of {usage.prompt_tokens} tokens reused"
+            print(f"  {reused}, first token after {seconds:.2f} s", flush=True)
+except (MlxrunnerError, OSError) as error:
+    sys.exit(str(error))

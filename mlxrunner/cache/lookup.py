@@ -180,34 +180,37 @@ def explained(
     `loss`: why the entry lost tokens that `prompt` may share. `restored_from`: the file that the
     entry came from.
     """
-    before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
-    reason, by = found.reason, found.evicted_by
     was_lost = 0 if loss is None or prompt is None else common_prefix(loss.tokens, prompt)
-    missing = min(was_lost, most) - found.reused
-    if reason is not None:
-        pass
-    elif (
-        loss is not None
-        and loss.reason == "evicted"
-        and missing > min(matched, most) - found.reused
-    ):
-        reason, by = loss.reason, loss.by  # what is left shares less
-    elif found.limited_by and matched:
-        reason = "rewind_limited"
-    elif (
-        loss is not None
-        and matched == before
-        and (before == 0 if loss.reason != "interrupted" else missing > 0)
-    ):
-        reason, by = loss.reason, loss.by
-    elif before == 0:
-        reason = "empty"
-    elif matched < min(found.prompt_tokens, before):
-        reason = "diverged" if matched else "no_common_token"
-    elif restored_from is not None:
-        reason, by = "restored", restored_from
-    elif found.prompt_tokens < before:
-        reason = "prompt_shorter"
+    reason, by = found.reason, found.evicted_by
+    if reason is None:
+        reason, by = _reason_of(found, loss, was_lost, restored_from)
     # Tokens that an interrupted prefill did not reach had to be evaluated anyway.
     known = 0 if loss is not None and loss.reason == "interrupted" else was_lost
-    return replace(found, reason=reason, evicted_by=by, known=max(matched, known))
+    return replace(found, reason=reason, evicted_by=by, known=max(found.matched, known))
+
+
+def _reason_of(
+    found: Lookup, loss: LostTokens | None, was_lost: int, restored_from: str | None
+) -> tuple[str | None, str | None]:
+    """Return the reason of a lookup that has none yet, and what evicted the tokens, if that is it.
+
+    `was_lost`: first tokens of the prompt that are among those of `loss`.
+    """
+    before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
+    missing = min(was_lost, most) - found.reused
+    lost_to = "" if loss is None else loss.reason
+    by = None if loss is None else loss.by
+    if lost_to == "evicted" and missing > min(matched, most) - found.reused:
+        return lost_to, by  # what is left shares less
+    if found.limited_by and matched:
+        return "rewind_limited", None
+    explains = missing > 0 if lost_to == "interrupted" else before == 0
+    if lost_to and matched == before and explains:
+        return lost_to, by
+    if before == 0:
+        return "empty", None
+    if matched < min(found.prompt_tokens, before):
+        return "diverged" if matched else "no_common_token", None
+    if restored_from is not None:
+        return "restored", restored_from
+    return "prompt_shorter" if found.prompt_tokens < before else None, None

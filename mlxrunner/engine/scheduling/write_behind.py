@@ -89,7 +89,7 @@ class WriteBehind:
 
     @property
     def is_late(self) -> bool:
-        """True if a turn has waited so long that the answers of others have to make room."""
+        """True if a turn is overdue: its save then takes time from running answers."""
         now = time.monotonic()
         if self._work is not None:
             return self._of + LATE_S < now and self._again <= now
