@@ -22,9 +22,9 @@ from typing import Any
 import mlxrunner
 from mlxrunner.options import ServeSettings
 from mlxrunner.server import server
-from mlxrunner.server.listening import listen
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.models import ModelLoader, ModelNames
+from mlxrunner.server.supervisor import listen
 from mlxrunner.server.watch import RequestLog
 
 PACKAGE = str(Path(mlxrunner.__file__).parent) + "/"

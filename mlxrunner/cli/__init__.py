@@ -10,7 +10,7 @@ import sys
 import click
 
 from mlxrunner.cli.batch import batch, worker
-from mlxrunner.cli.chat import chat
+from mlxrunner.cli.chat import chat, run
 from mlxrunner.cli.describe import completion, config, doctor, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.launch import launch
@@ -18,7 +18,6 @@ from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import bench, explain, report, simulate, verify
 from mlxrunner.cli.program import Program
-from mlxrunner.cli.run import run
 from mlxrunner.cli.serve import serve
 from mlxrunner.cli.sessions import cache, sessions
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mlxrunner.server.manager import ModelManager
     from mlxrunner.server.models import ModelLoader, ServedModel
     from mlxrunner.server.recovery import RequestJournal
+    from mlxrunner.server.supervisor import ServerWorker
     from mlxrunner.server.watch import RequestLog
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
@@ -111,44 +112,54 @@ def serve(
     for package in PACKAGES:
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
-    from mlxrunner.server import listening as place
-    from mlxrunner.server.supervisor import ServerWorker, supervise
-    from mlxrunner.terminal.signals import orderly_end, uninterrupted
+    from mlxrunner.server import supervisor
+    from mlxrunner.terminal.signals import uninterrupted
 
-    worker = ServerWorker.started()
+    worker = supervisor.ServerWorker.started()
     if worker is None:
-        place.check_access(settings)
-        place.check_rules(settings)
-        place.check_origins(settings)
+        supervisor.check_access(settings)
+        supervisor.check_rules(settings)
+        supervisor.check_origins(settings)
         _warn_of_key_for_all()
         if unit_kind is not None:
             _print_unit(unit_kind, settings)
             return
         if ranks is None:
-            with place.listen(settings) as listening:
-                sys.exit(supervise(listening))
+            with supervisor.listen(settings) as listening:
+                sys.exit(supervisor.supervise(listening))
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
-        from mlxrunner.server import server
+        from mlxrunner.server import server  # noqa: F401  # imports all that it needs
         from mlxrunner.server.models import ModelLoader
         from mlxrunner.server.watch import RequestLog
 
     record = RequestLog(events, log_text=log_text)
+    opening = ModelLoader(
+        settings=settings,
+        runner=runner,
+        speculate=speculate,
+        draft_model=draft_model,
+        wire=wire,
+        trust_remote_code=trust_remote_code,
+        ranks=ranks,
+    )
+    _serve(model, opening, record, worker)
+
+
+def _serve(
+    model: str, opening: ModelLoader, record: RequestLog, worker: ServerWorker | None
+) -> None:
+    """Load the first model and answer until a signal comes, on the socket of `worker` if given."""
+    from mlxrunner.server import server, supervisor
+    from mlxrunner.terminal.signals import orderly_end
+
+    settings, ranks = opening.settings, opening.ranks
     journal = None if worker is None else worker.journal
     with (
         orderly_end(),
-        place.listen(settings) if worker is None else worker.listening as listening,
+        supervisor.listen(settings) if worker is None else worker.listening as listening,
     ):
-        opening = ModelLoader(
-            settings=settings,
-            runner=runner,
-            speculate=speculate,
-            draft_model=draft_model,
-            wire=wire,
-            trust_remote_code=trust_remote_code,
-            ranks=ranks,
-        )
         manager, opened = _loaded(model, opening, record, journal)
-        address = place.address_of(listening, settings.host)
+        address = supervisor.address_of(listening, settings.host)
         count = len(ranks.shares) if ranks else 1
         lines = server.welcome(opened, manager.names.shown, address, settings, count)
         if journal is not None and journal.restarts:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
-from mlxrunner.cli.run import _Argument, _meant
+from mlxrunner.cli.chat import _Argument, _meant
 from mlxrunner.config.names import ADVICE
 
 

@@ -22,11 +22,11 @@ from support.program import program
 from support.waiting import until
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.server.listening import listen
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.middleware import HttpConnection
 from mlxrunner.server.models import ModelLoader, ModelNames
 from mlxrunner.server.server import UvicornServer, application
+from mlxrunner.server.supervisor import listen
 from mlxrunner.server.watch import RequestLog
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"

@@ -169,7 +169,7 @@ def test_suspects_run_alone(journal: int) -> None:
 def test_the_parent_loads_no_model() -> None:
     """It has neither mlx nor numpy nor a web framework."""
     code = (
-        "import sys, mlxrunner.cli.serve, mlxrunner.server.listening, mlxrunner.server.supervisor\n"
+        "import sys, mlxrunner.cli.serve, mlxrunner.server.supervisor\n"
         "heavy = {'mlx', 'mlx_lm', 'numpy', 'fastapi', 'starlette', 'uvicorn', 'transformers'}\n"
         "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
     )
