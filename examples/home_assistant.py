@@ -16,19 +16,19 @@ SCHEMA = {
     "type": "object",
     "properties": {"device": {"enum": DEVICES}, "action": {"enum": ["on", "off", "none"]}},
     "required": ["device", "action"],
-    "additionalProperties": False,
 }
 
 
 def ask(command: str, state: dict[str, str]) -> dict:
-    """Return the server's answer to a command."""
     content = f"Command: {command}\nState: {json.dumps(state)}"
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
     form = {"type": "json_schema", "json_schema": {"name": "action", "schema": SCHEMA}}
     body = json.dumps({"messages": messages, "response_format": form}).encode()
     request = Request(f"{URL}/v1/chat/completions", body, {"content-type": "application/json"})
-    with urlopen(request) as response:
-        return json.load(response)
+    try:
+        return json.load(urlopen(request))
+    except OSError as error:
+        sys.exit(f"{URL}: {error}; `mlxrunner serve MODEL` starts a server")
 
 
 home = dict.fromkeys(DEVICES, "off")
