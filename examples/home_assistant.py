@@ -1,7 +1,6 @@
 """Turn spoken commands into actions, as a smart home does: python examples/home_assistant.py
 
-Needs a server (`mlxrunner serve qwen3:4b`) with the extra `structured`. The state of the home comes
-last in the prompt, so that the instructions before it are reused with each command.
+Needs `mlxrunner serve MODEL` and the extra `structured`. The state comes last: the rest is reused.
 """
 
 import json
@@ -16,6 +15,7 @@ SCHEMA = {
     "type": "object",
     "properties": {"device": {"enum": DEVICES}, "action": {"enum": ["on", "off", "none"]}},
     "required": ["device", "action"],
+    "additionalProperties": False,
 }
 
 
