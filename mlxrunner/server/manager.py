@@ -210,7 +210,9 @@ class ModelManager:
             async for _ in beats.until(place.loading):
                 yield Ping()
         opened = await _loaded(place)
-        making = asyncio.ensure_future(asyncio.to_thread(self._begin, opened, asked))
+        making = asyncio.ensure_future(
+            asyncio.to_thread(_begin, opened, asked, self._recent, self.on_prompt)
+        )
         try:
             async for _ in beats.until(making):
                 yield Ping()
@@ -252,9 +254,6 @@ class ModelManager:
             if chunks and not is_kept:
                 keep = partial(opened.maker.keep, made, chunks, is_cut=True)
                 asyncio.get_running_loop().run_in_executor(None, keep)
-
-    def _begin(self, opened: ServedModel, asked: ServerRequest) -> SubmittedRequest:
-        return _begin(opened, asked, self._recent, self.on_prompt)
 
 
 def check_counts(asked: ServerRequest) -> None:

@@ -93,7 +93,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_made(
     """A refusal that nobody is left to read is no error of the server's."""
     makes, may_refuse, complaints = threading.Event(), threading.Event(), list[Any]()
 
-    def refuse(opened: Any, asked: Any, causes: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         makes.set()
         may_refuse.wait()
         raise ApiError(400, "the prompt is too long")
