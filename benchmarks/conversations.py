@@ -58,7 +58,7 @@ def run(
             context=CONTEXT,
             kv_cache_tokens=min(memory // max(row, 1), slots * CONTEXT),
             prefill_step=256,
-            memory=memory,
+            cache_memory=memory,
             parking=parking,
         ) as runner:
             profile.watch(runner)

@@ -55,11 +55,11 @@ def command(given: argparse.Namespace, folder: Path, kept: Path) -> Sequence[str
     options = {
         "context": 4096,
         "slots": given.slots,
-        "max-queue": given.max_queue,
         "memory": given.memory,
         "disk-cache-bytes": given.disk_cache_bytes,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--set", f"max_queue={given.max_queue}"]
     program = [sys.executable, "-m", "mlxrunner", "serve", str(folder)]
     return ["env", f"XDG_CACHE_HOME={kept}", *program, *words]
 

@@ -1,8 +1,8 @@
 """Ask questions about one document: python examples/ask_document.py FILE QUESTION... [-m MODEL]
 
 FILE is a text; for a PDF, `pdftotext report.pdf report.txt` makes one. QUESTION may be a file of
-questions, one per line. The document is evaluated for the first question only. --choices needs the
-extra `structured`.
+questions, one per line. The document is evaluated for the first question only. --choices needs
+the package llguidance.
 """
 
 import argparse

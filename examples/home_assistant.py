@@ -1,6 +1,6 @@
 """Turn spoken commands into actions, as a smart home does: python examples/home_assistant.py
 
-Needs `mlxrunner serve MODEL` and the extra `structured`. The state comes last: the rest is reused.
+Needs `mlxrunner serve MODEL` and the extra `serve`. The state comes last: the rest is reused.
 """
 
 import json

@@ -5,7 +5,7 @@
 #
 # The rows run in the order that reuses most, and the question is evaluated once. After Ctrl-C or a
 # crash, the same command continues where it stopped. The table needs the columns id and text;
-# --choices needs the extra `structured`.
+# --choices needs the extra `serve`.
 set -eu
 table=$1
 model=${2:-demo}

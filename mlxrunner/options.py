@@ -177,7 +177,7 @@ class GenerateOptions:
     overflow: str = option(
         "stop",
         str,
-        "When the context is full: end the answer, drop the oldest half after the first --keep "
+        "When the context is full: end the answer, drop the oldest half after the first `keep` "
         "tokens, or fail.",
         among=OVERFLOW,
     )

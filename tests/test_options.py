@@ -62,7 +62,8 @@ def test_every_door_refuses_an_option_with_the_same_words(given: str) -> None:
     assert str(error.value) == BAD[given]
     option = f"--{name.replace('_', '-')}"
     result = CliRunner().invoke(cli.main, ["generate", "-p", "a", option, text])
-    assert (result.exit_code, result.stderr) == (2, f"mlxrunner: {BAD[given]}\n")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"mlxrunner: {BAD[given]}\n")
 
 
 SETTINGS = {
@@ -90,7 +91,8 @@ def test_every_door_refuses_a_setting_with_the_same_words(given: str) -> None:
     result = CliRunner().invoke(
         cli.main, ["generate", "-p", "a", f"--{name.replace('_', '-')}", text]
     )
-    assert (result.exit_code, result.stderr) == (2, f"mlxrunner: {SETTINGS[given]}\n")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"mlxrunner: {SETTINGS[given]}\n")
 
 
 BATCH = {

@@ -37,6 +37,7 @@ from mlxrunner.batch.openai_format import (
 from mlxrunner.batch.options import OutputOrder
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine, place_of
 from mlxrunner.errors import MlxrunnerError, OptionError, OutputError, ReadError
+from mlxrunner.system.packages import how_to_install
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import (
     check_own,
@@ -465,7 +466,9 @@ def check_parquet(output: str, *, goes_on: bool) -> None:
     try:
         import pyarrow  # noqa: F401  # asks only if it is there
     except ImportError as error:
-        raise OptionError(f"-o {output}: Parquet needs pyarrow: pip install pyarrow") from error
+        raise OptionError(
+            f"-o {output}: Parquet needs pyarrow: {how_to_install('data')}"
+        ) from error
     check_writable(Path(output), replaced=True)
     if Path(output).exists() and not goes_on:
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
+from mlxrunner.system.packages import how_to_install
 from mlxrunner.system.reading import read_json
 
 ID, PROMPT, MESSAGES = "id", "prompt", "messages"
@@ -357,7 +358,9 @@ def needed(kind: str, name: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise PromptError(f"{name}: is {kind}, which needs pyarrow: pip install pyarrow") from error
+        raise PromptError(
+            f"{name}: is {kind}, which needs pyarrow: {how_to_install('data')}"
+        ) from error
     return pyarrow
 
 

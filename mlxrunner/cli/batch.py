@@ -161,7 +161,7 @@ _OWN = (
 """The options of a batch, in the order in which --help shows them."""
 _CLUSTER = ("dask", *CONNECTION)
 """The options for several processes."""
-_SEVERAL = ("memory", "max_step_ms")
+_SEVERAL = ("cache_memory", "max_step_ms")
 """The options for several lines at a time."""
 
 
@@ -199,7 +199,7 @@ class _BatchCommand(Configured):
 @sampling_options
 @form_options
 @template_options
-@option_of(EngineSettings, "memory", "--cache-memory", ["--memory"])
+@option_of(EngineSettings, "cache_memory")
 @option_of(EngineSettings, "max_step_ms", default=0.0, show_default="0")
 @overflow_options("stop")
 @watching_options

@@ -234,7 +234,7 @@ def _conversation(
     GenerateOptions.of(**options)
     if history == "template" and keep_thinking:
         raise OptionError(
-            "--keep-thinking needs --history exact: with template, the template decides what stays"
+            "keep_thinking needs history = exact: with template, the template decides what stays"
         )
     variables = options.pop("template") or {}
     typed = typed_options(ctx, options, greedy=greedy)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from mlxrunner.cli.help import HelpCommand
+from mlxrunner.cli.help import HelpCommand, key_text
 from mlxrunner.cli.options import (
     MEMORY_OPTIONS,
     debug_option,
@@ -20,7 +20,15 @@ from mlxrunner.cli.options import (
     wire_option,
 )
 from mlxrunner.cli.program import visible_text
-from mlxrunner.config.file import COMMANDS, Config, config_path, read_config_file
+from mlxrunner.config.file import (
+    COMMANDS,
+    EVERYWHERE,
+    KEYS,
+    OPTIONS,
+    Config,
+    config_path,
+    read_config_file,
+)
 from mlxrunner.config.option import MODEL, Setting, layer, settled
 from mlxrunner.errors import ModelError
 from mlxrunner.options import WIRE
@@ -139,14 +147,19 @@ HIDDEN = "***"
 
 @click.command(cls=HelpCommand)
 @model_argument
+@click.option("--keys", is_flag=True, help="List the keys that the file may have, by section.")
 @json_option
 @debug_option
-def config(model: str, as_json: bool) -> None:
+@click.pass_context
+def config(ctx: click.Context, /, model: str, keys: bool, as_json: bool) -> None:
     """Show the config file and the options in effect for MODEL.
 
     By default, MODEL is that of a command without -m. A model that is not on this machine is not
     downloaded.
     """
+    if keys:
+        _list_keys(ctx, as_json)
+        return
     found = read_config_file()
     suggested, note = _suggested(model)
     holding = {
@@ -168,6 +181,28 @@ def config(model: str, as_json: bool) -> None:
             click.echo(visible_text(f"{name:{WIDTH}}{' '.join(value.split())}"))
     for line in _lines(holding):
         click.echo(visible_text(line))
+
+
+def _list_keys(ctx: click.Context, as_json: bool) -> None:
+    """Print the keys of each section with the help of their options."""
+    commands = ctx.find_root().command.commands  # type: ignore[attr-defined]  # it is a group
+    helps = {
+        str(one.name): key_text(one, ctx)
+        for command in COMMANDS
+        for one in commands[command].params
+        if isinstance(one, click.Option) and not str(one.name).startswith("former_")
+    }
+    sections = {OPTIONS: EVERYWHERE} | {one: KEYS[one] - EVERYWHERE for one in COMMANDS}
+    rows = {one: {key: helps[key] for key in sorted(keys)} for one, keys in sections.items()}
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    formatter = ctx.make_formatter()
+    for section, texts in rows.items():
+        if texts:
+            with formatter.section(f"[{section}]"):
+                formatter.write_dl([*texts.items()])
+    click.echo(formatter.getvalue().strip())
 
 
 def _suggested(model: str) -> tuple[dict[str, Any], str]:

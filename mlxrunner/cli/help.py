@@ -58,28 +58,45 @@ USED: dict[str, str] = {
 """The flags that `--help` shows of a command with many; of other commands, it shows all."""
 
 HEADINGS: dict[str, str] = {
-    "Model": "model context kv-bits draft-model trust-remote-code",
+    "Model": "model context kv-bits draft-model trust-remote-code set",
     "Prompt": "prompt system prompt-template prompt-var image raw tools chat-template-var",
     "Input": "row-template prompt-column messages-column id-column delimiter pictures "
     "picture-folder strict",
     "Answer": "temperature max-tokens greedy seed stop schema choices top-k top-p min-p "
-    "repetition-penalty presence-penalty frequency-penalty penalty-context speculate overflow "
-    "keep logprobs n repeat",
-    "Conversation": "session continue no-save switch-model branch state keep-thinking history "
-    "no-cache-file session-kv-bits plain no-type-ahead no-input-history",
+    "repetition-penalty speculate overflow logprobs n repeat",
+    "Conversation": "session continue no-save switch-model branch state plain",
     "Output": "output json resume retry-failed output-order no-usage summary progress-file quiet "
     "html csv trace force print",
     "Run": "plan order parallel workers shard retries timeout max-errors dask tls-ca tls-cert "
     "tls-key insecure",
     "Server": "url host port api-key no-key allow-origin slots max-queue keep-alive no-disk-cache "
-    "disk-cache-bytes disk-write-bytes no-claude-names disable-rewrite drain unit",
+    "disk-cache-bytes unit",
     "Several hosts": "hosts rank rank-port",
-    "Memory": "memory cache-memory reserve wire prefill-step max-step-ms rewind-slack "
-    "checkpoint-budget checkpoint-interval measure",
+    "Memory": "memory cache-memory reserve prefill-step wire rewind-slack checkpoint-budget "
+    "measure",
     "Logs and checks": "verbose events log-text log-tokens metrics verify-cache verify-strict "
     "min-hit-rate debug",
 }
 """All flags of commands with many options, by heading, in the order of the help."""
+_CACHES = "wire rewind_slack checkpoint_budget checkpoint_interval"
+_RARE = f"penalty_context presence_penalty frequency_penalty keep {_CACHES}"
+KEYS_ONLY: dict[str, str] = {
+    "chat": f"{_RARE} history keep_thinking no_cache_file session_kv_bits no_type_ahead "
+    "no_input_history",
+    "generate": _RARE,
+    "batch": _RARE,
+    "serve": f"{_CACHES} drain max_queue disk_write_bytes claude_names disable_rewrite",
+}
+"""Options by command that are keys of the config file. Their flags are read until version 0.4."""
+GOING: dict[str, dict[str, str]] = {
+    "chat": {
+        "metrics": "`mlxrunner report` counts the requests of --events",
+        "verify_strict": "a chat says each difference at once",
+    },
+    "generate": {"parallel": "--n gives 8 answers at a time"},
+    "batch": {"max_step_ms": "nobody waits for a step of a batch"},
+}
+"""Options by command that version 0.4 does not have, and why none is needed."""
 MANY = 14
 """A command with more options shows those of USED."""
 
@@ -95,9 +112,24 @@ def option_record(option: click.Option, ctx: click.Context) -> tuple[str, str] |
     if record is None or option.is_flag or option.count or option.multiple or option.required:
         return record
     names, text = record
+    return names, _with_default(text, option, ctx)
+
+
+def key_text(option: click.Option, ctx: click.Context) -> str:
+    """Return the text of an option as a key of the config file, with its default."""
+    text = " ".join(str(option.help).split())
+    if option.multiple:
+        return text
+    if option.is_flag and not option.secondary_opts:
+        switched = "false" if option.flag_value is False else "true"
+        return f"{switched}: {text[:1].lower()}{text[1:]}"
+    return _with_default(text, option, ctx)
+
+
+def _with_default(text: str, option: click.Option, ctx: click.Context) -> str:
     default = option.get_default(ctx)
     shown = default if isinstance(default, int | float | str) else "none"
-    return names, text if "default" in text else f"{text}  [default: {shown}]"
+    return text if "default" in text else f"{text}  [default: {shown}]"
 
 
 def _under_headings(options: Iterable[click.Option]) -> dict[str, list[click.Option]]:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
+from os import environ
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from mlxrunner.cli.help import HelpCommand
+from mlxrunner.cli.help import GOING, KEYS_ONLY, HelpCommand
 from mlxrunner.cli.program import F, set_debug, visible_text
-from mlxrunner.config.file import NAMED, read_config_file
+from mlxrunner.config.file import ASSIGNED, NAMED, read_assignments, read_config_file
 from mlxrunner.config.known_models import known_models
 from mlxrunner.config.option import (
     MAX_SCHEMA,
     MODEL,
+    NO_FORMER_NAMES,
     Option,
     Setting,
     about,
@@ -95,6 +98,14 @@ events_option = click.option(
     help="Append one JSON line per request: tokens reused, cause of a miss, timing.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+def _note(text: str) -> None:
+    """Print a note about what was typed, unless this is a server's worker: its parent has."""
+    from mlxrunner.server.supervisor import PASSED
+
+    if PASSED not in environ:
+        click.echo(visible_text(text), err=True)
 
 
 def together(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
@@ -189,7 +200,7 @@ class _Former(click.Option):
                 [*value, *typed.get(name, ())] if self.multiple else typed.get(name, value)
             )
             if not ctx.resilient_parsing:
-                click.echo(renamed(self.opts[0], flag), err=True)
+                _note(renamed(self.opts[0], flag))
         return None, args
 
 
@@ -285,13 +296,58 @@ def typed_options(ctx: click.Context, options: dict[str, Any], *, greedy: bool) 
 
 
 class Configured(HelpCommand):
-    """A command whose options the config file may set."""
+    """A command whose options the config file may set, and `--set` for once."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        command = str(self.name)
+        self._keys, self._going = KEYS_ONLY[command].split(), GOING.get(command, {})
+        for one in self.params:
+            if isinstance(one, click.Option) and one.name in (*self._keys, *self._going):
+                one.hidden = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
+        assigned = ctx.params.pop("keys", ())
         if not ctx.resilient_parsing:
+            self._say_what_goes(ctx)
+            _assign(ctx, assigned)
             configure(ctx)
         return rest
+
+    def _say_what_goes(self, ctx: click.Context) -> None:
+        """Print a note for each typed option that version 0.4 does not have."""
+        typed = typed_names(ctx)
+        for one in self.params:
+            name, flag = str(one.name), one.opts[0]
+            if one.name not in typed or not (name in self._keys or name in self._going):
+                continue
+            value = ctx.params[name]
+            text = value if isinstance(value, str) else json.dumps(value)
+            instead = self._going.get(name) or (
+                f"use {ASSIGNED} {shlex.quote(f'{name}={text}')}, or {name} in the config file"
+            )
+            _note(f"{flag} is read until version {NO_FORMER_NAMES}; {instead}")
+
+
+set_option = click.option(
+    ASSIGNED,
+    "keys",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set a key of the config file for this command (repeatable); `mlxrunner config --keys` "
+    "lists them.",
+)
+
+
+def _assign(ctx: click.Context, given: Sequence[str]) -> None:
+    """Set options by their names in the config file, as if their flags had been typed."""
+    for name, setting in read_assignments(str(ctx.command.name), given).items():
+        if name not in ctx.params or name == "api_key":  # other users see command lines
+            raise OptionError(f"{ASSIGNED} {name}: only the config file sets that")
+        value = setting.value
+        ctx.params[name] = read_config_file().system(value) if name == "system" else value
+        ctx.set_parameter_source(name, ParameterSource.COMMANDLINE)
 
 
 def configure(ctx: click.Context) -> None:
@@ -304,7 +360,7 @@ def configure(ctx: click.Context) -> None:
     model = params.get("named") or params["model"]
     for name, setting in config.options(str(ctx.command.name), model).items():
         if setting.note is not None:
-            click.echo(visible_text(setting.note), err=True)
+            _note(setting.note)
         if params.get("raw") and name in ("system", "template"):
             continue
         if name == "template":
@@ -451,6 +507,7 @@ def _model_options(reserve: bool | None, text: str) -> Callable[[F], F]:
             click.option("--reserve/--no-reserve", default=reserve, help=text),
             wire_option,
             trust_option,
+            set_option,
             verbose_option,
             debug_option,
         )

@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from mlxrunner.cli.help import HelpGroup, write_commands
+from mlxrunner.cli.help import KEYS_ONLY, HelpGroup, write_commands
 from mlxrunner.errors import MlxrunnerError, OutputClosedError
 from mlxrunner.terminal import early
 from mlxrunner.terminal.early import INTERRUPTED
@@ -97,6 +97,8 @@ def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     options = [one for one in options if not one.hidden]
     flags = {str(one.name): max(one.opts, key=len) for one in options}
     flags |= {flag.lstrip("-").replace("-", "_"): flag for one in options for flag in one.opts}
+    command = str(error.ctx.command.name)
+    flags |= {key: f"--set {key}=VALUE" for key in KEYS_ONLY.get(command, "").split()}
     option = error.option_name
     names = LETTERS.get(option[1:], ()) if len(option) == 2 else (option,)
     ways = [WAYS[plain(name)] for name in names if plain(name) in WAYS]

@@ -19,6 +19,7 @@ from mlxrunner.cli.options import (
     events_option,
     model_argument,
     option_of,
+    set_option,
     take,
     together,
     trust_option,
@@ -30,6 +31,7 @@ from mlxrunner.config.file import read_config_file
 from mlxrunner.config.option import about, names
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
+from mlxrunner.system.packages import how_to_install
 
 if TYPE_CHECKING:
     from mlxrunner.server.manager import ModelManager
@@ -79,6 +81,7 @@ def _option(name: str) -> Callable[[F], F]:
     help="Print a file that lets launchd or systemd run the server, and end.",
 )
 @trust_option
+@set_option
 @verbose_option
 @debug_option
 def serve(
@@ -99,8 +102,8 @@ def serve(
     come back with their next request, also after a restart. Requests may name other models of the
     hub cache; the least recently used model is unloaded if memory is needed.
 
-    Ctrl-C or kill stops the server: running requests have --drain seconds, conversations go to the
-    disk cache (exit code 0). A second Ctrl-C leaves at once (130).
+    Ctrl-C or kill stops the server: running requests have 10 seconds (`drain` in the config file),
+    conversations go to the disk cache (exit code 0). A second Ctrl-C leaves at once (130).
     """
     usual = vars(RunnerSettings())
     runner = {k: value for k, value in take(options, RUNNER).items() if value != usual[k]}
@@ -111,7 +114,7 @@ def serve(
         settings = replace(settings, disk_cache=False)  # files would have the part of one rank
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise OptionError(f"serve needs the package {package}: pip install 'mlxrunner[serve]'")
+            raise OptionError(f"serve needs the package {package}: {how_to_install('serve')}")
     from mlxrunner.server import supervisor
     from mlxrunner.terminal.signals import uninterrupted
 

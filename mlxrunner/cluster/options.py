@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from mlxrunner.config.option import check_fields, option
 from mlxrunner.errors import OptionError
+from mlxrunner.system.packages import how_to_install
 
 PORT = 8786
 """The port of a scheduler whose address has none."""
@@ -113,7 +114,7 @@ def check_installed() -> None:
         import distributed  # noqa: F401
     except ImportError as error:
         raise OptionError(
-            "batches over several workers need Dask: pip install 'mlxrunner[dask]'"
+            f"batches over several workers need Dask: {how_to_install('dask')}"
         ) from error
 
 

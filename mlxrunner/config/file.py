@@ -96,6 +96,12 @@ REQUEST = (*(name for name, _ in chat_options()), "template")
 SETTINGS = names(RunnerSettings)
 EVERYWHERE = frozenset((*REQUEST, *SETTINGS, "system", "reserve", "wire"))
 """The keys of every section with options."""
+OTHERS = {
+    "wire": Option(str, among=tuple(WIRE)),
+    "history": Option(str, among=("exact", "template")),
+    "session_kv_bits": Option(int, among=(4, 8)),
+}
+"""The keys that neither a request, a runner nor the server has, and that are no switches."""
 SWITCHES = ("plain", "no_type_ahead", "no_input_history", "keep_thinking", "no_cache_file")
 """The switches of `chat` that the file may set."""
 LISTS = ("allow_origin", "disable_rewrite")
@@ -103,7 +109,7 @@ LISTS = ("allow_origin", "disable_rewrite")
 KEYS: dict[str, frozenset[str]] = {
     "": frozenset(("model", "aliases", OPTIONS, *COMMANDS, "models", "prompts", "templates")),
     OPTIONS: EVERYWHERE,
-    "chat": EVERYWHERE | {*SWITCHES},
+    "chat": EVERYWHERE | {*SWITCHES, "history", "session_kv_bits"},
     "generate": EVERYWHERE,
     "batch": EVERYWHERE,
     "serve": frozenset((*REQUEST, *SETTINGS, "wire", *names(ServeSettings))) - {"no_key"},
@@ -111,6 +117,8 @@ KEYS: dict[str, frozenset[str]] = {
 """The keys of each section."""
 FORMER = {"serve": former_names(ServeSettings), "chat": {"no_history": "no_input_history"}}
 """The former names of keys of a section, each with the one of today."""
+ASSIGNED = "--set"
+"""The option that sets a key for one command."""
 NAMED = "@"
 """The character before the name of a system prompt."""
 
@@ -205,10 +213,34 @@ def read_config_file() -> Config:
     return _Reader(path, text).config()
 
 
-class _Reader:
-    """Checks a file, and knows the line of each key."""
+def read_assignments(command: str, given: Iterable[str]) -> dict[str, Setting]:
+    """Return the keys of the section `command` that texts of the form NAME=VALUE set.
 
-    def __init__(self, path: Path, text: str) -> None:
+    VALUE is as in the file, or a text without quotes. Raise OptionError for a wrong one.
+    """
+    import tomllib
+
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise OptionError(
+                f"{ASSIGNED} {one:.80}: it has to be NAME=VALUE; `mlxrunner config --keys` lists "
+                "the names"
+            )
+        try:
+            found[name] = tomllib.loads(f"value = {value}")["value"]
+        except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+            found[name] = value
+    reader = _Reader(None, "")
+    reader.check_numbers(found)
+    return reader.options((command,), found)
+
+
+class _Reader:
+    """Checks keys, and knows the line of each in the file; without a path, they are typed."""
+
+    def __init__(self, path: Path | None, text: str) -> None:
         self._path, self._text = path, text
 
     def config(self) -> Config:
@@ -218,24 +250,24 @@ class _Reader:
             found = tomllib.loads(self._text)
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
             raise OptionError(f"{self._path}: not readable as TOML: {error}") from error
-        self._check_numbers(found)
+        self.check_numbers(found)
         self._check_keys((), found, KEYS[""])
         model = found.get("model")
         if model is not None:
             self._text_at(("model",), model)
-        sections = {one: self._options((one,), found.get(one, {})) for one in (OPTIONS, *COMMANDS)}
+        sections = {one: self.options((one,), found.get(one, {})) for one in (OPTIONS, *COMMANDS)}
         models = self._tables(("models",), found.get("models", {}))
         return Config(
             path=self._path,
             model=None if model is None else Setting(model, self._place(("model",))),
             aliases=self._aliases(found.get("aliases", {})),
             sections=sections,
-            models={name: self._options(("models", name), one) for name, one in models.items()},
+            models={name: self.options(("models", name), one) for name, one in models.items()},
             prompts=self._texts("prompts", found.get("prompts", {})),
             templates=self._templates(found.get("templates", {})),
         )
 
-    def _check_numbers(self, found: Any) -> None:
+    def check_numbers(self, found: Any) -> None:
         """Raise OptionError for a whole number that TOML does not have. Python can't print some."""
         left = [found]
         while left:
@@ -244,11 +276,12 @@ class _Reader:
                 left += value.values() if isinstance(value, dict) else value
             elif isinstance(value, int) and value.bit_length() > 64:
                 raise OptionError(
-                    f"{self._path}: a whole number in it has {value.bit_length():,} bits, and 64 "
-                    "are the most: write a smaller one"
+                    f"{self._path or ASSIGNED}: a whole number in it has {value.bit_length():,} "
+                    "bits, and 64 are the most: write a smaller one"
                 )
 
-    def _options(self, section: tuple[str, ...], found: Any) -> dict[str, Setting]:
+    def options(self, section: tuple[str, ...], found: Any) -> dict[str, Setting]:
+        """Return the options of a section. Raise OptionError if one is wrong."""
         known, former = KEYS.get(section[0], EVERYWHERE), FORMER.get(section[0], {})
         self._table(section, found)
         self._check_keys(section, found, known, former)
@@ -269,8 +302,8 @@ class _Reader:
             if name in SETTINGS:
                 given = read_json(RunnerSettings, {name: value})
                 return getattr(RunnerSettings.of(**given), name)
-            if name == "wire":
-                Option(str, among=tuple(WIRE)).check(name, value)
+            if name in OTHERS:
+                OTHERS[name].check(name, value)
                 return value
         except OptionError as error:
             raise self._error(key, str(error)) from error
@@ -365,10 +398,13 @@ class _Reader:
             seen.add(plain)
 
     def _place(self, key: tuple[str, ...]) -> str:
+        if self._path is None:
+            return ASSIGNED
         return f"{self._path.name} line {line_of(self._text, key)}"
 
     def _error(self, key: tuple[str, ...], problem: str) -> OptionError:
-        return OptionError(f"{self._path} line {line_of(self._text, key)}: {problem}")
+        place = ASSIGNED if self._path is None else f"{self._path} line {line_of(self._text, key)}"
+        return OptionError(f"{place}: {problem}")
 
 
 def _plain(name: str) -> str:

@@ -86,7 +86,7 @@ class EngineConfig:
             asked,
             slots=asked.max_sequences,
             step=asked.step,
-            offered=offered if asked.memory is None else min(offered, asked.memory),
+            offered=offered if asked.cache_memory is None else min(offered, asked.cache_memory),
         )
         if sight is not None:
             work = sight.work_bytes(tries=asked.reserve and is_read)
@@ -112,9 +112,9 @@ class EngineConfig:
         """
         asked = self.asked
         cells = asked.kv_cache_tokens
-        if asked.memory is not None:
-            cells = cells_within(self.demand, asked.memory, cells or asked.most_cells)
-            must_have_cells(cells, asked.memory, self.demand)
+        if asked.cache_memory is not None:
+            cells = cells_within(self.demand, asked.cache_memory, cells or asked.most_cells)
+            must_have_cells(cells, asked.cache_memory, self.demand)
         elif asked.reserve and cells is None:
             cells = self.plan(None).context
         if asked.reserve:

@@ -104,7 +104,7 @@ class ParallelRunner(MultiRequestRunner):
         """Make a runner for a loaded model. The settings are those of OpenSettings.
 
         With `reserve` (the default) the runner allocates all cells now and runs the largest step
-        once. Without `kv_cache_tokens` there are as many as fit into `memory` bytes, or with
+        once. Without `kv_cache_tokens` there are as many as fit into `cache_memory` bytes, or with
         `reserve` into what the plan leaves, and at most `max_sequences * context`. Raise
         MemoryPlanError, before anything is allocated, if the plan does not fit, and SessionError
         if the folder for parking can't be used.

@@ -44,7 +44,7 @@ class EngineSettings(RunnerSettings):
         high=MOST_TOKENS,
         was=("cells",),
     )
-    memory: int | None = option(
+    cache_memory: int | None = option(
         None,
         int,
         "Memory limit for the caches of all requests. Idle conversations are "
@@ -52,6 +52,7 @@ class EngineSettings(RunnerSettings):
         low=1,
         metavar="SIZE",
         is_size=True,
+        was=("memory",),
     )
     max_step_ms: float | None = option(
         None,
@@ -162,7 +163,7 @@ class EngineKwargs(RunnerKwargs, total=False):
 
     context: int | None
     kv_cache_tokens: int | None
-    memory: int | None
+    cache_memory: int | None
     max_step_ms: float | None
 
 

@@ -36,6 +36,7 @@ from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import has_architecture, model_classes
+from mlxrunner.system.packages import how_to_install
 
 DEFAULT_CONTEXT = 4096
 _CONTEXT_NAMES = (
@@ -389,7 +390,11 @@ VISION_ARCHITECTURES = (
     "mllama",
 )
 """The architectures whose answers were compared with mlx-vlm's own."""
-HOW_TO_SEE = "pictures need mlx-vlm: pip install 'mlxrunner[vision]'"
+
+
+def how_to_see() -> str:
+    """Return the command that installs the reader of pictures."""
+    return f"pictures need mlx-vlm: {how_to_install('vision')}"
 
 
 def has_vision_encoder(config: Mapping[str, Any]) -> bool:

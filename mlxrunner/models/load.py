@@ -22,7 +22,6 @@ from mlx.utils import tree_flatten
 from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.facts import (
     DEPENDS,
-    HOW_TO_SEE,
     VISION_ARCHITECTURES,
     CacheCost,
     ModelFacts,
@@ -30,6 +29,7 @@ from mlxrunner.models.facts import (
     computes_only_nan,
     depends_on_chunks,
     has_vision_encoder,
+    how_to_see,
     is_run_by_mlx_vlm,
     usable_facts,
     weight_bytes,
@@ -221,7 +221,7 @@ def check_model_type(folder: Path, config: dict[str, Any]) -> None:
     if not has_architecture(kind):
         remedy = ""
         if has_vision_encoder(config):
-            remedy = f": {'load it with its encoder' if internals.is_installed() else HOW_TO_SEE}"
+            remedy = f": {'load it with its encoder' if internals.is_installed() else how_to_see()}"
         raise ModelError(
             f"{folder / 'config.json'}: model_type {kind[:80]!r} is not one that mlx-lm supports"
             f"{remedy}"
@@ -391,7 +391,7 @@ MAY_HAVE_CODE = ("config.json", "tokenizer_config.json", *SETTINGS)
 def why_no_vision(name: str) -> str | None:
     """Return why the model `name` can't be loaded with an encoder of pictures; None if it can."""
     if not internals.is_installed():
-        return HOW_TO_SEE
+        return how_to_see()
     try:
         folder = resolve(name)
         _check_vision(folder, read_config(folder))
@@ -403,7 +403,7 @@ def why_no_vision(name: str) -> str | None:
 def unread_vision_model(name: str) -> LoadedModel:
     """Return `name` as `load_vision_model` does, with shapes and settings, without weights."""
     if not internals.is_installed():
-        raise OptionError(HOW_TO_SEE)
+        raise OptionError(how_to_see())
     if is_sharing():
         raise ModelError(f"{name}: a model that sees pictures can't be shared among ranks")
     folder = resolve(name)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import MissingFileError, OptionError, ReadError
 from mlxrunner.results import logger
+from mlxrunner.system.packages import how_to_install
 from mlxrunner.system.reading import read_text
 from mlxrunner.system.writing import check_own, write_errors_as, written
 
@@ -64,7 +65,7 @@ class MetricsCollector:
             from prometheus_client import CollectorRegistry
         except ImportError as error:
             raise OptionError(
-                "--metrics needs the package prometheus_client: pip install prometheus_client"
+                f"--metrics needs the package prometheus_client: {how_to_install('metrics')}"
             ) from error
         self._values: dict[tuple[str, Labels], float] = {}
         self.registry = CollectorRegistry()

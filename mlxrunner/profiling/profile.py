@@ -80,7 +80,7 @@ ALONE: Mapping[str, Any] = {
 
 With them, the requests of a runner of several at a time can be replayed one at a time.
 """
-LOGGED_AS = {"kv_cache_tokens": "cells", "max_step_ms": "step_ms"}
+LOGGED_AS = {"kv_cache_tokens": "cells", "cache_memory": "memory", "max_step_ms": "step_ms"}
 """The settings that have other names in fingerprints and token logs."""
 
 

@@ -57,7 +57,7 @@ _ALL = (
     Reason(
         "rewind_limited",
         "a layer could not be rewound as far back as the match",
-        "a larger --rewind-slack, a smaller --checkpoint-interval, or a larger --checkpoint-budget",
+        "a larger rewind_slack, a smaller checkpoint_interval, or a larger checkpoint_budget",
     ),
     Reason(
         "entry_freed",

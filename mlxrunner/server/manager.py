@@ -197,7 +197,7 @@ class ModelManager:
         raise ApiError(
             429,
             f"requests that wait for one of {slots} slots: {waiting}, and at most "
-            f"{settings.max_queue} may (--max-queue): ask again later",
+            f"{settings.max_queue} may (max_queue): ask again later",
             code="rate_limit_exceeded",
             retry_after=max(1, min(LONGEST_WAIT, math.ceil(wait))),
         )

@@ -482,7 +482,7 @@ class ModelLoader:
             loaded,
             max_sequences=self.slots_of(loaded),
             kv_cache_tokens=cells,
-            memory=memory,
+            cache_memory=memory,
             reserve=self.ranks is None,
             disk_cache_bytes=self.settings.disk_cache_bytes if parks else 0,
             disk_cache_dir=parking_folder() if parks else None,

@@ -223,7 +223,7 @@ def check_rules(settings: ServeSettings) -> None:
     for name in settings.disable_rewrite:
         if name not in known:
             raise OptionError(
-                f"--disable-rewrite {name}: there is no such rule: {did_you_mean(name, known)}"
+                f"disable_rewrite: {name}: there is no such rule: {did_you_mean(name, known)}"
                 f"there are {', '.join(known)}"
             )
 

@@ -183,8 +183,8 @@ WIRES_NOT = "nothing: MLX wires memory on Metal only"
 
 
 def wired() -> Finding:
-    """Report what `--wire` keeps in memory on this device."""
-    value = f"the weights (--wire), at most {size(memory_bytes()[1])}" if is_gpu() else WIRES_NOT
+    """Report what `wire` keeps in memory on this device."""
+    value = f"the weights (wire), at most {size(memory_bytes()[1])}" if is_gpu() else WIRES_NOT
     return Finding("wired memory", value)
 
 

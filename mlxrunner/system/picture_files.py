@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.errors import OptionError, PictureError
+from mlxrunner.system.packages import how_to_install
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.terminal.text import one_line, size
 
@@ -139,7 +140,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise OptionError("pictures need mlx-vlm: pip install 'mlxrunner[vision]'") from error
+        raise OptionError(f"pictures need mlx-vlm: {how_to_install('vision')}") from error
     Image.MAX_IMAGE_PIXELS = None  # our own bound is checked before anything is decoded
     return Image
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from mlxrunner.errors import OptionError, PromptError
+from mlxrunner.system.packages import how_to_install
 from mlxrunner.templates.chat_template import ChatTemplate
 from mlxrunner.templates.messages import PlainMessage, check_messages, common, overlap
 from mlxrunner.templates.probe import turn_ends
@@ -139,7 +140,7 @@ def library() -> Any:
     except ImportError as error:
         raise OptionError(
             "schema, choices: answers in a given form need llguidance, which is not installed: "
-            "pip install llguidance"
+            f"{how_to_install('structured')}"
         ) from error
     return llguidance
 

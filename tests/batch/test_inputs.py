@@ -110,7 +110,7 @@ def test_zstd_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPat
     stream = HashedStream(io.BytesIO(_packed(LINES)))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with (
-        pytest.raises(PromptError, match="needs pyarrow: pip install pyarrow"),
+        pytest.raises(PromptError, match=r"needs pyarrow: .* install .*pyarrow"),
         decompressed(stream, "in.zst"),
     ):
         pass

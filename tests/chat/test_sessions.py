@@ -249,22 +249,22 @@ def test_loading_within_a_session_goes_over_to_the_other_one(talk: Talk, data: P
 
 
 def test_text_only_and_fewer_bits(talk: Talk, data: Path) -> None:
-    """--no-cache-file leaves the text; --session-kv-bits makes the file smaller."""
+    """no_cache_file leaves the text; session_kv_bits makes the file smaller."""
     talk(["My name is Zorblin."], "--session", "zor")
     whole = SessionStore(data / "sessions").nbytes("zor")[1]
-    talk(["I have a dog."], "--session", "zor", "--session-kv-bits", "8")
+    talk(["I have a dog."], "--session", "zor", "--set", "session_kv_bits=8")
     assert SessionStore(data / "sessions").nbytes("zor")[1] < whole
-    talk(["I have a cat."], "--session", "zor", "--no-cache-file")
+    talk(["I have a cat."], "--session", "zor", "--set", "no_cache_file=true")
     assert os.listdir(data / "sessions" / "zor") == [TEXT]
     again = talk(["What is my name?"], "--session", "zor")
     assert again.stderr.startswith(
         "session zor: 3 turns, without caches: the first turn evaluates it again\n"
     )
     assert again.stdout == "Your name is Zorblin.\n"
-    wrong = talk(["Hello!"], "--session", "zor", "--session-kv-bits", "3")
+    wrong = talk(["Hello!"], "--session", "zor", "--set", "session_kv_bits=3")
     assert (wrong.exit_code, wrong.stderr) == (
         2,
-        "mlxrunner: session_kv_bits: 3 is out of range, it has to be 4 or 8\n",
+        "mlxrunner: --set: session_kv_bits: 3 is out of range, it has to be 4 or 8\n",
     )
 
 

@@ -42,13 +42,13 @@ def test_a_batch_passes_its_memory_and_step_on(
         command = ["batch", str(source), "-o", str(tmp_path / f"{len(given)}.jsonl"), *given]
         ends(CliRunner().invoke(cli.main, [*command, "--parallel", "3", "--no-reserve"]), 0)
     free, bounded = (runner.settings for runner in seen)
-    assert (free["memory"], free["max_step_ms"]) == (None, 0)
-    assert (bounded["memory"], bounded["max_step_ms"]) == (1500000, 50)
+    assert (free["cache_memory"], free["max_step_ms"]) == (None, 0)
+    assert (bounded["cache_memory"], bounded["max_step_ms"]) == (1500000, 50)
     assert bounded["kv_cache_tokens"] < free["kv_cache_tokens"]
     wrong = CliRunner().invoke(cli.main, [*command[:4], "--cache-memory", "0"])
     assert (wrong.exit_code, wrong.stderr) == (
         2,
-        "mlxrunner: memory: 0 is out of range, it has to be at least 1\n",
+        "mlxrunner: cache_memory: 0 is out of range, it has to be at least 1\n",
     )
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 import mlxrunner
 from mlxrunner import Runner, cli
+from mlxrunner.cli.help import KEYS_ONLY
 from mlxrunner.config.file import COMMANDS, EVERYWHERE, KEYS, REQUEST
 from mlxrunner.sessions.store import SessionStore
 
@@ -107,6 +110,74 @@ def test_what_is_typed_overrides_the_file(
     systems = [prompt[0]["content"] for prompt, _ in asked[:2]]
     assert systems == ["Be brief.", "Hey"]
     assert "no/such" in run("generate", "--no-reserve", "Hi").stderr
+
+
+def test_set_gives_a_key_for_one_command(
+    write: Write, asked: list[tuple[Any, dict[str, Any]]]
+) -> None:
+    """It overrides the file, as its flag does, and has the checks of the file."""
+    write('[options]\ntop_k = 3\nmax_tokens = 2\n[prompts]\nterse = "Be brief."')
+    given = ("--set", "top_k=5", "--set", "penalty-context=7", "--set", "system=@terse")
+    variables = ("--set", "template={a = 1}", "--set", "stop=end of it")
+    assert run("generate", *given, *variables, "Hi").exit_code == 0
+    (prompt, options), *_ = asked
+    assert (options["top_k"], options["penalty_context"], options["max_tokens"]) == (5, 7, 2)
+    assert (options["template"], options["stop"]) == ({"a": 1}, ("end of it",))
+    assert prompt[0]["content"] == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "problem"),
+    [
+        ("chat", "top_k", "--set top_k: it has to be NAME=VALUE; `mlxrunner config --keys` lists"),
+        ("chat", "topk=1", "--set: there is no key 'topk' in [chat]: did you mean 'top_k'?"),
+        ("generate", "top_k=many", "--set: top_k: 'many' is not a whole number"),
+        ("generate", "top_k=" + "9" * 5000, "--set: top_k: '999"),
+        ("generate", "top_k=" + "[" * 5000, "--set: top_k: '[[["),
+        ("chat", "history=long", "--set: history: 'long' is not known, it has to be one of exact"),
+        ("serve", "api_key=secret", "--set api_key: only the config file sets that"),
+        ("serve", "top_k=1", "--set top_k: only the config file sets that"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_wrong_key_is_refused_before_a_model_is_loaded(
+    command: str, given: str, problem: str
+) -> None:
+    result = run(command, "-m", "/no/model", "--set", given)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"mlxrunner: {problem}")
+    assert result.stderr.count("\n") == 1
+
+
+MOVED = [(command, name) for command, names in KEYS_ONLY.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("command", "name"), MOVED)
+def test_a_flag_that_became_a_key_is_read_with_a_note(command: str, name: str) -> None:
+    """The note says how to give the same value, which the command then takes."""
+    found = cli.main.commands[command]
+    option = next(one for one in found.params if one.name == name)
+    assert isinstance(option, click.Option)
+    assert option.hidden
+    assert name in KEYS[command]
+    typed = [] if option.is_flag else [{"wire": "all", "history": "template"}.get(name, "8")]
+    words = ["in.jsonl"] if command == "batch" else []
+    with CliRunner().isolation() as (_, err, _):
+        given = found.make_context(command, [option.opts[0], *typed, *words]).params[name]
+        note = err.getvalue().decode()
+    flag, instead = note.split(" is read until version 0.4; use --set ")
+    again = shlex.split(instead.partition(", or ")[0])
+    assert flag == option.opts[0]
+    assert found.make_context(command, ["--set", *again, *words]).params[name] == given
+
+
+def test_keys_are_listed_with_what_they_mean() -> None:
+    """Each once, in the section that may have it first; in JSON, too."""
+    listed = json.loads(run("config", "--keys", "--json").stdout)
+    assert set().union(*listed.values()) == set().union(*KEYS.values()) - KEYS[""]
+    shown = run("config", "--keys").stdout
+    assert all(name in shown for texts in listed.values() for name in texts)
+    assert listed["serve"]["disk_cache"].startswith("false: discard evicted conversations")
 
 
 def test_a_raw_prompt_takes_nothing_of_the_template_from_the_file(write: Write) -> None:

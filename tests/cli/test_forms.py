@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
 
 from mlxrunner import cli
+from mlxrunner.system.packages import how_to_install
 
 SCHEMA = {
     "type": "object",
@@ -139,7 +140,7 @@ def test_without_the_library_the_command_says_how_to_install_it(
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "mlxrunner: schema, choices: answers in a given form need llguidance, which is not "
-        "installed: pip install llguidance\n"
+        f"installed: {how_to_install('structured')}\n"
     )
     assert generate("--max-tokens", "2").exit_code == 0
 

@@ -91,7 +91,7 @@ def test_every_option_with_a_value_shows_its_default(path: tuple[str, ...]) -> N
         assert record[1].count("default:") == takes_one or not takes_one, option.name
 
 
-ONE_MEANING = "history prompt-template row-template prompt-var memory strict tokens port".split()
+ONE_MEANING = "prompt-template row-template prompt-var memory strict tokens port".split()
 
 
 def test_an_option_name_has_one_meaning() -> None:

@@ -134,7 +134,7 @@ def test_a_session_keeps_what_was_set_and_not_what_was_suggested(
     model: Path, asked: list[dict[str, Any]]
 ) -> None:
     """A session that goes on follows the model; a value that equals the default is kept, too."""
-    chat = ("chat", "-m", model, "--no-reserve", "--session", "s", "--no-cache-file")
+    chat = ("chat", "-m", model, "--no-reserve", "--session", "s", "--set", "no_cache_file=true")
     assert run(*chat, stdin="/set max_tokens 2\n/set top_k 0\nHello!\n").exit_code == 0
     assert SessionStore().load("s").settings["options"] == {"max_tokens": 2, "top_k": 0}
     suggest(model, temperature=0.5, top_k=9)

@@ -127,6 +127,7 @@ def test_the_names_of_version_0_2_are_read() -> None:
     }
     assert former_names(OpenSettings) == {
         "cells": "kv_cache_tokens",
+        "memory": "cache_memory",
         "step_ms": "max_step_ms",
         "park_bytes": "disk_cache_bytes",
         "park_folder": "disk_cache_dir",

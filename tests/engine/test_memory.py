@@ -34,7 +34,9 @@ def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None
     with Engine.of(given, max_sequences=slots, reserve=False, **SETTINGS) as runner:
         play(runner, trace())
         memory = scheduler(runner).residents.allocated_bytes // 2
-    with Engine.of(given, max_sequences=slots, memory=memory, reserve=False, **SETTINGS) as runner:
+    with Engine.of(
+        given, max_sequences=slots, cache_memory=memory, reserve=False, **SETTINGS
+    ) as runner:
         played = play(runner, trace())
         assert runner.kv_cache_tokens < slots * runner.context or name == "mamba2"
     assert not played.failures

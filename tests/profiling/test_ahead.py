@@ -52,7 +52,14 @@ def test_typing_ahead_hides_no_loss_in_a_terminal(
     """A turn, /clear, another one, all of it evaluated while it is typed."""
     evaluated = tmp_path / "evaluated"
     screen = open_screen(
-        "-c", TELLS, str(evaluated), "chat", "--no-input-history", "--events", str(events)
+        "-c",
+        TELLS,
+        str(evaluated),
+        "chat",
+        "--set",
+        "no_input_history=true",
+        "--events",
+        str(events),
     )
     for text in (
         "My name is Ana and I live in Rome.",

@@ -62,7 +62,7 @@ main()
 def test_interrupted_in_a_terminal(open_screen: Any, events: Path, tmp_path: Path) -> None:
     """A long message, Ctrl-C while it is evaluated, and the same message again."""
     go_on = tmp_path / "go on"
-    options = ("--no-type-ahead", "--prefill-step", "4", "--events", str(events))
+    options = ("--set", "no_type_ahead=true", "--prefill-step", "4", "--events", str(events))
     screen = open_screen("-c", SLOW, str(go_on), "chat", *options, size=(200, 40))
     for requests in (1, 2):
         screen.prompt()

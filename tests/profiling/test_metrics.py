@@ -15,6 +15,7 @@ from support.events import afternoon, as_event, example_event
 from mlxrunner import cli
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.metrics import MetricsFile
+from mlxrunner.system.packages import how_to_install
 
 
 def values(file: Path) -> dict[str, float]:
@@ -190,5 +191,5 @@ def test_without_the_client_it_says_what_to_install(file: Path) -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert (
         result.stderr == "mlxrunner: --metrics needs the package prometheus_client: "
-        "pip install prometheus_client\n"
+        f"{how_to_install('metrics')}\n"
     )

@@ -99,13 +99,13 @@ def test_rewind_limited(tmp_path: Path, events: Path) -> None:
     """A recurrent model without checkpoints can't go back over its answer."""
     write_model(tmp_path / "model", "mamba2")
     command = f"generate -m {tmp_path}/model -p hello --raw --max-tokens 4 --no-reserve"
-    run(*command.split(), "--repeat", 2, "--checkpoint-budget", 0, "--events", events)
+    run(*command.split(), "--repeat", 2, "--set", "checkpoint_budget=0", "--events", events)
     event = read_lines(events)[-1]
     assert (event["outcome"], event["reason"]) == ("miss", "rewind_limited")
     assert event["trim_limited_by"] == "recurrent"
     assert event["lost_tokens"] == event["prompt_tokens"] - 1
     assert "(recurrent)" in said(events)
-    assert "--checkpoint-interval" in said(events)
+    assert "checkpoint_interval" in said(events)
 
 
 def test_rewind_limited_names_the_place_in_each_family(
@@ -116,7 +116,7 @@ def test_rewind_limited_names_the_place_in_each_family(
     config = (tmp_path / "model" / "config.json").read_bytes()
     write_family(tmp_path / "model", family.name)
     (tmp_path / "model" / "config.json").write_bytes(config)
-    options = "--max-tokens 2 --no-reserve --checkpoint-budget 0"
+    options = "--max-tokens 2 --no-reserve --set checkpoint_budget=0"
     command = f"chat -m {tmp_path}/model {options} --events {events}"
     run(*command.split(), stdin="Dear old friend\n/clear\nDear you\n")
     event = read_lines(events)[-1]

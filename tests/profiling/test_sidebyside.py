@@ -324,7 +324,7 @@ def conversations(
             max_sequences=slots,
             context=600,
             prefill_step=128,
-            memory=memory,
+            cache_memory=memory,
             kv_cache_tokens=None if memory is None else min(memory // ROW, slots * 600),
             parking=parking,
         ) as runner,

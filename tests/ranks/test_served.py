@@ -112,7 +112,7 @@ def test_a_rank_lost_in_an_answer_ends_the_server(
 
 @pytest.mark.exhaustive(0)
 def test_a_second_interrupt_leaves_at_once(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path, "--drain", "3000") as server:
+    with serving(model, tmp_path, "--set", "drain=3000") as server:
         ranks = ranks_of(server.process)
         body = server.body("And then?", model="", stream=True, max_tokens=LONG)
         with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=300) as stream:

@@ -48,7 +48,7 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
     A server beside the first has a folder of its own, which goes with it, as its welcome says.
     """
     events = tmp_path / "events.jsonl"
-    options = (str(model), "--slots", "2", "--events", str(events), "--drain", "300")
+    options = (str(model), "--slots", "2", "--events", str(events), "--set", "drain=300")
     prompt = "Once upon a time " * 20
     with program(*options) as server:
         assert "serving tiny at http://127.0.0.1:" in server.said
@@ -116,7 +116,7 @@ def test_answers_are_stored_as_the_model_wrote_them() -> None:
 
 def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
     """It ends with an error that says why, and the server ends in order."""
-    with program(str(model), "--no-disk-cache", "--drain", "0") as server:
+    with program(str(model), "--no-disk-cache", "--set", "drain=0") as server:
         body = server.body("And then?", stream=True, max_tokens=CONTEXT)
         with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=300) as stream:
             lines = stream.iter_lines()
@@ -179,7 +179,7 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
         "ModelLoader.load = stuck\n"
         "main()\n"
     )
-    with program(str(model), "--no-disk-cache", "--drain", "0", code=code) as server:
+    with program(str(model), "--no-disk-cache", "--set", "drain=0", code=code) as server:
         body = json.dumps(server.body("Hello", model="demo"))
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as waiting:
@@ -205,7 +205,10 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
         ),
         (["--slots", "0"], "slots: 0 is out of range"),
         (["--port", "70000"], "port: 70000 is out of range"),
-        (["--disable-rewrite", "billing"], "there is no such rule: did you mean 'billing-header'?"),
+        (
+            ["--set", "disable_rewrite=billing"],
+            "there is no such rule: did you mean 'billing-header'?",
+        ),
     ],
     ids=["no key", "no key in a unit", "both", "no host", "slots", "port", "rule"],
 )

@@ -241,7 +241,7 @@ def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
 
 def test_a_session_without_caches_can_not_be_exported(tmp_path: Path) -> None:
     """One line."""
-    run("chat", "--no-reserve", "--session", "zor", "--no-cache-file", stdin="Hello!\n")
+    run("chat", "--no-reserve", "--session", "zor", "--set", "no_cache_file=true", stdin="Hello!\n")
     result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
     assert result.stderr == "mlxrunner: the session 'zor' was saved without caches\n"
 

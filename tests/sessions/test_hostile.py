@@ -117,7 +117,7 @@ def change_size(rng: random.Random, folder: Path) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a session with two branches and a system prompt, and one with 8-bit arrays."""
     data = tmp_path_factory.mktemp("made")
-    for name, options in (("a", []), ("b", ["--session-kv-bits", "8"])):
+    for name, options in (("a", []), ("b", ["--set", "session_kv_bits=8"])):
         run(
             data,
             ["chat", "--no-reserve", "--session", name, *options],

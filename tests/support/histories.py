@@ -109,7 +109,7 @@ class History(ABC):
             "prefill_step": self.rng.choice([8, 32, 200]),
         }
         if self.is_bounded and self.rng.random() < 0.5:
-            self._settings["memory"] = self.rng.randint(10**4, 10**6)
+            self._settings["cache_memory"] = self.rng.randint(10**4, 10**6)
         self._disk: TemporaryDirectory[str] | None = None
         if self.is_bounded and self.rng.random() < 0.5:
             self._disk = TemporaryDirectory()

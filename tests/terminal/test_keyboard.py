@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-CHAT = ("-m", "mlxrunner", "chat", "--no-reserve", "--no-input-history")
+CHAT = ("-m", "mlxrunner", "chat", "--no-reserve", "--set", "no_input_history=true")
 CTRL_D, CTRL_Z = "\x04", "\x1a"
 SHELL = ("-c", "import os; os.execvp('bash', ['bash', '--norc', '--noprofile', '-i'])")
 MODES = (

@@ -90,7 +90,9 @@ class Scheduler:
         capacity, cells = settings.context or 0, settings.kv_cache_tokens or 0
         room = KVAllocator(engine, self.slots, self.requests, capacity=capacity, cells=cells)
         ends = as_tokens([]) if message_ends is None else message_ends
-        self.residents = EvictionPolicy(engine, self.slots, memory=settings.memory, parking=parking)
+        self.residents = EvictionPolicy(
+            engine, self.slots, memory=settings.cache_memory, parking=parking
+        )
         self._accounting = TokenAccounting() if accounting is None else accounting
         parts = engine, self.slots, self.requests, room, self.residents
         self._assigner = SlotAssigner(*parts, self._accounting, ends)

@@ -387,7 +387,7 @@ class ReplayedRunner:
             # Older logs have the budget of a runner of one request at a time.
             checkpoint_budget=process["checkpoint_budget"] if "memory" in process else 0,
             checkpoint_interval=process["checkpoint_interval"],
-            memory=process.get("memory"),
+            cache_memory=process.get("memory"),
             max_step_ms=0,
         )
         self.scheduler = Scheduler(

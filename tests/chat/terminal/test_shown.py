@@ -44,8 +44,8 @@ def test_the_banner_is_broken_between_words(open_screen: Any) -> None:
 
 
 def test_plain_answers_without_work_ahead(open_screen: Any) -> None:
-    """`--plain --no-type-ahead` gives the same answers and evaluates what precedes a text."""
-    screen = open_screen(*CHAT, "--plain", "--no-type-ahead")
+    """`--plain` without type-ahead gives the same answers and evaluates what precedes a text."""
+    screen = open_screen(*CHAT, "--plain", "--set", "no_type_ahead=true")
     assert screen.say("My name is Ana.") == "Nice to meet you."
     assert screen.say("What is my name?") == "Your name is Ana."
     assert "34 cached (5 of them while you read and typed), 0 missed" in screen.say("/stats")
@@ -118,7 +118,7 @@ def test_a_long_prefill_shows_how_far_it_is(open_screen: Any, tmp_path: Path) ->
     """With the share that came from the cache; it is gone when the answer begins."""
     script = tmp_path / "slow.py"
     script.write_text(BAR)
-    screen = open_screen(str(script), "--no-type-ahead", size=(120, 30))
+    screen = open_screen(str(script), "--set", "no_type_ahead=true", size=(120, 30))
     screen.until("<true prefill>").prompt()
     screen.child.send("hello\r")
     screen.until(lambda: screen.raw.count("<true ") == 2).prompt()
@@ -151,7 +151,7 @@ def test_a_model_that_is_loaded_again_shows_a_bar(open_screen: Any) -> None:
     code = (
         "from mlxrunner.terminal import progress\n"
         "progress.PATIENCE_S = 0.0\n"
-        "from mlxrunner.cli import main; main(['chat', '--no-type-ahead'])\n"
+        "from mlxrunner.cli import main; main(['chat', '--set', 'no_type_ahead=true'])\n"
     )
     screen = open_screen("-c", code)
     assert "loading demo: trying the longest step, at the end of 2048 tokens" in screen.prompt().raw

@@ -94,7 +94,7 @@ def test_a_paste_of_many_lines_is_shown_as_one(open_screen: Any, tmp_path: Path)
 
 @pytest.mark.exhaustive(0)
 def test_texts_are_kept_for_the_next_time(open_screen: Any, tmp_path: Path) -> None:
-    """Texts of several lines are whole, in the owner's file; --no-input-history keeps none."""
+    """Texts of several lines are whole, in the owner's file; no_input_history keeps none."""
     screen = open_screen(*CHAT)
     screen.prompt()
     screen.child.send(f"Hello!{CTRL_J}How are you?\r")
@@ -111,7 +111,7 @@ def test_texts_are_kept_for_the_next_time(open_screen: Any, tmp_path: Path) -> N
     again.child.send(CTRL_C)
     again.prompt()
     again.leave()
-    secret = open_screen(*CHAT, "--no-input-history")
+    secret = open_screen(*CHAT, "--set", "no_input_history=true")
     secret.say("My name is Ana.")
     secret.leave()
     assert file.read_bytes() == before
@@ -145,7 +145,7 @@ def test_what_is_edited_cannot_drive_the_terminal(open_screen: Any) -> None:
 @pytest.mark.parametrize("size", [(100, 30), (24, 8)], ids=["wide", "narrow"])
 def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int, int]) -> None:
     """It does not fit the context, which is said in one line; what was there before still is."""
-    screen = open_screen(*CHAT, "--no-input-history", size=size)
+    screen = open_screen(*CHAT, "--set", "no_input_history=true", size=size)
     screen.say("My name is Ana.")
     screen.prompt()
     lines = [f"line {number}" for number in range(5000)]

@@ -139,7 +139,7 @@ def test_without_the_library_only_a_form_is_refused(
     """In one line, with the command that installs it."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for options in ({"choices": ["yes"]}, {"schema": "{}"}):
-        with pytest.raises(OptionError, match=re.escape("not installed: pip install llguidance")):
+        with pytest.raises(OptionError, match=r"not installed: .* install .*llguidance"):
             llama.generate([1, 2], **options)
         with pytest.raises(OptionError, match="pip install"):
             check_form(GenerateOptions.of(**options))
