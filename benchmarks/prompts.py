@@ -1,11 +1,12 @@
 """Measure the processor time that the server takes for a request of a coding agent.
 
-python benchmarks/prompts.py [--quick]
+python benchmarks/prompts.py [--quick] [--result 900]
 
 A conversation grows by a call of a tool and its result, up to 130 messages of 85 kB, with 20 tools.
-Each request goes through the application, which reads it and writes an answer of one word; and its
-prompt is made and compared with the earlier ones. The model does nothing here. "at first": by a
-server that has not seen the conversation.
+Each request goes through the application, which reads it and writes an answer of one word; its
+prompt is made; and its tokens are counted as cached, missed, displaced or new. The model does
+nothing here. "at first": by a server that has not seen the conversation. "edited": the first
+message is another one. "again": both versions were evaluated before, and take turns.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlxrunner.profiling.divergence import RecentPrompts
+from mlxrunner.cache.account import TokenAccounting
 from mlxrunner.results import Usage
 from mlxrunner.server import openai
 from mlxrunner.server.events import AnswerEnd, AnswerEvent, ServerRequest, TextDelta
 from mlxrunner.server.manager import prompt_record
 from mlxrunner.server.middleware import AccessRules
+from mlxrunner.server.models import ModelCard
 from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.server.server import make_app
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
+from mlxrunner.tokenizer.prompt import Caller
 
 MESSAGES = 130
 TEMPLATE = """\
@@ -65,21 +69,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a short conversation: does it work")
+    parser.add_argument("--result", type=int, default=900, help="characters of a tool's result")
     given = parser.parse_args()
-    bodies = list(conversation(10 if given.quick else MESSAGES))
+    bodies = list(conversation(10 if given.quick else MESSAGES, given.result))
     with TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(Path(folder))
-    known = PromptBuilder(tokenizer, TEMPLATE)
-    rows = [(len(body["messages"]), *times(body, known)) for body in bodies]
-    print("messages  kB  read and written  prompt made  together (ms, median of ten requests)")
+    known, counts = PromptBuilder(tokenizer, TEMPLATE), TokenAccounting()
+    rows = [(len(body["messages"]), *times(body, known, counts)) for body in bodies]
+    print("messages  kB  tokens  read and written  prompt made  counted  together")
+    print("(milliseconds, median of ten requests)")
     for begin in range(0, len(rows), 10):
         part = rows[begin : begin + 10]
-        show(part[-1][0], len(json.dumps(bodies[begin + len(part) - 1])), part)
-    show(
-        "at first",
-        len(json.dumps(bodies[-1])),
-        [(0, *times(bodies[-1], PromptBuilder(tokenizer, TEMPLATE)))],
-    )
+        show(part[-1][0], bodies[begin + len(part) - 1], part)
+    edited = edit(bodies[-1], "Mend it.")
+    for name, several in {
+        "at first": [(0, *times(bodies[-1], PromptBuilder(tokenizer, TEMPLATE), counts))],
+        "edited": [(0, *times(edit(edited, f"Do {n}."), known, counts)) for n in range(10)],
+        "again": [(0, *times(edit(edited, f"Do {n % 2}."), known, counts)) for n in range(10)],
+    }.items():
+        show(name, bodies[-1], several)
+
+
+def edit(body: dict[str, Any], content: str) -> dict[str, Any]:
+    """Return a body with another question at its beginning."""
+    system, _, *rest = body["messages"]
+    return {**body, "messages": [system, {"role": "user", "content": content}, *rest]}
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
@@ -107,12 +121,19 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def show(name: object, size: int, rows: list[tuple[int, float, float]]) -> None:
-    read, made = (median(row[place] for row in rows) * 1e3 for place in (1, 2))
-    print(f"{name:>8}  {size / 1000:3.0f}  {read:16.2f}  {made:11.2f}  {read + made:8.2f}")
+Row = tuple[int, int, float, float, float]
+"""Messages, tokens, and seconds for reading and writing, for the prompt and for its account."""
 
 
-def conversation(messages: int) -> Iterator[dict[str, Any]]:
+def show(name: object, body: Any, rows: list[Row]) -> None:
+    read, made, counted = (median(row[place] for row in rows) * 1e3 for place in (2, 3, 4))
+    print(
+        f"{name:>8}  {len(json.dumps(body)) / 1000:3.0f}  {rows[-1][1]:6}  {read:16.2f}  "
+        f"{made:11.2f}  {counted:7.2f}  {read + made + counted:8.2f}"
+    )
+
+
+def conversation(messages: int, result_size: int) -> Iterator[dict[str, Any]]:
     """Yield the bodies of an agent's requests."""
     order = random.Random(1)
     tools = [tool(number) for number in range(20)]
@@ -125,12 +146,12 @@ def conversation(messages: int) -> Iterator[dict[str, Any]]:
         arguments = json.dumps({"path": f"src/file{len(said)}.py", "lines": 200})
         function = {"name": "tool1", "arguments": arguments}
         call = {"id": identity, "type": "function", "function": function}
-        result = "".join(order.choice("abc def\n") for _ in range(900))
+        result = "".join(order.choice("abc def\n") for _ in range(result_size))
         said += [
             {"role": "assistant", "content": "I look at it.", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": identity, "content": result},
         ]
-        yield {"model": "", "messages": list(said), "tools": tools}
+        yield {"model": "model", "messages": list(said), "tools": tools}
 
 
 def tool(number: int) -> dict[str, Any]:
@@ -146,6 +167,10 @@ class OneWord:
 
     asked: ServerRequest
 
+    def card(self, model: str) -> ModelCard:
+        """Return the card of a model that is loaded, and sees nothing."""
+        return ModelCard(model, True, 2**20)
+
     async def answer(self, asked: ServerRequest) -> AsyncIterator[AnswerEvent]:
         self.asked = asked
         usage = Usage.from_dict({**dict.fromkeys(EMPTY, 0), "outcome": "hit", "reason": None})
@@ -153,17 +178,22 @@ class OneWord:
         yield AnswerEnd("stop", usage)
 
 
-RECENT = RecentPrompts()
-
-
-def times(body: dict[str, Any], maker: PromptBuilder) -> tuple[float, float]:
-    """Return the seconds of processor time for reading and writing, and for the prompt."""
+def times(
+    body: dict[str, Any], maker: PromptBuilder, counts: TokenAccounting
+) -> tuple[int, float, float, float]:
+    """Return tokens, and seconds of processor time: to read and write, make and count them."""
     answers, content = OneWord(), json.dumps(body).encode()
     read = asyncio.run(asking(answers, content))
     began = time.process_time()
     made = maker.make(answers.asked)
-    RECENT.add(prompt_record(answers.asked, made))
-    return read, time.process_time() - began
+    record = prompt_record(answers.asked, made)
+    ready, tokens = time.process_time(), made.prompt.tokens
+    caller = Caller("", "", record=record)
+    account = counts.begin(tokens, replace(made.prompt, caller=caller))
+    counts.reach(account, len(tokens))
+    counts.end(account, account.known, account.known, len(tokens), tokens[:100])
+    ended = time.process_time()
+    return len(tokens), read, ready - began, ended - ready
 
 
 async def asking(answers: Any, content: bytes) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.cache.prefix_index import Fingerprints, PrefixIndex, common_fingerprints, mixed
-from mlxrunner.cache.tokens import SHORT_TAIL, TokenArray, goes_on
+from mlxrunner.cache.tokens import SHORT_TAIL, TokenArray
 
 RUN = 16
 """Fewest tokens that count as moved text."""
@@ -45,6 +45,8 @@ class ConversationName(NamedTuple):
     """The client's program; empty: unknown."""
     session: str | None = None
     """The client's name of the conversation; None: it gives none."""
+    is_title: bool = False
+    """True for a request for its title, which has a prompt of its own."""
 
 
 class MovedRun(NamedTuple):
@@ -143,6 +145,11 @@ class PriorRequest:
     source: Any = field(repr=False)
     """The prompt in the form of the caller."""
 
+    def begins(self, tokens: TokenArray) -> bool:
+        """Return True if a prompt begins with this one."""
+        count = len(self.fingerprints)
+        return count <= len(tokens) and _common(self.tokens[:count], tokens) == count
+
     @cached_property
     def samples(self) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
         """Hashes of the runs of all tokens, in ascending order, and their places.
@@ -182,8 +189,8 @@ class OpenAccount:
     """The requests before it, each with its tokens at that time."""
     is_restarted: bool
     """True if the process that evaluated these tokens has ended."""
-    is_listed: bool
-    """True if later prompts are compared with it."""
+    is_compared: bool
+    """True if it and later prompts are compared."""
     reached: int = 0
     """Tokens of the prompt that are evaluated or reused so far."""
 
@@ -219,30 +226,42 @@ class TokenAccounting:
         self,
         tokens: TokenArray,
         source: Any = None,
-        name: ConversationName = ConversationName(),  # noqa: B008  # immutable
-        *,
-        is_listed: bool = True,
+        name: ConversationName | None = ConversationName(),  # noqa: B008  # immutable
     ) -> OpenAccount:
         """Begin the account of a prompt, before anything of it is evaluated.
 
-        `source`: the prompt in the form of the caller. `is_listed`: False if later prompts are not
-        compared with it, as it has no answer.
+        `source`: the prompt in the form of the caller. `name`: that of its conversation; None if it
+        is compared with no other prompt.
         """
-        marks, total = self.index.fingerprints(tokens)
-        request = PriorRequest(tokens, marks, total, name, source)
+        marks, total = self._fingerprints(tokens)
+        request = PriorRequest(tokens, marks, total, name or ConversationName(), source)
         running = [
             (one, common_fingerprints(one.request.fingerprints, marks)) for one in self._running
         ]
         earlier = [(one, len(one.tokens)) for one in self._history]
         known, is_restarted = self.index.shared(marks)
-        account = OpenAccount(request, known, running, earlier, is_restarted, is_listed)
+        is_compared = name is not None
+        account = OpenAccount(request, known, running, earlier, is_restarted, is_compared)
         self._running.append(account)
-        if is_listed:
+        if is_compared:
             self._history.append(request)
             held = sum(len(one.tokens) for one in self._history)
             while held > MOST_TOKENS and len(self._history) > 1:
                 held -= len(self._history.popleft().tokens)
         return account
+
+    def _fingerprints(self, tokens: TokenArray) -> tuple[Fingerprints, int]:
+        """Return the fingerprints of a prompt, and the total behind them.
+
+        Those of an earlier prompt with which it begins are not computed again.
+        """
+        begins = [one for one in self._history if one.begins(tokens)]
+        longest = max(begins, key=lambda one: len(one.fingerprints), default=None)
+        if longest is None:
+            return self.index.fingerprints(tokens)
+        known = longest.fingerprints
+        more, total = self.index.fingerprints(tokens[len(known) :], len(known), longest.total)
+        return np.concatenate([known, more]), total
 
     def reach(self, account: OpenAccount, tokens: int) -> None:
         """Note that the first `tokens` of a prompt are evaluated: a killed process has them."""
@@ -266,7 +285,7 @@ class TokenAccounting:
         known = max(account.known, known, max(others, default=0))
         known = max(cached, min(known, len(prompt) - 1))
         earlier, shared, moved = (
-            self._compared(account, known) if account.is_listed else (None, 0, [])
+            self._compared(account, known) if account.is_compared else (None, 0, [])
         )
         marks = request.fingerprints[:reached]
         if reached == len(prompt) and len(answer):
@@ -292,25 +311,18 @@ class TokenAccounting:
 
         These are behind the first `known` tokens of the prompt.
         """
-        request = account.request
-        prompt, marks = request.tokens, request.fingerprints
-        candidates = _of_conversation(account.earlier, request.conversation)
-        goes_on_from = [
-            (shared, one)
-            for one, count in reversed(candidates)
-            if (shared := _continued(one, count, request)) is not None
-        ]
-        if goes_on_from:
-            shared, one = max(goes_on_from, key=lambda pair: pair[0])
-            self._forget(one)
-            return one, shared, []
-        best, most, at = None, (0, 0), 0
-        for one, count in reversed(candidates):
-            shared = common_fingerprints(one.fingerprints, marks)
+        request, best, most, at = account.request, None, (0, 0), 0
+        prompt = request.tokens
+        for one, count in reversed(_of_conversation(account.earlier, request.conversation)):
+            shared = common_fingerprints(one.fingerprints, request.fingerprints)
             if shared == len(one.fingerprints):
                 shared += _common(one.tokens[shared:count], prompt[shared:])
-            begin = max(shared, known)
-            both = _estimated(one.hashes(shared, count), request.hashes(begin, len(prompt)))
+            begin, both = max(shared, known), 0
+            room = min(count - shared, len(prompt) - begin)
+            if (shared + room, room) <= most:
+                continue
+            if room >= RUN:
+                both = _estimated(one.hashes(shared, count), request.hashes(begin, len(prompt)))
             if (shared + both, both) > most:
                 best, most, at = (one, count), (shared + both, both), shared
         if best is None:
@@ -339,22 +351,12 @@ def _of_conversation(earlier: Candidates, conversation: ConversationName) -> Can
 
     They are those of its session, or if it has none, all of its client.
     """
-    client, session = conversation
+    client, session, is_title = conversation
     own = [pair for pair in earlier if pair[0].conversation == conversation]
     if session is not None and own:
         return own
-    return [pair for pair in earlier if pair[0].conversation.client == client]
-
-
-def _continued(old: PriorRequest, count: int, new: PriorRequest) -> int | None:
-    """Return the first tokens that both have if `new` goes on from `old`; None if it does not."""
-    most = min(len(old.fingerprints), len(new.fingerprints))
-    if count > len(new.tokens) + SHORT_TAIL or most < len(old.fingerprints) - SHORT_TAIL:
-        return None
-    if not most or old.fingerprints[most - 1] != new.fingerprints[most - 1]:
-        return None
-    shared = most + _common(old.tokens[most:count], new.tokens[most:])
-    return shared if goes_on(shared, count) else None
+    like = (client, is_title)
+    return [(one, count) for one, count in earlier if one.conversation[::2] == like]
 
 
 def _estimated(

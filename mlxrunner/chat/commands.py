@@ -678,7 +678,7 @@ def explain(chat: Chat, argument: str) -> None:
 def explanation(usage: Usage) -> list[str]:
     """Return lines that say why a turn did not reuse more."""
     lines = [explain_reuse(usage.as_dict())]
-    if mend := remedy(usage.reason):
+    if mend := remedy(usage.reason, has_one_entry=True):
         lines.append(f"remedy: {mend}")
     if usage.missed_tokens:
         lines.append(f"{usage.missed_tokens} missed tokens had been evaluated before")

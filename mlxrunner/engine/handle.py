@@ -10,6 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from mlxrunner.cache.account import PromptAccount
 from mlxrunner.config.option import check_number
 from mlxrunner.engine.thread import SLICE_S, EngineThread, Feed
 from mlxrunner.errors import MlxrunnerError
@@ -85,6 +86,11 @@ class Handle:
         """Number of the prompt's tokens that are evaluated or reused so far."""
         request = self._feed.request
         return min(request.place, len(request.tokens))
+
+    @property
+    def account(self) -> PromptAccount:
+        """The account of the prompt's tokens, once the request has ended."""
+        return self._feed.request.account
 
     def poll(self) -> list[Chunk]:
         """Return the chunks that are ready, without waiting."""

@@ -1,20 +1,19 @@
 """Find where a prompt leaves what the cache holds, and name the cause.
 
 `Divergences` finds the place of a token that differs: its message, and the part of it, from the
-text. `RecentPrompts` compares a prompt with the earlier one that has most messages in common with
-it, and names the cause of the first difference: a date, the tools, a dropped message ... A place
-or a cause that can't be told stays unknown and is never guessed. No tensors.
+text. `cause_of` names the cause of the first message that differs: a date, the tools, a dropped
+message ... Both compare a prompt with the request that its account was made with. A place or a
+cause that can't be told stays unknown and is never guessed. No tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from threading import Lock
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -235,20 +234,17 @@ def _after(text: str, letters: int) -> int:
     return len(text)
 
 
-MOST_REQUESTS = 64
-"""Most earlier requests that a new one is compared with."""
-MOST_BYTES = 64_000_000
-"""Most bytes of their messages."""
-
 REMEDIES = {
     "first-request": "Nothing is to be done: the conversation is new to this model.",
-    "another-model": "Ask one model for the whole conversation: another one reuses nothing.",
+    "another-model": "Nothing is to be done, unless one model can answer the whole conversation: "
+    "another one reuses nothing.",
     "template-variables": "Choose thinking and effort once for a conversation: they change its "
     "template.",
     "title-request": "Nothing is to be done: a title is asked for in a prompt of its own, and the "
     "conversation stays stored.",
     "compaction": "Nothing is to be done: a summary has replaced the conversation.",
     "tool-order": "Send the tools in the same order each time.",
+    "key-order": "Turn on the rule tool-keys, which writes the keys of the tools in one order.",
     "tools-changed": "Send the same tools from the first request on: they stand before all "
     "messages.",
     "billing-header": "Turn on the rule billing-header, which leaves this line out.",
@@ -264,8 +260,12 @@ REMEDIES = {
     "message-edited": "Send {message} back unchanged: all tokens after it are evaluated again.",
     "picture-changed": "Send {picture} of {message} back unchanged: it and all tokens after "
     "it are evaluated again.",
+    "changing-beginning": "Put the text that stays the same in {message} before the text that "
+    "changes.",
     "asked-anew": "Nothing is to be done: only the last message is another one.",
     "message-dropped": "Keep {message} until the conversation is compacted as a whole.",
+    "message-moved": "Leave a message where it stood, and put new ones at the end: {message} has "
+    "moved.",
     "message-inserted": "Put new messages at the end: all tokens after {message} are "
     "evaluated again.",
 }
@@ -292,13 +292,8 @@ class Cause:
 
 @dataclass(eq=False)
 class PromptRecord:
-    """The parts of a prompt that are compared with those of later ones."""
+    """The parts of a prompt of messages that are compared with those of an earlier one."""
 
-    model: str
-    client: str
-    """The program that asks."""
-    session: str | None
-    """The program's name of the conversation."""
     tools: tuple[bytes, ...]
     """A digest of each tool."""
     variables: bytes
@@ -306,66 +301,35 @@ class PromptRecord:
     messages: Sequence[Mapping[str, Any]]
     digests: tuple[bytes, ...]
     """A digest of each message."""
-    nbytes: int
-    """Bytes of the messages and of the tools' digests."""
+    unordered_tools: Sequence[Any] = field(default=(), repr=False)
+    """The tools as they came; empty if a rule has put their keys in order."""
+    is_switched: bool = False
+    """True if another model was asked the turn before."""
     has_thought: bool = False
     """True if its answer has thinking."""
-    previous: PromptRecord | None = field(default=None, repr=False)
-    """The prompt that it continues, or comes closest to."""
 
     def __post_init__(self) -> None:
         self.known = frozenset(self.digests)
         is_short = not self.tools and len(self.messages) <= 4
         self.is_title = is_short and _asks(self.messages, _TITLE)
+        self._found: list[Cause | None] = []
 
+    def cause(self, account: PromptAccount, usage: Usage) -> Cause | None:
+        """Return the cause for which less was reused than could be; None if there is none.
 
-class RecentPrompts:
-    """The last prompts, with which a new one is compared. Any thread may use it."""
-
-    def __init__(self, most: int = MOST_REQUESTS) -> None:
-        """Begin without prompts. At most `most` are remembered."""
-        self._recent: deque[PromptRecord] = deque(maxlen=most)
-        self._lock = Lock()
-
-    def add(self, prompt: PromptRecord) -> PromptRecord:
-        """Remember a prompt, and set its `previous` to the one that it comes closest to."""
-        with self._lock:
-            newest_first = reversed(self._recent)
-            best = max(newest_first, key=lambda one: _likeness(prompt, one), default=None)
-            if best is not None and _likeness(prompt, best) > (0,):
-                prompt.previous = replace(best, previous=None)
-            self._recent.append(prompt)
-            total = sum(one.nbytes for one in self._recent)
-            while total > MOST_BYTES and len(self._recent) > 1:
-                total -= self._recent.popleft().nbytes
-        return prompt
+        The `account` of the prompt names the earlier request. Texts are compared once: the event
+        and the response say the same.
+        """
+        if not self._found:
+            earlier = account.earlier
+            caller = getattr(earlier.source, "caller", None) if earlier is not None else None
+            self._found.append(cause_of(self, caller.record if caller else None, usage))
+        return self._found[0]
 
 
 def _asks(messages: Iterable[Mapping[str, Any]], what: re.Pattern[str]) -> bool:
     texts = (message["content"] for message in messages if message["role"] != "assistant")
     return any(what.search(text[:_LOOKED_AT] + text[-_LOOKED_AT:]) for text in texts)
-
-
-def _likeness(prompt: PromptRecord, other: PromptRecord) -> tuple[int, ...]:
-    """Return how much two requests have in common, as a value that is larger for more."""
-    if prompt.is_title != other.is_title:
-        return (0,)
-    same_client = prompt.client == other.client
-    is_session = same_client and prompt.session == other.session is not None
-    is_session = is_session and not prompt.is_title
-    both = len(prompt.known & other.known)
-    if not (both or is_session or _begins_alike(prompt, other)):
-        return (0,)
-    return (1, both, is_session, prompt.model == other.model)
-
-
-def _begins_alike(prompt: PromptRecord, other: PromptRecord) -> bool:
-    """Return True if the first messages of two requests are versions of one text."""
-    if not prompt.messages or not other.messages:
-        return False
-    first, second = prompt.messages[0], other.messages[0]
-    beginnings = second["content"][:_LOOKED_AT], first["content"][:_LOOKED_AT]
-    return first["role"] == second["role"] and is_like(*beginnings)
 
 
 def first_difference(prompt: PromptRecord, other: PromptRecord) -> int:
@@ -375,13 +339,13 @@ def first_difference(prompt: PromptRecord, other: PromptRecord) -> int:
     return next((number for number, (one, two) in pairs if one != two), shorter)
 
 
-def cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
+def cause_of(prompt: PromptRecord, old: PromptRecord | None, usage: Usage) -> Cause | None:
     """Return the cause for which a prompt reused less than it could; None if there is none.
 
-    A prompt of which no token is missed or displaced has at most a cause against which nothing is
-    to be done.
+    `old`: the earlier request of its conversation. A prompt of which no token is missed or
+    displaced has at most a cause against which nothing is to be done.
     """
-    found = None if usage.outcome == "hit" else _cause_of(prompt, usage)
+    found = None if usage.outcome == "hit" else _cause_of(prompt, old, usage)
     is_cheap = not (usage.missed_tokens or usage.displaced_tokens)
     if found is not None and is_cheap and not found.remedy.startswith(NOTHING):
         return None
@@ -390,14 +354,11 @@ def cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
     return found
 
 
-def _cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
-    old = prompt.previous
+def _cause_of(prompt: PromptRecord, old: PromptRecord | None, usage: Usage) -> Cause | None:
     if prompt.is_title:
         return _cause("title-request")
     if old is None:
-        return _cause("first-request")
-    if old.model != prompt.model:
-        return _cause("another-model")
+        return _cause("another-model" if prompt.is_switched else "first-request")
     at = first_difference(prompt, old)
     if (summary := _summary(prompt, old, at)) is not None:
         return _cause("compaction", summary)
@@ -409,9 +370,16 @@ def _cause_of(prompt: PromptRecord, usage: Usage) -> Cause | None:
         return _cause(
             "tool-order" if sorted(old.tools) == sorted(prompt.tools) else "tools-changed"
         )
+    if usage.displaced_tokens and _has_other_keys(old.unordered_tools, prompt.unordered_tools):
+        return _cause("key-order")
     if at < len(old.digests):
         return _changed(prompt, old, at)
     return _grown(prompt, old, usage)
+
+
+def _has_other_keys(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    """Return True if equal tools have their keys in another order, and no rule has mended that."""
+    return bool(old and new) and json.dumps(old) != json.dumps(new)
 
 
 def _continues(prompt: PromptRecord, old: PromptRecord, at: int) -> bool:
@@ -440,6 +408,9 @@ def _changed(prompt: PromptRecord, old: PromptRecord, at: int) -> Cause:
     if prompt.digests[at] in old.digests[at + 1 :] and old.digests[at] not in prompt.digests[at:]:
         return _cause("message-dropped", at)
     if old.digests[at] in prompt.digests[at + 1 :]:
+        place = prompt.digests.index(old.digests[at], at + 1)
+        if prompt.digests[at] in old.digests[at + 1 :]:
+            return _cause("message-moved", at if place == at + 1 else place)
         return _cause("message-inserted", at)
     if before["role"] != after["role"]:
         return _cause("message-edited", at)
@@ -454,7 +425,7 @@ def _changed(prompt: PromptRecord, old: PromptRecord, at: int) -> Cause:
     if kind in REMEDIES:
         return _cause(kind, at)
     if after["role"] not in SYSTEM_ROLES:
-        return _cause("message-edited", at)
+        return _cause("changing-beginning" if is_asked_anew else "message-edited", at)
     return _cause("system-grown" if kind == "grown" else "system-changed", at)
 
 

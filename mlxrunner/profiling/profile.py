@@ -65,7 +65,6 @@ from mlxrunner.tokenizer.prompt import Seeing
 if TYPE_CHECKING:
     from mlxrunner.engine.engine import Engine
     from mlxrunner.engine.parallel_runner import ParallelRunner
-    from mlxrunner.results import Usage
     from mlxrunner.tokenizer.prompt import Caller
 
 
@@ -438,15 +437,16 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
         line=BatchLine(**vars(line)) if line is not None else None,
         restored_tokens=lookup.restored,
         drafts=tuple(DraftCounts(**vars(use)) for use in usage.drafts),
-        caller=_client(caller, usage) if caller is not None else None,
+        caller=_client(caller, observed) if caller is not None else None,
         submitted=None if scheduling is None else scheduling.submitted or None,
         evicted=tuple(Eviction(**vars(one)) for one in (scheduling.evicted if scheduling else ())),
     )
 
 
-def _client(caller: Caller, usage: Usage) -> ClientRequest:
+def _client(caller: Caller, observed: Observation) -> ClientRequest:
     """Return who sent the request, and the cause on that side for what was not reused."""
-    found = caller.cause(usage)
+    record, account = caller.record, observed.account
+    found = None if record is None else record.cause(account, observed.usage)
     more = {} if found is None else {name: getattr(found, name) for name in ("remedy", "message")}
     return ClientRequest(
         caller.request,

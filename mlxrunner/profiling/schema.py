@@ -88,7 +88,8 @@ _ALL = (
     Reason(
         "restarted",
         "the program was started again, and the disk cache does not hold the prompt",
-        "a disk cache that is kept, and large enough (--disk-cache-dir, --disk-cache-bytes)",
+        "a disk cache that is large enough (--disk-cache-bytes, no --no-disk-cache), in Python one "
+        "that is kept (disk_cache_dir)",
     ),
     Reason(
         "evicted",
@@ -143,6 +144,7 @@ PLACE_REMEDIES = {
     ),
 }
 """The remedies by the part of the message, or by role and part."""
+LAST_MESSAGE_REMEDY = "put the text that stays the same before the text that changes"
 
 
 NOTHING = "Nothing is to be done"
@@ -150,6 +152,7 @@ NOTHING = "Nothing is to be done"
 HABITS = {
     "template-variables": "changes thinking or effort",
     "tool-order": "sends its tools in another order",
+    "key-order": "writes the keys of its tools in another order",
     "tools-changed": "sends other tools",
     "billing-header": "writes a billing header into {message}",
     "changing-date": "writes a date or time into {message}",
@@ -159,16 +162,23 @@ HABITS = {
     "system-changed": "changes {message}",
     "thinking-stripped": "leaves out the thinking of {message}",
     "message-edited": "edits {message}",
+    "changing-beginning": "changes the beginning of {message}",
     "picture-changed": "changes a picture of {message}",
     "message-dropped": "leaves out {message}",
+    "message-moved": "moves {message}",
     "message-inserted": "inserts {message}",
 }
 """The words of a headline for what a client does, by the cause."""
 
 
-def remedy(reason: str | None) -> str:
-    """Return the change that helps against a reason; empty if there is nothing to mend."""
-    return REASONS[reason].remedy if reason is not None else ""
+def remedy(reason: str | None, *, has_one_entry: bool = False) -> str:
+    """Return the change that helps against a reason; empty if there is nothing to mend.
+
+    `has_one_entry`: the runner answers one request at a time, so that no setting keeps more.
+    """
+    if reason is None or (reason == "evicted" and has_one_entry):
+        return ""
+    return REASONS[reason].remedy
 
 
 def place_remedy(place: str) -> str:

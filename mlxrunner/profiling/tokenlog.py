@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
+from mlxrunner.cache.account import ConversationName
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.logs import LogLines
@@ -56,6 +58,12 @@ class LoggedRequest:
     facts: Mapping[str, Any]
     """Its own line (`matched`, `cached` ...)."""
 
+    @property
+    def conversation(self) -> ConversationName | None:
+        """The names of its conversation; None: it is compared with no other prompt."""
+        names = self.facts.get("conversation", ())
+        return None if names is None else ConversationName(*names)
+
 
 @dataclass
 class TokenLines:
@@ -83,6 +91,7 @@ class TokenLines:
         if scheduling is not None:
             answer = scheduling.answer
         self._before = np.concatenate([prompt, answer])
+        name = observed.prepared.conversation
         line = {
             "schema": SCHEMA,
             "version": VERSION,
@@ -102,6 +111,7 @@ class TokenLines:
             "entry": None if goes_on else entry.tolist(),
             "evicted_by": event.evicted_by,
             "checkpoints": list(observed.checkpoints),
+            "conversation": None if name is None else list(name),
             "began_s": round(observed.clock.began - self._began, 6),
         }
         return line if scheduling is None else {**line, "scheduling": _as_dict(scheduling)}
@@ -184,7 +194,18 @@ def _is_valid(line: Mapping[str, Any]) -> bool:
         are_ids(line.get(name, [])) for name in ("prompt", "answer", "message_ends", "checkpoints")
     ):
         return False
-    return line["kind"] == "process" or bool(line["shared"] + len(line["prompt"]))
+    if line["kind"] == "process":
+        return True
+    return bool(line["shared"] + len(line["prompt"])) and _are_names(line.get("conversation"))
+
+
+def _are_names(names: Any) -> bool:
+    """Return True if a field names a conversation, or that there is none."""
+    try:
+        msgspec.convert(names, tuple[str, str | None, bool] | None)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def are_ids(tokens: Any) -> bool:

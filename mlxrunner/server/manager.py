@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from mlxrunner.engine.handle import Handle, news_of
 from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
-from mlxrunner.profiling.divergence import Cause, PromptRecord, RecentPrompts, cause_of
-from mlxrunner.results import Chunk, Usage
+from mlxrunner.profiling.divergence import PromptRecord
+from mlxrunner.results import Chunk
 from mlxrunner.server.errors import SOON, TOO_LONG, api_error_of
 from mlxrunner.server.events import (
     AnswerEnd,
@@ -49,7 +49,7 @@ from mlxrunner.server.models import (
 )
 from mlxrunner.server.prompts.answer_tokens import digest, message_digest
 from mlxrunner.server.prompts.builder import BuiltPrompt
-from mlxrunner.server.prompts.lru import MemoizedFunction, footprint
+from mlxrunner.server.prompts.lru import LRUCache, MemoizedFunction
 from mlxrunner.server.prompts.rules import without_billing
 from mlxrunner.server.tools.reader import AnswerSplitter, joined
 from mlxrunner.tokenizer.prompt import Caller
@@ -66,6 +66,8 @@ MOST_STOPS = 1_000
 """Most stop strings: each token of the answer is compared with all, and other requests wait."""
 TOOL_DIGEST_BYTES = 64_000_000
 """Most bytes of remembered digests of tools."""
+MODELS_ASKED_BYTES = 1_000_000
+"""Most bytes of the digests of conversations whose last model is remembered."""
 REMEMBERED = 32
 """Requests whose durations say how soon a slot will be free."""
 
@@ -101,7 +103,7 @@ class ModelManager:
         self._is_over = False
         self._handles = set[Handle]()
         """The requests that the engines are answering."""
-        self._recent = RecentPrompts()
+        self._models_asked = ModelsAsked()
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
 
     def load_first(self, progress: LoadProgress = tell_nobody) -> ServedModel:
@@ -211,7 +213,7 @@ class ModelManager:
                 yield Ping()
         opened = await _loaded(place)
         making = asyncio.ensure_future(
-            asyncio.to_thread(_begin, opened, asked, self._recent, self.on_prompt)
+            asyncio.to_thread(_begin, opened, asked, self._models_asked, self.on_prompt)
         )
         try:
             async for _ in beats.until(making):
@@ -296,13 +298,11 @@ class SubmittedRequest:
     made: BuiltPrompt
     handle: Handle
     record: PromptRecord
-    """The request as the detection of causes remembers it."""
-    cause: Callable[[Usage], Cause | None]
-    """The function that finds the cause of what was not reused."""
+    """The request as it is compared with others to find the cause of a miss."""
 
 
 def _begin(
-    opened: ServedModel, asked: ServerRequest, recent: RecentPrompts, on_prompt: OnPrompt
+    opened: ServedModel, asked: ServerRequest, models: ModelsAsked, on_prompt: OnPrompt
 ) -> SubmittedRequest:
     """Make the prompt and submit it, in a worker thread. Raise ApiError, or the runner's."""
     try:
@@ -316,14 +316,19 @@ def _begin(
     on_prompt(tokens)
     if tokens + (options.get("max_tokens") or 0) > opened.room:
         options["max_tokens"] = None  # clients ask for more than there can be
-    record = recent.add(prompt_record(asked, made, opened.name))
-    cause = _once(partial(cause_of, record))
-    client = asked.client
+    record = prompt_record(asked, made)
+    record.is_switched = models.add(record, opened.name)
     caller = Caller(
-        asked.id, client.name, client.session, tuple(made.rules), cause, replaced=made.replaced
+        asked.id,
+        asked.client.name,
+        asked.client.session,
+        tuple(made.rules),
+        record,
+        record.is_title,
+        made.replaced,
     )
     handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
-    return SubmittedRequest(made, handle, record, cause)
+    return SubmittedRequest(made, handle, record)
 
 
 def _end_unread(making: asyncio.Future[SubmittedRequest]) -> None:
@@ -332,8 +337,8 @@ def _end_unread(making: asyncio.Future[SubmittedRequest]) -> None:
         making.result().handle.cancel()
 
 
-def prompt_record(asked: ServerRequest, made: BuiltPrompt, model: str = "") -> PromptRecord:
-    """Return what is remembered of a request to `model`, to find the cause of later misses."""
+def prompt_record(asked: ServerRequest, made: BuiltPrompt) -> PromptRecord:
+    """Return what is remembered of a request, to find the cause of later misses."""
     messages: Sequence[Mapping[str, Any]] = made.source
     digests = made.digests
     if "billing-header" in made.rules:
@@ -342,14 +347,11 @@ def prompt_record(asked: ServerRequest, made: BuiltPrompt, model: str = "") -> P
     tools = tuple(map(_tool_digest, asked.tools))
     variables = made.prompt.variables.items()
     return PromptRecord(
-        model,
-        asked.client.name,
-        asked.client.session,
         tools,
         digest({name: value for name, value in variables if name != "tools"}),
         messages,
         digests,
-        made.nbytes + footprint(tools),
+        () if "tool-keys" in made.rules else asked.tools,
     )
 
 
@@ -359,16 +361,24 @@ _tool_digest = MemoizedFunction(
 )
 
 
-def _once(find: Callable[[Usage], Cause | None]) -> Callable[[Usage], Cause | None]:
-    """Return `find` as a function that looks once: the event and the response say the same."""
-    found: list[Cause | None] = []
+class ModelsAsked:
+    """The models that were asked last in the latest conversations. Any thread may use it."""
 
-    def cause(usage: Usage) -> Cause | None:
-        if not found:
-            found.append(find(usage))
-        return found[0]
+    def __init__(self) -> None:
+        self._known = LRUCache[str](MODELS_ASKED_BYTES)
 
-    return cause
+    def add(self, prompt: PromptRecord, model: str) -> bool:
+        """Note that `model` is asked; return True if another one was asked the turn before.
+
+        That is the longest request that this one begins with, and whose answer follows it.
+        """
+        key, before = b"", None
+        for message, one in zip(prompt.messages, prompt.digests, strict=True):
+            if message["role"] == "assistant":
+                before = self._known.get(key) or before
+            key = digest([key.hex(), one.hex()])
+        self._known.put(key, model)
+        return before is not None and before != model
 
 
 async def _loaded(place: ModelSlot) -> ServedModel:
@@ -403,7 +413,7 @@ def _end(
         ended,
         usage,
         begun.made.rules,
-        begun.cause(usage),
+        begun.record.cause(begun.handle.account, usage),
         stop_sequence=stop if ended == "stop_sequence" else None,
         thinking_tokens=splitter.thinking_tokens,
         note=splitter.note,

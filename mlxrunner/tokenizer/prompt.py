@@ -11,12 +11,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from mlxrunner.cache.account import ConversationName
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.tokens import Shift, TokenArray, as_tokens, common_prefix, words
 from mlxrunner.config.option import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.results import Usage
 from mlxrunner.system.picture_files import pixels_of
 from mlxrunner.templates.chat_template import continued, is_continued
 from mlxrunner.templates.messages import (
@@ -64,19 +64,6 @@ class LineOfBatch:
     """The order in which the lines run."""
 
 
-class KnownCause(Protocol):
-    """A cause on the client's side for which a prompt reused little."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def remedy(self) -> str: ...
-
-    @property
-    def message(self) -> int | None: ...
-
-
 @dataclass(frozen=True)
 class Caller:
     """The client of a server, which observers of its request may want to name."""
@@ -89,8 +76,10 @@ class Caller:
     """The client's name of the conversation, or None."""
     rules: tuple[str, ...] = ()
     """The names of the rules that changed the prompt."""
-    cause: Callable[[Usage], KnownCause | None] = lambda usage: None
-    """The function that finds the cause once the usage is known."""
+    record: Any = None
+    """The request as it is compared with others to find the cause of a miss; None: it is not."""
+    is_title: bool = False
+    """True for a request for the title of the conversation."""
     replaced: tuple[str, ...] = ()
     """The types of what the prompt has as short texts, since the model can't be shown it."""
 
@@ -124,6 +113,16 @@ class TokenizedPrompt:
     """The pictures as the encoder needs them, or as it saw them, while this prompt lives."""
     constraint: Callable[[frozenset[int]], Any] | None = None
     """A function from the tokens that end the answer to its constraint, if no option holds it."""
+
+    @property
+    def conversation(self) -> ConversationName | None:
+        """The names of its conversation; None for a line of a batch, which is one of its own."""
+        if self.earlier is not None:
+            return None
+        caller = self.caller
+        if caller is None:
+            return ConversationName()
+        return ConversationName(caller.client, caller.session, caller.is_title)
 
 
 OTHER = "\ue0f2another message\ue0f3"

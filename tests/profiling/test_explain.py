@@ -125,7 +125,9 @@ def test_what_was_given_up_and_what_came_back_is_said() -> None:
     assert "25 of the reused tokens came back from disk." in text
     assert "To get memory, it evicted 812 tokens, which are lost." in text
     assert "To get a slot, it evicted 90 tokens, which are in the disk cache." in text
-    lost = shown(example_event(reason="evicted", evicted_by="request 12", divergence=None))
+    event = example_event(reason="evicted", evicted_by="request 12", divergence=None)
+    assert "What to change" not in shown(event)  # a runner of one request at a time
+    lost = shown({**event, "max_sequences": 8})
     told = " ".join(lost.split())
     assert "evicted to make room for another request (request 12)" in told
     assert "What to change: more memory or more slots" in told

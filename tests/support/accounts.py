@@ -11,9 +11,12 @@ import numpy as np
 
 from mlxrunner.cache.account import RUN
 from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.engine.observation import Observation
 from mlxrunner.results import Usage
 from mlxrunner.tokenizer.prompt import Caller, TokenizedPrompt
 
+ASK: dict[str, Any] = {"max_tokens": 5, "stop_tokens": [*range(0, 250, 9)]}
+"""Options of an answer that ends in both ways."""
 Name = tuple[str, str | None]
 """A client, and its session."""
 CLOSE = 2 * RUN
@@ -43,11 +46,28 @@ def tiled(old: Sequence[int], new: Sequence[int]) -> int:
     return total
 
 
+def usage_of(**counts: Any) -> Usage:
+    """Return the usage of a request with these counts."""
+    zero = """
+    completion_tokens trimmed_tokens shifted_tokens reevaluated_tokens cache_bytes peak_bytes
+    tokenize_s lookup_s prefill_s ttft_s decode_s
+    """
+    none = {"trim_limited_by": None, "checkpoint": None, "evicted_by": None}
+    cached = counts["cached_tokens"]
+    evaluated = counts["prompt_tokens"] - cached
+    return Usage.from_dict(
+        dict.fromkeys(zero.split(), 0)
+        | {"matched_tokens": cached, "evaluated_tokens": evaluated, **none, **counts}
+    )
+
+
 @dataclass
 class FullMemory:
     """Everything that was evaluated, without bounds and without hashes."""
 
     evaluated: list[list[int]] = field(default_factory=list)
+    perhaps: list[list[int]] = field(default_factory=list)
+    """The same texts, with tokens of which it is not known whether they were evaluated."""
     asked: list[tuple[Name, list[int]]] = field(default_factory=list)
     """The prompts with their answers, each with the names of its conversation."""
 
@@ -56,15 +76,24 @@ class FullMemory:
         tokens = as_tokens(prompt)
         return max((common_prefix(as_tokens(one), tokens) for one in self.evaluated), default=0)
 
-    def check(self, prompt: list[int], name: Name, usage: Usage) -> None:
-        """Compare the account of a prompt with what this memory says."""
+    def check(
+        self, prompt: list[int], name: Name | None, usage: Usage, beside: Sequence[list[int]] = ()
+    ) -> None:
+        """Compare the account of a prompt with what this memory says.
+
+        `name`: None for a line of a batch. `beside`: the texts of requests that ran at the same
+        time: it is not known what of them was evaluated when this one began.
+        """
         cached, missed = usage.cached_tokens, usage.missed_tokens
         displaced, new = usage.displaced_tokens, usage.new_tokens
         assert cached + missed + displaced + new == len(prompt) == usage.prompt_tokens
         assert usage.cache.lost_tokens == missed + displaced
-        known = max(cached, min(self.known(prompt), len(prompt) - 1))
-        assert missed == known - cached
-        wanted = self._displaced(prompt, name, known)
+        least, more = self.known(prompt), FullMemory([*self.perhaps, *beside]).known(prompt)
+        least, most = (
+            max(cached, min(known, len(prompt) - 1)) for known in (least, max(least, more))
+        )
+        assert least <= cached + missed <= most
+        wanted = {0} if name is None else self._displaced(prompt, name, cached + missed)
         assert any(abs(displaced - one) <= RUN for one in wanted), (displaced, wanted)
 
     def _displaced(self, prompt: list[int], name: Name, known: int) -> set[int]:
@@ -81,10 +110,46 @@ class FullMemory:
         most = max(shares, default=(0, 0))[0]
         return {moved for share, moved in shares if share > most - CLOSE} or {0}
 
-    def add(self, prompt: list[int], answer: list[int], name: Name) -> None:
-        """Remember a request that has ended. The last token of its answer was not evaluated."""
+    def add(self, prompt: list[int], result: Any, name: Name) -> None:
+        """Remember a request that has ended.
+
+        The last token of its answer may be evaluated before it is known to be the last one.
+        """
+        answer = [int(token) for token in result.tokens]
         self.evaluated.append([*prompt, *answer[:-1]])
+        self.perhaps.append([*prompt, *answer[: ASK["max_tokens"] - 1]])
         self.asked.append((name, self.evaluated[-1]))
+
+
+class Watch:
+    """An observer that remembers what each request of a runner evaluated, and when."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Observation, list[int], Any, Any]] = []
+        """Requests, each with all it has evaluated, and the moments of its beginning and end."""
+
+    def __call__(self, runner: object, observed: Observation) -> None:
+        order = len(self.seen)
+        found, entry = observed.scheduling, observed.entry.array
+        began, ended = (found.began, found.ended) if found else ((order, 0), (order, 1))
+        shared = common_prefix(entry, observed.prompt)
+        is_own = shared == min(len(entry), len(observed.prompt))
+        text = entry if is_own else observed.prompt[:shared]
+        self.seen.append((observed, text.tolist(), began, ended))
+
+    def check(self) -> None:
+        """Compare each account with a full memory of what had ended before it began."""
+        for observed, _, began, ended in self.seen:
+            names = observed.prepared.conversation
+            memory, beside = FullMemory(), list[list[int]]()
+            for other, text, other_began, other_ended in self.seen:
+                if other_ended <= began:
+                    memory.evaluated.append(text)
+                    memory.asked.append(((other.prepared.conversation or ("", None))[:2], text))
+                elif other is not observed and other_began <= ended:
+                    beside.append(text)
+            name = None if names is None else names[:2]
+            memory.check(observed.prompt.tolist(), name, observed.usage, beside)
 
 
 class Writer:
@@ -148,8 +213,3 @@ def writers(rng: random.Random) -> list[Writer]:
         Writer(rng, name, common if rng.random() < 0.6 else [rng.randrange(1, 250)])
         for name in names
     ]
-
-
-def answers_of(result: Any) -> list[int]:
-    """Return the tokens of an answer."""
-    return [int(token) for token in result.tokens]

@@ -247,7 +247,14 @@ PHI4 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"""
 
+CHATML = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>"),
     "qwen3": (QWEN3, "<|im_end|>"),
     "qwen3.5": (QWEN35, "<|im_end|>"),
     "llama3": (LLAMA3, "<|eot_id|>"),
@@ -284,17 +291,17 @@ NESTED = {
 
 
 def load_strict(
-    folder: Path, family: str, words: Sequence[str] = (), *, opening: str = ""
+    folder: Path, family: str, words: Sequence[str] = (), *, opening: str = "", begin: str = ""
 ) -> Tokenizer:
     """Write the tokenizer of a family: a token per byte, mark and word. Load it.
 
-    `opening`: more of the template, behind its end.
+    `opening`: more of the template, behind its end. `begin`: more, in front of it.
     """
     from tokenizers import Tokenizer as Fast
 
     template, end = TEMPLATES[family]
     folder.mkdir(parents=True)
-    write_tokenizer(folder, chat_template=template + opening, eos_token=end)
+    write_tokenizer(folder, chat_template=begin + template + opening, eos_token=end)
     fast = Fast.from_file(str(folder / "tokenizer.json"))
     fast.add_special_tokens(list(MARKS))
     fast.add_tokens(list(words))

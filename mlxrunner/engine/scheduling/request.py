@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.account import (
-    ConversationName,
     OpenAccount,
     PromptAccount,
     TokenAccounting,
@@ -179,23 +178,16 @@ class ActiveRequest(Request):
 
     def open_account(self, accounting: TokenAccounting) -> None:
         """Begin to count the tokens of the prompt, before any of them is evaluated."""
-        caller = self.prompt.caller
-        names = (
-            ConversationName()
-            if caller is None
-            else ConversationName(caller.client, caller.session)
-        )
-        is_line = self.prompt.earlier is not None  # each line of a batch is its own conversation
-        self.counted = accounting.begin(
-            self.tokens, self.prompt, names, is_listed=not (self.is_ahead or is_line)
-        )
+        name = None if self.is_ahead else self.prompt.conversation
+        self.counted = accounting.begin(self.tokens, self.prompt, name)
 
     def close_account(self, accounting: TokenAccounting) -> None:
         """Count the tokens of the prompt, at the end of the request."""
         found, earlier = self.lookup, self.prompt.earlier
         known = max(found.known, 0 if earlier is None else earlier.tokens)
         is_exact = self.shifted == self.discarded
-        answer = self.said[: max(0, self.sampled - 1)] if is_exact else []
+        there = len(self.slot.tokens) - len(self.tokens) if self.is_placed else 0
+        answer = self.said[: max(0, self.sampled - 1, there)] if is_exact else []
         if self.prompt.views is not None:  # pictures are large, and only their tokens are compared
             self.counted.request.source = replace(self.prompt, views=None)
         self.account = accounting.end(

@@ -11,17 +11,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxrunner.batch.order import order_of, sort_key
+from mlxrunner.cache.account import ConversationName
 from mlxrunner.cache.checkpoints import Checkpoint
 from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, StoredConversation
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.extents import Extent, Window, read_extent
 from mlxrunner.cache.layers.protocol import Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
+from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.tokens import Shift, TokenArray, TokenBuffer, as_tokens
@@ -39,7 +42,7 @@ from mlxrunner.options import GenerateOptions
 from mlxrunner.profiling.replay.simulate import ExtentLayer, ReplayedLayer
 from mlxrunner.profiling.tokenlog import LoggedRequest
 from mlxrunner.results import Chunk, FinishReason, Usage
-from mlxrunner.tokenizer.prompt import TokenizedPrompt
+from mlxrunner.tokenizer.prompt import Caller, TokenizedPrompt
 
 TOKEN_BYTES = 4
 """Bytes of a token in the file of a conversation."""
@@ -418,7 +421,7 @@ class ReplayedRunner:
             ending = "failed step"
         shift = None if scheduling["keep"] is None else Shift(self._capacity, scheduling["keep"])
         request = Request(
-            prompt=TokenizedPrompt(prompt),
+            prompt=_named(TokenizedPrompt(prompt), logged.conversation),
             tokens=prompt,
             options=GenerateOptions(),
             next_token=_LoggedTokens(logged.answer, sampled, ending),
@@ -510,6 +513,14 @@ class ReplayedRunner:
         with suppress(Interrupt):
             self.scheduler.step()
         return not (was_idle and self.scheduler.is_idle)
+
+
+def _named(prompt: TokenizedPrompt, name: ConversationName | None) -> TokenizedPrompt:
+    """Return a prompt of a conversation, or of a line of a batch."""
+    if name is None:
+        return replace(prompt, earlier=Earlier(0))
+    caller = Caller("", name.client, name.session, is_title=name.is_title)
+    return replace(prompt, caller=caller)
 
 
 def _is_behind(request: ActiveRequest, logged: LoggedRequest) -> bool:

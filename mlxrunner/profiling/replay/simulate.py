@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxrunner.cache.account import ConversationName
 from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
@@ -64,6 +65,7 @@ class ReplayedRequest:
     """The number of tokens that the prompt found in the entry."""
     entry_before: int = 0
     freed: bool = False
+    conversation: ConversationName | None = ConversationName()  # noqa: RUF009  # immutable
 
     @classmethod
     def of(cls, logged: LoggedRequest) -> ReplayedRequest:
@@ -85,6 +87,7 @@ class ReplayedRequest:
             matched=facts["matched"],
             entry_before=facts["entry_before"],
             freed=facts.get("evicted_by") is not None,
+            conversation=logged.conversation,
         )
 
 

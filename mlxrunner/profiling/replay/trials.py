@@ -88,6 +88,8 @@ class VariantResult:
     cached: int = 0
     missed: int = 0
     displaced: int = 0
+    has_counts: bool = True
+    """False if only the cached ones of some tokens are known."""
 
     def add(self, found: Lookup, account: PromptAccount) -> None:
         """Add the lookup of a request, and the account of its prompt."""
@@ -99,13 +101,14 @@ class VariantResult:
         self.displaced += account.displaced
 
     def add_logged(self, logged: LoggedRequest) -> None:
-        """Add the result that the log gives for a request."""
+        """Add the result that the log gives for a request: it does not say why not more."""
         facts, prompt = logged.facts, len(logged.prompt)
         cached = min(facts["cached"], max(prompt - 1, 0))
         self.requests += 1
         self.hits += 0 < cached == min(prompt - 1, facts["entry_before"])
         self.prompt += prompt
         self.cached += cached
+        self.has_counts = False
 
     @property
     def evaluated(self) -> int:
@@ -114,8 +117,15 @@ class VariantResult:
 
     @property
     def new(self) -> int:
-        """The tokens that nothing could have spared, and those of which the log says no more."""
+        """The tokens that nothing could have spared."""
         return self.prompt - self.cached - self.missed - self.displaced
+
+    @property
+    def counts(self) -> dict[str, int | None]:
+        """The four counts of the prompt tokens by name; None: the log does not say it."""
+        names = ("missed", "displaced", "new")
+        more = {name: getattr(self, name) if self.has_counts else None for name in names}
+        return {"cached": self.cached, **more}
 
     @property
     def hit_rate(self) -> float:
@@ -124,12 +134,9 @@ class VariantResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings of the variant, the counts and the hit rate by name."""
-        what, names = (
-            self.what,
-            "requests hits prompt cached missed displaced new evaluated hit_rate".split(),
-        )
+        what, names = self.what, "requests hits prompt evaluated hit_rate".split()
         chosen = {name: getattr(what, name) for name in ("order", "thinking", "slots")}
-        counts = {name: getattr(self, name) for name in names}
+        counts = {name: getattr(self, name) for name in names} | self.counts
         return {"name": what.name, **asdict(what.settings), **chosen, **counts}
 
 
@@ -518,7 +525,7 @@ class LoggedRun:
             made = by_prefix(made)
         accounting, found = TokenAccounting(), list[Replayed]()
         for one in made:
-            opened = accounting.begin(one.prompt)
+            opened = accounting.begin(one.prompt, name=one.conversation)
             lookup = replay.run(one)
             reached = max(one.evaluated, lookup.cached)
             cached, known = lookup.cached, lookup.known

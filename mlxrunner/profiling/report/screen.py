@@ -11,7 +11,6 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from rich.bar import Bar
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -24,19 +23,16 @@ from mlxrunner.profiling.report.summary import (
     BatchRun,
     Miss,
     Summary,
+    blame_of,
     name_of,
-    place_of,
     words,
 )
 from mlxrunner.profiling.schema import (
-    PARTING,
     ClientRequest,
     Divergence,
     Event,
     Side,
     part_of,
-    place_remedy,
-    remedy,
 )
 from mlxrunner.terminal.text import moment, number, percent, rate, seconds, visible
 
@@ -46,13 +42,14 @@ if TYPE_CHECKING:
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
 """The colours of outcomes; red is only what could have been avoided."""
-BAR = 24
 FIGURES = {
     "at best",
-    *"requests tokens time p50 p90 p99 reused failed cut hits evaluated change".split(),
+    "hit rate",
+    *"requests tokens time p50 p90 p99 reused failed cut change".split(),
+    *"cached missed displaced new".split(),
 }
 NARROW = 72
-"""The least columns of a terminal that shows bars and the longer columns."""
+"""The least columns of a terminal that shows the longer columns."""
 
 
 def console(stream: IO[str]) -> Console:
@@ -71,16 +68,14 @@ def show_report(summary: Summary, to: Console) -> None:
 
 def show_simulation(simulation: Simulation, to: Console) -> None:
     """Print a row for each setting, and how far the replay agrees with the log."""
-    is_wide = to.width >= NARROW and not _is_ascii(to)
-    columns = ("replayed", "reused", "hits", "evaluated", "change", *(["bar"] if is_wide else []))
-    table = _table("", columns)
-    before = simulation.rows[0].evaluated
+    first = simulation.rows[0]
+    table = _table("", ("replayed", "hit rate", *first.counts, "change"))
     for row in simulation.rows:
-        change = _change(row.evaluated, before) if row is not simulation.rows[0] else ""
-        drawn = [Bar(1, 0, row.hit_rate, color="green")] if is_wide else []
-        figures = percent(row.hit_rate), number(row.hits), number(row.evaluated), change
-        table.add_row(_text(row.what.name), *figures, *drawn)
+        counts = ("-" if count is None else number(count) for count in row.counts.values())
+        change = _change(row.evaluated, first.evaluated) if row is not first else ""
+        table.add_row(_text(row.what.name), percent(row.hit_rate), *counts, change)
     to.print(table)
+    to.print(_text("Counts are prompt tokens. change: of those evaluated (all but cached)."))
     to.print()
     if simulation.side_by_side:
         to.print(_text(_side_by_side(simulation)))
@@ -322,9 +317,6 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
         padding=(0, 2, 0, 0),
     )
     for name in columns:
-        if name == "bar":
-            table.add_column("", min_width=6, max_width=BAR)
-            continue
         is_figure = name in FIGURES
         justify: JustifyMethod = "right" if is_figure else "left"
         table.add_column(
@@ -448,16 +440,13 @@ def _asker(caller: ClientRequest) -> str:
 
 
 def _remedy(event: Event) -> str:
-    """Return the change that helps; empty if nothing was lost.
-
-    It depends on the place where prompt and entry part, or else on the reason.
-    """
-    if event.caller is not None and event.caller.remedy is not None:
-        return event.caller.remedy.removesuffix(".")
-    if not event.lost_tokens and event.reason in PARTING:
-        return ""
-    of_place = place_remedy(place_of(event)) if event.reason == "diverged" else ""
-    return of_place or remedy(event.reason)
+    """Return the change that helps; empty if nothing was lost."""
+    if event.displaced_tokens or event.missed_tokens:
+        mend = blame_of(event, "displaced" if event.displaced_tokens else "missed")[2]
+        if mend:
+            return mend
+    caller = event.caller
+    return "" if caller is None or caller.remedy is None else caller.remedy.removesuffix(".")
 
 
 def _cost(event: Event) -> str:

@@ -20,13 +20,14 @@ from typing import Any, Literal
 from mlxrunner.profiling.schema import (
     BATCH,
     HABITS,
+    LAST_MESSAGE_REMEDY,
     NOTHING,
     REASONS,
     Event,
     place_remedy,
     remedy,
 )
-from mlxrunner.results import Rate
+from mlxrunner.results import CAUSED_BY_CLIENT, Rate
 from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.terminal.text import number
 from mlxrunner.terminal.text import seconds as in_words
@@ -498,11 +499,13 @@ def blame_of(event: Event, kind: Kind) -> tuple[str, str, str]:
     The remedy is empty if nothing is to be done.
     """
     if kind == "missed":
-        reason = event.reason or ""
-        known = REASONS.get(reason)
-        return reason or "unknown", known.sentence if known else "", remedy(event.reason)
+        reason = event.reason or "unknown"
+        sentence = REASONS[reason].sentence if reason in REASONS else ""
+        is_own = reason not in CAUSED_BY_CLIENT  # else they are a few tokens that all texts share
+        has_one = event.max_sequences == 1
+        return reason, sentence, remedy(event.reason, has_one_entry=has_one) if is_own else ""
     caller = event.caller
-    if caller is not None and caller.cause is not None and caller.cause not in REASONS:
+    if caller is not None and caller.cause and caller.cause.replace("-", "_") not in REASONS:
         mend = caller.remedy or ""
         habit = HABITS.get(caller.cause, "")
         message = "a message" if caller.message is None else f"message {caller.message}"
@@ -511,9 +514,13 @@ def blame_of(event: Event, kind: Kind) -> tuple[str, str, str]:
             habit.format(message=message),
             "" if mend.startswith(NOTHING) else mend.removesuffix("."),
         )
-    place = place_of(event)
+    place, parted = place_of(event), event.divergence
     role, _, part = place.rpartition(": ")
-    said = f"changes the {part} of the {role} message" if role else "changes its prompt"
+    if not role or parted is None:
+        return place, "changes its prompt", remedy("diverged")
+    if part == "text" and parted.message == (event.messages or 0) - 1:
+        return place, "changes the beginning of its last message", LAST_MESSAGE_REMEDY
+    said = f"changes the {part} of the {role} message"
     return place, said, place_remedy(place) or remedy("diverged")
 
 

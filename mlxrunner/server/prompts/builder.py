@@ -33,7 +33,7 @@ from mlxrunner.server.prompts.answer_tokens import (
     chain,
     message_digest,
 )
-from mlxrunner.server.prompts.lru import ENTRY, LRUCache, MemoizedFunction, footprint
+from mlxrunner.server.prompts.lru import LRUCache, MemoizedFunction
 from mlxrunner.server.prompts.rules import PromptDraft, apply, written
 from mlxrunner.server.tools.constraints import (
     ForcedCall,
@@ -96,8 +96,6 @@ class BuiltPrompt:
     """The messages as the client sent them, without what no template reads."""
     digests: tuple[bytes, ...] = field(default=(), repr=False)
     """The digests of `source`."""
-    nbytes: int = 0
-    """Bytes of `source` and `digests` in memory."""
     lead: str = ""
     """The end of the prompt that is the beginning of the answer: words that it continues."""
     lead_tokens: TokenArray = field(default_factory=lambda: as_tokens([]), repr=False)
@@ -109,7 +107,6 @@ class _CheckedMessage(NamedTuple):
 
     message: PlainMessage
     digest: bytes
-    nbytes: int
 
 
 class PromptBuilder:
@@ -266,7 +263,6 @@ class PromptBuilder:
             asked.tools,
             source,
             tuple(one.digest for one in known),
-            sum(one.nbytes for one in known),
             lead,
             lead_tokens,
         )
@@ -463,8 +459,7 @@ def _known(message: Mapping[str, Any]) -> _CheckedMessage:
 
 
 def _described(checked: PlainMessage) -> _CheckedMessage:
-    digest = message_digest(checked)
-    return _CheckedMessage(checked, digest, ENTRY + footprint(checked, digest))
+    return _CheckedMessage(checked, message_digest(checked))
 
 
 def _variables(asked: ServerRequest, draft: PromptDraft) -> dict[str, Any]:
