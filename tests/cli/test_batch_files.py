@@ -203,17 +203,6 @@ def test_several_inputs_are_one_batch_that_can_be_resumed_with_the_same_ones() -
     ends(run(*names, "--id-column", "key", "--resume"), 2, "was begun with another input")
 
 
-def test_an_output_in_the_folder_of_the_input_is_refused() -> None:
-    """The next run would read it."""
-    Path("texts").mkdir()
-    Path("texts/a.txt").write_text("Hello!")
-    ends(run("texts", "-o", "texts/out.jsonl"), 2, "is in the input")
-    assert run("texts", "-o", "out.jsonl").exit_code == 0
-    assert [(line["id"], line["text"]) for line in answers()] == [
-        ("a.txt", "Hello! How can I help you?")
-    ]
-
-
 def test_a_compressed_input_that_is_cut_off_leaves_nothing_behind() -> None:
     """Nothing is run, and the error is one line."""
     Path("in.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "Hello!"}\n' * 50)[:-9])

@@ -13,20 +13,11 @@ from typing import Any
 import click
 import pexpect
 import pytest
-from click.testing import CliRunner, Result
+from support.command import run
 from support.engine import Engine
 from support.waiting import PATIENCE_S
 
 from mlxrunner import Profile, Runner, cli
-
-
-def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Result:
-    return CliRunner().invoke(
-        cli.main,
-        arguments,
-        input=stdin,
-        env={"MLXRUNNER_MODEL": "", **(env or {})} if env else None,
-    )
 
 
 @pytest.mark.exhaustive(2)
@@ -288,7 +279,7 @@ def test_sampling_is_repeatable_with_a_seed() -> None:
 def test_verbose_logs_one_line_a_request() -> None:
     """-v logs what a request reused and its cost; -vv also what is left to evaluate."""
     command = ["generate", "-p", "Hello!", "--repeat", "2"]
-    once = run(*command, "-v", env={"COLUMNS": "80"})
+    once = run(*command, "-v", COLUMNS="80")
     miss, hit = once.stderr.splitlines()
     assert miss.startswith(
         "command=generate number=1 outcome=miss reason=empty prompt_tokens=19 new_tokens=19 "
@@ -297,7 +288,7 @@ def test_verbose_logs_one_line_a_request() -> None:
         "command=generate number=2 outcome=hit reason=prompt_shorter prompt_tokens=19 "
         "matched_tokens=19 cached_tokens=18 "
     )
-    twice = run(*command, "-vv", env={"COLUMNS": "80"})
+    twice = run(*command, "-vv", COLUMNS="80")
     assert len(twice.stderr.splitlines()) == 4
     assert twice.stderr.startswith("lookup prompt_tokens=19 matched_tokens=0 cached_tokens=0\n")
     assert once.stdout == twice.stdout
@@ -370,21 +361,6 @@ def test_a_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
         result.stderr
         == "mlxrunner: internal error: ZeroDivisionError: division by zero (--debug shows where)\n"
     )
-
-
-def test_control_characters_of_an_error_are_shown_not_sent() -> None:
-    """A hostile model name can't drive the terminal."""
-    result = run("generate", "-p", "x", "-m", "\x1b[31mred")
-    assert "\x1b" not in result.stderr
-    assert "\\x1b[31mred" in result.stderr
-
-
-def test_the_model_can_come_from_the_environment() -> None:
-    """MLXRUNNER_MODEL."""
-    result = CliRunner().invoke(
-        cli.main, ["generate", "-p", "x"], env={"MLXRUNNER_MODEL": "elsewhere"}
-    )
-    assert result.stderr.startswith("mlxrunner: elsewhere: no such model")
 
 
 def test_show_describes_the_demo() -> None:
@@ -474,7 +450,7 @@ TAKE_A_MODEL = ["bench", "chat", "config", "plan", "serve", "show", "verify"]
 def test_a_model_is_an_argument_or_an_option(command: str) -> None:
     """Both ways reach the same error for a model that is not there; both at once are one, too."""
     said = {run(command, *way).stderr for way in (["./nowhere"], ["-m", "./nowhere"])}
-    said.add(run(command, env={"MLXRUNNER_MODEL": "./nowhere"}).stderr)
+    said.add(run(command, MLXRUNNER_MODEL="./nowhere").stderr)
     assert len(said) == 1
     both = run(command, "one", "-m", "two")
     assert both.exit_code == 2

@@ -11,20 +11,17 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from support.command import run
 
 import mlxrunner
-from mlxrunner import Runner, cli
+from mlxrunner import cli
 from mlxrunner.cli.help import KEYS_ONLY
 from mlxrunner.config.file import COMMANDS, EVERYWHERE, KEYS, REQUEST
 from mlxrunner.sessions.store import SessionStore
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
 Write = Callable[[str], Path]
-
-
-def run(*arguments: object, stdin: str = "", **env: str) -> Result:
-    return CliRunner().invoke(cli.main, [*map(str, arguments)], input=stdin, env=env)
 
 
 @pytest.fixture
@@ -48,20 +45,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     suggested = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(suggested))
     return tmp_path / "model"
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """The prompt and the options of each request."""
-    found: list[tuple[Any, dict[str, Any]]] = []
-    generate = Runner.generate
-
-    def recorded(self: Runner, prompt: Any, **options: Any) -> Any:
-        found.append((prompt, options))
-        return generate(self, prompt, **options)
-
-    monkeypatch.setattr(Runner, "generate", recorded)
-    return found
 
 
 def test_the_layers_are_the_same_for_every_command(

@@ -6,16 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from support.command import run
 from support.engine import StepController
 from support.models import write_model
 
-from mlxrunner import GenerateOptions, OptionError, cli
+from mlxrunner import GenerateOptions, OptionError
 from mlxrunner.engine.speculation.controller import Controller
-
-
-def run(*arguments: str, stdin: str = "") -> Result:
-    return CliRunner().invoke(cli.main, arguments, input=stdin)
 
 
 def test_generate_and_chat_answer_the_same_with_a_draft_model() -> None:

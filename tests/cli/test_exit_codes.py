@@ -14,8 +14,7 @@ import pytest
 from click.testing import CliRunner
 from support.waiting import PATIENCE_S
 
-from mlxrunner import cli, errors
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner import cli
 
 TABLE = (Path(cli.__file__).parents[2] / "docs" / "commands.md").read_text()
 EXAMPLE = Path(__file__).parents[1] / "profiling" / "example.jsonl"
@@ -122,14 +121,3 @@ def test_the_table_lists_the_codes_that_are_held() -> None:
     section = TABLE.split("## Exit codes")[1].split("\n## ")[0]
     listed = {int(number) for number in re.findall(r"(?m)^\| (\d+) \|", section)}
     assert listed == {number for number, _ in CASES.values()}
-
-
-def test_the_tree_of_errors_names_the_code_of_each() -> None:
-    """The docstring of `mlxrunner.errors` shows the same."""
-    kinds = {
-        name: kind
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type) and issubclass(kind, MlxrunnerError)
-    }
-    named = re.findall(r"(\w+Error) +exit code (\d)", errors.__doc__ or "")
-    assert dict(named) == {name: str(kind.exit_code) for name, kind in kinds.items()}

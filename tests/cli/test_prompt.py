@@ -10,16 +10,12 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from support.command import run
 
 from mlxrunner import OptionError, Runner, cli
 from mlxrunner.config.names import COMMANDS, FLAGS, LETTERS, MEANT, SAME, WAYS
 
 ASKED = "My name is Ana. What is my name?"
-
-
-def run(*arguments: str, stdin: str = "") -> Result:
-    return CliRunner().invoke(cli.main, arguments, input=stdin)
 
 
 @pytest.fixture

@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.command import run
 
 import mlxrunner
-from mlxrunner import Runner, cli
 from mlxrunner.sessions.store import SessionStore
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
 ASKED = "My name is Ana. What is my name?"
-
-
-def run(*arguments: object, stdin: str = "") -> Result:
-    return CliRunner().invoke(cli.main, [*map(str, arguments)], input=stdin)
 
 
 @pytest.fixture
@@ -34,20 +30,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def suggest(model: Path, **values: Any) -> None:
     (model / "generation_config.json").write_text(json.dumps(values))
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each request of a runner."""
-    found: list[dict[str, Any]] = []
-    generate = Runner.generate
-
-    def recorded(self: Runner, prompt: Any, **options: Any) -> Any:
-        found.append(options)
-        return generate(self, prompt, **options)
-
-    monkeypatch.setattr(Runner, "generate", recorded)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -65,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_an_option_overrides_the_model(
     model: Path,
-    asked: list[dict[str, Any]],
+    asked: list[tuple[Any, dict[str, Any]]],
     command: str,
     arguments: tuple[str, ...],
     temperature: float,
@@ -82,7 +64,7 @@ def test_an_option_overrides_the_model(
         assert "--greedy takes the most likely token, and --repetition-penalty 1.0" in result.stderr
         return
     assert result.exit_code == 0, result.stderr
-    (options,) = asked
+    ((_, options),) = asked
     assert (options["temperature"], options["top_k"]) == (temperature, top_k)
     assert options["repetition_penalty"] == penalty
 
@@ -100,7 +82,7 @@ def batch(model: Path, *arguments: object) -> Result:
 
 
 def test_a_batch_samples_as_the_model_suggests_and_repeats_itself(
-    model: Path, asked: list[dict[str, Any]]
+    model: Path, asked: list[tuple[Any, dict[str, Any]]]
 ) -> None:
     """Line i has seed i, so that a second run writes the same bytes; a line may say otherwise."""
     lines: list[dict[str, Any]] = [
@@ -108,7 +90,7 @@ def test_a_batch_samples_as_the_model_suggests_and_repeats_itself(
     ]  # fmt: skip  # a line each
     Path("in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert batch(model, "--order", "input").exit_code == 0
-    chosen = [(one["temperature"], one["top_k"], one["seed"]) for one in asked]
+    chosen = [(one["temperature"], one["top_k"], one["seed"]) for _, one in asked]
     assert chosen == [(90.0, 50, 0), (90.0, 50, 1), (0, 50, 2)]
     first = Path("out.jsonl").read_bytes()
     texts = [json.loads(line)["text"] for line in first.splitlines()]
@@ -131,7 +113,7 @@ def test_resume_says_that_the_model_suggests_something_else_now(model: Path) -> 
 
 
 def test_a_session_keeps_what_was_set_and_not_what_was_suggested(
-    model: Path, asked: list[dict[str, Any]]
+    model: Path, asked: list[tuple[Any, dict[str, Any]]]
 ) -> None:
     """A session that goes on follows the model; a value that equals the default is kept, too."""
     chat = ("chat", "-m", model, "--no-reserve", "--session", "s", "--set", "no_cache_file=true")
@@ -140,14 +122,14 @@ def test_a_session_keeps_what_was_set_and_not_what_was_suggested(
     suggest(model, temperature=0.5, top_k=9)
     assert run(*chat, stdin="Hello!\n").exit_code == 0
     assert run(*chat, "--greedy", stdin="Hello!\n").exit_code == 0
-    chosen = [(one["temperature"], one.get("top_k"), one["max_tokens"]) for one in asked]
+    chosen = [(one["temperature"], one.get("top_k"), one["max_tokens"]) for _, one in asked]
     assert chosen == [(90.0, 0, 2), (0.5, 0, 2), (0.0, 0, 2)]
 
 
 def test_another_model_in_a_chat_samples_in_its_own_way(
-    model: Path, asked: list[dict[str, Any]]
+    model: Path, asked: list[tuple[Any, dict[str, Any]]]
 ) -> None:
     """`/model` takes the sampling of the one it loads."""
     said = f"Hello!\n/model {model}\nHello!\n/model demo\nHello!\n"
     assert run("chat", "--no-reserve", "--max-tokens", 2, stdin=said).exit_code == 0
-    assert [one.get("temperature") for one in asked] == [None, 90.0, None]
+    assert [one.get("temperature") for _, one in asked] == [None, 90.0, None]

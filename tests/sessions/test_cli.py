@@ -8,9 +8,9 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.command import run
 
-from mlxrunner import cli
 from mlxrunner.models.resolve import DEMO_FOLDER
 from mlxrunner.sessions.store import TEXT, SessionStore
 
@@ -21,12 +21,6 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLXRUNNER_DATA", str(tmp_path / "data"))
     monkeypatch.delenv("MLXRUNNER_MODEL", raising=False)
     return tmp_path / "data"
-
-
-def run(*arguments: str, stdin: str = "") -> Result:
-    result = CliRunner().invoke(cli.main, arguments, input=stdin)
-    assert "Traceback" not in result.stderr
-    return result
 
 
 def talk(name: str, *lines: str) -> Result:
