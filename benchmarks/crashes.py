@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,19 +37,17 @@ WORDS = ("ships", "rivers", "Zorblin", "lamps", "a dog", "music", "the sea", "tr
 
 @contextmanager
 def served(model: str, cache: str, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Serve a model, with its files in `cache`; yield the parent and its address."""
-    command = [sys.executable, "-m", "mlxrunner", "serve", model, "--port", "0", *options]
-    environment = {**os.environ, "XDG_CACHE_HOME": cache}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
-    assert process.stderr is not None
-    said = b""
-    while b"Ollama clients:" not in said:
-        line = process.stderr.readline()
-        assert line, said.decode()
-        said += line
-    os.set_blocking(process.stderr.fileno(), False)
+    """Serve a model, with its files and its log in `cache`; yield the parent and its address."""
+    command = [sys.executable, "-m", "mlxrunner", "serve", model, "--port", "0", "-vv", *options]
+    log = Path(cache, "log")
+    with log.open("wb") as file:
+        environment = {**os.environ, "XDG_CACHE_HOME": cache}
+        process = subprocess.Popen(command, stderr=file, env=environment)
     try:
-        yield process, said.decode().partition(" at ")[2].partition(" ")[0]
+        while "Ollama clients:" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield process, log.read_text().partition(" at ")[2].partition(" ")[0]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -180,8 +179,7 @@ def main() -> None:
     with TemporaryDirectory() as cache:
         with served(given.model, cache) as (parent, url):
             load = asyncio.run(run(given, parent, url))
-            assert parent.stderr is not None
-            said = (parent.stderr.read() or b"").decode()
+        said = Path(cache, "log").read_text().splitlines()
         with served(given.model, cache, "--no-disk-cache") as (_, url):
             if different := asyncio.run(differing(load, url, 20)):
                 load.seen["FAILED: another answer than without a crash"] = different
@@ -190,7 +188,9 @@ def main() -> None:
     load.waits.sort()
     print(f"median wait {load.waits[len(load.waits) // 2]:.1f} s, longest {load.waits[-1]:.1f} s")
     print(f"{load.evaluated:,} of {load.prompts:,} prompt tokens evaluated")
-    print(said.strip())
+    delays = [float(line.split()[-6]) for line in said if "after a turn's end" in line]
+    print(f"{len(delays)} saves, at most {max(delays, default=0.0)} s after a turn's end")
+    print(*(line for line in said if "worker" in line or "again at" in line), sep="\n")
     sys.exit(any(name.startswith("FAILED") for name in load.seen))
 
 

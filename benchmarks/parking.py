@@ -1,34 +1,44 @@
 """Measure parking a conversation and bringing it back against evaluating it again.
 
-python benchmarks/parking.py [--quick]
+PYTHONPATH=tests python benchmarks/parking.py [--behind] [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. A
 random float32 Llama evaluates a prompt once; its entry is parked, first whole, then with a turn
 behind it. Then, in turns, a fresh runner restores it: "cold disk": the files were dropped from the
 page cache first, where the system lets us. 3 % of the evaluation are 33 times. The tokens of its
 answer have to be those of the runner that never left. "find" is asked among 1,000 conversations of
-10,000 tokens, of which the half share 3,000 tokens with the prompt.
+10,000 tokens, of which the half share 3,000 tokens with the prompt. --behind: 16 clients hold
+conversations with small models of four kinds instead; it prints how long after the end of a turn it
+is on disk, and the bytes written beside those of the new rows.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from arguments import llama_of, parser_of, print_json, print_table
 from parallel import random_llama
+from untrained import KINDS, write_untrained
 
+from mlxrunner import ParallelRunner
 from mlxrunner.bench.harness import Comparison, less_is_better
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import DiskCacheIndex, StoredConversation
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
+from mlxrunner.terminal.text import size
 from mlxrunner.testing import ByteTokenizer
 
 TURN = 500
@@ -153,12 +163,64 @@ def finding(conversations: int, length: int) -> list[float]:
     return seconds
 
 
+def behind(kind: str, turns: int, clients: int = 16) -> str:
+    """Let clients talk with a model of a kind, and return what was written behind their turns."""
+    written, delays, wrote = Counter[str](), list[float](), DiskCache._wrote
+
+    class Delays(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "after a turn's end" in record.msg and isinstance(record.args, tuple):
+                delays.append(float(str(record.args[1])))
+
+    def counted(self: DiskCache, file: Any) -> None:
+        written[file.name.split("-")[0]] += file.nbytes
+        wrote(self, file)
+
+    logging.getLogger("mlxrunner").setLevel(logging.DEBUG)
+    logging.getLogger("mlxrunner").handlers = [Delays()]
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(DiskCache, "_wrote", counted):
+        write_untrained(Path(folder, "model"), kind, layers=4, width=128)
+        with ParallelRunner.load(
+            Path(folder, "model"),
+            max_sequences=clients,
+            context=4096,
+            disk_cache_bytes=2**34,
+            disk_cache_dir=Path(folder, "disk"),
+        ) as runner:
+
+            def talk(number: int) -> None:
+                rng = random.Random(number)
+                prompt = rng.choices(range(90), k=400)
+                for _ in range(turns):
+                    most = rng.randrange(20, 200)
+                    found = runner.complete(prompt, max_tokens=most, stop_tokens=[])
+                    prompt = [*prompt, *found.tokens, *rng.choices(range(90), k=most)]
+                    time.sleep(3 * rng.random())
+
+            with ThreadPoolExecutor(clients) as threads:
+                list(threads.map(talk, range(clients)))
+            time.sleep(2)
+            heads = [path.stat().st_size for path in Path(folder, "disk").glob("*/talk-*")]
+            rows = sum(path.stat().st_size for path in Path(folder, "disk").glob("*/rows-*"))
+    return (
+        f"{kind}: {len(delays)} saves of {clients * turns} turns, at most {max(delays):.1f} s "
+        f"after their ends; rows written {written['rows'] / max(rows, 1):.3f} times; beside them "
+        f"{size((written.total() - written['rows']) / len(delays))} a save, of which windows and "
+        f"states are {size(max(heads))}"
+    )
+
+
 def main() -> None:
     parser = parser_of(__doc__, rounds=3, quick="a small model and 1,000 tokens")
     parser.add_argument("--length", type=int, help="tokens of the conversation (default: 8000)")
+    parser.add_argument("--behind", action="store_true", help="measure what is written behind")
     given = parser.parse_args()
-    label, size, length = llama_of(given)
-    rows = compare(label, random_llama(*size), given.length or length, given.rounds)
+    if given.behind:
+        for kind in KINDS:
+            print(behind(kind, 2 if given.quick else 8))
+        return
+    label, dimensions, length = llama_of(given)
+    rows = compare(label, random_llama(*dimensions), given.length or length, given.rounds)
     print_table(rows)
     print_json(rows, versus="evaluating again", rounds=given.rounds)
     found = sorted(finding(*((100, 1000) if given.quick else (1000, 10_000))))

@@ -27,7 +27,7 @@ from mlxrunner.models.load import (
     tell_nobody,
     unread_vision_model,
 )
-from mlxrunner.options import PER_REQUEST, Reserve, RunnerKwargs, RunnerSettings
+from mlxrunner.options import Reserve, RunnerKwargs, RunnerSettings
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size
 
@@ -121,8 +121,7 @@ def load(
     if reserve is True:
         runner = _reserved(kind, loaded, model, settings, demand, progress)
     else:
-        runner = _growing(kind, loaded, model, settings, demand)
-        runner.reserves_requests = reserve == PER_REQUEST
+        runner = _growing(kind, loaded, model, settings, demand, per_request=bool(reserve))
     if runner.plan is not None:
         device.wire(loaded.model, runner.plan.wired(wire))
     runner.wire = wire
@@ -185,12 +184,23 @@ def add_draft_model(
 
 
 def _growing(
-    kind: type[Runner], loaded: LoadedModel, model: str, settings: RunnerSettings, demand: Demand
+    kind: type[Runner],
+    loaded: LoadedModel,
+    model: str,
+    settings: RunnerSettings,
+    demand: Demand,
+    *,
+    per_request: bool,
 ) -> Runner:
-    """Return a runner that takes memory as the conversation grows."""
+    """Return a runner that takes memory as the conversation grows.
+
+    `per_request`: each request reserves what it needs, and chooses its prefill step.
+    """
     plan = _chosen(demand, settings, loaded.facts.context)
+    if per_request:
+        plan = replace(plan, prefill_step=settings.prefill_step, asked_step=0)
     runner = _made(kind, loaded, model, settings, plan, whole=False)
-    runner.growing = demand
+    runner.growing, runner.reserves_requests = demand, per_request
     must_have_room(demand, 1, plan.prefill_step)
     announce(plan, settings.context, loaded.facts.context)
     runner.plan = plan

@@ -244,7 +244,7 @@ class Runner(OneSlot):
         answer = min(chosen.max_tokens or HEADROOM, request.limit)
         if not self.reserves_requests:
             answer = min(answer, HEADROOM)
-        self._must_have_room(len(request.tokens) + answer)
+        self._must_have_room(len(request.tokens) + answer, begins=True)
         return self._answer(request, progress)
 
     def evaluate(self, prompt: Prompt, *, cancelled: Callable[[], bool] = lambda: False) -> int:
@@ -266,7 +266,7 @@ class Runner(OneSlot):
             tokens
         ):
             return 0
-        self._must_have_room(len(tokens))
+        self._must_have_room(len(tokens), begins=True)
         options = GenerateOptions()
         request = Request(
             prompt=tokenized,

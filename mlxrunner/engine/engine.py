@@ -270,6 +270,8 @@ class Engine(MultiRequestRunner):
             if chosen.reserve:
                 opening = replace(opening, asked=chosen)
                 runner.plan = opening.reserve(runner._adapted, runner.kv_cache_tokens)
+                runner.prefill_step = runner.plan.prefill_step
+                runner._scheduler.prefill_step = runner.prefill_step
             plan = runner.plan or opening.plan(runner.kv_cache_tokens)
             device.wire(loaded.model, plan.wired(chosen.wire))
         except BaseException:

@@ -341,10 +341,16 @@ class OneSlot(Closing):
         if self._sight is not None:
             self._sight.settle()
 
-    def _must_have_room(self, tokens: int) -> None:
-        """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`."""
-        if self.growing is not None:
-            tokens = min(tokens, self.context)
-            must_have_room(self.growing, tokens, self.prefill_step)
-            if self.reserves_requests:
-                must_be_offered(self.growing, tokens, self.prefill_step)
+    def _must_have_room(self, tokens: int, *, begins: bool = False) -> None:
+        """Raise MemoryPlanError if memory that was not reserved exceeds a limit with `tokens`.
+
+        A request that `begins` shrinks its prefill step before that.
+        """
+        if self.growing is None:
+            return
+        tokens, step = min(tokens, self.context), self._scheduler.prefill_step
+        if self.reserves_requests:
+            most = self.prefill_step if begins else step
+            step = must_be_offered(self.growing, tokens, most, shrinks=begins)
+            self._scheduler.prefill_step = step
+        must_have_room(self.growing, tokens, step)

@@ -24,7 +24,6 @@ from mlxrunner.memory.plan import (
     Demand,
     Plan,
     WorstCaseBatch,
-    make_plan,
 )
 from mlxrunner.memory.plan import choose as choose_plan
 from mlxrunner.memory.reserve import (
@@ -93,12 +92,15 @@ class EngineConfig:
             demand = replace(demand, pictures=work)
         return cls(asked, demand, offered, beside)
 
-    def plan(self, cells: int | None, limit: int | None = None) -> Plan:
-        """Return the plan of `cells` cells; None: of as many as fit, at most `limit`."""
+    def plan(self, cells: int | None, limit: int | None = None, step: int | None = None) -> Plan:
+        """Return the plan of `cells` cells; None: of as many as fit, at most `limit`.
+
+        `step`: most tokens of a step, by default those of the settings.
+        """
         return choose_plan(
             self.demand,
             cells,
-            self.asked.step,
+            step or self.asked.step,
             offered=self.offered,
             limit=limit or self.asked.most_cells,
             smallest=max(SMALLEST_STEP, self.asked.max_sequences),
@@ -129,29 +131,37 @@ class EngineConfig:
     def reserve(self, engine: BatchedModel | SequentialModel, cells: int) -> Plan:
         """Allocate all cells, run the largest step once to measure it, and return the plan.
 
-        The step sees every cell. Raise MemoryPlanError if it needs more than the device offers.
+        The step sees every cell. If it needs more than the device offers, smaller ones are tried.
+        Raise MemoryPlanError if none fits.
         """
-        asked = replace(self.asked, kv_cache_tokens=cells).complete(cells)
+        step = replace(self.asked, kv_cache_tokens=cells).complete(cells).step
+        while True:
+            demand = replace(self.demand, batch=self._measured(engine, cells, step))
+            plan = replace(self, demand=demand).plan(cells, cells, step)
+            if not plan.asked_step:
+                break
+            step = plan.prefill_step
+            announce_step(plan)
+        device.set_limits(must_fit(plan).total + self.beside, demand.batch.fixed)
+        return plan
+
+    def _measured(
+        self, engine: BatchedModel | SequentialModel, cells: int, step: int
+    ) -> WorstCaseBatch:
+        """Run a step of `step` tokens that sees every cell, and return the memory that it takes."""
         with device.no_garbage_collected():
-            before = mx.get_active_memory()
+            before = mx.get_active_memory() - sum(group.nbytes for group in engine.groups)
             mx.reset_peak_memory()
             # As in a run, the second step is dispatched before the first is read.
-            in_flight = [largest_step(engine, asked.step, asked.max_sequences) for _ in range(2)]
+            in_flight = [largest_step(engine, step, self.asked.max_sequences) for _ in range(2)]
             mx.eval(in_flight, engine.state())
             peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in engine.groups)
             del in_flight
         mx.clear_cache()
         # A shift, between two steps, holds the moved half of a sequence, and its keys once more.
-        shifted = stored * (asked.context or 0) // cells
-        batch = WorstCaseBatch(max(0, peak - before - stored, shifted), is_measured=True)
-        demand = replace(self.demand, batch=batch)
-        plan = must_fit(
-            make_plan(
-                demand, context=cells, prefill_step=asked.step, offered=self.offered, limit=cells
-            )
-        )
-        device.set_limits(plan.total + self.beside, batch.fixed)
-        return plan
+        shifted = stored * (self.asked.context or 0) // cells
+        batch = max(0, peak - before - stored, shifted)
+        return replace(self.demand.batch, fixed=batch, per_token=0, is_measured=True, step=step)
 
 
 def largest_step(engine: BatchedModel | SequentialModel, tokens: int, slots: int) -> list[mx.array]:

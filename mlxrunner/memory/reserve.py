@@ -17,11 +17,12 @@ from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.engine.answer import SEED_TOKENS
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import (
+    SMALLEST_STEP,
     Demand,
     Plan,
     WorstCaseBatch,
+    choose,
     default_checkpoints,
-    make_plan,
 )
 from mlxrunner.models.files import size_of
 from mlxrunner.options import RunnerSettings
@@ -120,15 +121,18 @@ def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
         )
 
 
-def must_be_offered(demand: Demand, tokens: int, prefill_step: int) -> None:
-    """Raise MemoryPlanError, with a table, if the device does not offer enough for `tokens` tokens.
+def must_be_offered(demand: Demand, tokens: int, prefill_step: int, *, shrinks: bool) -> int:
+    """Set MLX's limits for `tokens` tokens, and return the prefill step.
 
-    Otherwise set MLX's limits for them.
+    `shrinks`: it is halved if they do not fit otherwise. Raise MemoryPlanError, with a table, if
+    the device does not offer enough.
     """
-    offered = device.offered_bytes()
-    step = min(prefill_step, tokens)
-    plan = make_plan(demand, context=tokens, prefill_step=step, offered=offered, limit=tokens)
-    device.set_limits(must_fit(plan).total, demand.batch.nbytes(tokens))
+    offered, smallest = device.offered_bytes(), SMALLEST_STEP if shrinks else prefill_step
+    plan = choose(demand, tokens, prefill_step, offered=offered, limit=tokens, smallest=smallest)
+    batch = demand.batch.of_step(must_fit(plan).prefill_step).nbytes(tokens)
+    device.set_limits(plan.total, batch)
+    announce_step(plan)
+    return plan.prefill_step
 
 
 def announce(plan: Plan, asked: int | None, limit: int) -> None:

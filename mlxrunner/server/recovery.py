@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +26,7 @@ SUSPICIOUS = 2
 _CURRENT = ContextVar("request", default="")
 """The id of the request of a task."""
 LONG = 2**16
-"""Bytes of the file from which on it is emptied once no request runs."""
+"""Bytes of the file from which on it is written again without the requests that have ended."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,18 @@ class RunningRequest:
 class JournalContent:
     """The content that a worker has written, as its parent reads it."""
 
-    is_ready: bool = False
-    """True if it has loaded its model."""
+    ready_s: float | None = None
+    """The moment at which its model was loaded, by `time.monotonic`; None: it was not."""
     running: dict[str, RunningRequest] = field(default_factory=dict)
     """The requests that have not ended, by id, in the order in which they began."""
     ended: set[str] = field(default_factory=set)
     """The digests of requests that have ended, whatever their answer was."""
     cleared: set[str] = field(default_factory=set)
     """The digests of suspects that were answered."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready_s is not None
 
 
 @dataclass
@@ -85,12 +90,15 @@ def open_journal() -> IO[bytes]:
 
 
 def read_journal(descriptor: int) -> JournalContent:
-    """Return what a worker that does not run any more has written. Wrong lines are skipped."""
-    found = JournalContent()
+    """Return what a worker that does not run any more has written. Wrong lines are skipped.
+
+    Nothing at all was written if the disk is full: then its model counts as loaded.
+    """
+    found = JournalContent(None if os.fstat(descriptor).st_size else 0.0)
     for line in _lines(descriptor):
         match line:
-            case {"ready": _}:
-                found.is_ready = True
+            case {"ready": float(moment)}:
+                found.ready_s = moment
             case {"begin": str(name), "digest": str(digest), "bytes": int(nbytes)}:
                 found.running[name] = RunningRequest(digest, nbytes)
             case {"prompt": str(name), "tokens": int(tokens)} if name in found.running:
@@ -107,7 +115,7 @@ def begin_journal(descriptor: int, known: Suspicions) -> None:
     """Write what the next worker has to know, in place of what the last one wrote."""
     os.ftruncate(descriptor, 0)
     suspects = [digest for digest, deaths in known.deaths.items() if deaths >= SUSPICIOUS]
-    _append(descriptor, restarts=known.restarts, suspects=suspects, refused=known.refused)
+    _append(descriptor, _line(restarts=known.restarts, suspects=suspects, refused=known.refused))
 
 
 class RequestJournal:
@@ -115,7 +123,11 @@ class RequestJournal:
 
     def __init__(self, descriptor: int) -> None:
         """Read what the parent knows. `descriptor`: a file to which all writes are appended."""
-        self._descriptor, self._running = descriptor, 0
+        self._descriptor = descriptor
+        self._lasting: list[bytes] = []
+        """The lines that are of no request that runs."""
+        self._running: dict[str, list[bytes]] = {}
+        """The lines of each request that runs, by its id."""
         told = next(iter(_lines(descriptor)), {})
         self.restarts = int(str(told.get("restarts", 0)))
         """The workers that have died before."""
@@ -125,39 +137,49 @@ class RequestJournal:
 
     def ready(self) -> None:
         """Note that the model is loaded."""
-        _append(self._descriptor, ready=os.getpid())
+        self._add(self._lasting, ready=time.monotonic())
 
     def begin(self, name: str, digest: str, nbytes: int) -> None:
         """Note that the request with the id `name` begins."""
-        self._running += 1
         _CURRENT.set(name)
-        _append(self._descriptor, begin=name, digest=digest, bytes=nbytes)
+        self._running[name] = []
+        self._add(self._running[name], begin=name, digest=digest, bytes=nbytes)
 
     def prompt(self, tokens: int) -> None:
         """Note that the prompt of the request that this task has begun has `tokens` tokens.
 
         A thread that `asyncio.to_thread` started for the task may call it, too.
         """
-        _append(self._descriptor, prompt=_CURRENT.get(), tokens=tokens)
+        name = _CURRENT.get()
+        self._add(self._running.get(name, []), prompt=name, tokens=tokens)
 
     def end(self, name: str) -> None:
         """Note that a request has ended."""
-        self._running -= 1
-        if not self._running and os.fstat(self._descriptor).st_size > LONG:
-            os.ftruncate(self._descriptor, 0)
-            self.ready()
-        else:
-            _append(self._descriptor, end=name)
+        del self._running[name]
+        if os.fstat(self._descriptor).st_size <= LONG:
+            _append(self._descriptor, _line(end=name))
+            return
+        os.ftruncate(self._descriptor, 0)
+        kept = [*self._lasting, *(line for lines in self._running.values() for line in lines)]
+        _append(self._descriptor, b"".join(kept))
 
     def clear(self, digest: str) -> None:
         """Note that a suspect was answered."""
         self.suspects.discard(digest)
-        _append(self._descriptor, cleared=digest)
+        self._add(self._lasting, cleared=digest)
+
+    def _add(self, lines: list[bytes], **line: object) -> None:
+        lines.append(_line(**line))
+        _append(self._descriptor, lines[-1])
 
 
-def _append(descriptor: int, **line: object) -> None:
+def _line(**line: object) -> bytes:
+    return json.dumps(line).encode() + b"\n"
+
+
+def _append(descriptor: int, text: bytes) -> None:
     with suppress(OSError):  # a full disk costs what the file would tell
-        os.write(descriptor, json.dumps(line).encode() + b"\n")
+        os.write(descriptor, text)
 
 
 def _lines(descriptor: int) -> Iterator[dict[str, object]]:

@@ -37,6 +37,7 @@ from mlxrunner.server.recovery import (
     open_journal,
     read_journal,
 )
+from mlxrunner.terminal.text import count_of
 
 PASSED = "MLXRUNNER_SERVE_WORKER"
 """The variable of a worker: the numbers of its socket and its journal, and of its parent."""
@@ -45,7 +46,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KILLED_AT = 3
 """The signal to stop at which a worker is killed that has not heeded those before."""
 EARLY_S = 10.0
-"""A worker that dies within so many seconds, while no request runs, dies early."""
+"""Seconds from the moment at which a worker is ready. One that dies within them, while no request
+runs, dies early, as does one that is not ready."""
 MOST_EARLY = 5
 """Workers, one after another, that die early before the parent gives up."""
 LONGEST_S = 5.0
@@ -75,6 +77,7 @@ class ServerWorker:
         listening, journal, parent = (int(one) for one in environ.pop(PASSED, "-1 -1 -1").split())
         if parent != os.getppid():
             return None
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it writes to a terminal from the background
         worker = cls(socket.socket(fileno=listening), RequestJournal(journal), parent)
         threading.Thread(target=worker._end_with_parent, daemon=True, name="parent").start()
         return worker
@@ -96,6 +99,8 @@ class Supervisor:
         self._stops: list[int] = []
         """The signals to stop that have come."""
         self._known, self._early = Suspicions(), 0
+        self._has_served = False
+        """True if a worker was ready."""
 
     def run(self) -> int:
         """Start workers until one ends by itself, or can't start. Return its exit code."""
@@ -122,7 +127,6 @@ class Supervisor:
         begin_journal(journal, self._known)
         descriptors = self._listening.fileno(), journal
         passed = " ".join(map(str, (*descriptors, os.getpid())))
-        began = time.monotonic()
         # In a group of its own: a terminal would send Ctrl-C to both, and it would come twice.
         self._worker = worker = subprocess.Popen(
             self._command,
@@ -135,20 +139,26 @@ class Supervisor:
             worker.send_signal(number)
         code = worker.wait()
         left = read_journal(journal)
-        if code == 0 or self._stops or not left.is_ready:
+        if code == 0 or self._stops or not self._goes_on(code, left):
             return code if code >= 0 else 128 - code
-        return self._died(code, left, time.monotonic() - began)
+        return None
 
-    def _died(self, code: int, left: JournalContent, lived_s: float) -> int | None:
-        """Say why a worker has died, and note what ran. Return an exit code to give up."""
+    def _goes_on(self, code: int, left: JournalContent) -> bool:
+        """Say why a worker has died, and note what ran. Return False to give up."""
         cause = _cause(code)
+        if not (left.is_ready or self._has_served):
+            if code < 0:  # else it has said itself why it can't start
+                logger.error("the server can't start, its worker has died: %s", cause)
+            return False
+        self._has_served = True
         self._known.learn(left, cause)
-        self._early = self._early + 1 if lived_s < EARLY_S and not left.running else 0
+        is_early = left.ready_s is None or time.monotonic() < left.ready_s + EARLY_S
+        self._early = self._early + 1 if is_early and not left.running else 0
         if self._early >= MOST_EARLY:
             logger.error("the server's worker has died %d times in a row: %s", self._early, cause)
-            return 1 if code > 0 else 128 - code
+            return False
         logger.warning("the server's worker has died: %s; %s; it starts again", cause, _size(left))
-        return None
+        return True
 
     def _rest(self) -> None:
         """Wait for a moment if workers die early."""
@@ -191,13 +201,15 @@ def _cause(code: int) -> str:
 
 def _size(left: JournalContent) -> str:
     """Return how many requests ran, and the size of the last one."""
+    if not left.is_ready:
+        return "it was not ready yet"
     if not left.running:
         return "no request was running"
-    last = list(left.running.values())[-1]
-    size = f"{last.nbytes:,} bytes"
-    if last.tokens:
-        size = f"{last.tokens:,} tokens of prompt"
-    return f"{len(left.running)} requests were running, the last with {size}"
+    count, last = len(left.running), list(left.running.values())[-1]
+    size = f"{last.tokens:,} tokens of prompt" if last.tokens else f"{last.nbytes:,} bytes"
+    return f"{count_of(count, 'request')} {'was' if count == 1 else 'were'} running, " + (
+        f"with {size}" if count == 1 else f"the last with {size}"
+    )
 
 
 WAITING = 128

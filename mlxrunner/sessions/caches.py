@@ -57,7 +57,7 @@ def cache_writer(
     form = form_of(entry, exported, layers, names)
     form = replace(form, is_exact=exported.is_exact and bits is None)
     shared = common_prefix(last.tokens, form.tokens) if last is not None else 0
-    conversation = plan(seed, form, last, shared)
+    conversation = plan(seed, form, last, shared, is_frugal=True)
     files = piece_files(conversation, exported, layers, there, salt=salt, pictures=names, bits=bits)
     sizes = {**there, **{file.name: file.nbytes for file in files}}
     states = layers.states

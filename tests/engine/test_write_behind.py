@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,10 @@ from support.waiting import until
 
 from mlxrunner import ParallelRunner, Runner
 from mlxrunner.cache.disk.disk_cache import FILE, DiskCache
+from mlxrunner.cache.tokens import TokenBuffer
+from mlxrunner.engine.scheduling import write_behind
+from mlxrunner.engine.scheduling.pacing import StepPace
+from mlxrunner.engine.scheduling.write_behind import IDLE_S, WriteBehind
 
 from .test_errands import KINDS, SETTINGS, Talks
 
@@ -25,12 +31,126 @@ PLENTY = 10**9
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a turn as soon as it has ended, in files of 16 tokens."""
+    if "on_a_clock" in request.fixturenames:
+        return
     park_in_pieces_of(16, monkeypatch)
     monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.QUIET_S", 0.0)
     monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.BUSY_S", 0.0)
     monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.POLL_S", 0.0)
+
+
+class FakeDisk:
+    """A disk on a clock: the engine copies some arrays, and a thread writes them."""
+
+    daily_bytes, written = PLENTY, 0
+
+    def __init__(self, arrays: int) -> None:
+        self.now, self._arrays = 0.0, arrays
+        self.saves: list[tuple[float, int, int]] = []
+        """The moment of each save, its slot, and its tokens."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def saving(self, entry: Any, upto: int, replaces: Any = None) -> Iterator[bool]:
+        for _ in range(self._arrays):
+            self.now += 0.001
+            yield False
+        end = self.now + 0.03
+        while self.now < end:
+            yield True
+        self.saves.append((self.now, entry, upto))
+
+
+class FakeSlots:
+    """Slots in which turns end, and how long it took until each was on disk."""
+
+    def __init__(self, count: int, disk: FakeDisk) -> None:
+        self._disk, self._ends = disk, list[tuple[float, int, int]]()
+        self.slots: list[Any] = [
+            SimpleNamespace(
+                number=number,
+                tokens=TokenBuffer(),
+                is_busy=False,
+                cache=SimpleNamespace(entry=number, current=number),
+                shared_with=len,
+            )
+            for number in range(count)
+        ]
+        self.behind = WriteBehind(self.slots, disk)
+
+    def end_turn(self, number: int) -> None:
+        slot = self.slots[number]
+        slot.tokens.extend([1, 2, 3])
+        self._ends.append((self._disk.now, number, len(slot.tokens)))
+        self.behind.note(slot)
+
+    def delays(self) -> list[float]:
+        return [
+            min(
+                at - moment
+                for at, of, upto in [*self._disk.saves, (math.inf, number, tokens)]
+                if of == number and upto >= tokens and at > moment
+            )
+            for moment, number, tokens in self._ends
+        ]
+
+
+@pytest.fixture
+def on_a_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], tuple[FakeDisk, FakeSlots]]:
+    """Slots whose turns have so many arrays to copy, with the usual delays."""
+
+    def make(count: int, arrays: int) -> tuple[FakeDisk, FakeSlots]:
+        disk = FakeDisk(arrays)
+        monkeypatch.setattr(write_behind, "time", disk)
+        return disk, FakeSlots(count, disk)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("slots", "step_s", "arrays"),
+    [(16, 0.02, 10), (16, 0.02, 300), (16, 0.3, 300), (64, 0.5, 10), (8, 2.0, 300)],
+)
+def test_a_turn_is_on_disk_within_10_s_beside_answers_that_have_fallen_behind(
+    on_a_clock: Any, slots: int, step_s: float, arrays: int
+) -> None:
+    """Turns of 1 to 9 s end in all slots all the time, and a save gets what `StepPace` gives it."""
+    disk, busy = on_a_clock(slots, arrays)
+    pace, rng = StepPace(512), random.Random(slots)
+    for _ in range(3):
+        pace.measure(pace.plan(slots, 0, 0), step_s)
+    pace.spend(slots, 1000.0)
+    assert pace.errand_s(slots) == 0.0
+    ends = [rng.uniform(0, 9) for _ in range(slots)]
+    while disk.now < 80:
+        disk.now += step_s
+        for number in range(slots):
+            if disk.now < 60 and ends[number] < disk.now:
+                ends[number] = disk.now + rng.uniform(1, 9)
+                busy.end_turn(number)
+        if busy.behind.wait_s(is_idle=False) == 0:
+            seconds = pace.errand_s(slots, is_late=busy.behind.is_late)
+            if seconds:
+                busy.behind.go_on(seconds, is_idle=False)
+    assert 0.0 < max(busy.delays()) < 10.0
+
+
+def test_a_turn_is_on_disk_within_2_s_if_nothing_runs(on_a_clock: Any) -> None:
+    """Also if several end at once, and others soon after."""
+    disk, idle = on_a_clock(8, 30)
+    for _ in range(20):
+        for number in range(8):
+            idle.end_turn(number)
+        while (seconds := idle.behind.wait_s(is_idle=True)) is not None:
+            disk.now += seconds
+            idle.behind.go_on(IDLE_S, is_idle=True)
+    assert 0.0 < max(idle.delays()) < 2.0
 
 
 def opened(folder: Path, name: str, daily: int = PLENTY) -> DiskCache:
@@ -85,8 +205,8 @@ def step_until_saved(talks: Talks) -> None:
     tokens, steps = talks.talks[0][:-4], 0
     while most(talks.parking, tokens) < len(tokens):
         talks.runner.step()
-        if talks.parking._writer is not None:
-            talks.parking._writer[1].join()
+        for writer in talks.parking._writers.values():
+            writer.join()
         steps += 1
         assert steps < 400
 
@@ -112,7 +232,7 @@ def test_a_turn_that_waits_for_long_is_written_at_any_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers that have fallen behind leave no time for it before that."""
-    monkeypatch.setattr("mlxrunner.engine.scheduling.pacing.StepPace.errand_s", lambda *_: 0.0)
+    monkeypatch.setattr(StepPace, "errand_s", lambda *_, is_late: 1e-9 * is_late)
     talks = Talks("llama", tmp_path / "parked", daily=PLENTY)
     talks.begin_answer()
     talks.say(0)

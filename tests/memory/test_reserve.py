@@ -421,6 +421,32 @@ def test_the_step_of_several_requests_shrinks_too(
     assert "prefill step: " in caplog.text
 
 
+def test_the_step_of_several_requests_shrinks_if_it_takes_more_than_was_estimated(
+    folder: Path,
+    offer: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The smaller one is measured, too; the answer stays the same."""
+    write_model(folder, **WIDE, max_position_embeddings=1024)
+    several: dict[str, Any] = {"max_sequences": 2, "kv_cache_tokens": 1024}
+    prompt = [7 * i % 250 for i in range(900)]
+    with Engine.load(str(folder), **several) as usual:
+        assert usual.plan is not None
+        offer(usual.plan.total - batch_of(usual.plan) // 3)
+        expected = usual.complete(prompt, max_tokens=20, stop_tokens=[]).tokens
+    monkeypatch.setattr(EngineConfig, "settings", lambda self: self.asked)
+    with caplog.at_level(logging.WARNING, "mlxrunner"), Engine.load(str(folder), **several) as few:
+        assert few.plan is not None
+        assert (few.plan.fits, few.plan.batch_is_measured) == (True, True)
+        assert 256 <= few.prefill_step == few.plan.prefill_step < 1024
+        assert few.complete(prompt, max_tokens=20, stop_tokens=[]).tokens == expected
+    assert caplog.text.count("prefill step: ") == 1
+    offer(few.plan.total - batch_of(few.plan))
+    with pytest.raises(MemoryPlanError, match="batch of 256 tokens \\(measured\\)"):
+        Engine.load(str(folder), **several)
+
+
 # One request.
 
 
@@ -441,7 +467,7 @@ def test_a_request_that_does_not_fit_is_refused_before_it_runs(
 ) -> None:
     """With the table of its tokens; without `max_tokens` it grows until there is no more room."""
     write_model(folder, **WIDE, max_position_embeddings=4096)
-    runner = Runner.load(str(folder), reserve="request")
+    runner = Runner.load(str(folder), reserve="request", prefill_step=256)
     assert runner.growing is not None
     offer(runner.growing.growing(1000, runner.prefill_step, 0))
     with pytest.raises(MemoryPlanError, match="does not fit into memory\nweights ") as error:
@@ -455,6 +481,25 @@ def test_a_request_that_does_not_fit_is_refused_before_it_runs(
             pass
     assert 100 <= count <= 400
     assert runner.entry.is_true
+
+
+def test_a_request_shrinks_its_own_step(
+    folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A short one beside it does not, and a context that does not fit changes nothing."""
+    write_model(folder, **WIDE, max_position_embeddings=2**16)
+    usual = Runner.load(str(folder), reserve="request", prefill_step=1024)
+    assert usual.growing is not None
+    prompt = [7 * i % 250 for i in range(900)]
+    expected = [one.token for one in answer(usual, prompt, 20)]
+    offer(usual.growing.growing(1000, 512, 0))
+    runner = Runner.load(str(folder), reserve="request", prefill_step=1024)
+    with caplog.at_level(logging.WARNING, "mlxrunner"):
+        answer(runner, [1] * 200, 20)
+        assert "prefill step" not in caplog.text
+        assert [one.token for one in answer(runner, prompt, 20)] == expected
+    assert "prefill step: 512 tokens instead of 1024, so that 920 tokens fit into" in caplog.text
+    assert runner.prefill_step == 1024
 
 
 def test_a_model_that_can_never_fit_is_refused_before_it_is_loaded(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import ollama
 import openai
 import pytest
 from support.models import write_model, write_tokenizer
@@ -30,6 +33,7 @@ from mlxrunner.server.recovery import (
     open_journal,
     read_journal,
 )
+from mlxrunner.server.supervisor import Supervisor
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 POISON = "poison"
@@ -108,6 +112,7 @@ def test_a_journal_tells_what_runs(journal: int) -> None:
     worker.begin("b", "second", 20)
     os.write(journal, b"{broken\n[1]\n" + b"\xff\n")
     worker.prompt(684)
+    worker.clear("suspect")
     worker.end("a")
     left = read_journal(journal)
     assert left.is_ready
@@ -117,9 +122,13 @@ def test_a_journal_tells_what_runs(journal: int) -> None:
     for number in range(LONG // 20):
         worker.begin(str(number), "more", 1)
         worker.end(str(number))
-    worker.end("b")
     assert os.fstat(journal).st_size < LONG
-    assert read_journal(journal).is_ready
+    later = read_journal(journal)
+    assert (later.ready_s, later.running, later.cleared) == (
+        left.ready_s,
+        left.running,
+        {"suspect"},
+    )
 
 
 def test_suspects_run_alone(journal: int) -> None:
@@ -164,6 +173,76 @@ def test_suspects_run_alone(journal: int) -> None:
 
     with pytest.raises(ApiError, match=r"3 times, the last time while nothing else ran \(aborted"):
         asyncio.run(refused())
+
+
+WORKER = """
+import os, sys
+from pathlib import Path
+from mlxrunner.server.recovery import RequestJournal
+journal = RequestJournal(int(os.environ["MLXRUNNER_SERVE_WORKER"].split()[1]))
+plan = Path(sys.argv[1])
+act, _, rest = plan.read_text().partition(" ")
+plan.write_text(rest)
+if act.startswith("ready-"):
+    journal.ready()
+code = int(act.removeprefix("ready-"))
+os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "told"),
+    [
+        pytest.param("-9", 137, ["the server can't start"], id="killed at its first start"),
+        pytest.param("3", 3, [], id="an error of its own at its first start"),
+        pytest.param(
+            "ready--9 -9 4 ready-0",
+            0,
+            ["no request was running", "SIGKILL.* not ready yet", "code 4.* not ready yet"],
+            id="killed while it starts again",
+        ),
+        pytest.param(
+            "ready--6 ready--6 -6 -6 -6", 134, ["(SIGABRT)"] * 4 + ["died 5 times"], id="for ever"
+        ),
+    ],
+)
+def test_a_worker_that_dies_while_it_starts(
+    plan: str,
+    code: int,
+    told: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is started again if one was ready before; there is a line for each death."""
+    monkeypatch.setattr("mlxrunner.server.supervisor.LONGEST_S", 0.0)
+    file = tmp_path / "plan"
+    file.write_text(plan + " ")
+    with socket.socket() as listening:
+        command = [sys.executable, "-c", WORKER, str(file)]
+        assert Supervisor(listening, command).run() == code
+    assert file.read_text() == ""
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(told)
+    assert all(re.search(one, line) for one, line in zip(told, lines, strict=True)), lines
+
+
+def test_a_journal_on_a_full_disk_gives_nobody_up(
+    journal: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that could not say that it is ready counts as one that was."""
+
+    def full(fd: int, data: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        begin_journal(journal, Suspicions())
+        worker = RequestJournal(journal)
+        worker.begin("a", "first", 10)
+        worker.prompt(684)
+        worker.end("a")
+    assert read_journal(journal).is_ready
 
 
 def test_the_parent_loads_no_model() -> None:
@@ -237,7 +316,7 @@ def test_a_request_that_aborts_each_step_is_refused_and_costs_nobody_else(model:
     told = [line for line in said.decode().splitlines() if "worker has died" in line]
     assert len(told) == 3
     assert all("aborted (SIGABRT)" in line for line in told)
-    assert all("1 requests were running, the last with " in line for line in told)
+    assert all("1 request was running, with " in line for line in told)
     assert all(" tokens of prompt; it starts again" in line for line in told), told
     assert server.process.returncode == 0
 
@@ -251,7 +330,7 @@ if "MLXRUNNER_SERVE_WORKER" in os.environ:
     def prepared(self, prompt, given):
         request = prepare(self, prompt, given)
         text = self.tokenizer.decode(request.tokens)
-        for name in ("first", "second"):
+        for name in ("first", "second", "third"):
             mark = Path(os.environ["XDG_CACHE_HOME"]) / name
             if name in text and not mark.exists():
                 mark.touch()
@@ -263,10 +342,24 @@ main()
 """
 
 
+class RetryTransport(httpx.HTTPTransport):
+    """Asks again if a connection breaks before its answer begins."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        while True:
+            try:
+                return super().handle_request(request)
+            except httpx.RemoteProtocolError:
+                pass
+
+
 def test_libraries_ask_again_by_themselves(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their streams come to an end although the worker died when they asked."""
+    """Their streams come to an end although the worker died when they asked.
+
+    The library ollama leaves that to its transport.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with program(str(model), code=ONCE) as server:
         of_openai = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x")
@@ -282,7 +375,12 @@ def test_libraries_ask_again_by_themselves(
             model="tiny", max_tokens=8, messages=[{"role": "user", "content": "the second"}]
         ) as answer:
             assert answer.get_final_message().stop_reason in ("end_turn", "max_tokens")
-        assert {path.name for path in tmp_path.iterdir()} >= {"first", "second"}
+        of_ollama = ollama.Client(host=server.url, transport=RetryTransport())
+        *_, last = of_ollama.generate(
+            "tiny", "the third", stream=True, raw=True, options={"num_predict": 8}
+        )
+        assert last.done_reason in ("stop", "length")
+        assert {path.name for path in tmp_path.iterdir()} >= {"first", "second", "third"}
 
 
 def test_a_worker_ends_with_its_parent(model: Path) -> None:

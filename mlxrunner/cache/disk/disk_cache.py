@@ -56,6 +56,10 @@ T = TypeVar("T")
 
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
 """The names of this module's files. Whatever else is in the folder is left alone."""
+MOMENT_S = 1e-3
+"""Seconds for which a thread that writes is waited for at a time."""
+COPIED = 2**25
+"""Bytes of copied arrays from which on they are written before others are copied."""
 FAILURES = (OSError, MlxrunnerError, ValueError, TypeError, RuntimeError, MemoryError)
 """Errors that cost the conversation that is written, and nothing else."""
 
@@ -131,8 +135,8 @@ class DiskCache:
         """
         self.written = 0
         """Bytes of all files that were written since it was opened."""
-        self._writer: tuple[str, threading.Thread] | None = None
-        """The file that a thread writes, or wrote last, and the thread."""
+        self._writers: dict[str, threading.Thread] = {}
+        """The threads that write, by the name of each file."""
         self._read_all()
 
     def tell(self, on_evicted: OnEvicted) -> None:
@@ -192,41 +196,24 @@ class DiskCache:
 
     def offloading(
         self, entry: CacheEntry, replaces: StoredConversation | None = None
-    ) -> Generator[None, None, StoredConversation | None]:
-        """Write an entry as `offload` does, and yield after each file.
+    ) -> Generator[bool, None, StoredConversation | None]:
+        """Write an entry as `offload` does. Yield after each array, and True while a thread writes.
 
         The entry must not change meanwhile. If the iterator is closed, nothing was written.
         """
-        try:
-            conversation = yield from self._offloading(entry)
-        except FAILURES as error:
-            self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
-            return None
-        if conversation is not None:
-            self._said = ""
-            self._index.drop_earlier(conversation, replaces)
-        return conversation
+        return self._settling(self._offloading(entry), replaces)
 
     def saving(
         self, entry: CacheEntry, upto: int, replaces: StoredConversation | None = None
     ) -> Generator[bool, None, StoredConversation | None]:
         """Write the first `upto` tokens of an exact entry, which stays in memory.
 
-        What it writes is on the disk when it returns, also after a power cut: the rows that the
-        disk lacks and one copy of the states and windows, those after `upto` tokens or at the last
-        checkpoint before. Yield after each array, and True while a thread waits for the disk. The
-        entry may grow meanwhile, but what it has must not change. If the iterator is closed,
-        nothing was written. Earlier states are dropped as `offload` does.
+        It writes the rows that the disk lacks and one copy of the states and windows, those after
+        `upto` tokens or at the last checkpoint before. Yield as `offloading` does. The entry may
+        grow meanwhile, but what it has must not change. Earlier states are dropped as `offload`
+        does.
         """
-        try:
-            conversation = yield from self._saving(entry, upto)
-        except FAILURES as error:
-            self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
-            return None
-        if conversation is not None:
-            self._said = ""
-            self._index.drop_earlier(conversation, replaces)
-        return conversation
+        return self._settling(self._saving(entry, upto), replaces)
 
     def lacks(self, tokens: TokenArray) -> int:
         """Return how many tokens of an exact conversation no file has."""
@@ -262,7 +249,23 @@ class DiskCache:
         """Unlock the folder, or remove it if it goes with this process."""
         self._place.close()
 
-    def _offloading(self, entry: CacheEntry) -> Generator[None, None, StoredConversation | None]:
+    def _settling(
+        self,
+        work: Generator[bool, None, StoredConversation | None],
+        replaces: StoredConversation | None,
+    ) -> Generator[bool, None, StoredConversation | None]:
+        """Do the work, and drop what is an earlier state of its conversation; log a failure."""
+        try:
+            conversation = yield from work
+        except FAILURES as error:
+            self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
+            return None
+        if conversation is not None:
+            self._said = ""
+            self._index.drop_earlier(conversation, replaces)
+        return conversation
+
+    def _offloading(self, entry: CacheEntry) -> Generator[bool, None, StoredConversation | None]:
         if not entry.tokens or not entry.is_true:
             return None
         exported = entry.export(outlined=True)
@@ -270,16 +273,7 @@ class DiskCache:
         salt = "" if exported.is_exact else os.urandom(8).hex()
         form = form_of(entry, exported, layers, self._pictures)
         conversation = self._index.plan(self._seed + salt.encode(), form)
-        if (there := self._known(conversation)) is not None:
-            return there
-        self._index.claim(conversation)
-        try:
-            yield from self._writing(conversation, exported, layers, salt)
-            self._index.add(conversation)
-        except BaseException:
-            self._index.remove(conversation)
-            raise
-        return conversation
+        return (yield from self._adding(conversation, exported, layers, layers.states, salt=salt))
 
     def _saving(
         self, entry: CacheEntry, upto: int
@@ -305,66 +299,54 @@ class DiskCache:
             exported = replace(exported, checkpoints=[item for _, item in there])
         elif exported.checkpoints:
             conversation = replace(conversation, lowest=upto + 1)
-        if (known := self._known(conversation)) is not None:
-            return known
+        states = layers.states if is_whole else {}
+        return (yield from self._adding(conversation, exported, layers, states, has_tokens=False))
+
+    def _adding(
+        self,
+        conversation: StoredConversation,
+        exported: Exported,
+        layers: DividedLayers,
+        states: Mapping[str, ArraySource],
+        *,
+        salt: str = "",
+        has_tokens: bool = True,
+    ) -> Generator[bool, None, StoredConversation]:
+        """Write a conversation, unless it is there with all that this one has, and return it."""
+        there = self._index.named(conversation.name)
+        if there is not None and there.covers(conversation):
+            self._index.use(there)
+            return there
         self._index.claim(conversation)
         try:
-            yield from self._writing_behind(conversation, exported, layers, has_states=is_whole)
+            *files, head = self._missing(
+                conversation, exported, layers, states, salt=salt, has_tokens=has_tokens
+            )
+            yield from self._writing(conversation, files, head)
             self._index.add(conversation)
         except BaseException:
             self._index.remove(conversation)
             raise
         return conversation
 
-    def _known(self, conversation: StoredConversation) -> StoredConversation | None:
-        """Return the conversation of that name if it is there with all that this one has."""
-        there = self._index.named(conversation.name)
-        if there is None or not there.covers(conversation):
-            return None
-        self._index.use(there)
-        return there
-
     def _writing(
-        self, conversation: StoredConversation, exported: Exported, layers: DividedLayers, salt: str
-    ) -> Iterator[None]:
-        """Make room for the files that are missing, and write them; the conversation's own last.
-
-        Yield after each.
-        """
-        files = self._missing(conversation, exported, layers, layers.states, salt=salt)
-        while files:
-            file = files.pop(0)  # with the arrays that were copied to write it
-            if file.name not in self._index.sizes or not files:  # another may have written it
-                self._index.make_room(file.nbytes, conversation)
-                self._await_writer(file.name)
-                yield from file.writing(self._place.folder)
-                self._wrote(file)
-            del file
-            yield
-
-    def _writing_behind(
-        self,
-        conversation: StoredConversation,
-        exported: Exported,
-        layers: DividedLayers,
-        *,
-        has_states: bool,
+        self, conversation: StoredConversation, files: list[PieceFile], head: PieceFile
     ) -> Iterator[bool]:
-        """Write the files that are missing in a thread, each from a copy of its arrays.
+        """Write files in a thread, from copies of their arrays; the conversation's own last.
 
-        The conversation's own one is copied first, because states change when the entry grows.
-        `has_states`: it has the states at the end.
+        That is copied first, because states change when the entry grows. Where conversations are
+        found after a restart, all files are on the disk at the end, also after a power cut.
         """
-        states = layers.states if has_states else {}
-        *files, head = self._missing(conversation, exported, layers, states, has_tokens=False)
-        copied = yield from _without_waiting(head.copying())
-        del head
+        last, copies = (yield from _without_waiting(head.copying())), list[PieceFile]()
         while files:
             file = files.pop(0)
-            if file.name not in self._index.sizes:
-                yield from self._write_copy((yield from _without_waiting(file.copying())))
+            if file.name not in self._index.sizes:  # another may have written it
+                copies.append((yield from _without_waiting(file.copying())))
             del file
-        yield from self._write_copy(copied)
+            if sum(copy.nbytes for copy in copies) > COPIED:
+                yield from self._write_copies(conversation, copies)
+                copies = []
+        yield from self._write_copies(conversation, [*copies, last])
 
     def _missing(
         self,
@@ -390,35 +372,45 @@ class DiskCache:
         self._index.make_room(sum(file.nbytes for file in (*files, head)), conversation)
         return [*files, head]
 
-    def _write_copy(self, file: PieceFile) -> Iterator[bool]:
-        """Write a file whose arrays are copies, in a thread. Yield True until it is on the disk."""
-        failed: list[Exception] = []
+    def _write_copies(
+        self, conversation: StoredConversation, files: Sequence[PieceFile]
+    ) -> Iterator[bool]:
+        """Write files whose arrays are copies, in a thread. Yield True until they are on the disk.
+
+        If the iterator is closed, the thread ends with the file that it writes.
+        """
+        failed, done = list[Exception](), list[PieceFile]()
+        is_closed = threading.Event()
 
         def write() -> None:
             try:
-                for _ in file.writing(self._place.folder, sync=True):
-                    pass
+                for file in files:
+                    if is_closed.is_set():
+                        return
+                    for _ in file.writing(self._place.folder, sync=self.is_kept):
+                        pass
+                    done.append(file)
             except Exception as error:
                 failed.append(error)
 
-        self._await_writer(file.name)
+        self._index.make_room(sum(file.nbytes for file in files), conversation)
+        for other in {self._writers[file.name] for file in files if file.name in self._writers}:
+            other.join()
         writer = threading.Thread(target=write, name="mlxrunner-disk-cache", daemon=True)
-        self._writer = file.name, writer
+        self._writers |= {file.name: writer for file in files}
         writer.start()
         try:
             while writer.is_alive():
+                writer.join(MOMENT_S)
                 yield True
         finally:
+            is_closed.set()
             writer.join()
-            if not failed:
+            self._writers = {n: one for n, one in self._writers.items() if one is not writer}
+            for file in done:
                 self._wrote(file)
         if failed:
             raise failed[0]
-
-    def _await_writer(self, name: str) -> None:
-        """Wait until no thread writes the file `name` any more."""
-        if self._writer is not None and self._writer[0] == name:
-            self._writer[1].join()
 
     def _wrote(self, file: PieceFile) -> None:
         self.written += file.nbytes
@@ -569,7 +561,10 @@ def kept_folder(parent: Path, name: str) -> CacheFolder:
         folder = Folder(parent / name, make=True)
         found = folder.stat()
     except (OSError, ValueError) as error:  # a name may hold what no path can
-        raise SessionError(f"the disk cache can't be made in {parent}: {_said(error)}") from error
+        raise SessionError(
+            f"the disk cache can't be made in {parent}: {_said(error)}: choose another folder, or "
+            "none (of serve: XDG_CACHE_HOME, --no-disk-cache)"
+        ) from error
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise SessionError(
             f"the disk cache can't be made in {folder.path}: it has to be yours, and others may "

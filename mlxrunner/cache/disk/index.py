@@ -315,18 +315,18 @@ def plan(
     closest: StoredConversation | None = None,
     shared: int = 0,
     *,
-    rewritten: int | None = None,
+    is_frugal: bool = False,
 ) -> StoredConversation:
     """Name the files of a conversation: those that are there, and those to be written.
 
     It uses the files of `closest` that have rows of the first `shared` tokens of both, but for a
-    last one with fewer than `rewritten` tokens (default: SHORT).
+    last one with fewer than SHORT tokens; if `is_frugal`, with few beside the new ones.
     """
     tokens, length = form.tokens, len(form.tokens)
     rows, begin = list[RowsPiece](), 0
     if closest is not None and closest.rows and shared:
         rows, begin = [piece for piece, _ in closest.used(shared)], shared
-        short = SHORT if rewritten is None else rewritten
+        short = min(SHORT, (length - shared) // FEW) if is_frugal else SHORT
         if shared < length and shared - rows[-1].begin < short:
             begin = rows.pop().begin
     new = pieces(begin, length) if form.has_rows else []
@@ -393,13 +393,9 @@ class DiskCacheIndex:
         return self._conversations.get(name)
 
     def plan(self, seed: bytes, form: EntryForm, *, is_frugal: bool = False) -> StoredConversation:
-        """Name the files of a conversation: those that are there, and those to be written.
-
-        `is_frugal`: rows that are there are written again only if they are few beside the new ones.
-        """
+        """Name the files of a conversation: see the function `plan`."""
         closest, shared = self.closest(form.tokens) if form.is_exact else (None, 0)
-        few = min(SHORT, (len(form.tokens) - shared) // FEW) if is_frugal else None
-        return plan(seed, form, closest, shared, rewritten=few)
+        return plan(seed, form, closest, shared, is_frugal=is_frugal)
 
     def claim(self, conversation: StoredConversation) -> None:
         """Keep the files that `conversation` is going to share."""

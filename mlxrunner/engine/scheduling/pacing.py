@@ -243,18 +243,18 @@ class StepPace:
             return 0
         return self._best(normal, cells, room, must_rest=self._owed >= -normal)
 
-    def errand_s(self, rows: int) -> float:
+    def errand_s(self, rows: int, *, is_late: bool = False) -> float:
         """Return the seconds that work beside the next step may take; 0: none, it has to wait.
 
-        `rows`: the answers that must not stall.
+        `rows`: the answers that must not stall. `is_late`: it can't wait until they catch up.
         """
         if self._max_step_ms == 0:
             return math.inf
         if not rows:
             return ALONE_S
         normal = self.costs.decode(rows)
-        if normal is None or (self._max_step_ms is None and self._owed > 0):
-            return 0.0
+        if normal is None or (self._max_step_ms is None and self._owed > 0 and not is_late):
+            return SHORTEST_S if is_late else 0.0
         longest = _longest(normal) if self._max_step_ms is None else self._max_step_ms / 1e3
         return max(longest - normal, SHORTEST_S)
 

@@ -42,7 +42,7 @@ from mlxrunner.engine.scheduling.eviction import (
     RequestFinalizer,
     step_failed,
 )
-from mlxrunner.engine.scheduling.pacing import SHORTEST_S, StepPace
+from mlxrunner.engine.scheduling.pacing import StepPace
 from mlxrunner.engine.scheduling.request import ActiveRequest
 from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.engine.scheduling.write_behind import IDLE_S
@@ -298,16 +298,14 @@ class Scheduler:
 
         A write while the last step is running would copy all cells that the step sees.
         """
-        if self.errands.is_any:
-            seconds = self._composer.errand_s()
-            if not seconds and self.residents.behind.is_late:
-                seconds = SHORTEST_S
-            if seconds:
-                with suppress(Exception):  # it is raised again where the step is read
-                    mx.eval([] if self._pending is None else self._pending.awaited)
-                began = time.perf_counter()
-                self.errands.run(seconds)
-                self._composer.spend(time.perf_counter() - began)
+        if not self.errands.is_any:
+            return
+        if seconds := self._composer.errand_s(is_late=self.residents.behind.is_late):
+            with suppress(Exception):  # it is raised again where the step is read
+                mx.eval([] if self._pending is None else self._pending.awaited)
+            began = time.perf_counter()
+            self.errands.run(seconds)
+            self._composer.spend(time.perf_counter() - began)
 
     def save_idle(self) -> None:
         """Write idle conversations to disk for a moment, while no request runs."""

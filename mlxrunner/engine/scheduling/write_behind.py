@@ -11,20 +11,21 @@ import logging
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.engine.scheduling.slots import Slot
 
 QUIET_S = 0.5
-"""Seconds after its end until a turn is written, if nothing runs.
+"""Seconds after the end of a conversation's last turn until it is written, if nothing runs.
 
 A tool's result often comes within this time, and then one save has both turns.
 """
 BUSY_S = 3.0
 """Seconds after its end until a turn is written between the steps of others."""
 LATE_S = 6.0
-"""Seconds after its end from which on a piece of a turn is written in each step, at any pace."""
+"""Seconds after its end from which on a turn is written although answers have fallen behind."""
 POLL_S = 0.01
 """Seconds between two looks at a file that a thread writes."""
 IDLE_S = 0.02
@@ -51,6 +52,17 @@ class SaveTarget(Protocol):
     ) -> Generator[bool, None, Any]: ...
 
 
+@dataclass(frozen=True)
+class UnsavedTurns:
+    """The turns of a slot that have ended since it was saved."""
+
+    first: float
+    """The moment at which the first of them ended."""
+    last: float
+    tokens: int
+    """Tokens in the slot at the end of the last one."""
+
+
 class WriteBehind:
     """The turns that are not on disk yet, and the save that is going on."""
 
@@ -59,8 +71,8 @@ class WriteBehind:
         self._slots = slots
         is_on = isinstance(place, SaveTarget) and place.daily_bytes > 0
         self._place = place if is_on and isinstance(place, SaveTarget) else None
-        self._ended: dict[int, tuple[float, int]] = {}
-        """The moment and the number of tokens at the last end of each slot's turn."""
+        self._ended: dict[int, UnsavedTurns] = {}
+        """The turns of each slot that are not on disk."""
         self._saved: dict[int, list[Any]] = {}
         """The last saves of each slot."""
         self._work: Generator[bool, None, None] | None = None
@@ -75,7 +87,9 @@ class WriteBehind:
     def note(self, slot: Slot) -> None:
         """Note that a turn has ended in `slot`."""
         if self._place is not None and slot.tokens:
-            self._ended[slot.number] = time.monotonic(), len(slot.tokens)
+            now, before = time.monotonic(), self._ended.get(slot.number)
+            first = now if before is None else before.first
+            self._ended[slot.number] = UnsavedTurns(first, now, len(slot.tokens))
 
     def wait_s(self, *, is_idle: bool) -> float | None:
         """Return the seconds until there is something to do; None: nothing before the next turn."""
@@ -84,8 +98,10 @@ class WriteBehind:
             return max(0.0, self._again - now)
         if not self._ended:
             return None
-        oldest = min(moment for moment, _ in self._ended.values())
-        return max(0.0, oldest + (QUIET_S if is_idle else BUSY_S) - now, self._pause_s(now))
+        due = min(
+            one.last + QUIET_S if is_idle else one.first + BUSY_S for one in self._ended.values()
+        )
+        return max(0.0, due - now, self._pause_s(now))
 
     @property
     def is_late(self) -> bool:
@@ -93,18 +109,23 @@ class WriteBehind:
         now = time.monotonic()
         if self._work is not None:
             return self._of + LATE_S < now and self._again <= now
-        return any(moment + LATE_S < now for moment, _ in self._ended.values())
+        return any(one.first + LATE_S < now for one in self._ended.values())
 
     def go_on(self, seconds: float, *, is_idle: bool) -> None:
-        """Save for about some seconds. Stop earlier where a thread waits for the disk."""
-        until = time.perf_counter() + seconds
+        """Save for about some seconds. Stop earlier where a thread waits for the disk.
+
+        A turn that is late is waited for.
+        """
+        until = time.monotonic() + seconds
         while (work := self._work or self._next(is_idle=is_idle)) is not None:
-            waits = next(work, None)
+            waits, now = next(work, None), time.monotonic()
             self._work = None if waits is None else work
             if waits:
-                self._again = time.monotonic() + POLL_S
-            if waits or time.perf_counter() >= until:
+                self._again = now + POLL_S
+            if now >= until or (waits and now < self._of + LATE_S):
                 return
+            if waits:
+                time.sleep(POLL_S)
 
     def stop(self) -> None:
         """Leave a save undone."""
@@ -116,10 +137,10 @@ class WriteBehind:
         """Return the save of the turn that has waited longest; None if it is no turn's time."""
         if self.wait_s(is_idle=is_idle) != 0:
             return None
-        number = min(self._ended, key=lambda number: self._ended[number][0])
-        self._of, count = self._ended.pop(number)
-        slot = self._slots[number]
-        return self._saving(slot, min(count, len(slot.tokens)))
+        number = min(self._ended, key=lambda number: self._ended[number].first)
+        turns, slot = self._ended.pop(number), self._slots[number]
+        self._of = turns.first
+        return self._saving(slot, min(turns.tokens, len(slot.tokens)))
 
     def _saving(self, slot: Slot, upto: int) -> Generator[bool, None, None]:
         """Save the first `upto` tokens of a slot. End without it if the slot drops some of them."""
@@ -140,6 +161,8 @@ class WriteBehind:
                 if slot.cache.entry is not entry or slot.shared_with(tokens) < len(tokens):
                     return
         if found is not None and found not in saved:
+            seconds = time.monotonic() - self._of
+            logger.debug("%d tokens are on disk, %.2f s after a turn's end", len(tokens), seconds)
             self._saved[slot.number] = [*saved, found][-SAVES:]
 
     def _pause_s(self, now: float) -> float:

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -311,12 +312,15 @@ def test_an_interrupt_leaves_no_file(make_parking: Make, monkeypatch: pytest.Mon
     parking = make_parking()
     runner = small_runner()
     runner.evaluate(TALKS[0])
+    join = threading.Thread.join
 
-    def write_all(fd: int, data: bytes | memoryview) -> None:
-        raise KeyboardInterrupt
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        join(thread)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tensorfile, "write_all", write_all)
+        patch.setattr(threading.Thread, "join", interrupted)
         parking.offload(runner.entry)
     assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
     assert parking.offload(runner.entry) is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from support.histories import tiny_parts
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import StoredConversation
+from mlxrunner.cache.disk.pieces import PieceFile
+from mlxrunner.system.folders import Folder
 from mlxrunner.testing import oracle_runner
 
 from .conftest import PARTS, PLENTY, Make, answer
@@ -46,16 +50,23 @@ def new(name: str) -> Runner:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kill_between_two_writes_costs_the_last_piece(
-    name: str, make_parking: Make, tmp_path: Path
+    name: str, make_parking: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pieces on disk serve the conversation that goes on, with the answer of a cold run."""
     first, disk, copies = new(name), make_parking(), list[Path]()
     answer(first, PROMPT)
     disk.offload(first.entry)
     answer(first, FOLLOWING)
-    for number, _ in enumerate(disk.offloading(first.entry)):
-        copies.append(tmp_path / f"copy-{number}")
-        shutil.copytree(disk.folder, copies[-1] / disk.folder.name)
+    writing = PieceFile.writing
+
+    def writing_then_copied(file: PieceFile, folder: Folder, **more: Any) -> Iterator[None]:
+        yield from writing(file, folder, **more)
+        copies.append(tmp_path / f"copy-{len(copies)}")
+        shutil.copytree(folder.path, copies[-1] / folder.path.name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PieceFile, "writing", writing_then_copied)
+        disk.offload(first.entry)
     done = disk.find(first.entry.tokens.array)
     assert done is not None
     prompt, reused = [*FOLLOWING, 7, 8], list[int]()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.jobs import DONE, SHARE, STEPS, Shared, run_agent, write_trace
-from support.layered import CONTEXT, NEAR
+from support.layered import CONTEXT, NEAR, write_kind
+from support.program import program
 
 from mlxrunner.server.launch import CLIENTS
 
@@ -45,3 +46,51 @@ def test_an_agent_does_a_job_of_six_tool_calls(
     assert layered.played.most_different(layered.model) < NEAR
     if "UPDATE_TRACES" in os.environ and layered.kind == "full":
         write_trace(client, layered.recorder.requests)
+
+
+DYING = f"""
+import os, sys
+from pathlib import Path
+if "MLXRUNNER_SERVE_WORKER" in os.environ:
+    sys.path[:0] = [{str(Path(__file__).parents[2])!r}]
+    from support.jobs import script
+    from support.layered import LayeredOpening, Played
+    from mlxrunner.engine.engine import Engine
+    from mlxrunner.server import models
+    models.ModelLoader = lambda **given: LayeredOpening(played=Played(script), **given)
+    step = Engine.step
+    def stepped(self):
+        step(self)
+        for one in self._scheduler.requests:
+            done = self.tokenizer.decode(one.tokens).count("<|im_start|>tool\\n")
+            mark = Path(os.environ["XDG_CACHE_HOME"], f"died-at-{{done}}")
+            if done in (2, 4) and one.sampled > 2 * done - 4 and not mark.exists():
+                mark.touch()
+                os.abort()
+    Engine.step = stepped
+from mlxrunner.cli import main
+main()
+"""
+
+
+@pytest.mark.skipif("AGENTS" not in os.environ, reason="make test-agents installs and runs them")
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_agent_asks_again_when_the_worker_dies(
+    client: str,
+    tokenizer: bytes,
+    own_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It dies before the first token of one answer, and in the middle of another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_kind(tmp_path / "full", "full", tokenizer)
+    project = tmp_path / "project"
+    with program(str(tmp_path / "full"), "--slots", "4", code=DYING) as server:
+        result = run_agent(client, server.url, "full", CONTEXT, project)
+    assert {path.name for path in tmp_path.glob("died-at-*")} == {"died-at-2", "died-at-4"}
+    assert result.returncode == 0, result.stderr
+    assert DONE in result.stdout
+    assert (project / "steps.txt").read_text().split() == [
+        word for number in range(STEPS) for word in ("step", str(number))
+    ]
