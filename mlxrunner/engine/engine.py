@@ -377,7 +377,7 @@ class Engine(MultiRequestRunner):
         try:
             for request in list(self._scheduler.requests):
                 self.cancel(request)
-            self._scheduler.errands.stop()
+            self._scheduler.offload_tasks.stop()
             if self._parking is not None and self._parking.is_kept:
                 self._scheduler.residents.park_all()
         finally:

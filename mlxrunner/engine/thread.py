@@ -109,7 +109,7 @@ def end_at_exit(thread: Ending) -> None:
 
 
 def _end_all() -> None:
-    """End the work of all threads before the interpreter ends: see `workers.py`.
+    """End the work of all threads before the interpreter ends.
 
     Ctrl-C while it waits for their last steps leaves at once.
     """

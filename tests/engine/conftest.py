@@ -32,13 +32,13 @@ def proved_once(proofs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
             _, self._found = proofs.setdefault((id(model), options, far), (model, {}))
 
         def difference(self, adapted: BatchedModel) -> str | None:
-            manner: BatchingMode = adapted.manner
-            if manner not in self._found:
+            mode: BatchingMode = adapted.mode
+            if mode not in self._found:
                 if not hasattr(self, "_expected"):
                     super().__init__(*self._given)
-                self._found[manner] = super().difference(adapted)
-            elif self._found[manner] is None:
+                self._found[mode] = super().difference(adapted)
+            elif self._found[mode] is None:
                 adapted.wrap()
-            return self._found[manner]
+            return self._found[mode]
 
     monkeypatch.setattr(proof, "Proof", ProvedOnce)

@@ -25,7 +25,7 @@ from mlxrunner.engine.scheduling import write_behind
 from mlxrunner.engine.scheduling.pacing import StepPace
 from mlxrunner.engine.scheduling.write_behind import IDLE_S, WriteBehind
 
-from .test_errands import KINDS, SETTINGS, Talks
+from .test_offloading import KINDS, SETTINGS, Talks
 
 PLENTY = 10**9
 
@@ -126,7 +126,7 @@ def test_a_turn_is_on_disk_within_10_s_beside_answers_that_have_fallen_behind(
     for _ in range(3):
         pace.measure(pace.plan(slots, 0, 0), step_s)
     pace.spend(slots, 1000.0)
-    assert pace.errand_s(slots) == 0.0
+    assert pace.offload_s(slots) == 0.0
     ends = [rng.uniform(0, 9) for _ in range(slots)]
     while disk.now < 80:
         disk.now += step_s
@@ -135,7 +135,7 @@ def test_a_turn_is_on_disk_within_10_s_beside_answers_that_have_fallen_behind(
                 ends[number] = disk.now + rng.uniform(1, 9)
                 busy.end_turn(number)
         if busy.behind.wait_s(is_idle=False) == 0:
-            seconds = pace.errand_s(slots, is_late=busy.behind.is_late)
+            seconds = pace.offload_s(slots, is_late=busy.behind.is_late)
             if seconds:
                 busy.behind.go_on(seconds, is_idle=False)
     assert 0.0 < max(busy.delays()) < 10.0
@@ -232,7 +232,7 @@ def test_a_turn_that_waits_for_long_is_written_at_any_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers that have fallen behind leave no time for it before that."""
-    monkeypatch.setattr(StepPace, "errand_s", lambda *_, is_late: 1e-9 * is_late)
+    monkeypatch.setattr(StepPace, "offload_s", lambda *_, is_late: 1e-9 * is_late)
     talks = Talks("llama", tmp_path / "parked", daily=PLENTY)
     talks.begin_answer()
     talks.say(0)
@@ -295,5 +295,5 @@ def test_nothing_is_written_behind(tmp_path: Path, settings: dict[str, Any]) -> 
     with Engine(*parts, max_sequences=2, parking=place, max_step_ms=None, **SETTINGS) as engine:
         engine.complete([5] * 50, max_tokens=3, stop_tokens=[])
         assert engine.save_in_s is None
-        assert not scheduler(engine).errands.is_any
+        assert not scheduler(engine).offload_tasks.is_any
         assert place.bytes == 0

@@ -137,7 +137,7 @@ def park_in_pieces_of(count: int, patch: pytest.MonkeyPatch) -> None:
     """Let files have `count` tokens, and a step write or read one piece of a conversation."""
     patch.setattr("mlxrunner.cache.disk.index.SEGMENT", count)
     patch.setattr("mlxrunner.engine.scheduling.eviction.IN_ONE_PIECE", count)
-    patch.setattr("mlxrunner.engine.scheduling.pacing.StepPace.errand_s", lambda *_, **__: 1e-9)
+    patch.setattr("mlxrunner.engine.scheduling.pacing.StepPace.offload_s", lambda *_, **__: 1e-9)
 
 
 def offer_bytes(count: int, patch: pytest.MonkeyPatch) -> None:

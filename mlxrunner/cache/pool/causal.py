@@ -108,19 +108,17 @@ def _stride(cells: Ints) -> slice | None:
     return slice(first, last + 1, by)
 
 
-def read(buffer: mx.array, cells: Ints) -> mx.array:
-    """Return an evaluated copy of these rows: a view would make the next write copy the buffer."""
-    found = runs(cells)
-    if len(found) > MANY_RUNS:
-        rows = mx.take(buffer, mx.array(cells), axis=2)
-    else:
-        rows = mx.contiguous(
-            mx.concatenate(
-                [buffer[..., run.begin : run.end, :] for run in found or [CellRun(0, 0)]], axis=2
-            )
-        )
-    mx.eval(rows)
-    return rows
+def read(cells: Ints, *buffers: mx.array) -> list[mx.array]:
+    """Return evaluated copies of these rows: a view would make the next write copy the buffer."""
+    found, copies = runs(cells), list[mx.array]()
+    for buffer in buffers:
+        if len(found) > MANY_RUNS:
+            copies.append(mx.take(buffer, mx.array(cells), axis=2))
+            continue
+        parts = [buffer[..., run.begin : run.end, :] for run in found or [CellRun(0, 0)]]
+        copies.append(mx.contiguous(mx.concatenate(parts, axis=2)))
+    mx.eval(copies)
+    return copies
 
 
 def write(buffer: mx.array, cells: Ints, rows: mx.array) -> None:
@@ -263,9 +261,11 @@ class CausalCache(Cache):
             return
         after, cells = copied
         sources = self._cells.cells_of(sequence, 0, len(cells))
-        for layer in self._layers.values():
-            for buffer in (layer.keys, layer.values):
-                write(buffer, cells, read(buffer, sources))
+        buffers = [part for layer in self._layers.values() for part in (layer.keys, layer.values)]
+        places = BatchPlaces(cells)
+        for buffer, rows in zip(buffers, read(sources, *buffers), strict=True):
+            places.put(buffer, rows)
+        mx.eval(buffers)
         self._become(after)
 
     def num_used_by(self, sequences: Sequence[int], prefix: tuple[int, int] = (0, 0)) -> int:
@@ -329,10 +329,9 @@ class CausalCache(Cache):
         """
         self._lifecycle.check()
         cells = self._cells.cells_of(sequence, begin, end)
-        return {
-            index: (read(layer.keys, cells), read(layer.values, cells))
-            for index, layer in self._layers.items()
-        }
+        buffers = [part for layer in self._layers.values() for part in (layer.keys, layer.values)]
+        rows = iter(read(cells, *buffers))
+        return {index: (next(rows), next(rows)) for index in self._layers}
 
     def write(self, sequence: int, begin: int, rows: Rows) -> None:
         """Store `rows` as the tokens from position `begin` on of a sequence, where its tokens end.
@@ -353,9 +352,10 @@ class CausalCache(Cache):
         if move is not None:
             self._move(move, before)
         self._layers.update(layers)
+        places = BatchPlaces(cells)
         for index, (keys, values) in rows.items():
-            write(self._layers[index].keys, cells, keys.astype(self._dtype))
-            write(self._layers[index].values, cells, values.astype(self._dtype))
+            self._layers[index].write(places, keys, values)
+        mx.eval([(layer.keys, layer.values) for layer in self._layers.values()])
         self._become(after)
 
     def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
@@ -442,8 +442,10 @@ class CausalCache(Cache):
         offsets = mx.full(shift.sources.shape, shift.by, mx.int32)
         rows = {}
         for index, layer in self._layers.items():
-            keys = self._shift(index, read(layer.keys, shift.sources), offsets).astype(self._dtype)
-            rows[index] = keys, read(layer.values, shift.copies.sources)
+            keys = self._shift(index, read(shift.sources, layer.keys)[0], offsets).astype(
+                self._dtype
+            )
+            rows[index] = keys, read(shift.copies.sources, layer.values)[0]
             layer.check(index, *rows[index])
         mx.eval(rows)
         return partial(self._apply_shift, shift, rows, after)
@@ -502,7 +504,7 @@ class CausalCache(Cache):
         targets = np.arange(move.begin, move.begin + len(move.sources), dtype=np.int32)
         for layer in self._layers.values():
             for buffer in (layer.keys, layer.values):
-                write(buffer, targets, read(buffer, move.sources))
+                write(buffer, targets, *read(move.sources, buffer))
         self._cells = after
 
     def _apply_shift(self, shift: PositionShift, rows: Rows, after: KVPool) -> None:

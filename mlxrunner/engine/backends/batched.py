@@ -1,10 +1,10 @@
 """Adapt a stock mlx-lm model to run tokens of many sequences as one row.
 
 Each token has its own position. Keys and values lie in shared cells, and what can't be one row runs
-for each sequence (`parallel.rows.per_sequence`). mlx-lm's code is not changed: while a model is
+for each sequence (`per_sequence.py`). mlx-lm's code is not changed: while a model is
 adapted, wrappers replace each attention's `rope`, which takes one position per token, the mixers of
 layers that are apart, and the last norm, which passes only the rows whose logits are wanted.
-Whether that gives the right answers is for `parallel.rows.proof` to say: nothing follows from a
+Whether that gives the right answers is for `proof.py` to say: nothing follows from a
 model's name.
 """
 
@@ -66,16 +66,16 @@ It reads all weights once more, which takes as long as evaluating about this num
 class BatchedModel(Backend):
     """A model that is adapted to rows of many sequences. `close` undoes everything."""
 
-    def __init__(self, model: Any, options: CacheOptions, manner: BatchingMode) -> None:
+    def __init__(self, model: Any, options: CacheOptions, mode: BatchingMode) -> None:
         """Prepare to adapt `model`. Call `wrap` and `allocate` before the first pass.
 
         `options`: those of the layer caches. Windows in shared cells have the same slack.
         """
-        self.model, self._options, self.manner = model, options, manner
+        self.model, self._options, self.mode = model, options, mode
         self._wrapped: list[tuple[Any, str, Any]] = []
         likes = make_layer_caches(model, options)
-        super().__init__(windows_of(likes, manner.sharing), options.rewind_slack)
-        self.step = LayerStep(manner.adds_starts)
+        super().__init__(windows_of(likes, mode.sharing), options.rewind_slack)
+        self.step = LayerStep(mode.adds_starts)
         self._caches: dict[int, list[LayerCache]] = {}
         self._rows: list[LayerView] = []
         self._apart: list[PerSequenceLayer] = []
@@ -95,7 +95,7 @@ class BatchedModel(Backend):
         self._roped = [module for module in modules if has_rope(module)]
         self._attentions = [module for module in modules if calls_attention(module)]
         self.can_split = (
-            manner.splits and bool(self._attentions) and all(map(calls_attention, self._roped))
+            mode.splits and bool(self._attentions) and all(map(calls_attention, self._roped))
         )
         self._dtype = _dtype(model)
 
@@ -108,7 +108,7 @@ class BatchedModel(Backend):
                 self._replace(module, "__class__", class_with(module, attention_in_parts))
         for module in mixers(self.model) if self._apart else []:
             self._replace(module, "__class__", class_apart(module))
-        found = last_norm(self.model) if self.manner.cuts_head else None
+        found = last_norm(self.model) if self.mode.cuts_head else None
         if found is not None:
             self._head = SomeRows(getattr(*found))
             self._replace(*found, self._head)
@@ -291,11 +291,11 @@ class BatchedModel(Backend):
 
         `path`: the index of the cache among the model's, and then those of parts.
         """
-        if shares(like, self.manner.sharing):
+        if shares(like, self.mode.sharing):
             group = self._kinds.index(window_of(like))
             self._rows.append(LayerView(self, len(self._rows), path[0], group))
             return self._rows[-1]
-        if falls_apart(like, self.manner.sharing):
+        if falls_apart(like, self.mode.sharing):
             return [self._view(part, (*path, index)) for index, part in enumerate(like.parts)]
         self._paths.append(path)
         self._apart.append(view_of(self.step, partial(self._cache_of, path), like))

@@ -84,17 +84,17 @@ def engine_for(
 
 
 def _candidates(model: Any, options: CacheOptions) -> Iterator[BatchedModel]:
-    """Yield the model adapted in each manner that differs from those before."""
+    """Yield the model adapted in each batching mode that differs from those before."""
     tried = set()
     for sharing in Sharing:
-        for manner in (
+        for mode in (
             BatchingMode(sharing),
             BatchingMode(sharing, splits=False),
             BatchingMode(sharing, adds_starts=True),
             BatchingMode(sharing, cuts_head=False),
         ):
-            adapted = BatchedModel(model, options, manner)
-            what = (*adapted.ways, adapted.can_split, manner.adds_starts, manner.cuts_head)
+            adapted = BatchedModel(model, options, mode)
+            what = (*adapted.ways, adapted.can_split, mode.adds_starts, mode.cuts_head)
             if what not in tried:
                 tried.add(what)
                 yield adapted
@@ -116,7 +116,7 @@ class Proof:
         Return None if it agrees.
         """
         try:
-            far = self._far_away(adapted.manner.sharing)
+            far = self._far_away(adapted.mode.sharing)
             adapted.wrap()
             adapted.allocate(SEQUENCES, TOKENS, TOKENS)
             difference = _difference(mx.concatenate(list(_run(adapted))), self._expected)

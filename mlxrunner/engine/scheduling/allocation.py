@@ -199,15 +199,15 @@ class OffloadTasks:
         """True if there is something to do between two steps."""
         if self.are_on and self._ahead is None:
             self._look_ahead()
-        if self._ahead is not None or any(one.errand is not None for one in self._requests):
+        if self._ahead is not None or any(one.offload_task is not None for one in self._requests):
             return True
         return self.are_on and self._behind.wait_s(is_idle=False) == 0
 
     def run(self, seconds: float) -> None:
-        """Go on with all errands for about some seconds: one piece at least."""
+        """Go on with all tasks for about some seconds: one piece at least."""
         until = time.perf_counter() + seconds
         for request in self._requests:
-            while request.errand is not None:
+            while request.offload_task is not None:
                 self._go_on(request)
                 if time.perf_counter() >= until:
                     return
@@ -234,7 +234,7 @@ class OffloadTasks:
     def making_way(
         self, request: ActiveRequest, choice: SlotChoice
     ) -> Generator[None, None, int] | None:
-        """Return the errand that parks a conversation for `request`, which then chooses again.
+        """Return the task that offloads a conversation for `request`, which then chooses again.
 
         None if all that has to be given up for it is parked fast.
         """
@@ -249,18 +249,18 @@ class OffloadTasks:
         return 0
 
     def _go_on(self, request: ActiveRequest) -> None:
-        """Do a piece of a request's errand. At its end, place the request, or let it choose again.
+        """Do a piece of a request's task. At its end, place the request, or let it choose again.
 
         It also chooses again if others took the cells meanwhile.
         """
         try:
-            next(request.errand or iter(()))
+            next(request.offload_task or iter(()))
         except StopIteration as done:
-            request.errand = None
+            request.offload_task = None
             if done.value:
                 self._resume(request, request.slot, done.value)
         except CacheFullError:
-            request.errand = None
+            request.offload_task = None
 
     def _victim_of(self, request: ActiveRequest, choice: SlotChoice) -> Slot | None:
         """Return a slot that will be given up for `request`, and takes long to be parked."""
@@ -347,7 +347,7 @@ class SlotAssigner:
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self.residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
-        self.errands = OffloadTasks(engine, requests, room, residents, self._resume)
+        self.offload_tasks = OffloadTasks(engine, requests, room, residents, self._resume)
         self.is_reusable = True
         """False if no prompt may reuse what another one has evaluated."""
 
@@ -395,7 +395,7 @@ class SlotAssigner:
         `has_room`: True if no request of higher priority waits for room.
         """
         source, promised, todo = request.source, request.promised, request.todo
-        if request.errand is not None:
+        if request.offload_task is not None:
             return True
         if source is not None:
             if source.shared_with(todo) >= promised and source.reach(promised) == promised:
@@ -457,14 +457,14 @@ class SlotAssigner:
     def _follow(self, request: ActiveRequest, choice: SlotChoice) -> None:
         """Take the prefix that a slot or the disk has, or begin to wait for it."""
         slot = request.slot
-        errand = self.errands.making_way(request, choice)
-        if errand is not None:
-            request.errand = errand
+        offload_task = self.offload_tasks.making_way(request, choice)
+        if offload_task is not None:
+            request.offload_task = offload_task
         elif choice.parked is not None:
             saved = self.residents.read(*choice.parked)
             self.residents.give_up(slot, request, "slot")
-            if self.errands.are_on:
-                request.errand = self.errands.restoring(slot, saved, choice.parked[1])
+            if self.offload_tasks.are_on:
+                request.offload_task = self.offload_tasks.restoring(slot, saved, choice.parked[1])
             else:
                 for _ in self.residents.restoring(slot, saved):
                     pass
@@ -592,11 +592,11 @@ class Preemptor:
             request.give_way()
             if request.slot.exact != END:
                 self._residents.clear(request.slot, "a lack of room")
-            elif self._assigner.errands.are_on:
+            elif self._assigner.offload_tasks.are_on:
                 self._residents.rest(request.slot)
             else:
                 self._residents.give_up(request.slot, None, "memory")
-        request.stop_errand()
+        request.stop_offload_task()
         request.source = None
         request.slot.planned = request.slot.planned[:0]  # nobody shall wait for it
         self._room.wait(request)

@@ -148,9 +148,9 @@ class BatchBuilder:
         is_long = end - request.evaluated_from > SEED_TOKENS and end == len(request.todo)
         return end - 1 if is_long and not request.is_ahead and request.place < end - 1 else end
 
-    def errand_s(self, *, is_late: bool) -> float:
+    def offload_s(self, *, is_late: bool) -> float:
         """Return the seconds that work beside the next step may take; 0: none now."""
-        return self._pace.errand_s(self._num_kept(), is_late=is_late)
+        return self._pace.offload_s(self._num_kept(), is_late=is_late)
 
     def spend(self, seconds: float) -> None:
         """Note that work beside the next step took time, while the last one was running."""

@@ -390,7 +390,7 @@ class RequestFinalizer:
 
         A sampled token that was not read yet is dropped.
         """
-        request.stop_errand()
+        request.stop_offload_task()
         if request.drafting is not None:
             request.drafting.close()
         slot = request.slot

@@ -243,7 +243,7 @@ class StepPace:
             return 0
         return self._best(normal, cells, room, must_rest=self._owed >= -normal)
 
-    def errand_s(self, rows: int, *, is_late: bool = False) -> float:
+    def offload_s(self, rows: int, *, is_late: bool = False) -> float:
         """Return the seconds that work beside the next step may take; 0: none, it has to wait.
 
         `rows`: the answers that must not stall. `is_late`: it can't wait until they catch up.

@@ -112,8 +112,8 @@ class ActiveRequest(Request):
     """True once its slot has the shared prefix, so that the rest can be evaluated."""
     source: Slot | None = None
     """The slot whose prefix the request waits for, until it is placed; None: it waits for room."""
-    errand: Generator[None, None, int] | None = None
-    """The work on its slot that has to be done before it is placed: see `errands.py`."""
+    offload_task: Generator[None, None, int] | None = None
+    """The work on its slot that has to be done before it is placed: see `OffloadTasks`."""
     parked_ahead: set[int] = field(default_factory=set)
     """The slots whose conversations were parked to make way for it."""
     promised: int = 0
@@ -174,7 +174,7 @@ class ActiveRequest(Request):
     @property
     def holds_cells(self) -> bool:
         """True if it has cells, or claims the rest of a prefix that it waits for."""
-        return self.is_placed or self.source is not None or self.errand is not None
+        return self.is_placed or self.source is not None or self.offload_task is not None
 
     def open_account(self, accounting: TokenAccounting) -> None:
         """Begin to count the tokens of the prompt, before any of them is evaluated."""
@@ -194,11 +194,11 @@ class ActiveRequest(Request):
             self.counted, found.cached, known, found.cached + self.evaluated, as_tokens(answer)
         )
 
-    def stop_errand(self) -> None:
+    def stop_offload_task(self) -> None:
         """Leave the work on its slot undone: it may have to begin again."""
-        errand, self.errand = self.errand, None
-        if errand is not None:
-            errand.close()
+        offload_task, self.offload_task = self.offload_task, None
+        if offload_task is not None:
+            offload_task.close()
 
     @property
     def is_read(self) -> bool:

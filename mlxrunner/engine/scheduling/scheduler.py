@@ -97,8 +97,8 @@ class Scheduler:
         parts = engine, self.slots, self.requests, room, self.residents
         self._assigner = SlotAssigner(*parts, self._accounting, ends)
         self._assigner.is_reusable = is_reusable
-        self.errands = self._assigner.errands
-        self.errands.are_on = is_reusable and settings.max_step_ms != 0
+        self.offload_tasks = self._assigner.offload_tasks
+        self.offload_tasks.are_on = is_reusable and settings.max_step_ms != 0
         self._endings = RequestFinalizer(
             self.requests, self.residents, self._accounting, lambda: self.moment, ended
         )
@@ -187,7 +187,7 @@ class Scheduler:
         self._whole(self._step_alone if self._engine.is_single else self._step)
 
     def _step(self) -> None:
-        self._run_errands()
+        self._run_offload_tasks()
         self._assigner.place_waiting()
         if self._suspects:
             self._run_suspects(self._suspects.popleft())
@@ -293,29 +293,29 @@ class Scheduler:
             self._pending = None
             self._passes.finish(request)
 
-    def _run_errands(self) -> None:
+    def _run_offload_tasks(self) -> None:
         """Park and restore conversations, a piece at a time.
 
         A write while the last step is running would copy all cells that the step sees.
         """
-        if not self.errands.is_any:
+        if not self.offload_tasks.is_any:
             return
-        if seconds := self._composer.errand_s(is_late=self.residents.behind.is_late):
+        if seconds := self._composer.offload_s(is_late=self.residents.behind.is_late):
             with suppress(Exception):  # it is raised again where the step is read
                 mx.eval([] if self._pending is None else self._pending.awaited)
             began = time.perf_counter()
-            self.errands.run(seconds)
+            self.offload_tasks.run(seconds)
             self._composer.spend(time.perf_counter() - began)
 
     def save_idle(self) -> None:
         """Write idle conversations to disk for a moment, while no request runs."""
-        if self.errands.are_on:
+        if self.offload_tasks.are_on:
             self.residents.behind.go_on(IDLE_S, is_idle=True)
 
     @property
     def save_in_s(self) -> float | None:
         """Seconds until `save_idle` has something to do; None: nothing before the next turn."""
-        return self.residents.behind.wait_s(is_idle=True) if self.errands.are_on else None
+        return self.residents.behind.wait_s(is_idle=True) if self.offload_tasks.are_on else None
 
     def _whole(self, act: Callable[[], None]) -> None:
         """Call `act`. End all requests if it raises an error or is interrupted.
@@ -441,7 +441,7 @@ class Scheduler:
         if is_lost:
             self._engine.forget()
             for request in self.requests:
-                request.stop_errand()
+                request.stop_offload_task()
             for slot in self.slots:
                 self.residents.clear(slot, "a failed step")
         for request in self.requests:

@@ -86,8 +86,8 @@ def talks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talks]:
     found.close()
 
 
-def has_errand(handle: EngineHandle) -> bool:
-    return request_of(handle).errand is not None
+def has_task(handle: EngineHandle) -> bool:
+    return request_of(handle).offload_task is not None
 
 
 def test_an_answer_goes_on_while_conversations_are_parked_and_come_back(talks: Talks) -> None:
@@ -96,7 +96,7 @@ def test_an_answer_goes_on_while_conversations_are_parked_and_come_back(talks: T
     said = []
     for number in (0, 1, 0, 1):
         before, handle, steps = request_of(answer).sampled, talks.submit(number), 0
-        while has_errand(handle) or not request_of(handle).is_placed:
+        while has_task(handle) or not request_of(handle).is_placed:
             talks.runner.step()
             steps += 1
         said.append((steps, request_of(answer).sampled - before))
@@ -129,7 +129,7 @@ def test_a_cancel_in_the_middle_leaves_nothing_wrong(talks: Talks, steps: int) -
         for _ in range(steps):
             talks.runner.step()
         handle.cancel()
-        assert not has_errand(handle)
+        assert not has_task(handle)
         free = [group.num_free for group in backend(talks.runner).groups]
         held = [
             max(0, len(slot.tokens)) if group.window is None else 0
@@ -180,7 +180,7 @@ def test_closing_in_the_middle_leaves_a_folder_that_is_whole(talks: Talks) -> No
     handle = talks.submit(1)
     for _ in range(4):
         talks.runner.step()
-    assert has_errand(handle) or not backend(talks.runner).groups
+    assert has_task(handle) or not backend(talks.runner).groups
     folder = talks.parking.folder.parent
     talks.close()
     again = Talks(talks.name, folder)
@@ -225,7 +225,7 @@ def test_what_makes_room_for_a_growing_answer_is_parked_before(
     steps = 0
     while not answer.finished:
         talks.runner.step()
-        steps += scheduler(talks.runner).errands._ahead is not None
+        steps += scheduler(talks.runner).offload_tasks._ahead is not None
     assert steps > LONG // 16
     assert len(lacking) == 1
     assert lacking[0] <= 16
