@@ -11,7 +11,7 @@ in front (`mlxrunner doctor` names it). The servers take turns at the same reque
 begins each round, and figures are medians of the rounds; the first `--warm` rounds fill the caches
 and are not counted. Prompts have random words, so that nothing is reused but `--shared` words at
 their beginning and the template's header. A step is the usual pause between two tokens of an
-answer, a gap is the longest one.
+answer, a gap is the longest one; "processor" is what the server used of it.
 
 All requests come at once, or with --rate R at random moments, R in a second on average, or with
 --busy S at S times the rate that the faster server can serve. --trace FILE plays requests from
@@ -31,7 +31,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,6 +56,8 @@ class Endpoint:
     name: str
     url: str
     model: str
+    used: Callable[[], float] = lambda: 0.0
+    """A function that returns the seconds of the processor that the server has used."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class Round:
     """All pauses between the pieces of answers."""
     tokens: int
     """Tokens of all answers."""
+    used: float = 0.0
+    """Of the server's processor."""
 
     @property
     def step(self) -> float:
@@ -209,13 +213,14 @@ async def _play(endpoint: Endpoint, load: Load, seed: int) -> Round:
     async with httpx.AsyncClient(
         base_url=endpoint.url, timeout=None, verify=False, limits=limits
     ) as client:
-        began = time.perf_counter()
+        used, began = endpoint.used(), time.perf_counter()
         ended = await asyncio.gather(
             *(_ask(client, *one) for one in load.bodies(seed, endpoint.model))
         )
         wall = time.perf_counter() - began
     pauses = [pause for one in ended for pause in one.pauses]
-    return Round(wall, [one.firsts[0] for one in ended], pauses, sum(one.tokens for one in ended))
+    firsts, tokens = [one.firsts[0] for one in ended], sum(one.tokens for one in ended)
+    return Round(wall, firsts, pauses, tokens, endpoint.used() - used)
 
 
 def compare(endpoints: Sequence[Endpoint], load: Load, rounds: int, warm: int) -> list[list[Round]]:
@@ -234,7 +239,7 @@ def compare(endpoints: Sequence[Endpoint], load: Load, rounds: int, warm: int) -
     return found
 
 
-RATIOS = {"wall": "wall", "half": "first token", "most": "90 %", "step": "step"}
+RATIOS = {"wall": "wall", "half": "first token", "most": "90 %", "used": "processor"}
 """The figures of a round whose ratios are shown, and their titles."""
 
 
@@ -250,7 +255,7 @@ def show(
             f"{median(one.half for one in rounds):6.3f} s, 90 % "
             f"{median(one.most for one in rounds):6.3f} s, step "
             f"{1000 * median(one.step for one in rounds):5.1f} ms, gap {1000 * gap:4.0f} ms, "
-            f"{rounds[0].tokens} tokens"
+            f"processor {median(one.used for one in rounds):.2f} s, {rounds[0].tokens} tokens"
         )
     pairs = list(zip(found[0], found[-1], strict=True))
     ratios = {
@@ -283,7 +288,7 @@ def served(kind: str, size: tuple[int, int], names: Sequence[str]) -> Iterator[l
             for number, name in enumerate(names):
                 servers.append(Served(CONTENDERS[name], folder, Path(place) / f"kept{number}"))
             yield [
-                Endpoint(one.name, f"{one.url}/v1", CONTENDERS[one.name].model(folder))
+                Endpoint(one.name, f"{one.url}/v1", CONTENDERS[one.name].model(folder), one.used)
                 for one in servers
             ]
         finally:

@@ -117,8 +117,8 @@ class Served:
         return self._process.pid
 
     def used(self) -> float:
-        """Return the seconds of the processor that the process has used."""
-        return used_by(self.process)
+        """Return the seconds of the processor that the process and its children have used."""
+        return sum(used_by(process) for process in _with_children(self.process))
 
     def client(self) -> httpx.AsyncClient:
         """Return a client for `ask`."""
@@ -157,6 +157,16 @@ async def answer_of(
                 found = json.loads(line[6:])
                 text = "".join(_text(choice["delta"]) for choice in found.get("choices", ()))
                 yield text, found.get("usage") or {}
+
+
+def _with_children(process: int) -> list[int]:
+    words = ["ps", "-e", "-o", "pid=,ppid="]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in said.splitlines()]
+    found = [process]
+    for parent in found:
+        found += [pid for pid, of in pairs if of == parent]
+    return found
 
 
 def used_by(process: int) -> float:

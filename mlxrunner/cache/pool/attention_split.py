@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlxrunner.cache.pool.cells import Bools, CellRun, Ints, KVPool, Spans, between
+from mlxrunner.cache.pool.cells import Bools, CellRun, Ints, KVPool, Spans, are_near, between
 from mlxrunner.cache.pool.interface import Batch
 
 PART_COST = 500
@@ -366,31 +366,39 @@ def _stacks(
         begins = {
             number: cells.reservations[blocks[number].sequence].run.begin for number in members
         }
-        first, last = min(begins.values()), max(begins.values())
-        count = (last - first) // size + 1
-        if len(members) > 1 and count <= 2 * len(members):
-            bits = sum(1 << number for number in members)
-            stacks.append((bits, _stacked(blocks, members, begins, CellRun(first, size), count)))
-        else:
-            rest += [
-                SeenCells(run, 1 << number) for number, runs in members.items() for run in runs
-            ]
+        for group in _neighbours(begins, size):
+            some = {number: members[number] for number in group}
+            if len(group) > 1:
+                bits = sum(1 << number for number in group)
+                stacks.append((bits, _stacked(blocks, some, begins, size)))
+            else:
+                rest += [SeenCells(run, 1 << group[0]) for run in some[group[0]]]
     return stacks, sorted(rest)
+
+
+def _neighbours(begins: Mapping[int, int], size: int) -> list[list[int]]:
+    """Return the blocks in groups whose reservations of `size` cells are read as one batch."""
+    groups: list[list[int]] = []
+    for number in sorted(begins, key=lambda number: begins[number]):
+        if groups and are_near([begins[one] for one in (*groups[-1], number)], size):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
 
 
 def _stacked(
     blocks: Sequence[Block],
     members: dict[int, list[CellRun]],
-    begins: dict[int, int],
-    reservations: tuple[int, int],
-    count: int,
+    begins: Mapping[int, int],
+    size: int,
 ) -> StackedParts:
-    """Stack `members`, the cells that each block sees in its reservation, which begins at `begins`.
+    """Stack `members`, the cells that each block sees in its reservation of `size` cells.
 
-    `reservations`: the first cell of the first reservation, and the size of each. `count`: number
-    of reservations.
+    `begins`: the first cell of each reservation.
     """
-    first, size = reservations
+    first, last = (edge(begins[number] for number in members) for edge in (min, max))
+    count = (last - first) // size + 1
     length = max(runs[-1].end - begins[number] for number, runs in members.items())
     queries, visible = [blocks[min(members)].begin] * count, np.zeros((count, length), np.bool_)
     wanted = []

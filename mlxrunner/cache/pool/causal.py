@@ -246,18 +246,21 @@ class CausalCache(Cache):
         alone = forward.alone
         return layer.read(forward.history if alone is None else alone.cells)
 
-    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+    def expect(
+        self, sequence: int, count: int, *, may_copy: bool = False, beside: Sequence[int] = ()
+    ) -> None:
         """Reserve a reservation, so that the next `count` tokens of the sequence lie side by side.
 
         Without enough room there is no reservation. Caches with a memory never have reservations.
         `may_copy`: there are cells for a copy of a short prefix that the sequence shares.
+        `beside`: the sequences that run: their steps read neighbours together.
         """
         self._lifecycle.check()
         if self._attention_window.memory is not None:
             return
-        copied = self._cells.with_own_prefix(sequence, count) if may_copy else None
+        copied = self._cells.relocated(sequence, count, beside) if may_copy else None
         if copied is None:
-            self._become(self._cells.expecting(sequence, count))
+            self._become(self._cells.expecting(sequence, count, beside))
             return
         after, cells = copied
         sources = self._cells.cells_of(sequence, 0, len(cells))

@@ -193,6 +193,8 @@ SHORT_PREFIX = 64
 
 Attention in two parts costs more than reading so few cells once for each sequence.
 """
+MOST_MOVED = 512
+"""Most tokens of a conversation that move to where a step reads them with those of others."""
 MIN_RESERVATION = 32
 """Cells of the smallest reservation.
 
@@ -218,22 +220,56 @@ class Reservation(NamedTuple):
 
 
 def reserve(
-    free: Bools, reservations: Iterable[Reservation], count: int, most: int
+    free: Bools,
+    reservations: Iterable[Reservation],
+    count: int,
+    most: int,
+    *,
+    near: Iterable[Reservation] = (),
+    together: int = 1,
 ) -> Reservation | None:
     """Return a reservation of `count` to `most` cells beside other `reservations`.
 
-    Return None if there is no such room in the `free` cells.
+    It lies near those of its size among `near`, whose sequences run, so that a step reads all of
+    them as one batch. If there are none, it is the first one with room for `together` such
+    reservations side by side, or for as many as there are. Return None if there is no such room in
+    the `free` cells.
     """
     if not 0 < count <= most:
         return None
-    size = min(MIN_RESERVATION << max(0, (-(-count // MIN_RESERVATION) - 1).bit_length()), most)
+    size = _lane_size(count, most)
     begins = np.arange(0, len(free) - size + 1, size)
     total = np.concatenate([[0], np.cumsum(_without(free, reservations))])
     fitting = begins[total[begins + size] - total[begins] == size]
     if not len(fitting):
         return None
-    begin = int(fitting[0])
+    beside = _begins(near, size)
+    if beside:
+        apart = np.maximum(np.maximum(beside[0] - fitting, fitting - beside[-1]), 0)
+        begin = int(fitting[np.argmin(apart)])
+    else:
+        edges = np.flatnonzero(np.diff(fitting, prepend=-size - 1) != size)
+        lengths = np.minimum(np.diff(edges, append=len(fitting)), together)
+        begin = int(fitting[edges[np.argmax(lengths)]])
     return Reservation(CellRun(begin, begin + size), begin)
+
+
+def _lane_size(count: int, most: int) -> int:
+    return min(MIN_RESERVATION << max(0, (-(-count // MIN_RESERVATION) - 1).bit_length()), most)
+
+
+def _begins(reservations: Iterable[Reservation], size: int) -> list[int]:
+    """Return where the even reservations of `size` cells begin, the first one first."""
+    runs = [each.run for each in reservations if each.is_even]
+    return sorted(run.begin for run in runs if run.end - run.begin == size)
+
+
+def are_near(begins: Sequence[int], size: int) -> bool:
+    """Return True if reservations of `size` cells are worth reading as one batch.
+
+    The batch has all that lie between the first and the last one.
+    """
+    return (max(begins) - min(begins)) // size + 1 <= 2 * len(begins)
 
 
 def reserve_at(
@@ -466,27 +502,45 @@ class KVPool:
         after = self._changed(sequence, positions=positions, owners=owners)
         return after, PositionShift(sources, targets, begin - end) if len(sources) else None
 
-    def expecting(self, sequence: int, count: int) -> KVPool:
+    def expecting(self, sequence: int, count: int, beside: Sequence[int] = ()) -> KVPool:
         """Give the sequence a reservation of at least `count` cells in place of the one it had.
 
-        It lies behind the sequence's last token if there is room, unless another sequence shares
-        that token. The sequence gets no reservation if there is room nowhere.
+        It is the rest of an even one that has all tokens of the sequence, or lies behind its last
+        token, if there is room, unless another sequence shares that token. The sequence gets no
+        reservation if there is room nowhere. `beside`: the sequences that run.
         """
         self.check_sequences(sequence)
-        reservations = {
-            other: reservation
-            for other, reservation in self.reservations.items()
-            if other != sequence
-        }
+        others, near = self._reservations_of(sequence, beside)
         free, most = ~self.used, self.num_cells // len(self.owners)
-        end, reservation = self._own_end(sequence), None
-        if end is not None and count <= most:
-            reservation = reserve_at(free, reservations.values(), count, end)
+        end, reservation = self._own_end(sequence), self._in_place(sequence, count)
+        if reservation is None and end is not None and count <= most:
+            reservation = reserve_at(free, others.values(), count, end)
         if reservation is None:
-            reservation = reserve(free, reservations.values(), count, most)
+            together = len(self.owners)
+            reservation = reserve(free, others.values(), count, most, near=near, together=together)
         if reservation is not None:
-            reservations[sequence] = reservation
-        return self._changed(None, reservations=reservations)
+            others[sequence] = reservation
+        return self._changed(None, reservations=others)
+
+    def _reservations_of(
+        self, sequence: int, beside: Sequence[int]
+    ) -> tuple[dict[int, Reservation], list[Reservation]]:
+        """Return the reservations of all other sequences, and those of `beside` among them."""
+        others = {each: one for each, one in self.reservations.items() if each != sequence}
+        return others, [others[each] for each in beside if each in others]
+
+    def _in_place(self, sequence: int, count: int) -> Reservation | None:
+        """Return an even reservation that has the sequence's last span and `count` free cells."""
+        end, spans = self._own_end(sequence), self.spans(sequence)
+        if end is None or not spans:
+            return None
+        begin = next(span.begin for span in spans if span.end == end)
+        size = _lane_size(end - begin + count, self.num_cells // len(self.owners))
+        if begin % size or begin + size < end + count:
+            return None
+        others, _ = self._reservations_of(sequence, ())
+        behind = reserve_at(~self.used, others.values(), begin + size - end, end)
+        return None if behind is None else Reservation(CellRun(begin, begin + size), end)
 
     def _own_end(self, sequence: int) -> int | None:
         """Return the cell behind the sequence's last token; None if others have that token, too."""
@@ -522,28 +576,52 @@ class KVPool:
         cells, reservations = placed
         return Placement(before, kept._with(batch, cells, reservations), cells, move)
 
-    def with_own_prefix(self, sequence: int, count: int) -> tuple[KVPool, Ints] | None:
-        """Give `sequence` cells of its own for all its tokens, a short prefix that others share.
+    def relocated(
+        self, sequence: int, count: int, beside: Sequence[int] = ()
+    ) -> tuple[KVPool, Ints] | None:
+        """Give `sequence` other cells for all its tokens, where the next `count` follow them.
 
-        The cells lie where the next `count` tokens follow them, if there is such room. What it
-        reads then lies side by side: its attention is one part of a batch, not one for the prefix
-        and one for its own tokens. Return the cells, too, to which the rows are to be copied, or
-        None: it has no such prefix, or there are no cells. Numbers of cells decide that, never
-        their places, which a replay does not know.
+        These are a short prefix that others share, or a short conversation that lies elsewhere than
+        those of `beside`, the sequences that run. A step then reads all of them as one batch, not
+        one part after the other. Return the cells, too, to which the rows are to be copied, or
+        None: it has no such tokens, or there are no cells. Numbers of cells decide if a prefix is
+        copied, never their places, which a replay does not know; where a conversation moves, the
+        numbers stay.
         """
         held = self.owners[sequence]
-        n = int(np.count_nonzero(held))
-        if not 0 < n <= min(SHORT_PREFIX, self.num_free) or (held & self.unshared).any():
+        n, own = int(np.count_nonzero(held)), int(np.count_nonzero(held & self.unshared))
+        most = MOST_MOVED if own else SHORT_PREFIX
+        if not 0 < n <= min(most, self.num_free) or 0 < own < n or self.stored(sequence) != (0, n):
             return None
-        if self.stored(sequence) != (0, n):
+        others, near = self._reservations_of(sequence, beside)
+        in_place = self._in_place(sequence, count) if own else None
+        if self._is_near(in_place, near):
             return None
-        empty = self.with_prefix(sequence, sequence, 0).expecting(sequence, n + count)
-        batch = Batch(range(n), [sequence] * n)
-        cells, reservations = place_tokens(batch, empty.used, empty.reservations) or (
-            np.flatnonzero(~empty.used)[:n].astype(np.int32),
-            empty.reservations,
+        free, total = ~self.used, n + count
+        reservation = reserve(
+            free,
+            others.values(),
+            total,
+            self.num_cells // len(self.owners),
+            near=near,
+            together=len(self.owners),
         )
-        return empty._with(batch, cells, reservations), cells
+        if own and not (reservation and (in_place is None or self._is_near(reservation, near))):
+            return None
+        cells = np.flatnonzero(free)[:n].astype(np.int32)
+        if reservation is not None:
+            cells = np.arange(reservation.run.begin, reservation.run.begin + n, dtype=np.int32)
+            others[sequence] = reservation._replace(next=reservation.run.begin + n)
+        empty = self.with_prefix(sequence, sequence, 0)
+        return empty._with(Batch(range(n), [sequence] * n), cells, others), cells
+
+    @staticmethod
+    def _is_near(reservation: Reservation | None, near: Sequence[Reservation]) -> bool:
+        """Return True if a step reads a reservation and those `near` it as one batch."""
+        if reservation is None:
+            return False
+        size = reservation.run.end - reservation.run.begin
+        return are_near([reservation.run.begin, *_begins(near, size)], size)
 
     def _with(self, batch: Batch, cells: Ints, reservations: Mapping[int, Reservation]) -> KVPool:
         """Return the pool once the batch is in `cells`."""

@@ -122,11 +122,14 @@ class Backend(ABC):
         return [array for group in self.groups for array in group.state]
 
     @abstractmethod
-    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+    def expect(
+        self, sequence: int, count: int, *, may_copy: bool = False, beside: Sequence[int] = ()
+    ) -> None:
         """Prepare for `count` more tokens of the sequence.
 
         They lie side by side if the engine can compute attention in parts. `may_copy`: there are
-        cells for a copy of a short prefix that the sequence shares.
+        cells for a copy of a short prefix that the sequence shares. `beside`: the sequences that
+        run.
         """
 
     @abstractmethod

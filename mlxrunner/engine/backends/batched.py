@@ -281,10 +281,12 @@ class BatchedModel(Backend):
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         return CausalCache(shift=self._shift, window=window, memory=memory)
 
-    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+    def expect(
+        self, sequence: int, count: int, *, may_copy: bool = False, beside: Sequence[int] = ()
+    ) -> None:
         if self.can_split:
             for group in self.groups:
-                group.expect(sequence, count, may_copy=may_copy)
+                group.expect(sequence, count, may_copy=may_copy, beside=beside)
 
     def _view(self, like: LayerCache, path: tuple[int, ...]) -> Any:
         """Return what the model gets in place of a cache that is like `like`.

@@ -129,7 +129,9 @@ class SequentialModel(Backend):
             for cache in caches:
                 cache.free()
 
-    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+    def expect(
+        self, sequence: int, count: int, *, may_copy: bool = False, beside: Sequence[int] = ()
+    ) -> None:
         """Do nothing: there are no cells."""
 
     def state(self) -> list[Any]:

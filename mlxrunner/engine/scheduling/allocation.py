@@ -506,7 +506,8 @@ class SlotAssigner:
             request.trimmed = max(0, request.trimmed - found.cached)
         coming = request.limit - request.sampled
         count = len(prompt) - found.cached + coming
-        self._engine.expect(slot.number, count, may_copy=self._room.may_copy)
+        beside = [one.slot.number for one in self._requests if one.is_placed]
+        self._engine.expect(slot.number, count, may_copy=self._room.may_copy, beside=beside)
         if lease.needs_checkpoints:
             ends = np.flatnonzero(np.isin(prompt, self._message_ends)) + 1
             at = None if self._engine.is_single else found.cached

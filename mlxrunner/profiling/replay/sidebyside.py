@@ -219,10 +219,12 @@ class ReplayedEngine(Backend):
     ) -> Sequence[Callable[[Any, int], Any]] | None:
         return [lambda keys, by: keys for _ in caches] if self._is_movable else None
 
-    def expect(self, sequence: int, count: int, *, may_copy: bool = False) -> None:
+    def expect(
+        self, sequence: int, count: int, *, may_copy: bool = False, beside: Sequence[int] = ()
+    ) -> None:
         if self._splits:
             for group in self.groups:
-                group.expect(sequence, count, may_copy=may_copy)
+                group.expect(sequence, count, may_copy=may_copy, beside=beside)
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:
         row_bytes = self._rows[window or 0]

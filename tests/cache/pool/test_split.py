@@ -244,15 +244,24 @@ def test_lanes_far_apart_are_no_stack() -> None:
     """A batch of mostly nothing would be more work: short ones are copied, long ones are parts."""
     cells = stored(0, dict.fromkeys(range(8), 500))
     cells, _ = apart(cells, *[(sequence, 40) for sequence in range(8)])
-    _, found = apart(cells, (0, 1), (3, 1), (7, 1), worth=0)
-    assert drawn(found) == ["level 0: 0,1,2: 41 gathered x 3"]
+    _, found = apart(cells, (0, 1), (5, 1), worth=0)
+    assert drawn(found) == ["level 0: 0,1: 41 gathered x 2"]
     for _ in range(3):
         cells, _ = apart(cells, *[(sequence, 60) for sequence in range(8)])
-    _, found = apart(cells, (0, 1), (3, 1), (7, 1), worth=0)
+    _, found = apart(cells, (0, 1), (5, 1), worth=0)
+    assert drawn(found) == ["level 0: 0: 0-220", "level 0: 1: 2560-2780"]
+
+
+def test_neighbours_are_stacks_of_their_own() -> None:
+    """Two groups far from each other: each is a batch."""
+    cells = KVPool.empty(2000, 12, AttentionWindow())
+    for sequence in range(12):
+        cells = cells.expecting(sequence, 100)
+    cells, _ = apart(cells, *[(sequence, 40) for sequence in range(12)])
+    _, found = apart(cells, (0, 1), (1, 1), (9, 1), (11, 1), worth=0)
     assert drawn(found) == [
-        "level 0: 0: 0-220",
-        "level 0: 1: 1536-1756",
-        "level 0: 2: 3584-3804",
+        "level 0: 0,1: 0+41 of 128 x 2",
+        "level 0: 2,3: 1152+41 of 128 x 3 masked",
     ]
 
 

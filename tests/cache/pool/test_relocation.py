@@ -1,15 +1,23 @@
-"""A short prefix that sequences share becomes cells of each one's own, and reads the same rows."""
+"""Short prefixes and conversations get cells beside those that run, and read the same rows."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxrunner.cache.pool.causal import CausalCache
-from mlxrunner.cache.pool.cells import SHORT_PREFIX
+from mlxrunner.cache.pool.cells import (
+    MOST_MOVED,
+    SHORT_PREFIX,
+    AttentionWindow,
+    CellRun,
+    KVPool,
+    Reservation,
+)
 from mlxrunner.cache.pool.interface import Batch
 
 
@@ -69,11 +77,70 @@ def test_other_prefixes_stay_shared(
     assert rows_of(cache, 1) == [*range(shared)]
 
 
+def lane(begin: int, size: int) -> Reservation:
+    return Reservation(CellRun(begin, begin + size), begin)
+
+
+def held(length: int, running: Reservation) -> KVPool:
+    """A pool in which sequence 0 has its first cells, and sequence 1 runs elsewhere."""
+    pool = KVPool.empty(8192, 4, AttentionWindow()).expecting(0, length)
+    pool = pool.place(Batch(range(length), [0] * length)).after
+    return replace(pool, reservations={**pool.reservations, 1: running})
+
+
+@pytest.mark.parametrize(
+    ("length", "running", "moves_to"),
+    [
+        (200, lane(3072, 256), 2816),
+        (200, lane(256, 256), None),  # side by side already
+        (200, lane(768, 256), None),  # near enough for one batch
+        (200, lane(3072, 512), None),  # of another size: no batch of both
+        (250, lane(3072, 512), 2560),  # its own has no room for what comes
+        (MOST_MOVED + 1, lane(4096, 1024), None),
+    ],
+)
+def test_a_short_conversation_moves_to_those_that_run(
+    length: int, running: Reservation, moves_to: int | None
+) -> None:
+    pool = held(length, running)
+    moved = pool.relocated(0, 20, [1])
+    if moves_to is None:
+        assert moved is None
+        return
+    assert moved is not None
+    after, cells = moved
+    assert cells.tolist() == [*range(moves_to, moves_to + length)]
+    assert after.reservations[0].run.begin == moves_to
+    assert after.reservations[0].next == moves_to + length
+    assert after.num_free == pool.num_free
+    assert after.stored(0) == (0, length)
+
+
+def test_a_conversation_stays_where_no_other_place_is_better() -> None:
+    """No cells are free beside those that run."""
+    pool = held(200, lane(3072, 256))
+    owners = pool.owners.copy()
+    owners[2, 1024:] = True
+    assert replace(pool, owners=owners).relocated(0, 20, [1]) is None
+
+
+def test_requests_that_begin_together_lie_together() -> None:
+    """Between conversations that stay: where most of them find room side by side."""
+    pool = KVPool.empty(4096, 8, AttentionWindow())
+    for begin in (256, 1024):
+        owners = pool.owners.copy()
+        owners[7, begin : begin + 256] = True
+        pool = replace(pool, owners=owners)
+    for sequence in range(6):
+        pool = pool.expecting(sequence, 200, [*range(sequence)])
+    assert [pool.reservations[each].run.begin for each in range(6)] == [*range(1280, 2816, 256)]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history_reads_the_right_rows(cache: CausalCache, seed: int) -> None:
     """Sequences that share, are copied, removed and grow, in cells that are nearly full."""
     rng = random.Random(seed)
-    copied = 0
+    copied = moved = 0
     for _ in range(200):
         sequence, source = rng.sample(range(4), 2)
         end = cache.stored(sequence)[1]
@@ -81,9 +148,15 @@ def test_any_history_reads_the_right_rows(cache: CausalCache, seed: int) -> None
         if act < 0.35:
             cache.copy_prefix(source, sequence, rng.randint(0, 90))
             before = cache.num_free
-            cache.expect(sequence, rng.randint(1, 150), may_copy=True)
+            beside = rng.sample(range(4), rng.randint(0, 3))
+            cache.expect(sequence, rng.randint(1, 150), may_copy=True, beside=beside)
             copied += cache.num_free < before
-        elif act < 0.5:
+        elif act < 0.6:
+            beside = rng.sample(range(4), rng.randint(0, 3))
+            cells = cache._cells
+            cache.expect(sequence, rng.randint(1, 50), may_copy=True, beside=beside)
+            moved += not np.array_equal(cells.owners[sequence], cache._cells.owners[sequence])
+        elif act < 0.7:
             cache.remove(sequence, rng.randint(0, end))
         else:
             count = min(rng.randint(1, 40), 200 - end, cache.num_free)
@@ -92,3 +165,4 @@ def test_any_history_reads_the_right_rows(cache: CausalCache, seed: int) -> None
         for one in cache.sequences:
             assert rows_of(cache, one) == [*range(cache.stored(one)[1])]
     assert copied > 3
+    assert moved > 3
