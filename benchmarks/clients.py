@@ -159,7 +159,7 @@ class Round:
     tokens: int
     """Tokens of all answers."""
     used: float = 0.0
-    """Of the server's processor."""
+    """Seconds of the server's processor."""
 
     @property
     def step(self) -> float:
