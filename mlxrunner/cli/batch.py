@@ -255,6 +255,9 @@ def batch(
     if options["pictures"]:
         check_pictures(raw=options["raw"], options=recorded, by="--pictures")
     table = _table(output, only_plan, options)
+    if output and not quiet and output.lower().endswith((".csv", ".tsv", ".xlsx")):
+        name = line_text(output)
+        click.echo(f"{name}: gets lines of JSON; a name with .parquet gets a table", err=True)
     written = lines_path(table) if table else output or STANDARD
     own = take(options, _OWN) | {"inputs": inputs, "output": written, "model": model}
     own |= {"loading": _loading(options), "several": take(options, _SEVERAL)}

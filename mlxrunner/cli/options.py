@@ -537,16 +537,22 @@ def sampling_options(command: F) -> F:
 
 
 def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:
-    """Return the text of `file`, at most `most` bytes, if `check` finds nothing wrong with it."""
+    """Return the text of `file`, at most `most` bytes, if `check` finds nothing wrong with it.
+
+    A text in its place, which begins as JSON does, is taken as it is.
+    """
     if file is None:
         return None
+    is_text = file.lstrip().startswith(("{", "["))
     try:
-        text = read_text(file, most, given=True)
+        text = file if is_text else read_text(file, most, given=True)
         check(text)
     except ReadError as error:
         raise OptionError(f"{flag} {error}") from error
     except OptionError as error:
-        raise OptionError(f"{flag} {file}: {str(error).partition(': ')[2]}") from error
+        raise OptionError(
+            f"{flag} {file[:60] if is_text else file}: {str(error).partition(': ')[2]}"
+        ) from error
     return text
 
 

@@ -151,6 +151,7 @@ MEANINGS = {
     "LOG": "a file that chat, generate or batch wrote with --log-tokens FILE",
     "INPUT": "a file of prompts: lines of JSON, a table, or a folder of texts",
     "ID": "a short name (`mlxrunner models --known` lists them) or a hub id OWNER/NAME",
+    "ADDRESS": "that of the cluster's scheduler, such as tls://HOST:8786",
     "CLIENT": "claude, codex or opencode",
     "NAME": "a saved chat: `mlxrunner sessions list` lists them",
     "SESSION": "a saved chat: `mlxrunner sessions list` lists them",

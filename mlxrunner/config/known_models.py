@@ -54,6 +54,8 @@ lfm2:1.2b*           0.7   LFM2-1.2B-4bit
 """
 """The name, the gigabytes to download, and the repository of mlx-community."""
 OWNER = "mlx-community"
+MOST_RELATED = 8
+"""Most models that a hint names."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,18 @@ def hub_id_of(name: str) -> str:
 
 
 def suggestion_for(name: str) -> str:
-    """Return a hint at the known models nearest to `name`, or "" if none is near."""
+    """Return a hint at the models nearest to `name`, or "" if none is near."""
+    if page := re.search(r"\b(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", name[:300]):
+        return f"did you mean {page[1]!r}? "
     family, _, size = name.lower().partition(":")
     sizes = [one.name for one in dict.fromkeys(known_models().values())]
     same = [one for one in sizes if one.partition(":")[0] == family]
     if same and size:
         return f"{family} is known as {', '.join(same)}; "
+    if written := re.fullmatch(r"([a-z]+)[\d.]*", family[:60]):  # another generation of a family
+        related = [one for one in sizes if re.match(rf"{written[1]}[\d.:]", one)]
+        if related:
+            return f"there are {', '.join(related[:MOST_RELATED])}; "
     plain = {re.sub(r"[^a-z0-9.]", "", one): one for one in sizes}
     wanted = re.sub(r"[^a-z0-9.]|instruct|chat|4bit|mlx", "", name.lower()[:60])
     close = get_close_matches(wanted, plain, n=1, cutoff=0.7)

@@ -117,7 +117,6 @@ COMMANDS: dict[str, str] = {
     "download": "models pull",
     "info": "show",
     "ask": "generate",
-    "help": "--help",
     "version": "--version",
     # within a group of ours
     "models list": "models",
@@ -136,6 +135,7 @@ COMMANDS: dict[str, str] = {
 """Our command for each command of another program."""
 
 ADVICE: dict[str, str] = {
+    "help": "mlxrunner --help lists the commands, mlxrunner COMMAND --help the options of one.",
     "ps": "A command keeps no model loaded when it ends; a server lists its models at "
     "http://127.0.0.1:8080/slots.",
     "stop": "Ctrl-C ends a server or a chat, and frees the memory; `mlxrunner serve --keep-alive "
@@ -144,7 +144,7 @@ ADVICE: dict[str, str] = {
     "nobody uses.",
     "load": "Each command loads its model by itself: mlxrunner chat MODEL.",
     "history": "`mlxrunner sessions list` lists saved chats, and `mlxrunner chat --continue` "
-    "goes on with the last one.",
+    "continues the last one.",
     "stats": "/stats in a chat shows what was reused; `mlxrunner report EVENTS` does it for a file "
     "that --events EVENTS wrote.",
     "status": "`mlxrunner doctor` checks the machine; a server answers at "
@@ -176,6 +176,12 @@ WAYS: dict[str, str] = {
     "tensor_parallel": "It belongs after mlxrunner launch --hosts FILE --, with the command.",
     "pipeline": "It belongs after mlxrunner launch --hosts FILE --, with the command.",
     "option": "Each option of a request has its own flag, such as --temperature 0.8.",
+    "format": 'In the file of --schema FILE, {"type": "object"} allows any JSON object.',
+    "keepalive": "A command unloads its model when it ends; `mlxrunner serve` has --keep-alive.",
+    "nowordwrap": "In a chat, --plain prints answers as they come.",
+    "hidethinking": "In a chat, /think hide does that.",
+    "template": "Variables of the chat template: --chat-template-var NAME=VALUE; the rows of a "
+    "table: batch --row-template TEXT; a prompt of the config file: generate -t NAME.",
     "file": "A prompt can come from standard input (mlxrunner generate < FILE); the files of a "
     "batch are its arguments; in a chat, /file FILE adds a text.",
 }
@@ -204,7 +210,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 LETTERS: dict[str, tuple[str, ...]] = {
-    "n": ("max_tokens",),
+    "n": ("max_tokens", "n"),
+    "v": ("version",),
     "c": ("context", "continue"),
     "f": ("file",),
     "o": ("option",),

@@ -38,6 +38,10 @@ from mlxrunner.tokenizer.limits import LAST_TOKEN
 
 WEIGHTS = "model*.safetensors"
 """The files of weights that are read."""
+GGUF = (
+    "a GGUF file is for llama.cpp and its relatives; `mlxrunner models --known` lists models in "
+    "MLX's format"
+)
 INDEX = "model.safetensors.index.json"
 """The file that says in which file each tensor is, where there are several."""
 SINGLE = "model.safetensors"
@@ -87,10 +91,9 @@ def config_as_written(folder: Path) -> dict[str, Any]:
     except MissingFileError as error:
         if is_there(file):
             raise ModelError(str(error)) from error
-        raise ModelError(
-            f"{file}: missing: a model directory needs config.json, *.safetensors and tokenizer "
-            "files"
-        ) from error
+        remedy = "a model directory needs config.json, *.safetensors and tokenizer files"
+        found = GGUF if any(folder.glob("*.gguf")) else remedy
+        raise ModelError(f"{file}: missing: {found}") from error
     except ReadError as error:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):

@@ -20,6 +20,7 @@ from mlxrunner.config.known_models import hub_id_of, suggestion_for
 from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.download import is_being_downloaded, storage_of
 from mlxrunner.models.files import (
+    GGUF,
     INDEX,
     WEIGHTS,
     check_shard,
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-GGUF = (
-    "a GGUF file is for llama.cpp and its relatives; `mlxrunner models --known` lists models in "
-    "MLX's format"
-)
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
@@ -74,10 +71,12 @@ def resolve(name: str, *, with_code: bool = False) -> Path:
         RuntimeError,
     ) as error:  # a name too long, or the home of an unknown user
         raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
-    if HUB_ID.fullmatch(repository := hub_id_of(name)):
-        return _from_hub(repository, with_code)
     if name.lower().endswith(".gguf"):
         raise ModelError(f"{shown}: {GGUF}")
+    if name.startswith((".", "/", "~")):
+        raise ModelError(f"{shown}: no such model: no directory has this name")
+    if HUB_ID.fullmatch(repository := hub_id_of(name)):
+        return _from_hub(repository, with_code)
     raise ModelError(
         f"{shown}: no such model: {suggestion_for(name)}a model is a directory, a hub id "
         f"(owner/name), {' or '.join(map(repr, EMBEDDED))}, or a name that `mlxrunner models "
@@ -186,7 +185,10 @@ def pull(
     from mlxrunner.models.download import download, tell_nobody
 
     if not HUB_ID.fullmatch(name):
-        raise ModelError(f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME")
+        raise ModelError(
+            f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME: {suggestion_for(name)}"
+            "`mlxrunner models --known` lists short names"
+        )
     try:
         return download(name, with_code=with_code, weights=weights, tell=tell or tell_nobody)
     except ModelError:
@@ -210,7 +212,8 @@ def pull(
             _one_line(error.__cause__ or error),
         )
         raise ModelError(
-            f"{name}: {part} in the local cache, and the hub can't be reached: {cause}"
+            f"{name}: {part} in the local cache, and the hub can't be reached: {cause}; "
+            "go online and try again"
         ) from error
     except Exception as error:  # HTTP errors, a full disk, or an answer changed by a proxy
         raise ModelError(f"{name}: the download failed: {_one_line(error)}") from error

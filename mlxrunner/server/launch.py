@@ -153,7 +153,7 @@ def find_server(url: str, key: str | None, model: str | None) -> ServerAddress:
         raise LaunchError(f"the server at {url} answers with status {error.code}{hint}") from error
     except (URLError, OSError) as error:
         raise LaunchError(
-            f"nothing answers at {url}: start a server in another terminal with: mlxrunner serve"
+            f"nothing answers at {url}: start a server in another terminal: mlxrunner serve MODEL"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise LaunchError(

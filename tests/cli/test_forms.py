@@ -28,6 +28,14 @@ def generate(*arguments: str) -> Result:
     )
 
 
+def test_a_schema_may_be_typed_in_place_of_its_file() -> None:
+    result = generate("--schema", json.dumps(SCHEMA))
+    Draft202012Validator(SCHEMA).validate(json.loads(result.stdout))
+    wrong = generate("--schema", '{"type": }')
+    assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
+    assert wrong.stderr.startswith('mlxrunner: --schema {"type": }: not valid JSON')
+
+
 @pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("more", [[], ["--n", "3"], ["--raw", "--repeat", "2"]], ids=str)
 def test_an_answer_that_fits_a_schema(tmp_path: Path, more: list[str]) -> None:

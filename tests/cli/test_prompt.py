@@ -116,7 +116,7 @@ def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> Non
         ("batch", "--temp", "--temperature"),
         ("generate", "--n-predict", "--max-tokens"),
         ("generate", "--num_predict", "--max-tokens"),
-        ("generate", "-n", "--max-tokens"),
+        ("chat", "-n", "--max-tokens"),
         ("generate", "-c", "--context"),
         ("chat", "--num_ctx", "--context"),
         ("chat", "--ctx-size", "--context"),
@@ -127,7 +127,6 @@ def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> Non
         ("chat", "--think", "--chat-template-var enable_thinking=true"),
         ("generate", "--temprature", "--temperature"),
         ("generate", "--system-prompt", "--system"),
-        ("generate", "--format", "--schema"),
         ("chat", "--conversation", "--session"),
     ],
 )
@@ -148,6 +147,9 @@ def test_an_option_by_its_name_elsewhere_is_answered_with_ours(
         ("generate", "-o", "has its own flag, such as --temperature 0.8.\n"),
         ("batch", "--file", "the files of a batch are its arguments;"),
         ("generate", "-f", "can come from standard input (mlxrunner generate < FILE);"),
+        ("generate", "-n", "Did you mean '--max-tokens' or '--n'?"),
+        ("generate", "--keepalive", "A command unloads its model when it ends;"),
+        ("batch", "--template", "the rows of a table: batch --row-template TEXT;"),
     ],
 )
 def test_a_flag_without_a_counterpart_is_answered_with_a_way(
@@ -175,6 +177,8 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
     [
         (["pull", "x"], "Did you mean 'mlxrunner models pull'?"),
         (["ps"], "a server lists its models at"),
+        (["help", "chat"], "mlxrunner COMMAND --help the options of one."),
+        (["-v"], "Did you mean '--version'?"),
         (["version"], "Did you mean 'mlxrunner --version'?"),
         (["models", "list"], "Did you mean 'mlxrunner models'?"),
         (["sessions", "delete", "x"], "Did you mean 'mlxrunner sessions rm'?"),
@@ -217,7 +221,7 @@ def test_the_names_of_other_programs_lead_to_ours() -> None:
         assert {name.partition(":")[0] for name in table.values()} <= ours
     flags = {
         flag.lstrip("-").replace("-", "_")
-        for command in cli.main.commands.values()
+        for command in (cli.main, *cli.main.commands.values())
         for one in command.params
         for flag in one.opts
     }

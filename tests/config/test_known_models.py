@@ -55,6 +55,9 @@ def test_an_alias_comes_before_a_short_name_and_may_stand_for_one(
     assert config.name_of("fast") == "mlx-community/Qwen3-4B-4bit"
 
 
+GEMMAS = "gemma2:2b gemma2:9b gemma3:1b gemma3:4b gemma3:12b gemma3:27b".split()
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -63,6 +66,9 @@ def test_an_alias_comes_before_a_short_name_and_may_stand_for_one(
         ("Qwen3-8B-4bit", "did you mean 'qwen3:8b'? "),
         ("gemma3-4b", "did you mean 'gemma3:4b'? "),
         ("lama", ""),
+        ("phi3", "there are phi4:14b, phi4-mini:3.8b; "),
+        ("gemma:7b", f"there are {', '.join(GEMMAS)}; "),
+        ("https://huggingface.co/owner/name/tree/main", "did you mean 'owner/name'? "),
         ("", ""),
         ("x" * 10_000, ""),
     ],

@@ -270,7 +270,9 @@ def must_have(count: int, files: Sequence[Path], skipped: Counter[str], what: st
     """Raise ReadError if `count` is 0, so that none of `files` holds any of `what`."""
     if count:
         return
-    why = skipped_words(skipped) if skipped.total() else "nothing has been logged yet"
+    why = "nothing has been logged yet"
+    if skipped.total():
+        why = f"{skipped_words(skipped)}; give a file that --{what} wrote"
     raise ReadError(f"no {what} in {', '.join(map(str, files))}: {why}")
 
 
