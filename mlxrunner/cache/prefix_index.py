@@ -144,8 +144,8 @@ class PrefixIndex:
         at, path = self._walk(text)
         return at, bool(path) and path[-1] not in self._here
 
-    def add(self, text: Fingerprints) -> None:
-        """Add all prefixes of a text that was evaluated."""
+    def add(self, text: Fingerprints, *, is_here: bool = True) -> None:
+        """Add all prefixes of a text that was evaluated. `is_here`: by this process."""
         at, path = self._walk(text)
         if at < len(text):
             before = int(text[at - 1]) if at else 0
@@ -153,7 +153,8 @@ class PrefixIndex:
             self._use(path)
             if self._file is not None:
                 self._append(_record(before, text[at:]))
-        self._here.update(path)
+        if is_here:
+            self._here.update(path)
 
     def _walk(self, text: Fingerprints) -> tuple[int, list[int]]:
         """Return how much of a text is there, and the stretches that have it."""

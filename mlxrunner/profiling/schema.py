@@ -7,8 +7,10 @@ order of this class. Users read the text below each field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -197,18 +199,17 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     is the place where prompt and entry part, such as "token 9, in the text of message 0 (user)".
     """
     ahead, detail = found["prefetched_tokens"], found["evicted_by"]
-    counts = (
-        f"{found['cached_tokens'] - ahead} of {found['prompt_tokens']} prompt tokens were reused"
-    )
+    cached, prompt = found["cached_tokens"] - ahead, found["prompt_tokens"]
+    counts = f"{cached:,} of {prompt:,} prompt tokens were reused"
     if ahead:
-        counts += f", {ahead} had been evaluated in advance"
+        counts += f", {ahead:,} had been evaluated in advance"
     missed, displaced = found["missed_tokens"], found["displaced_tokens"]
     if missed:
-        counts += f", {missed} missed"
+        counts += f", {missed:,} missed"
     if displaced:
-        counts += f", {displaced} displaced"
+        counts += f", {displaced:,} displaced"
     if missed or displaced:
-        counts += f", {found['new_tokens']} new"
+        counts += f", {found['new_tokens']:,} new"
     if found["reason"] is None and not displaced:
         return f"nothing was lost: {counts}"
     if found["reason"] is None:
@@ -231,6 +232,12 @@ if TYPE_CHECKING:
 else:
     ReasonName, PartName = Literal[tuple(REASONS)], Literal[tuple(PARTS)]
 
+Pieces = list[tuple[str, bool]]
+"""The pieces of a text; True for those that the other side has as well."""
+MOST_WORDS = 200
+"""The most words of a side that are compared and shown. Comparing takes their cube at worst."""
+LONGEST_WORD = 400
+"""The most characters of a word that are shown."""
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Ordinal = Annotated[int, Meta(ge=1, le=MOST)]
 Measure = Annotated[float, Meta(ge=0, le=MOST)]
@@ -292,6 +299,20 @@ class Divergence:
     picture: Ordinal | None = None
     """Number of the picture in that message, from 1; null: no picture."""
 
+    def compared(self) -> tuple[bool, str, Pieces, Pieces]:
+        """Return the common text before the index, and both sides cut into pieces.
+
+        These are text if the first value is True, else hashes of tokens.
+        """
+        common, sides = self.common, (self.previous, self.current)
+        if common.text is None and all(side.text is None for side in sides):
+            before, *hashes = (
+                [f"{one[:LONGEST_WORD]} " for one in part.tokens] for part in (common, *sides)
+            )
+            return False, "".join(before), *compare(*hashes)
+        texts = (cut_words(side.text or "") for side in sides)
+        return True, (common.text or "")[-LONGEST_WORD:], *compare(*texts)
+
     def place(self) -> str:
         """Say where the prompt leaves the entry: "in the text of message 2 (user)".
 
@@ -300,6 +321,47 @@ class Divergence:
         here = _place(self)
         before = _place(self.previous) if self.previous.part else here
         return here if before == here else f"{here}, where before was {before.removeprefix('in ')}"
+
+
+def cut_words(text: str) -> list[str]:
+    """Cut a text into words, runs of blanks and single other characters."""
+    return re.findall(r"\w+|[^\S\n]+|[^\w\s]|\n", text)
+
+
+def compare(left: list[str], right: list[str]) -> tuple[Pieces, Pieces]:
+    """Cut both sides into pieces that the other one has as well, and pieces that it has not.
+
+    Compare and show only the first words of a long side.
+    """
+    compared = left[:MOST_WORDS], right[:MOST_WORDS]
+    matcher = SequenceMatcher(None, *compared, autojunk=False)
+    sides: tuple[Pieces, Pieces] = ([], [])
+    for kind, left_begin, left_end, right_begin, right_end in matcher.get_opcodes():
+        cut = left[left_begin:left_end], right[right_begin:right_end]
+        for side, pieces in zip(sides, cut, strict=True):
+            if pieces:
+                side.append(("".join(map(_shortened, pieces)), kind == "equal"))
+    for side, whole in zip(sides, (left, right), strict=True):
+        if len(whole) > MOST_WORDS:
+            side.append((f" ... and {len(whole) - MOST_WORDS:,} more", True))
+    return _joined(sides[0]), _joined(sides[1])
+
+
+def _joined(pieces: Pieces) -> Pieces:
+    """Return pieces without common blanks between two that differ: these are one."""
+    found: Pieces = []
+    for place, (piece, is_common) in enumerate(pieces):
+        is_last = place == len(pieces) - 1
+        is_gap = is_common and piece.isspace() and bool(found) and not found[-1][1] and not is_last
+        if found and not found[-1][1] and (is_gap or not is_common):
+            found[-1] = (found[-1][0] + piece, False)
+        else:
+            found.append((piece, is_common))
+    return found
+
+
+def _shortened(word: str) -> str:
+    return word if len(word) <= LONGEST_WORD else f"{word[:LONGEST_WORD]}..."
 
 
 @dataclass

@@ -195,11 +195,11 @@ def status_page(models: Sequence[Mapping[str, Any]], events: Sequence[Event], ad
             [
                 plots.diagnosis(summary),
                 plots.timeline(summary),
-                _conversations(models),
+                _conversations(models, events),
                 _requests(events),
             ]
             if events
-            else [_connect(models, address), _conversations(models)]
+            else [_connect(models, address), _conversations(models, events)]
         ),
         "</main>",
         "<footer>The same as data: <code>/slots</code>, <code>/metrics</code>, "
@@ -219,27 +219,30 @@ def _loaded(models: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _conversations(models: Sequence[Mapping[str, Any]]) -> str:
-    """Return a panel with what each slot holds, those that run first."""
+def _conversations(models: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> str:
+    """Return a panel with what each slot holds, those that run first; nothing without any."""
+    known = set(map(id_of, events))
     held = [
         (one["state"] != "busy", model["model"], one)
         for model in models
         for one in model["conversations"]
     ]
-    rows = [
+    if not held:
+        return ""
+    rows: list[list[str | plots.TableLink]] = [
         [
             one["state"],
             one["client"] or "",
             one["session"] or "",
             number(one["tokens"]),
             size(one["bytes"]),
-            one["request"] or "",
+            _explained(one["request"]) if one["request"] in known else one["request"] or "",
             model,
         ]
         for _, model, one in sorted(held, key=lambda found: found[:2])
     ]
     columns = ["state", "client", "session", "tokens", "size", "request", "model"]
-    text = "The conversation in each slot. An idle one continues where it ended."
+    text = "The tokens that each slot holds. An idle conversation continues where it ended."
     table = plots.table(columns, rows, kind="stack")
     return plots.panel("Conversations", text, table, is_wide=True)
 
@@ -263,9 +266,9 @@ def _requests(events: Sequence[Event]) -> str:
     lost = [event for event in events if event.missed_tokens or event.displaced_tokens]
     rows = [_request_row(event) for event in lost[:MISSES]]
     columns = ["request", "at", "client", "prompt", "cached", "missed", "displaced", "cause"]
-    text = "Prompt tokens of the latest requests that evaluated some again. A link explains each."
+    text = "Counts are prompt tokens. A link explains each request beside the earlier one."
     table = plots.table(columns, rows, kind="stack")
-    return plots.panel("Latest requests with losses", text, table, is_wide=True)
+    return plots.panel("Latest requests that evaluated tokens again", text, table, is_wide=True)
 
 
 def _request_row(event: Event) -> list[str | plots.TableLink]:

@@ -12,9 +12,9 @@ from support.checks import write_lines
 from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
-from mlxrunner.profiling.report import screen
-from mlxrunner.profiling.report.screen import MOST, compare, cut_words, show_event
-from mlxrunner.profiling.schema import REASONS
+from mlxrunner.profiling import schema
+from mlxrunner.profiling.report.screen import show_event
+from mlxrunner.profiling.schema import MOST_WORDS, REASONS, compare, cut_words
 
 
 def run(*arguments: str | Path, width: int = 120) -> Result:
@@ -150,8 +150,8 @@ def test_blanks_that_make_the_difference_are_seen() -> None:
         "current": divergence["current"] | {"text": "a  b\t"},
     }
     text = shown(example_event(divergence=divergence | sides))
-    assert "│a·b↵" in text
-    assert "│a··b⇥" in text
+    assert "│a{-·-}b{-↵" in text
+    assert "│a{+··+}b{+⇥+}" in text
 
 
 def test_only_what_differs_is_coloured() -> None:
@@ -215,15 +215,15 @@ def test_long_sides_are_compared_by_their_first_words(
     """Comparing all of them takes minutes; how many more there are is said."""
     sizes = []
 
-    class Matcher(screen.SequenceMatcher[str]):
+    class Matcher(schema.SequenceMatcher[str]):
         def __init__(self, junk: Any, a: list[str], b: list[str], *, autojunk: bool) -> None:
             sizes.append((len(a), len(b)))
             super().__init__(junk, a, b, autojunk)
 
-    monkeypatch.setattr(screen, "SequenceMatcher", Matcher)
+    monkeypatch.setattr(schema, "SequenceMatcher", Matcher)
     before, after = compare(left, right)
-    assert sizes == [(MOST, MOST)]
-    assert "".join(text for text, _ in before).startswith("".join(left[:MOST]))
+    assert sizes == [(MOST_WORDS, MOST_WORDS)]
+    assert "".join(text for text, _ in before).startswith("".join(left[:MOST_WORDS]))
     assert (before[-1][0], after[-1][0]) == (" ... and 3,800 more", " ... and 5,800 more")
 
 

@@ -101,7 +101,7 @@ def test_red_is_only_what_could_have_been_avoided() -> None:
 
     The memory's peak and a first request, which misses, are no losses either.
     """
-    assert set(bars_of(one_request("side_by_side"))) == {"cached", "missed", "new"}
+    assert set(bars_of(one_request("side_by_side"))) == {"cached", "unavoidable", "new"}
     text = page(one_request("side_by_side"), ["e"])
     assert 'class="displaced"' not in text
     assert 'class="mark displaced"' not in text
@@ -198,7 +198,7 @@ def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
     )
     text = page(summary, ["e"])
     assert "<dd>&lt; 0.1 <span>%</span>" in text
-    assert "<dd>-<small>by cached tokens, an estimate for 0 of 1 requests" in text
+    assert "<small>of prompt processing (prefill), an estimate" in text
     assert "prefill of evaluated tokens, for each of several at a time" in text
 
 

@@ -59,9 +59,10 @@ def test_every_figure_is_there_at_every_width(summary: Summary, width: int) -> N
 
 
 def test_what_is_not_known_is_not_called_nothing() -> None:
-    """The savings of parallel requests are not known, and their times overlap."""
+    """Savings are not known before a prefill is measured; times of parallel requests overlap."""
     made = Summary()
-    made.add(as_event(example_event(saved_s=None, max_sequences=4)))
+    parallel = example_event(saved_s=None, max_sequences=4)
+    made.add(as_event({**parallel, "prefill_s": None}))
     assert re.search(r"time saved +- *\n", printed(made, 200))
     assert "decode 438 tokens/s for each of several at a time" in printed(made, 200)
     made.add(as_event(example_event(saved_s=1.0, prefetched_tokens=7, saved_tokens=23)))

@@ -22,6 +22,8 @@ from support.threads import opened
 
 from mlxrunner import BatchRequest, run_batch
 from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.prefix_index import NAME
+from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.results import Usage
 from mlxrunner.testing import oracle_runner
 
@@ -64,6 +66,20 @@ def test_slots_tell_it_too_with_evictions_and_restarts(
                 turn(lambda prompt: engine.complete(prompt, **ASK), memory, rng.choice(talks))
         disk.close()
         memory.asked.clear()  # the index outlives a restart, and earlier requests do not
+
+
+def test_conversations_on_disk_count_as_evaluated_if_the_index_is_lost(tmp_path: Path) -> None:
+    """Its file was removed."""
+    parts, prompt = tiny_parts("llama"), [*range(1, 120)]
+    for is_known in (False, True):
+        disk = DiskCache(tmp_path, {"model": "llama"}, limit=10**8)
+        index = disk.prefixes()
+        shared = index.shared(index.fingerprints(as_tokens(prompt))[0])
+        assert shared == ((len(prompt), True) if is_known else (0, False))
+        with Engine(*parts, max_sequences=2, parking=disk, **SETTINGS) as engine:
+            engine.complete(prompt, **ASK)
+        disk.close()
+        (disk.folder / NAME).unlink()
 
 
 def apart(talks: list[Writer]) -> list[Writer]:

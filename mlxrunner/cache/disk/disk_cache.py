@@ -172,10 +172,14 @@ class DiskCache:
     def prefixes(self) -> PrefixIndex:
         """Return the index of what was evaluated, kept beside the conversations.
 
-        It goes with this process if they do.
+        It has these, too, also if its file was lost. It goes with this process if they do.
         """
         file = self.folder / NAME if self.is_kept else None
-        return PrefixIndex(file, spelled=self._pictures.spelled)
+        found = PrefixIndex(file, spelled=self._pictures.spelled)
+        for one in self._index:
+            if one.is_exact:
+                found.add(found.fingerprints(one.tokens)[0], is_here=False)
+        return found
 
     def offload(
         self, entry: CacheEntry, *, replaces: StoredConversation | None = None

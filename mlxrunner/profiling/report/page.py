@@ -17,12 +17,14 @@ from urllib.parse import quote
 from mlxrunner.profiling.report.summary import (
     OUTCOMES,
     Bin,
+    LossFinding,
     Sample,
     Summary,
     Timeline,
     name_of,
     words,
 )
+from mlxrunner.profiling.schema import Event
 from mlxrunner.terminal.text import moment, number, percent, rate, seconds, size, visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -46,15 +48,16 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
     body = [
         "<header><h1>Prefix cache (KV cache) report</h1>",
         f"<p>{files}: {count}, {first} to {last} UTC. {safe(models)}.{left_out}</p></header>",
+        "<main>",
+        f'<div class="panels">{diagnosis(summary)}</div>',
         _cards(summary),
-        '<main class="panels">',
-        diagnosis(summary),
+        '<div class="panels">',
         timeline(summary),
         _batches(summary),
         first_tokens(summary),
         bytes_over_time(summary),
         _costliest(summary),
-        "</main>",
+        "</div></main>",
         "<footer>Made by <code>mlxrunner report</code>. Times are UTC. Times saved and lost are "
         "estimates from this machine's own prompt speed.</footer>",
     ]
@@ -105,7 +108,11 @@ def _cards(summary: Summary) -> str:
         cards.append(("Evaluated in advance", number(ahead), "tokens, while the user typed"))
     cards += [
         ("Requests", number(summary.requests), counts),
-        ("Time saved", seconds(summary.saved_s), f"by cached tokens, an estimate{known}"),
+        (
+            "Time saved",
+            seconds(summary.saved_s),
+            f"of prompt processing (prefill), an estimate{known}",
+        ),
         ("Prompt speed", rate(summary.prefill_rate), f"prefill of evaluated tokens{overlap}"),
         ("Generation speed", rate(summary.decode_rate), f"after each first token{overlap}"),
     ]
@@ -152,7 +159,7 @@ def _batches(summary: Summary) -> str:
 
 def diagnosis(summary: Summary) -> str:
     """Return a panel with what to change: for each client and cause its cost and its remedy."""
-    findings, rest = summary.diagnosis, summary.unavoidable
+    findings, first, rest = summary.diagnosis, summary.headline, summary.unavoidable
     count = "1 request" if rest.requests == 1 else f"{number(rest.requests)} requests"
     said = (
         f"Nothing is to be done about {number(rest.tokens)} more tokens that were evaluated again, "
@@ -160,22 +167,28 @@ def diagnosis(summary: Summary) -> str:
         if rest.tokens
         else ""
     )
-    if not findings:
-        return panel("Nothing to change", said or "All that could be reused was.", is_wide=True)
-    most = max(one.tokens for one in findings)
-    rows = (
-        (
-            f"{one.client}: {one.cause}",
-            {str(one.kind): one.tokens / most},
-            (number(one.tokens), seconds(one.seconds), number(one.requests)),
-            f"{safe(_sentence(one.headline or one.cause))} <b>{safe(_sentence(one.remedy))}</b>",
-        )
-        for one in findings[:MOST_FINDINGS]
-    )
-    shown = bars_table("client: cause", ["tokens", "time", "requests"], rows)
+    if first is None:
+        said = said.replace(" more tokens", " tokens") or "All that could be reused was."
+        return panel("Nothing to change", said, is_wide=True)
+    most, seen, rows = max(one.tokens for one in findings), {_advice(first)}, []
+    for one in findings[:MOST_FINDINGS]:
+        words = _advice(one)
+        figures = number(one.tokens), seconds(one.seconds), number(one.requests)
+        name, bars = f"{one.client}: {one.cause}", {str(one.kind): one.tokens / most}
+        rows.append((name, bars, figures, "" if words in seen else words))
+        seen.add(words)
+    columns = ["tokens evaluated again", "time for them", "requests"]
+    shown = bars_table("client: cause", columns, rows) if len(findings) > 1 else ""
     if (more := len(findings) - MOST_FINDINGS) > 0:
         said = f"{said} {number(more)} smaller causes are left out."
-    return panel(f"What to change: {findings[0].sentence}", said, shown, is_wide=True)
+    mend = f'<p class="remedy"><b>What to change:</b> {safe(_sentence(first.remedy))}</p>'
+    rest_of_it = f"<p>{said}</p>" if said else ""
+    return panel(first.sentence, "", mend, shown, rest_of_it, is_wide=True)
+
+
+def _advice(one: LossFinding) -> str:
+    """Return what happens and what helps, in two sentences."""
+    return f"{safe(_sentence(one.headline or one.cause))} <b>{safe(_sentence(one.remedy))}</b>"
 
 
 def _sentence(text: str) -> str:
@@ -184,16 +197,41 @@ def _sentence(text: str) -> str:
 
 
 def _costliest(summary: Summary) -> str:
+    """Return a panel with the requests that lost most, each beside its earlier request."""
     if not summary.costliest:
         return ""
-    rows = [
-        [m.id, moment(m.time), seconds(m.seconds), number(m.tokens), m.reason, m.place, m.model]
+    rows: list[list[str | TableLink]] = [
+        [
+            TableLink(m.id, f"#{m.id}"),
+            moment(m.time),
+            m.client,
+            seconds(m.seconds),
+            number(m.tokens),
+            m.cause,
+            m.model,
+        ]
         for m in summary.costliest
     ]
-    columns = ["id", "at", "time", "tokens", "reason", "place", "model"]
-    text = "mlxrunner explain FILE ID shows one beside the earlier request."
+    columns = ["id", "at", "client", "time", "tokens", "cause", "model"]
+    text = "Prompt tokens that were evaluated again, and the time for them. A link explains each."
     shown = table(columns, rows, kind="stack")
-    return panel("Requests that lost most", text, shown, is_wide=True)
+    told = "".join(_explained(miss.event) for miss in summary.costliest)
+    return panel("Requests with most tokens evaluated again", text, shown, told, is_wide=True)
+
+
+def _explained(event: Event) -> str:
+    """Return the explanation of an event, with both sides of the place where its prompt changed."""
+    shown, sides = "", event.divergence.compared() if event.divergence else None
+    if sides is not None and sides[0]:
+        for name, mark, pieces in zip(("earlier", "now"), ("del", "ins"), sides[2:], strict=True):
+            text = "".join(
+                safe(piece) if is_same else f"<{mark}>{safe(piece)}</{mark}>"
+                for piece, is_same in pieces
+            )
+            shown += f"<dt>{name}</dt><dd>{safe(sides[1])}{text}</dd>"
+        shown = f'<dl class="sides">{shown}</dl>'
+    said = f"<h3>{safe(event.id)}</h3><p>{safe(_sentence(event.explain()))}</p>"
+    return f'<div class="explained" id="{safe(event.id)}">{said}{shown}</div>'
 
 
 FIGURES = frozenset(
@@ -202,7 +240,7 @@ FIGURES = frozenset(
     median slowest used allocated peak lines failed cut at_a_time reused best
     """.split()
 )
-FOREIGN = frozenset(["place", "model", "client", "session"])
+FOREIGN = frozenset(["cause", "model", "client", "session"])
 """The columns of texts that a file brings, which may have very long words."""
 
 
@@ -270,7 +308,8 @@ def table(
 
 def _cell(value: str | TableLink) -> str:
     if isinstance(value, TableLink):
-        return f'<a href="{safe(quote(value.path))}">{safe(value.text)}</a>'
+        path = quote(value.path, safe="/#")
+        return f'<a href="{safe(path)}">{safe(value.text)}</a>'
     return safe(value)
 
 
@@ -484,6 +523,8 @@ MOST_FINDINGS = 12
 """The most findings on a page."""
 WIDEST = 72
 MAX_TIME_TICKS = 10
+NEAREST = 0.17
+"""The least distance of two times below a plot, as a share of its width."""
 BYTES_HEIGHT = 318
 """The height of the plot of bytes: that of the plot beside it and its table of outcomes."""
 
@@ -503,7 +544,7 @@ def timeline(summary: Summary) -> str:
     edge: list[tuple[float, float]] = []
     for index, one in enumerate(line.bins):
         low = 0.0
-        for kind, tokens in _parts(one).items():
+        for kind, tokens in _drawn(one).items():
             if tokens:
                 high = low + tokens / one.requests
                 place = (index * width + gap / 2, y(high), width - gap, y(low) - y(high))
@@ -511,10 +552,13 @@ def timeline(summary: Summary) -> str:
                 low = high
         edge += [(at * width, y(one.matched / one.requests)) for at in (index, index + 1)]
     plot.line("matched", edge)
-    drawn = [kind for kind in MEANINGS if any(_parts(one)[kind] for one in line.bins)]
+    drawn = {kind for one in line.bins for kind, tokens in _drawn(one).items() if tokens}
+    meanings = {kind: f"{kind}: {meaning}" for kind, meaning in MEANINGS.items()}
+    meanings["unavoidable"] = "evaluated again: nothing is to be done"
     keys = {
-        f'<rect class="{kind}" width="14" height="14"/>': f"{kind}: {MEANINGS[kind]}"
-        for kind in drawn
+        f'<rect class="{kind}" width="14" height="14"/>': meaning
+        for kind, meaning in meanings.items()
+        if kind in drawn
     }
     keys['<path class="line matched" d="M0 7h14"/>'] = "held in the cache"
     mean = "" if line.width == 1 else f" the mean of {number(line.width)} requests,"
@@ -585,7 +629,7 @@ def bytes_over_time(summary: Summary) -> str:
         ]
         if points:
             plot.line(kind, points)
-    names = {"used": "used by the entry", "allocated": "allocated for caches"}
+    names = {"used": "used by cached tokens", "allocated": "allocated for caches"}
     names["peak"] = "peak of all memory"
     rows = (
         [_name(line, i), when, *map(size, (one.used_bytes, one.cache_bytes, one.peak_bytes))]
@@ -607,6 +651,22 @@ def _parts(one: Bin) -> dict[str, int]:
     return {kind: getattr(one, kind) for kind in MEANINGS}
 
 
+def _drawn(one: Bin) -> dict[str, float]:
+    """Return the parts of a bar, from below: tokens that nothing could have spared have their own.
+
+    Of a bin, it is not known whether these were missed or displaced ones.
+    """
+    parts, again = _parts(one), one.missed + one.displaced
+    share = one.avoidable / again if again else 0
+    return {
+        "cached": parts["cached"],
+        "missed": parts["missed"] * share,
+        "displaced": parts["displaced"] * share,
+        "unavoidable": again - one.avoidable,
+        "new": parts["new"],
+    }
+
+
 def _hint(line: Timeline, index: int) -> str:
     one = line.bins[index]
     parts = ", ".join(f"{kind} {tokens:,}" for kind, tokens in _parts(one).items())
@@ -623,10 +683,10 @@ def _ticks(plot: Plot, line: Timeline) -> None:
     places = [((at - 1) // line.width + 0.5) / len(line.bins) for at in numbers]
     for index, (at, place) in enumerate(zip(numbers, places, strict=True)):
         plot.below(place, number(at), is_extra=bool(index % 2))
-    clock, before, changes = _clock(line), "", []
+    clock, before, changes = _clock(line), "", list[tuple[float, str]]()
     for at, place in zip(numbers[::2], places[::2], strict=True):
         shown = clock[(at - 1) // line.width]
-        if shown != before:
+        if shown != before and (not changes or place - changes[-1][0] > NEAREST):
             changes.append((place, shown))
         before = shown
     for index, (place, shown) in enumerate(changes):

@@ -5,9 +5,7 @@ The output may be wide or narrow, in colour or piped. It shows all figures at ev
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -31,6 +29,7 @@ from mlxrunner.profiling.schema import (
     ClientRequest,
     Divergence,
     Event,
+    Pieces,
     Side,
     part_of,
 )
@@ -250,8 +249,8 @@ def _first_tokens(summary: Summary, to: Console) -> None:
 
 def _diagnosis(summary: Summary, to: Console) -> None:
     """Print what costs most and what helps, then all findings, each with its remedy."""
-    findings = summary.diagnosis
-    if not findings:
+    findings, first = summary.diagnosis, summary.headline
+    if first is None:
         to.print(
             _text(
                 "Nothing is to be changed: no token was evaluated again that a change of "
@@ -260,8 +259,8 @@ def _diagnosis(summary: Summary, to: Console) -> None:
             )
         )
     else:
-        to.print(_text(findings[0].sentence, "bold red"))
-        to.print(_text(f"What to change: {findings[0].remedy}."))
+        to.print(_text(first.sentence, "bold red"))
+        to.print(_text(f"What to change: {first.remedy}."))
     if len(findings) > 1:
         columns = ("client", "cause", "kind", "tokens", "time", "requests")
         table = _table("evaluated again", columns)
@@ -270,29 +269,26 @@ def _diagnosis(summary: Summary, to: Console) -> None:
             table.add_row(_text(one.client), _text(one.cause), one.kind, *figures)
         _print(table, to)
         to.print()
-        remedies = {one.cause: one.remedy for one in findings[1:]}
-        to.print(_grid(list(remedies.items())))
+        named = {one.cause: one.remedy for one in findings if first and one.cause != first.cause}
+        if named:
+            to.print(_grid(list(named.items())))
     if summary.unavoidable.tokens:
-        count, tokens = number(summary.unavoidable.requests), number(summary.unavoidable.tokens)
-        to.print(
-            _text(f"{tokens} more tokens, in {count} requests, for which nothing is to be done")
-        )
+        rest = summary.unavoidable
+        count = "1 request" if rest.requests == 1 else f"{number(rest.requests)} requests"
+        to.print(_text(f"Nothing is to be done about {number(rest.tokens)} more, in {count}."))
     to.print()
 
 
 def _costliest(misses: list[Miss], to: Console) -> None:
     if not misses:
         return
-    is_wide = to.width >= NARROW
     table = _table(
-        "the costliest misses (mlxrunner explain FILE ID)",
-        ("id", "time", "tokens", "reason", *(["where"] if is_wide else [])),
+        "most tokens evaluated again (mlxrunner explain FILE ID)",
+        ("id", "time", "tokens", "client", "cause"),
     )
     for miss in misses:
-        where = [_text(miss.place)] if is_wide else []
-        table.add_row(
-            _text(miss.id), seconds(miss.seconds), number(miss.tokens), _text(miss.reason), *where
-        )
+        figures = seconds(miss.seconds), number(miss.tokens)
+        table.add_row(_text(miss.id), *figures, _text(miss.client), _text(miss.cause))
     _print(table, to)
 
 
@@ -344,14 +340,8 @@ def _is_ascii(to: Console) -> bool:
     return to.options.ascii_only
 
 
-Pieces = list[tuple[str, bool]]
-"""The pieces of a text; True for those that the other side has as well."""
 LEAST_SIDES = 50
 """The least columns of a terminal that shows the two sides side by side."""
-MOST = 200
-"""The most words of a side that are compared and shown. Comparing takes their cube at worst."""
-LONGEST_WORD = 400
-"""The most characters of a word that are shown."""
 HASHED = (
     "Of tokens, only keyed hashes were logged: equal ones are equal tokens. To see the text next "
     "time, run the program with --log-text (the events then hold text of your prompts)."
@@ -479,20 +469,14 @@ def _moved(event: Event) -> str:
 
 def _sides(divergence: Divergence, to: Console) -> None:
     """Print the two sides of a divergence."""
-    common, previous, current = divergence.common, divergence.previous, divergence.current
-    is_text = common.text is not None or previous.text is not None or current.text is not None
-    if is_text:
-        before = [(_shortened(word), True) for word in cut_words(common.text or "")[-MOST:]]
-        left, right = compare(cut_words(previous.text or ""), cut_words(current.text or ""))
-    else:
-        before = [(f"{_shortened(token)} ", True) for token in common.tokens[-MOST:]]
-        left, right = compare(*([f"{one} " for one in s.tokens] for s in (previous, current)))
+    is_text, before, left, right = divergence.compared()
+    is_plain = to.color_system is None
     columns = [
-        (
-            f"earlier: {_whereabouts(previous)}",
-            _marked(before, left, "red", is_text),
-        ),
-        (f"now: {_whereabouts(current)}", _marked(before, right, "green", is_text)),
+        (f"{name}: {_whereabouts(side)}", _marked(before, pieces, mark, is_text, is_plain))
+        for name, side, pieces, mark in (
+            ("earlier", divergence.previous, left, "-"),
+            ("now", divergence.current, right, "+"),
+        )
     ]
     if to.width < LEAST_SIDES:
         for title, text in columns:
@@ -509,43 +493,19 @@ def _sides(divergence: Divergence, to: Console) -> None:
         to.print(Text(HASHED, "dim"))
 
 
-def cut_words(text: str) -> list[str]:
-    """Cut a text into words, runs of blanks and single other characters."""
-    return re.findall(r"\w+|[^\S\n]+|[^\w\s]|\n", text)
+def _marked(before: str, pieces: Pieces, mark: str, is_text: bool, is_plain: bool) -> Text:
+    """Return one side with the common text before it, and what differs in colour.
 
-
-def compare(left: list[str], right: list[str]) -> tuple[Pieces, Pieces]:
-    """Cut both sides into pieces that the other one has as well, and pieces that it has not.
-
-    Compare and show only the first words of a long side.
+    `is_plain`: without colours, what differs is marked as in `git diff --word-diff`, unless it is
+    all that there is.
     """
-    compared = left[:MOST], right[:MOST]
-    matcher = SequenceMatcher(None, *compared, autojunk=False)
-    sides: tuple[Pieces, Pieces] = ([], [])
-    for kind, left_begin, left_end, right_begin, right_end in matcher.get_opcodes():
-        cut = left[left_begin:left_end], right[right_begin:right_end]
-        for side, pieces in zip(sides, cut, strict=True):
-            if pieces:
-                side.append(("".join(map(_shortened, pieces)), kind == "equal"))
-    for side, whole in zip(sides, (left, right), strict=True):
-        if len(whole) > MOST:
-            side.append((f" ... and {number(len(whole) - MOST)} more", True))
-    return sides
-
-
-def _shortened(word: str) -> str:
-    return word if len(word) <= LONGEST_WORD else f"{word[:LONGEST_WORD]}..."
-
-
-def _marked(before: Pieces, pieces: Pieces, colour: str, is_text: bool) -> Text:
-    """Return one side in colour, with the common text before it."""
-    text = Text()
-    for piece, _ in before:
-        text.append(_shown(piece), "dim")
-    text.append("│", "bold")
+    text = Text().append(_shown(before), "dim").append("│", "bold")
+    is_plain = is_plain and any(is_common and piece.strip() for piece, is_common in pieces)
     for piece, is_common in pieces:
         shown = _shown(piece, is_blank_seen=is_text and not is_common)
-        text.append(shown, "" if is_common else f"bold {colour}")
+        if is_plain and not is_common:
+            shown = f"{{{mark}{shown}{mark}}}"
+        text.append(shown, "" if is_common else f"bold {'red' if mark == '-' else 'green'}")
     return text if pieces else text.append("(ends here)", "italic")
 
 

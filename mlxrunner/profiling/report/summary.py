@@ -14,7 +14,7 @@ import random
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from mlxrunner.profiling.schema import (
@@ -42,11 +42,8 @@ LONGEST_STEP = 2048
 SAMPLES = 1500
 """The most requests in the plot of first tokens."""
 COSTLIEST = 10
-NOWHERE = "(not in the entry)"
-"""The place of tokens that were lost although prompt and entry did not part.
-
-The entry was too short, or there was none.
-"""
+NOWHERE = "(no longer cached)"
+"""The place of tokens that were lost although the prompt did not change."""
 OTHER_LINES = "(evaluated for other lines)"
 """The place of tokens that other lines of a batch had evaluated."""
 LONGEST_ROLE = 40
@@ -87,7 +84,7 @@ class LossSum:
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    """The seconds to evaluate them, at each request's own prefill rate if that is known."""
+    """The seconds to evaluate them, as the prefills so far say for their places."""
 
     avoidable: int = 0
     """The lost tokens against whose loss something can be done."""
@@ -101,6 +98,7 @@ class LossSum:
 
 
 Kind = Literal["missed", "displaced"]
+KINDS: tuple[Kind, Kind] = ("missed", "displaced")
 """Missed tokens are up to the program's settings, displaced ones to the client."""
 
 
@@ -155,6 +153,8 @@ class Bin:
     displaced: int = 0
     new: int = 0
     """The new tokens, and those that were evaluated in advance."""
+    avoidable: int = 0
+    """The missed and displaced tokens against which something can be done."""
     used_bytes: int = 0
     """The most bytes of caches that hold tokens."""
     cache_bytes: int = 0
@@ -163,7 +163,7 @@ class Bin:
     def merge(self, other: Bin) -> None:
         """Add the requests of another bin."""
         self.time = self.time or other.time
-        for name in ("requests", "matched", "cached", "missed", "displaced", "new"):
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("used_bytes", "cache_bytes", "peak_bytes"):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
@@ -172,6 +172,10 @@ class Bin:
     def prompt(self) -> int:
         """The tokens of the prompts."""
         return self.cached + self.missed + self.displaced + self.new
+
+
+COUNTS = ("requests", "matched", "cached", "missed", "displaced", "new", "avoidable")
+"""The fields of a bin that are sums."""
 
 
 class Timeline:
@@ -222,11 +226,19 @@ class Miss:
     outcome: str
     reason: str
     place: str
+    client: str
+    cause: str
+    """The client's cause, the place or the reason."""
+    event: Event = field(repr=False)
 
     @property
     def order(self) -> tuple[float, int, str]:
         """The key that sorts misses by their cost."""
         return self.seconds, self.tokens, self.id
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures that `--json` prints."""
+        return {name: value for name, value in vars(self).items() if name != "event"}
 
 
 class Summary:
@@ -272,10 +284,12 @@ class Summary:
         self.first_time = min(self.first_time or event.time, event.time)
         self.last_time = max(self.last_time, event.time)
         self._add_counts(event)
-        self._add_times(event)
-        self._add_loss(event)
-        self.timeline.add(_bin_of(event))
-        self.batches.add(event, _avoidable(event))
+        self._learn_speed(event)
+        avoidable = _avoidable(event)
+        self._add_times(event, avoidable)
+        self._add_loss(event, avoidable)
+        self.timeline.add(_bin_of(event, avoidable))
+        self.batches.add(event, avoidable)
         if event.verify is not None:
             self.verified += event.verify.equal is not None
             self.untested += event.verify.equal is None
@@ -317,6 +331,22 @@ class Summary:
         )
 
     @property
+    def headline(self) -> LossFinding | None:
+        """The finding that costs most; what the program missed for one cause counts together."""
+        whole: dict[tuple[str, str, str], LossFinding] = {}
+        clients: Counter[tuple[str, str, str]] = Counter()
+        for one in self.diagnosis:
+            key = one.kind, one.client if one.kind == "displaced" else "", one.cause
+            found = whole.setdefault(key, replace(one, requests=0, tokens=0, seconds=0.0))
+            found.requests += one.requests
+            found.tokens += one.tokens
+            found.seconds += one.seconds
+            clients[key] += 1
+            if clients[key] > 1:
+                found.client = f"{clients[key]} clients"
+        return max(whole.values(), key=lambda one: (one.seconds, one.tokens), default=None)
+
+    @property
     def costliest(self) -> list[Miss]:
         """The costliest misses, the costliest first."""
         return [miss for _, _, miss in sorted(self._misses, reverse=True)]
@@ -349,7 +379,7 @@ class Summary:
             "reasons": {reason: asdict(loss) for reason, loss in by_tokens(self.reasons)},
             "places": {place: asdict(loss) for place, loss in by_tokens(self.places)},
             "batches": [run.as_dict() for run in self.batches.runs],
-            "costliest": [asdict(miss) for miss in self.costliest],
+            "costliest": [miss.as_dict() for miss in self.costliest],
             "verified": self.verified,
             "unequal": self.unequal,
             "untested": self.untested,
@@ -366,10 +396,13 @@ class Summary:
         _count(self.models, event.model)
         self.runs[event.run] += 1
 
-    def _add_times(self, event: Event) -> None:
-        self.estimated += event.saved_s is not None
+    def _add_times(self, event: Event, avoidable: int) -> None:
+        saved = event.saved_s
+        if saved is None and event.max_sequences > 1:
+            saved = self._seconds(event, event.saved_tokens, 0)
+        self.estimated += saved is not None
         self.side_by_side += event.max_sequences > 1
-        self.seconds["saved"] += event.saved_s or 0.0
+        self.seconds["saved"] += saved or 0.0
         self.seconds["profile"] += event.profile_s
         self.seconds["total"] += event.total_s
         if event.ttft_s is None:
@@ -378,66 +411,68 @@ class Summary:
         self._prefill.add(event.evaluated_tokens, event.prefill_s or 0.0)
         self._decode.add(max(event.completion_tokens - 1, 0), event.decode_s or 0.0)
         self._sampled += 1
-        sample = Sample(event.evaluated_tokens, event.ttft_s, event.outcome, _avoidable(event) > 0)
+        sample = Sample(event.evaluated_tokens, event.ttft_s, event.outcome, avoidable > 0)
         if len(self.samples) < SAMPLES:
             self.samples.append(sample)
         elif (place := self._random.randrange(self._sampled)) < SAMPLES:
             self.samples[place] = sample
 
-    def _add_findings(self, event: Event) -> None:
+    def _add_loss(self, event: Event, avoidable: int) -> None:
         """Add the missed tokens by their reason, and the displaced ones by the client's cause."""
-        counts: tuple[tuple[Kind, int, int], ...] = (
-            ("missed", event.missed_tokens, event.cached_tokens),
-            ("displaced", event.displaced_tokens, event.cached_tokens + event.missed_tokens),
-        )
-        for kind, tokens, begin in counts:
-            if not tokens:
-                continue
-            took = self._seconds(event, tokens, begin)
-            cause, headline, mend = blame_of(event, kind)
-            if not mend:
-                self.unavoidable.add(tokens, took, 0)
-                continue
-            client = client_of(event)
-            key = kind, client, cause
-            if key not in self.findings and len(self.findings) >= MOST_PLACES:
-                key, cause = (kind, "", "other"), "other"
-            found = self.findings.setdefault(
-                key,
-                LossFinding(client=key[1], cause=cause, kind=kind, remedy=mend, headline=headline),
-            )
-            found.add_request(id_of(event), tokens, took)
+        begin, took, most = event.cached_tokens, 0.0, 0
+        cause = ""
+        for kind in KINDS:
+            tokens = getattr(event, f"{kind}_tokens")
+            if tokens:
+                rate = event.prefill_rate
+                estimate = self._seconds(event, tokens, begin)
+                seconds = (tokens / rate if rate else 0.0) if estimate is None else estimate
+                found = self._add_finding(event, kind, tokens, seconds)
+                cause, most = (found, tokens) if tokens > most else (cause, most)
+                begin, took = begin + tokens, took + seconds
+        tokens = event.lost_tokens
+        if event.reason is not None:
+            self.reasons.setdefault(event.reason, LossSum()).add(tokens, took, avoidable)
+        if not tokens:
+            return
+        place = place_of(event)
+        if place not in self.places and len(self.places) >= MOST_PLACES:
+            place = "elsewhere"
+        self.places.setdefault(place, LossSum()).add(tokens, took, avoidable)
+        whose = event.model, event.outcome, event.reason or "", place, client_of(event)
+        miss = Miss(took, tokens, event.id, event.time, *whose, cause, event)
+        push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
+        push(self._misses, (miss.order, self.requests, miss))
 
-    def _seconds(self, event: Event, tokens: int, begin: int) -> float:
-        """Estimate the time of some prompt tokens from the prefills so far; 0 if it is unknown."""
+    def _add_finding(self, event: Event, kind: Kind, tokens: int, seconds: float) -> str:
+        """Add a loss to those of its client and cause, and return the cause."""
+        cause, headline, mend = blame_of(event, kind)
+        if not mend:
+            self.unavoidable.add(tokens, seconds, 0)
+            return cause
+        client, name = client_of(event), cause
+        key = kind, client, name
+        if key not in self.findings and len(self.findings) >= MOST_PLACES:
+            key, client, name = (kind, "", "other"), "", "other"
+        found = self.findings.setdefault(
+            key, LossFinding(client=client, cause=name, kind=kind, remedy=mend, headline=headline)
+        )
+        found.add_request(id_of(event), tokens, seconds)
+        return cause
+
+    def _learn_speed(self, event: Event) -> None:
+        """Add the prefill of an event to those of the same model and machine."""
         curve = self._curves.get(event.fingerprint)
         if curve is None and len(self._curves) < MOST_PLACES:
             curve = self._curves[event.fingerprint] = PrefillCurve()
         if curve is not None and event.prefill_s and event.evaluated_tokens:
             end = event.cached_tokens + event.evaluated_tokens
             curve.add(event.cached_tokens, end, event.prefill_s)
-        found = None if curve is None else curve.seconds(tokens, LONGEST_STEP, begin)
-        if found is None and event.prefill_rate:
-            found = tokens / event.prefill_rate
-        return found or 0.0
 
-    def _add_loss(self, event: Event) -> None:
-        self._add_findings(event)
-        tokens, reason = event.lost_tokens, event.reason
-        if reason is None:
-            return
-        rate = event.prefill_rate
-        took = tokens / rate if rate else 0.0
-        self.reasons.setdefault(reason, LossSum()).add(tokens, took, _avoidable(event))
-        if not tokens:
-            return
-        place = place_of(event)
-        if place not in self.places and len(self.places) >= MOST_PLACES:
-            place = "elsewhere"
-        self.places.setdefault(place, LossSum()).add(tokens, took, _avoidable(event))
-        miss = Miss(took, tokens, event.id, event.time, event.model, event.outcome, reason, place)
-        push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
-        push(self._misses, (miss.order, self.requests, miss))
+    def _seconds(self, event: Event, tokens: int, begin: int) -> float | None:
+        """Estimate the time of some prompt tokens from the prefills so far; None: it is unknown."""
+        curve = self._curves.get(event.fingerprint)
+        return None if curve is None else curve.seconds(tokens, LONGEST_STEP, begin)
 
 
 def by_tokens(losses: Mapping[str, LossSum]) -> list[tuple[str, LossSum]]:
@@ -459,7 +494,7 @@ def place_of(event: Event) -> str:
     return f"{parted.role[:LONGEST_ROLE]}: {part}" if parted.role else part
 
 
-def _bin_of(event: Event) -> Bin:
+def _bin_of(event: Event, avoidable: int) -> Bin:
     """Return the bin of one request."""
     return Bin(
         time=event.time,
@@ -469,6 +504,7 @@ def _bin_of(event: Event) -> Bin:
         missed=event.missed_tokens,
         displaced=event.displaced_tokens,
         new=event.new_tokens + event.prefetched_tokens,
+        avoidable=avoidable,
         used_bytes=event.used_bytes,
         cache_bytes=event.cache_bytes,
         peak_bytes=event.peak_bytes,
