@@ -202,11 +202,12 @@ def behind(kind: str, turns: int, clients: int = 16) -> str:
             time.sleep(2)
             heads = [path.stat().st_size for path in Path(folder, "disk").glob("*/talk-*")]
             rows = sum(path.stat().st_size for path in Path(folder, "disk").glob("*/rows-*"))
+            beside = (written.total() - written["rows"]) / len(delays)
+            again = written["rows"] / max(rows, 1)
     return (
         f"{kind}: {len(delays)} saves of {clients * turns} turns, at most {max(delays):.1f} s "
-        f"after their ends; rows written {written['rows'] / max(rows, 1):.3f} times; beside them "
-        f"{size((written.total() - written['rows']) / len(delays))} a save, of which windows and "
-        f"states are {size(max(heads))}"
+        f"after their ends; rows written {again:.3f} times; beside them {size(beside)} a save, "
+        f"where one copy of windows and states is {size(max(heads))}"
     )
 
 

@@ -72,8 +72,7 @@ def cache_writer(
     def write(folder: Folder) -> None:
         try:
             while copies:
-                for _ in copies.pop(0).writing(folder, sync=True):
-                    pass
+                copies.pop(0).write(folder, sync=True, more=bool(copies))
         except BaseException:
             drop(folder, lambda name: name in kept and name not in known)
             raise

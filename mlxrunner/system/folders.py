@@ -139,12 +139,13 @@ class Folder:
             write(fd)
 
     @contextmanager
-    def replacing(self, name: str, *, sync: bool = True) -> Iterator[int]:
+    def replacing(self, name: str, *, sync: bool = True, more: bool = False) -> Iterator[int]:
         """Yield a descriptor, and replace the file `name` by what the block writes to it.
 
         At its end the new content is on the disk, unless `sync` is False: then a power cut may
-        damage it. After an error the file is as it was. A later attempt removes what a killed
-        process left behind. Only one writer at a time may write a name.
+        damage it. With `more`, another file of the folder follows, and both are at its end. After
+        an error the file is as it was. A later attempt removes what a killed process left behind.
+        Only one writer at a time may write a name.
         """
         fresh = f".{name}.new"
         try:
@@ -156,14 +157,14 @@ class Folder:
             try:
                 yield fd
                 if sync:
-                    whole_sync(fd)
+                    (os.fsync if more else whole_sync)(fd)
             finally:
                 os.close(fd)
             os.rename(fresh, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except BaseException:
             self.remove(fresh)
             raise
-        if sync:
+        if sync and not more:
             whole_sync(self._fd)
 
     def size(self, name: str) -> int:

@@ -14,7 +14,7 @@ import reprlib
 import struct
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -209,14 +209,6 @@ def write(fd: int, arrays: Mapping[str, ArraySource], metadata: Mapping[str, str
 
     One array is asked for its bytes at a time. The header, which has the checksums, comes last.
     """
-    for _ in writing(fd, arrays, metadata):
-        pass
-
-
-def writing(
-    fd: int, arrays: Mapping[str, ArraySource], metadata: Mapping[str, str]
-) -> Iterator[None]:
-    """Write as `write` does, and yield after each array."""
     header, room, _ = _planned(arrays, metadata)
     sums: dict[str, int] = {}
     os.lseek(fd, 8 + room, os.SEEK_SET)
@@ -225,7 +217,6 @@ def writing(
         sums[name] = zlib.crc32(data)
         write_all(fd, data)
         del data
-        yield
     os.lseek(fd, 0, os.SEEK_SET)
     write_all(fd, struct.pack("<Q", room) + _sealed(header, sums).ljust(room))
 

@@ -19,7 +19,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -38,6 +37,7 @@ from mlxrunner.cache.disk.pieces import (
     PieceReader,
     Pieces,
     RestoredEntry,
+    completed,
     head_file,
     is_piece,
     piece_files,
@@ -51,8 +51,6 @@ from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder
 from mlxrunner.system.tensorfile import ArraySource
-
-T = TypeVar("T")
 
 FILE = re.compile(r"\.?(rows|state|talk)-[0-9a-f]{32}(-\d{1,9}){1,2}\.safetensors(\.new)?")
 """The names of this module's files. Whatever else is in the folder is left alone."""
@@ -190,13 +188,7 @@ class DiskCache:
         entry, and `replaces` names them, or they were restored, or the entry can be resumed
         wherever they can. An entry that can't be written is None, and one line of the log.
         """
-        work = self.offloading(entry, replaces)
-        while True:
-            try:
-                next(work)
-            except StopIteration as done:
-                conversation: StoredConversation | None = done.value
-                return conversation
+        return completed(self.offloading(entry, replaces))
 
     def offloading(
         self, entry: CacheEntry, replaces: StoredConversation | None = None
@@ -341,11 +333,11 @@ class DiskCache:
         That is copied first, because states change when the entry grows. Where conversations are
         found after a restart, all files are on the disk at the end, also after a power cut.
         """
-        last, copies = (yield from _without_waiting(head.copying())), list[PieceFile]()
+        last, copies = (yield from head.copying()), list[PieceFile]()
         while files:
             file = files.pop(0)
             if file.name not in self._index.sizes:  # another may have written it
-                copies.append((yield from _without_waiting(file.copying())))
+                copies.append((yield from file.copying()))
             del file
             if sum(copy.nbytes for copy in copies) > COPIED:
                 yield from self._write_copies(conversation, copies)
@@ -391,8 +383,7 @@ class DiskCache:
                 for file in files:
                     if is_closed.is_set():
                         return
-                    for _ in file.writing(self._place.folder, sync=self.is_kept):
-                        pass
+                    file.write(self._place.folder, sync=self.is_kept, more=file is not files[-1])
                     done.append(file)
             except Exception as error:
                 failed.append(error)
@@ -481,8 +472,7 @@ class DiskCache:
                     salt=found.salt,
                     pictures=self._pictures,
                 )
-                for _ in file.writing(folder):
-                    pass
+                file.write(folder)
             except FAILURES:
                 continue
             for one in found.conversation.pieces:
@@ -514,17 +504,6 @@ def _last_before(items: Sequence[SavedCheckpoint], end: int) -> SavedCheckpoint 
     return max(
         (item for item in items if item.offset <= end), key=lambda item: item.offset, default=None
     )
-
-
-def _without_waiting(work: Generator[None, None, T]) -> Generator[bool, None, T]:
-    """Run `work`, and yield False where it yields: nothing is waited for."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as done:
-            found: T = done.value
-            return found
-        yield False
 
 
 def _is_ours(found: os.stat_result) -> bool:

@@ -42,7 +42,7 @@ from mlxrunner.system.tensorfile import (
     StoredArray,
     TensorFile,
     file_size,
-    writing,
+    write,
 )
 
 
@@ -96,6 +96,7 @@ PACKED = ("packed", "scales", "biases")
 """Suffixes of the three arrays that store one quantized array."""
 
 Array = TypeVar("Array")
+T = TypeVar("T")
 
 
 class Packer(Generic[Array]):
@@ -525,6 +526,16 @@ def _spoken(
     return {"tokens": Buffer("int32", [len(tokens)], tokens.view(np.uint8).data)}
 
 
+def completed(work: Generator[Any, None, T]) -> T:
+    """Run work that yields in between to its end, and return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            found: T = done.value
+            return found
+
+
 @dataclass(frozen=True)
 class PieceFile:
     """A file that is to be written."""
@@ -541,30 +552,24 @@ class PieceFile:
 
     def copied(self) -> PieceFile:
         """Return the file with its arrays in host memory, so that any thread may write it."""
-        work = self.copying()
-        while True:
-            try:
-                next(work)
-            except StopIteration as done:
-                file: PieceFile = done.value
-                return file
+        return completed(self.copying())
 
-    def copying(self) -> Generator[None, None, PieceFile]:
-        """Return what `copied` does, and yield after each array."""
+    def copying(self) -> Generator[bool, None, PieceFile]:
+        """Return what `copied` does, and yield False after each array: nothing is waited for."""
         arrays: dict[str, ArraySource] = {}
         for name, array in self.arrays.items():
             arrays[name] = Buffer(array.dtype, array.shape, memoryview(bytes(array.data)))
-            yield
+            yield False
         return replace(self, arrays=arrays)
 
-    def writing(self, folder: Folder, *, sync: bool = False) -> Iterator[None]:
-        """Write the file, and yield after each array. Raise OSError if that fails.
+    def write(self, folder: Folder, *, sync: bool = False, more: bool = False) -> None:
+        """Write the file; `more` as for `Folder.replacing`. Raise OSError if that fails.
 
         Without `sync` it is not forced to the disk: what a power cut damages is found by its
         checksums.
         """
-        with folder.replacing(self.name, sync=sync) as fd:
-            yield from writing(fd, self.arrays, self._metadata)
+        with folder.replacing(self.name, sync=sync, more=more) as fd:
+            write(fd, self.arrays, self._metadata)
 
     @property
     def _metadata(self) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,15 @@ def test_a_kill_between_two_writes_costs_the_last_piece(
     answer(first, PROMPT)
     disk.offload(first.entry)
     answer(first, FOLLOWING)
-    writing = PieceFile.writing
+    write = PieceFile.write
 
-    def writing_then_copied(file: PieceFile, folder: Folder, **more: Any) -> Iterator[None]:
-        yield from writing(file, folder, **more)
+    def write_and_copy(file: PieceFile, folder: Folder, **more: Any) -> None:
+        write(file, folder, **more)
         copies.append(tmp_path / f"copy-{len(copies)}")
         shutil.copytree(folder.path, copies[-1] / folder.path.name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PieceFile, "writing", writing_then_copied)
+        patch.setattr(PieceFile, "write", write_and_copy)
         disk.offload(first.entry)
     done = disk.find(first.entry.tokens.array)
     assert done is not None
