@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mlxrunner.cache.account import PromptAccount
-from mlxrunner.cache.lookup import WINDOW, Lookup
+from mlxrunner.cache.lookup import FEW, WINDOW, Lookup
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
 from mlxrunner.profiling.schema import NOTHING, REASONS, Divergence, SharedTokens, Side
 from mlxrunner.results import Usage
@@ -391,7 +391,12 @@ def _continues(prompt: PromptRecord, old: PromptRecord, at: int) -> bool:
 
 
 def _summary(prompt: PromptRecord, old: PromptRecord, at: int) -> int | None:
-    """Return the number of a message that asks for a summary, or is one; None if there is none."""
+    """Return the number of a message that asks for a summary, or is one; None if there is none.
+
+    There is nothing to sum up behind a single question.
+    """
+    if len(old.digests) <= system_count(old.messages) + 1:
+        return None
     first = max(at, system_count(prompt.messages))
     new = [n for n, one in enumerate(prompt.digests) if n >= first and one not in old.known]
     found = [n for n in new if _asks([prompt.messages[n]], _SUMMARY)]
@@ -462,8 +467,10 @@ def _grown(prompt: PromptRecord, old: PromptRecord, usage: Usage) -> Cause | Non
 
 
 def _of_program(usage: Usage) -> Cause | None:
-    """Return the cause of a loss that is not the client's."""
+    """Return the cause of a loss that is not the client's; None if nothing can be done about it."""
     if usage.reason is None or usage.reason not in REASONS or usage.reason == "diverged":
+        return None
+    if usage.reason == "evicted" and usage.missed_tokens < FEW:
         return None
     reason = REASONS[usage.reason]
     text = reason.remedy or reason.sentence

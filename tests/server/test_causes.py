@@ -494,6 +494,17 @@ def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
     assert cause.name == ("asked-anew" if turns else "first-request")
 
 
+def test_one_shots_that_ask_for_a_summary_are_new_ones(runner: Ideal) -> None:
+    """There is no conversation that they could replace."""
+    order = random.Random(0)
+    tasks = [
+        Talk([{"role": "user", "content": f"Summarize: {words(order, 30)}"}], []) for _ in range(2)
+    ]
+    cause = runner.last(*tasks)
+    assert cause is not None
+    assert cause.name == "first-request"
+
+
 def test_a_date_before_a_long_last_message_is_named(runner: Ideal) -> None:
     """The text behind it could be reused if the date stood at the end."""
     order = random.Random(0)
