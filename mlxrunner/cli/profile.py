@@ -79,6 +79,8 @@ def report(
     )
     if made.skipped.total():
         click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
+    if html and sys.stderr.isatty():
+        click.echo(f"{visible_text(html)}: open this page in a browser", err=True)
     if min_hit_rate is not None and made.summary.hit_rate < min_hit_rate:
         reused, prompt = (number(made.summary.tokens[name]) for name in ("saved", "prompt"))
         click.echo(
