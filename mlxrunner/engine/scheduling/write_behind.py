@@ -24,7 +24,7 @@ A tool's result often comes within this time, and then one save has both turns.
 """
 BUSY_S = 3.0
 """Seconds after its end until a turn is written between the steps of others."""
-LATE_S = 6.0
+LATE_S = 5.0
 """Seconds after its end from which on a turn is written although answers have fallen behind."""
 POLL_S = 0.01
 """Seconds between two looks at a file that a thread writes."""
