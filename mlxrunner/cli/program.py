@@ -43,6 +43,12 @@ class Program(HelpGroup):
         finally:
             give_up_output()
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise with_our_name(error) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         is_early = early.hand_over()
         try:
