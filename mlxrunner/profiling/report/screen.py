@@ -184,7 +184,7 @@ def _exceptions(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield rows about requests that ended early or were run again cold, if there are any."""
     interrupted, failed = summary.finishes["interrupted"], summary.finishes["error"]
     if interrupted or failed:
-        yield "ended early", f"{interrupted} interrupted, {failed} by an error"
+        yield "ended early", f"{number(interrupted)} interrupted, {number(failed)} by an error"
     if summary.verified:
         differed = f"of which {number(summary.unequal)} differed"
         yield "verified cold", f"{number(summary.verified)}, {differed}"
