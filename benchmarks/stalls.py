@@ -152,7 +152,7 @@ def seconds_of(runner: Engine, arrival: Arrival, prompts: Prompts) -> float:
 def beside_an_answer(
     runner: Engine, arrival: Arrival, prompts: Prompts, alone: float
 ) -> dict[str, float]:
-    answer = runner.submit([40, 41, 42], max_tokens=5900, stop_tokens=[])
+    answer = runner.submit([40, 41, 42], max_tokens=5900, stop_tokens=[], speculate="off")
     moments: list[float] = []
 
     def step() -> None:
