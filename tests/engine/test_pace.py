@@ -202,3 +202,11 @@ def test_one_slow_step_changes_no_cost() -> None:
         costs.measure(1, 30, 0, took)
     assert costs.decode(1) == 0.02
     assert costs.piece(30, 500) == pytest.approx(0.03)
+
+
+def test_pieces_that_see_less_than_any_before_are_not_taken_for_free() -> None:
+    """A line through far histories may fall to nothing before it reaches near ones."""
+    costs = StepCosts()
+    for cells in (1400, 1600, 1800):
+        costs.measure(0, 192, cells, 192 * (cells - 1300) / 1e5)
+    assert (costs.piece(192, 0) or 0.0) >= 192 * 100 / 1e5 / 2

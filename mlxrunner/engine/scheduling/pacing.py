@@ -108,6 +108,8 @@ class _Line:
         self._samples: deque[tuple[int, int, float]] = deque(maxlen=RECENT)
         self._fit = (0.0, 0.0, 0.0)
         """The usual size of the pieces, and the line: its start and its slope."""
+        self._least = 0.0
+        """Seconds of a token at fewer cells than were measured, at least."""
 
     def add(self, prefill: int, cells: int, seconds: float) -> None:
         """Add the `seconds` of each token of a piece.
@@ -132,12 +134,13 @@ class _Line:
         slope = max(0.0, median(slopes)) if slopes else 0.0
         size = median(size for size, _, _ in self._samples)
         start = median(took - slope * seen for _, seen, took in self._samples)
+        self._least = min(took for _, _, took in self._samples) / 2
         return size, start, slope
 
     def point(self, cells: int) -> tuple[float, float]:
         """Return the usual size of these pieces, and the seconds of one that sees `cells` cells."""
         size, start, slope = self._fit
-        return size, size * max(0.0, start + slope * cells)
+        return size, size * max(self._least, start + slope * cells)
 
 
 def _size(count: int) -> int:
