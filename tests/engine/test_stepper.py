@@ -692,10 +692,10 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"memory": 0},
-        {"memory": "1"},
-        {"memory": True},
-        {"memory": 1.5},
+        {"cache_memory": 0},
+        {"cache_memory": "1"},
+        {"cache_memory": True},
+        {"cache_memory": 1.5},
         {"kv_cache_tokens": "9"},
         {"max_step_ms": 10**400},
         {"disk_cache_bytes": 10**6, "disk_cache_dir": 5},
