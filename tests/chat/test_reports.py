@@ -10,7 +10,7 @@ import pytest
 from support.chats import Do
 
 from mlxrunner.chat.commands import explanation, saved_seconds
-from mlxrunner.profiling.schema import REASONS
+from mlxrunner.profiling.schema import REASONS, remedy
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 
 FLAT = [
@@ -61,8 +61,8 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
     )
     assert ("(sliding)" in lines[0]) == (reason == "rewind_limited")
     assert ("(a reset)" in lines[0]) == (reason not in (None, "rewind_limited"))
-    remedy = REASONS[reason].remedy if reason else ""
-    assert lines[1:-5] == ([f"remedy: {remedy}"] if remedy else [])
+    mend = remedy(reason, has_one_entry=True)
+    assert lines[1:-5] == ([f"remedy: {mend}"] if mend else [])
     assert lines[-5:] == [
         "6 missed tokens had been evaluated before",
         "3 displaced tokens were in the turn before, too, behind the place that changed",

@@ -555,7 +555,8 @@ def blame_of(event: Event, kind: Kind) -> tuple[str, str, str]:
     place, parted = place_of(event), event.divergence
     role, _, part = place.rpartition(": ")
     if not role or parted is None:
-        return place, "changes its prompt", remedy("diverged")
+        reason = event.reason if event.reason in CAUSED_BY_CLIENT else "diverged"
+        return place, "changes its prompt", remedy(reason)
     if part == "text" and parted.message == (event.messages or 0) - 1:
         return place, "changes the beginning of its last message", LAST_MESSAGE_REMEDY
     said = f"changes the {part} of the {role} message"
