@@ -633,7 +633,7 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
         f"which saved about {seconds(saved_seconds(usages, conversation.runner.prefill_step))}",
     )
     entry = conversation.runner.entry
-    yield "entry", f"{len(entry.tokens)} of {conversation.runner.context} tokens"
+    yield "KV cache", f"{len(entry.tokens)} of {conversation.runner.context} tokens"
     yield "", f"{size(entry.used_bytes)} used, {size(entry.nbytes)} allocated"
     yield (
         "history",

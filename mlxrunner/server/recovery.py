@@ -89,12 +89,12 @@ def open_journal() -> IO[bytes]:
     return file
 
 
-def read_journal(descriptor: int) -> JournalContent:
+def read_journal(descriptor: int, began: float) -> JournalContent:
     """Return what a worker that does not run any more has written. Wrong lines are skipped.
 
-    Nothing at all was written if the disk is full: then its model counts as loaded.
+    Nothing at all was written if the disk is full: then its model counts as loaded when it `began`.
     """
-    found = JournalContent(None if os.fstat(descriptor).st_size else 0.0)
+    found = JournalContent(None if os.fstat(descriptor).st_size else began)
     for line in _lines(descriptor):
         match line:
             case {"ready": float(moment)}:

@@ -127,6 +127,7 @@ class Supervisor:
         begin_journal(journal, self._known)
         descriptors = self._listening.fileno(), journal
         passed = " ".join(map(str, (*descriptors, os.getpid())))
+        began = time.monotonic()
         # In a group of its own: a terminal would send Ctrl-C to both, and it would come twice.
         self._worker = worker = subprocess.Popen(
             self._command,
@@ -138,7 +139,7 @@ class Supervisor:
         for number in self._stops[:]:  # those that came before there was a worker to pass them to
             worker.send_signal(number)
         code = worker.wait()
-        left = read_journal(journal)
+        left = read_journal(journal, began)
         if code == 0 or self._stops or not self._goes_on(code, left):
             return code if code >= 0 else 128 - code
         return None

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from mlxrunner.errors import MlxrunnerError
+from mlxrunner.errors import MlxrunnerError, OutputError
 from mlxrunner.system.reading import kind_of
 
 FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -152,8 +152,9 @@ def open_database(path: Name, *, new: bool) -> sqlite3.Connection:
 
 
 def open_temporary() -> IO[bytes]:
-    """Open a file without a name, which vanishes with the process."""
-    return tempfile.TemporaryFile()
+    """Open a file without a name, which vanishes with the process. Or raise OutputError."""
+    with write_errors_as(OutputError, "a temporary file (TMPDIR)"):
+        return tempfile.TemporaryFile()
 
 
 def open_temporary_database() -> sqlite3.Connection:

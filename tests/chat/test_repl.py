@@ -61,7 +61,7 @@ def test_commands_work_in_a_pipe_and_talk_on_stderr() -> None:
         r"session    1 turn; 0 of \d+ prompt tokens reused \(0%\), 0 missed, 0 displaced", notes[6]
     )
     assert re.fullmatch(r"           which saved about [\d.]+ (µs|ms|s)", notes[7])
-    assert re.fullmatch(r"entry      49 of 2048 tokens", notes[8])
+    assert re.fullmatch(r"KV cache   49 of 2048 tokens", notes[8])
     assert re.fullmatch(r"           .* used, .* allocated", notes[9])
     assert notes[10] == "history    exact; drift from the template: none"
     assert notes[11].startswith("conversation cleared")

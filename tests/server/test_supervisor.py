@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anthropic
 import httpx
@@ -22,6 +23,7 @@ from support.models import write_model, write_tokenizer
 from support.program import Running, program
 from support.waiting import until
 
+from mlxrunner.errors import OutputError
 from mlxrunner.server.events import ApiError
 from mlxrunner.server.middleware import RequestGate
 from mlxrunner.server.recovery import (
@@ -69,7 +71,7 @@ def died(known: Suspicions, descriptor: int, *running: str) -> RequestJournal:
     journal.ready()
     for number, digest in enumerate(running):
         journal.begin(str(number), digest, 100)
-    known.learn(read_journal(descriptor), "aborted")
+    known.learn(read_journal(descriptor, 0.0), "aborted")
     begin_journal(descriptor, known)
     return RequestJournal(descriptor)
 
@@ -105,7 +107,7 @@ def test_a_request_that_has_ended_is_not_suspicious(journal: int) -> None:
 def test_a_journal_tells_what_runs(journal: int) -> None:
     """Damaged lines are skipped, and the file does not grow for ever."""
     begin_journal(journal, Suspicions())
-    assert not read_journal(journal).is_ready
+    assert not read_journal(journal, 0.0).is_ready
     worker = RequestJournal(journal)
     worker.ready()
     worker.begin("a", "first", 10)
@@ -114,7 +116,7 @@ def test_a_journal_tells_what_runs(journal: int) -> None:
     worker.prompt(684)
     worker.clear("suspect")
     worker.end("a")
-    left = read_journal(journal)
+    left = read_journal(journal, 0.0)
     assert left.is_ready
     assert [(one.digest, one.nbytes, one.tokens) for one in left.running.values()] == [
         ("second", 20, 684)
@@ -123,7 +125,7 @@ def test_a_journal_tells_what_runs(journal: int) -> None:
         worker.begin(str(number), "more", 1)
         worker.end(str(number))
     assert os.fstat(journal).st_size < LONG
-    later = read_journal(journal)
+    later = read_journal(journal, 0.0)
     assert (later.ready_s, later.running, later.cleared) == (
         left.ready_s,
         left.running,
@@ -230,7 +232,7 @@ def test_a_worker_that_dies_while_it_starts(
 def test_a_journal_on_a_full_disk_gives_nobody_up(
     journal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that could not say that it is ready counts as one that was."""
+    """A worker that could not say that it is ready counts as one that was, from its start."""
 
     def full(fd: int, data: object) -> int:
         raise OSError(28, os.strerror(28))
@@ -242,7 +244,7 @@ def test_a_journal_on_a_full_disk_gives_nobody_up(
         worker.begin("a", "first", 10)
         worker.prompt(684)
         worker.end("a")
-    assert read_journal(journal).is_ready
+    assert read_journal(journal, 5.0).ready_s == 5.0
 
 
 def test_the_parent_loads_no_model() -> None:
@@ -254,6 +256,29 @@ def test_the_parent_loads_no_model() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_workers_that_die_at_once_on_a_full_disk_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that they write says that they were never ready."""
+    monkeypatch.setattr("mlxrunner.server.supervisor.LONGEST_S", 0.0)
+    monkeypatch.setattr("mlxrunner.server.supervisor.begin_journal", lambda *_: None)
+    file = tmp_path / "plan"
+    file.write_text("3 3 3 3 3 3 ")
+    worker = WORKER.replace("journal = ", "journal = None and ")
+    with socket.socket() as listening:
+        assert Supervisor(listening, [sys.executable, "-c", worker, str(file)]).run() == 3
+    assert file.read_text() == "3 "
+
+
+def test_a_server_without_room_for_a_temporary_file_says_so() -> None:
+    """The journal of its workers is one."""
+    with (
+        mock.patch("tempfile.TemporaryFile", side_effect=OSError(28, os.strerror(28))),
+        pytest.raises(OutputError, match=r"temporary file \(TMPDIR\): .*No space left"),
+    ):
+        open_journal()
 
 
 def test_a_worker_that_cant_start_ends_the_parent(tmp_path: Path) -> None:
