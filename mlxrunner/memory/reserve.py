@@ -158,8 +158,8 @@ def announce(plan: Plan, asked: int | None, limit: int) -> None:
 
 
 def announce_step(plan: Plan) -> None:
-    """Log a warning if the prefill step became smaller than was asked for."""
-    if plan.asked_step:
+    """Log a warning if the prefill step became smaller than was asked for, and the plan fits."""
+    if plan.asked_step and plan.fits:
         logger.warning(
             "prefill step: %d tokens instead of %d, so that %d tokens fit into %s",
             plan.prefill_step,

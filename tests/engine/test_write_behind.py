@@ -153,6 +153,19 @@ def test_a_turn_is_on_disk_within_2_s_if_nothing_runs(on_a_clock: Any) -> None:
     assert 0.0 < max(idle.delays()) < 2.0
 
 
+def test_turns_that_may_go_on_at_once_wait_while_others_are_written(on_a_clock: Any) -> None:
+    """A conversation whose tool has just answered is not due, though its first turn is oldest."""
+    disk, idle = on_a_clock(2, 1)
+    for moment, number in ((0.0, 0), (0.1, 1), (0.55, 0)):
+        disk.now = moment
+        idle.end_turn(number)
+    while (seconds := idle.behind.wait_s(is_idle=True)) is not None:
+        disk.now += seconds
+        idle.behind.go_on(IDLE_S, is_idle=True)
+    assert [number for _, number, _ in disk.saves] == [1, 0]
+    assert disk.saves[1][0] >= 0.55 + write_behind.QUIET_S
+
+
 def opened(folder: Path, name: str, daily: int = PLENTY) -> DiskCache:
     return DiskCache(folder, {"model": name}, limit=PLENTY, daily=daily)
 

@@ -32,6 +32,7 @@ from mlxrunner.memory.plan import (
     choose,
     make_plan,
 )
+from mlxrunner.memory.reserve import announce_step
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size
 
@@ -292,15 +293,20 @@ def test_a_batch_of_another_step_is_in_proportion(
     ],
 )
 def test_the_step_shrinks_until_the_context_fits(
-    context: int | None, offered: int, expected: tuple[int, int, bool]
+    context: int | None,
+    offered: int,
+    expected: tuple[int, int, bool],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """10 bytes for each token of the context and of the step. The plan says so."""
+    """10 bytes for each token of the context and of the step. The plan and the log say so."""
     demand = Demand(0, (Layout("full", 10),), step_of(2048))
     plan = choose(demand, context, 2048, offered=offered, limit=8000)
     assert (plan.prefill_step, plan.context, plan.fits) == expected
     assert plan.asked_step == (0 if plan.prefill_step == 2048 else 2048)
     smaller = f"a prefill step of {plan.prefill_step} tokens instead of 2048" in plan.advice()
     assert smaller == (plan.fits and plan.asked_step > 0)
+    announce_step(plan)
+    assert ("prefill step: " in caplog.text) == smaller
 
 
 @given(DEMANDS, CONTEXTS | st.none(), st.integers(1, 8192), BYTES, CONTEXTS)

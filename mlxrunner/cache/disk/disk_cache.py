@@ -392,15 +392,16 @@ class DiskCache:
         for other in {self._writers[file.name] for file in files if file.name in self._writers}:
             other.join()
         writer = threading.Thread(target=write, name="mlxrunner-disk-cache", daemon=True)
-        self._writers |= {file.name: writer for file in files}
-        writer.start()
         try:
+            self._writers |= {file.name: writer for file in files}
+            writer.start()
             while writer.is_alive():
                 writer.join(MOMENT_S)
                 yield True
         finally:
             is_closed.set()
-            writer.join()
+            if writer.is_alive():  # else it has ended, or could not start
+                writer.join()
             self._writers = {n: one for n, one in self._writers.items() if one is not writer}
             for file in done:
                 self._wrote(file)

@@ -505,9 +505,9 @@ class KVPool:
     def expecting(self, sequence: int, count: int, beside: Sequence[int] = ()) -> KVPool:
         """Give the sequence a reservation of at least `count` cells in place of the one it had.
 
-        It is the rest of an even one that has all tokens of the sequence, or lies behind its last
-        token, if there is room, unless another sequence shares that token. The sequence gets no
-        reservation if there is room nowhere. `beside`: the sequences that run.
+        It is the rest of an even one that begins with the sequence's last span, or lies behind its
+        last token, if there is room, unless another sequence shares that token. The sequence gets
+        no reservation if there is room nowhere. `beside`: the sequences that run.
         """
         self.check_sequences(sequence)
         others, near = self._reservations_of(sequence, beside)
@@ -530,7 +530,7 @@ class KVPool:
         return others, [others[each] for each in beside if each in others]
 
     def _in_place(self, sequence: int, count: int) -> Reservation | None:
-        """Return an even reservation that has the sequence's last span and `count` free cells."""
+        """Return an even reservation of the last span of a sequence and `count` free cells."""
         end, spans = self._own_end(sequence), self.spans(sequence)
         if end is None or not spans:
             return None

@@ -62,6 +62,10 @@ class UnsavedTurns:
     tokens: int
     """Tokens in the slot at the end of the last one."""
 
+    def due(self, *, is_idle: bool) -> float:
+        """Return the moment from which on they are written. `is_idle`: nothing runs."""
+        return self.last + QUIET_S if is_idle else self.first + BUSY_S
+
 
 class WriteBehind:
     """The turns that are not on disk yet, and the save that is going on."""
@@ -98,9 +102,7 @@ class WriteBehind:
             return max(0.0, self._again - now)
         if not self._ended:
             return None
-        due = min(
-            one.last + QUIET_S if is_idle else one.first + BUSY_S for one in self._ended.values()
-        )
+        due = min(one.due(is_idle=is_idle) for one in self._ended.values())
         return max(0.0, due - now, self._pause_s(now))
 
     @property
@@ -134,10 +136,10 @@ class WriteBehind:
             work.close()
 
     def _next(self, *, is_idle: bool) -> Generator[bool, None, None] | None:
-        """Return the save of the turn that has waited longest; None if it is no turn's time."""
+        """Return the save of the turns that are due first; None if none are due."""
         if self.wait_s(is_idle=is_idle) != 0:
             return None
-        number = min(self._ended, key=lambda number: self._ended[number].first)
+        number = min(self._ended, key=lambda number: self._ended[number].due(is_idle=is_idle))
         turns, slot = self._ended.pop(number), self._slots[number]
         self._of = turns.first
         return self._saving(slot, min(turns.tokens, len(slot.tokens)))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -322,6 +322,30 @@ def test_an_interrupt_leaves_no_file(make_parking: Make, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(threading.Thread, "join", interrupted)
         parking.offload(runner.entry)
+    assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
+    assert parking.offload(runner.entry) is not None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_thread_that_is_interrupted_at_its_start_writes_nothing(
+    make_parking: Make, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Ctrl-C comes when it runs already; the system may have no thread left. It is tried again."""
+    parking, start, begun = make_parking(), threading.Thread.start, list[threading.Thread]()
+    runner = small_runner()
+    runner.evaluate(TALKS[0])
+
+    def failing(thread: threading.Thread) -> None:
+        if error is KeyboardInterrupt:
+            begun.append(thread)
+            start(thread)
+        raise error
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", failing)
+        assert parking.offload(runner.entry) is None
+    for thread in begun:
+        thread.join()
     assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
     assert parking.offload(runner.entry) is not None
 
