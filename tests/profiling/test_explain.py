@@ -186,7 +186,10 @@ def test_logged_text_cannot_drive_the_terminal() -> None:
         "previous": divergence["previous"] | {"text": evil},
         "current": divergence["current"] | {"text": "x", "role": evil},
     }
-    text = shown(example_event(model=evil, divergence=divergence | sides), width=300)
+    caller = {"request": evil, "client": evil, "session": evil, "cause": evil, "remedy": evil}
+    hostile = {"model": evil, "divergence": divergence | sides, "caller": caller}
+    text = shown(example_event(**hostile), width=300)
+    assert "What to change: \\x1b" in text
     assert "\x1b" not in text
     assert "[red]\\u202e" in text
 

@@ -332,7 +332,6 @@ def _print(table: Table, to: Console) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-
     return Text(visible(text), style)
 
 
@@ -409,7 +408,7 @@ def show_event(event: Event, to: Console) -> None:
     mend = _remedy(event)
     if mend:
         to.print()
-        to.print(Text("What to change: ", "bold").append(f"{mend}.", "not bold"))
+        to.print(Text("What to change: ", "bold").append(f"{visible(mend)}.", "not bold"))
 
 
 def _asker(caller: ClientRequest) -> str:
