@@ -344,7 +344,7 @@ def _assign(ctx: click.Context, given: Sequence[str]) -> None:
     """Set options by their names in the config file, as if their flags had been typed."""
     for name, setting in read_assignments(str(ctx.command.name), given).items():
         if name not in ctx.params or name == "api_key":  # other users see command lines
-            raise OptionError(f"{ASSIGNED} {name}: only the config file sets that")
+            raise OptionError(f"{ASSIGNED} {name}: set that in the config file")
         value = setting.value
         ctx.params[name] = read_config_file().system(value) if name == "system" else value
         ctx.set_parameter_source(name, ParameterSource.COMMANDLINE)

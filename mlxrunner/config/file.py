@@ -174,7 +174,7 @@ class Config:
         return self.templates[name]
 
     def _unknown(self, section: str, known: Mapping[str, Any], name: str, what: str) -> OptionError:
-        file = config_path() if self.path is None else self.path
+        file = self.path or config_path() or f"the config file, which {VARIABLE} turns off"
         there = f"there are {', '.join(known)}" if known else "it has none"
         return OptionError(
             f"there is no {what} {name!r:.60} under [{section}] in {file}: "

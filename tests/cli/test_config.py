@@ -118,8 +118,8 @@ def test_set_gives_a_key_for_one_command(
         ("generate", "top_k=" + "9" * 5000, "--set: top_k: '999"),
         ("generate", "top_k=" + "[" * 5000, "--set: top_k: '[[["),
         ("chat", "history=long", "--set: history: 'long' is not known, it has to be one of exact"),
-        ("serve", "api_key=secret", "--set api_key: only the config file sets that"),
-        ("serve", "top_k=1", "--set top_k: only the config file sets that"),
+        ("serve", "api_key=secret", "--set api_key: set that in the config file"),
+        ("serve", "top_k=1", "--set top_k: set that in the config file"),
     ],
     ids=lambda text: text[:20],
 )

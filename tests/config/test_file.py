@@ -98,6 +98,12 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(file: Path) ->
         read_config_file().template("su")
 
 
+def test_a_named_prompt_without_a_config_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXRUNNER_CONFIG", "")
+    with pytest.raises(OptionError, match=r"the config file, which MLXRUNNER_CONFIG turns off"):
+        read_config_file().system("@terse")
+
+
 @pytest.mark.exhaustive(40)
 @pytest.mark.parametrize(
     ("text", "line", "problem"),
