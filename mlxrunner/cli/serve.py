@@ -120,9 +120,8 @@ def serve(
 
     worker = supervisor.ServerWorker.started()
     if worker is None:
-        supervisor.check_access(settings)
-        supervisor.check_rules(settings)
-        supervisor.check_origins(settings)
+        for check in (supervisor.check_access, supervisor.check_rules, supervisor.check_origins):
+            check(settings)
         _warn_of_key_for_all()
         if unit_kind is not None:
             _print_unit(unit_kind, settings)

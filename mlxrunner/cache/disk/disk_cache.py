@@ -315,9 +315,18 @@ class DiskCache:
             return there
         self._index.claim(conversation)
         try:
-            *files, head = self._missing(
-                conversation, exported, layers, states, salt=salt, has_tokens=has_tokens
+            sizes, names = self._index.sizes, self._pictures
+            files = piece_files(conversation, exported, layers, sizes, salt=salt, pictures=names)
+            head = head_file(
+                conversation,
+                {**sizes, **{file.name: file.nbytes for file in files}},
+                layers.structure,
+                states,
+                salt=salt,
+                pictures=names,
+                has_tokens=has_tokens,
             )
+            self._index.make_room(sum(file.nbytes for file in (*files, head)), conversation)
             yield from self._writing(conversation, files, head)
             self._index.add(conversation)
         except BaseException:
@@ -343,30 +352,6 @@ class DiskCache:
                 yield from self._write_copies(conversation, copies)
                 copies = []
         yield from self._write_copies(conversation, [*copies, last])
-
-    def _missing(
-        self,
-        conversation: StoredConversation,
-        exported: Exported,
-        layers: DividedLayers,
-        states: Mapping[str, ArraySource],
-        *,
-        salt: str = "",
-        has_tokens: bool = True,
-    ) -> list[PieceFile]:
-        """Make room for the files of a conversation that are missing, and return them.
-
-        The conversation's own is the last.
-        """
-        there, names = self._index.sizes, self._pictures
-        files = piece_files(conversation, exported, layers, there, salt=salt, pictures=names)
-        sizes = {**there, **{file.name: file.nbytes for file in files}}
-        structure = layers.structure
-        head = head_file(
-            conversation, sizes, structure, states, salt=salt, pictures=names, has_tokens=has_tokens
-        )
-        self._index.make_room(sum(file.nbytes for file in (*files, head)), conversation)
-        return [*files, head]
 
     def _write_copies(
         self, conversation: StoredConversation, files: Sequence[PieceFile]

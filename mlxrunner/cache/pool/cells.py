@@ -205,7 +205,7 @@ Other reservations are 2, 4, 8 ... times as large, so that sizes repeat.
 class Reservation(NamedTuple):
     """Cells reserved for a sequence, so that its next tokens lie side by side.
 
-    Lanes of one size begin at multiples of it, so that a buffer can be seen as a row of equal
+    Those of one size begin at multiples of it, so that a buffer can be seen as a row of equal
     pieces; but for those that lie behind what the sequence has.
     """
 
@@ -237,7 +237,7 @@ def reserve(
     """
     if not 0 < count <= most:
         return None
-    size = _lane_size(count, most)
+    size = _reserved_size(count, most)
     begins = np.arange(0, len(free) - size + 1, size)
     total = np.concatenate([[0], np.cumsum(_without(free, reservations))])
     fitting = begins[total[begins + size] - total[begins] == size]
@@ -254,7 +254,8 @@ def reserve(
     return Reservation(CellRun(begin, begin + size), begin)
 
 
-def _lane_size(count: int, most: int) -> int:
+def _reserved_size(count: int, most: int) -> int:
+    """Return the number of cells of a reservation for `count` tokens."""
     return min(MIN_RESERVATION << max(0, (-(-count // MIN_RESERVATION) - 1).bit_length()), most)
 
 
@@ -511,16 +512,26 @@ class KVPool:
         """
         self.check_sequences(sequence)
         others, near = self._reservations_of(sequence, beside)
-        free, most = ~self.used, self.num_cells // len(self.owners)
         end, reservation = self._own_end(sequence), self._in_place(sequence, count)
-        if reservation is None and end is not None and count <= most:
-            reservation = reserve_at(free, others.values(), count, end)
+        if reservation is None and end is not None and count <= self._most_reserved:
+            reservation = reserve_at(~self.used, others.values(), count, end)
         if reservation is None:
-            together = len(self.owners)
-            reservation = reserve(free, others.values(), count, most, near=near, together=together)
+            reservation = self._reserved(others, count, near)
         if reservation is not None:
             others[sequence] = reservation
         return self._changed(None, reservations=others)
+
+    @property
+    def _most_reserved(self) -> int:
+        """Most cells of a reservation: an even share."""
+        return self.num_cells // len(self.owners)
+
+    def _reserved(
+        self, others: Mapping[int, Reservation], count: int, near: Sequence[Reservation]
+    ) -> Reservation | None:
+        """Return a reservation of free cells; None if there is no room. See `reserve`."""
+        free, most, together = ~self.used, self._most_reserved, len(self.owners)
+        return reserve(free, others.values(), count, most, near=near, together=together)
 
     def _reservations_of(
         self, sequence: int, beside: Sequence[int]
@@ -535,7 +546,7 @@ class KVPool:
         if end is None or not spans:
             return None
         begin = next(span.begin for span in spans if span.end == end)
-        size = _lane_size(end - begin + count, self.num_cells // len(self.owners))
+        size = _reserved_size(end - begin + count, self._most_reserved)
         if begin % size or begin + size < end + count:
             return None
         others, _ = self._reservations_of(sequence, ())
@@ -597,18 +608,10 @@ class KVPool:
         in_place = self._in_place(sequence, count) if own else None
         if self._is_near(in_place, near):
             return None
-        free, total = ~self.used, n + count
-        reservation = reserve(
-            free,
-            others.values(),
-            total,
-            self.num_cells // len(self.owners),
-            near=near,
-            together=len(self.owners),
-        )
+        reservation = self._reserved(others, n + count, near)
         if own and not (reservation and (in_place is None or self._is_near(reservation, near))):
             return None
-        cells = np.flatnonzero(free)[:n].astype(np.int32)
+        cells = np.flatnonzero(~self.used)[:n].astype(np.int32)
         if reservation is not None:
             cells = np.arange(reservation.run.begin, reservation.run.begin + n, dtype=np.int32)
             others[sequence] = reservation._replace(next=reservation.run.begin + n)

@@ -76,11 +76,9 @@ class Scheduler:
         `accounting`: counts the tokens of prompts; None: a new one.
         """
         budget = (settings.checkpoint_budget or 0) // settings.max_sequences
+        interval = settings.checkpoint_interval
         self.slots = [
-            Slot(
-                number,
-                PrefixCache(partial(engine.caches, number), budget, settings.checkpoint_interval),
-            )
+            Slot(number, PrefixCache(partial(engine.caches, number), budget, interval))
             for number in range(settings.max_sequences)
         ]
         self.requests: list[ActiveRequest] = []
