@@ -187,6 +187,25 @@ def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch
         )
 
 
+@pytest.mark.exhaustive(3)
+@pytest.mark.parametrize("length", [98, 99, 100, 101, 140])
+@pytest.mark.parametrize("choice", ["a", "ab", "abc", "abcde"])
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_answer_that_ends_in_a_full_context_drops_as_much_as_the_single_runner(
+    length: int, choice: str, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request, and a context that is evaluated again, do not change it."""
+    if not moves:
+        move_no_keys(monkeypatch)
+    given, options = parts("llama"), {"overflow": "shift", "keep": 98, "choices": [choice, "xy"]}
+    expected = alone(given, prompt(length), **options)
+    with Engine(*given, max_sequences=3, context=CONTEXT) as runner:
+        handles = [runner.submit(prompt(length), **options) for _ in range(2)]
+        results = [handle.result() for handle in handles]
+    dropped = [(one.text, one.usage.cache.shifted_tokens) for one in results]
+    assert dropped == [(expected.text, expected.usage.cache.shifted_tokens)] * 2
+
+
 @pytest.mark.exhaustive(0)
 def test_many_that_shift_and_share_in_few_cells() -> None:
     """No request begins that might not fit, and none ends because another copies shared tokens."""

@@ -65,11 +65,19 @@ class DispatchedStep:
     """The same by `BatchBuilder.clock`."""
     began: float = 0.0
     """The moment of its dispatch, on `time.perf_counter`."""
+    again: Sequence[ActiveRequest] = ()
+    """Requests with the last tokens of a full context that is evaluated again."""
 
     @property
     def begins_answers(self) -> bool:
         """True if a client waits for the first token of its answer, which the step samples."""
         return any(not request.said and not request.finished for request, _ in self.sampled)
+
+    @property
+    def pipelined(self) -> list[ActiveRequest]:
+        """Requests whose next step a `Runner` dispatches before it reads this one."""
+        alike = [one for one, _ in self.sampled if one.said and not (one.draft or one.finished)]
+        return [request for request in alike if request not in self.again]
 
 
 ANSWER = PlannedStep(rows=1, kept=1, prefill=0, cells=0, normal=0.0, expected=0.0)
@@ -604,6 +612,7 @@ class BatchExecutor:
         if wanted:
             self.width = logits.shape[-1]
         stops = [request for request, count in row if stops_at(request, count)]
+        again = [one for one, count in row if one.shift and one.said and one.left == count]
         for request, count in row:
             request.advance(count)
         if is_single:
@@ -622,7 +631,9 @@ class BatchExecutor:
             elif is_single and request.together and not request.draft:
                 request.checkpoint_if_due()  # its tokens were recorded with the dispatch
         more = len(batch) - len(row)
-        return DispatchedStep(planned, sampled, awaited, drafted, more, late, took, work_s, began)
+        return DispatchedStep(
+            planned, sampled, awaited, drafted, more, late, took, work_s, began, again
+        )
 
     def run(self, request: ActiveRequest, tokens: list[int]) -> None:
         """Run and record tokens of the answer that were delivered, with no token behind them."""

@@ -194,8 +194,8 @@ class Scheduler:
         before, self._pending = self._pending, None
         row: ScheduledBatch = []
         try:
-            if before is not None and before.begins_answers:
-                self._read(before)
+            if before is not None and (before.begins_answers or before.again):
+                self._read_at_once(before)
                 before = None
                 self.on_first()
             row = self._next_row()
@@ -210,7 +210,7 @@ class Scheduler:
             before = None
             if self._pending is not None and self._pending.drafted:
                 drafted, self._pending = self._pending, None
-                self._read(drafted)
+                self._read_at_once(drafted)
         except CacheFullError as error:
             running = len(self.requests)
             for request, _ in row:
@@ -365,6 +365,15 @@ class Scheduler:
         self._maker.make_room_for(self.requests)
         self._maker.grow()
         return self._composer.row(self.requests)
+
+    def _read_at_once(self, step: DispatchedStep) -> None:
+        """Read a step before the next one is composed.
+
+        Full contexts shift before that as they do in a `Runner`: the tokens that a request drops
+        do not depend on the others.
+        """
+        self._maker.make_room_for(step.pipelined)
+        self._read(step)
 
     def _read(self, step: DispatchedStep | None) -> bool:
         """Wait for the end of a step and deliver its tokens. Return False after a new start."""
