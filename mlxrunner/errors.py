@@ -36,7 +36,7 @@ MlxrunnerError               exit code 1
 ├── ClosedError              exit code 1: the runner has been closed
 ├── LaunchError              exit code 1: a client or the ranks of a model cannot be started
 ├── EngineError              exit code 1: the thread of a ParallelRunner has died
-└── BusyError                exit code 1: another request uses the entry, another thread reads, or
+└── BusyError                exit code 1: another request uses the cache, another thread reads, or
                              an observer waits for the thread that called it
 """
 
@@ -270,7 +270,7 @@ class VerifyError(MlxrunnerError):
     def __init__(self, failed: int, verified: int) -> None:
         super().__init__(
             f"{failed} of {verified} verified requests gave something else when they were run "
-            "again cold: the entry was wrong. This is a bug or broken memory; the events with "
+            "again cold: the cache was wrong. This is a bug or broken memory; the events with "
             "verify.equal false say more"
         )
         self.failed, self.verified = failed, verified
@@ -317,7 +317,7 @@ class BusyError(MlxrunnerError):
 
     def __init__(
         self,
-        why: str = "another request still uses the entry: finish it or close its iterator first",
+        why: str = "another request still uses the cache: finish it or close its iterator first",
     ) -> None:
         super().__init__(why)
 

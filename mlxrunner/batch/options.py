@@ -135,7 +135,7 @@ class FileOptions(BatchOptions):
     usage: bool = option(
         True, bool, "Leave out counts and times: the same answers are the same bytes."
     )
-    resume: bool = option(False, bool, "Go on with a run that was stopped or killed.")
+    resume: bool = option(False, bool, "Continue a run that was stopped or killed.")
     progress_file: str | None = option(
         None, str, "Write the state of the run to FILE, once a second, as JSON.", metavar="FILE"
     )

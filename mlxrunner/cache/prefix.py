@@ -463,7 +463,7 @@ class PrefixCache:
         except Exception as error:
             self.free("", with_buffers=True)
             said = " ".join(str(error).split())[:200] or type(error).__name__
-            why = f"a saved entry that could not be read: {said}"
+            why = f"a saved cache that could not be read: {said}"
             self.lose("entry_freed", why, saved.tokens)
             logger.warning("%s", why)
         finally:

@@ -25,12 +25,12 @@ from mlxrunner.cli.options import (
     form_options,
     is_given,
     model_options,
-    named_system,
     option_of,
     options_that_hold,
     overflow_options,
     recording,
     sampling_options,
+    system_option,
     take,
     template_options,
     together,
@@ -40,6 +40,7 @@ from mlxrunner.cli.options import (
 from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.prompt import check_pictures
 from mlxrunner.cluster.options import ClusterOptions, Connection, check_installed
+from mlxrunner.config.option import about
 from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings
@@ -169,7 +170,7 @@ def _option(name: str) -> Callable[[F], F]:
     if name == "prompt_template":
         return option_of(FileOptions, name, "--row-template", ["--prompt-template"])
     if name == "system":
-        return option_of(FileOptions, name, callback=named_system)
+        return system_option(about(FileOptions.__dataclass_fields__[name]).help)
     return option_of(FileOptions, name)
 
 

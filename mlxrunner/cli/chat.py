@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @named_argument
 @model_options
 @draft_option
-@system_option
+@system_option()
 @sampling_options
 @overflow_options("shift")
 @template_var_option

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     metavar="TEXT",
     help="The same as PROMPT, also for a text that looks like an option or a model.",
 )
-@system_option
+@system_option()
 @click.option(
     "-t",
     "--prompt-template",

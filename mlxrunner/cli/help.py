@@ -200,6 +200,11 @@ class HelpGroup(click.Group):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), help_all_option(is_hidden=True)]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if self.invoke_without_command and args and args[0] in {"list", "ls"} - {*self.commands}:
+            args = args[1:]  # the group itself lists
+        return super().parse_args(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 
 NAMES = ("claude", "codex", "opencode")
+MISPLACED = {
+    "claude": ("--url", "--api-key"),
+    "codex": ("--print",),
+    "opencode": ("--print", "--url", "--api-key"),
+}
+"""Options of `launch` that a client does not have, so that they come before its name."""
 FIRST_PORT = 32322
 
 
@@ -119,8 +125,15 @@ def launch(
     if client not in NAMES:
         names = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
         raise click.UsageError(
-            f"{client!r:.80} is not {names}; a command of mlxrunner needs --hosts."
+            f"{client!r:.80} is not {names}: give another program the server's address, "
+            f"{url}/v1; a command of mlxrunner needs --hosts."
         )
+    for word in arguments[: arguments.index("--") if "--" in arguments else None]:
+        if (flag := word.partition("=")[0]) in MISPLACED[client]:
+            raise click.UsageError(
+                f"{flag} after {client} is given to {client}, which has no such option: "
+                f"type mlxrunner launch {flag} ... {client}"
+            )
     _start(client, arguments, url, model, api_key, prints)
 
 

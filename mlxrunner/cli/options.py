@@ -514,13 +514,11 @@ def _model_options(reserve: bool | None, text: str) -> Callable[[F], F]:
     )
 
 
-system_option = click.option(
-    "-s",
-    "--system",
-    metavar="TEXT",
-    callback=named_system,
-    help="The system prompt; @NAME: one of the config file.",
-)
+def system_option(
+    help: str = "The system prompt; @NAME: one of the config file.",
+) -> Callable[[F], F]:
+    """Return the option for a system prompt, with its `help`."""
+    return click.option("-s", "--system", metavar="TEXT", callback=named_system, help=help)
 
 
 def sampling_options(command: F) -> F:
@@ -551,7 +549,7 @@ def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], No
         raise OptionError(f"{flag} {error}") from error
     except OptionError as error:
         raise OptionError(
-            f"{flag} {file[:60] if is_text else file}: {str(error).partition(': ')[2]}"
+            f"{flag}{'' if is_text else f' {file}'}: {str(error).partition(': ')[2]}"
         ) from error
     return text
 

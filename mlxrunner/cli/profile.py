@@ -111,7 +111,9 @@ def explain(events: str, request: str | None, last: bool) -> None:
     if known and request is None and not last and events != known:
         events, request = known, events
     if (request is None) == (not last):
-        raise OptionError("give the ID of an event, or --last" + (", not both" if last else ""))
+        raise OptionError(
+            f"give the ID of an event in {events}, or --last" + (", not both" if last else "")
+        )
     with reading("events") as progress:
         event = find_event(source_files([events]), request, progress)
     show_event(event, console(sys.stdout))
@@ -131,7 +133,7 @@ def _several(
 @_several(
     "--entries",
     "entries",
-    "Replay with K entries (repeatable). [default: 2, 4, 8]",
+    "Replay with K prefix caches (repeatable). [default: 2, 4, 8]",
     low=1,
     high=1024,
     metavar="K",

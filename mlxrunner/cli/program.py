@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -44,6 +45,8 @@ class Program(HelpGroup):
             give_up_output()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -68,6 +71,8 @@ class Program(HelpGroup):
             raise with_our_command(error) from error
         except click.MissingParameter as error:
             raise with_its_meaning(error) from error
+        except click.BadParameter as error:
+            raise with_our_number(error) from error
         except (
             click.ClickException,
             click.exceptions.Exit,
@@ -95,7 +100,7 @@ class Program(HelpGroup):
 
 def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     """Return the error about an unknown option with the option of ours that may be meant."""
-    from mlxrunner.config.names import FLAGS, LETTERS, WAYS, plain
+    from mlxrunner.config.names import FLAGS, LETTERS, MEANT, SAME, WAYS, plain
 
     if error.ctx is None:
         return error
@@ -110,10 +115,29 @@ def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     ways = [WAYS[plain(name)] for name in names if plain(name) in WAYS]
     meant = dict.fromkeys(_our_flag(FLAGS.get(plain(name), name), flags) for name in names)
     ours = " or ".join(repr(flag) for flag in meant if flag is not None)
-    if not ways and not ours:
+    hint = ways[0] if ways else f"Did you mean {ours}?" if ours else ""
+    known = {*SAME, *MEANT, *FLAGS, *LETTERS}
+    if not ways and plain(option) not in known:
+        hint = _place_of(option, error.ctx) or hint
+    if not hint:
         return error
-    hint = ways[0] if ways else f"Did you mean {ours}?"
     return click.NoSuchOption(option, f"No such option {option!r}. {hint}", ctx=error.ctx)
+
+
+def _place_of(option: str, ctx: click.Context) -> str:
+    """Return which commands have an option that the one of `ctx` lacks; empty if none has it."""
+    commands = getattr(ctx.find_root().command, "commands", {})
+    having = [
+        name
+        for name, command in commands.items()
+        if any(option in one.opts and not getattr(one, "hidden", False) for one in command.params)
+    ]
+    if having and ctx.parent is None:
+        return f"It comes after a command that has it: mlxrunner {having[0]} {option} ..."
+    if len(having) > 4:
+        having = [*having[:3], "other commands"]
+    *most, last = having or [""]
+    return f"{', '.join(most)} and {last} have it." if most else f"{last} has it." if last else ""
 
 
 def _our_flag(name: str, flags: Mapping[str, str]) -> str | None:
@@ -141,8 +165,9 @@ def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
         meant = ADVICE[name]
     elif ours is not None:
         meant = f"Did you mean 'mlxrunner {ours}'?"
-    elif group:
-        return error
+    elif group and not error.possibilities:
+        *most, last = getattr(error.ctx and error.ctx.command, "commands", ()) or ("nothing",)
+        meant = f"{group} has {', '.join(most)} and {last}."
     elif name in EMBEDDED or name in known_models():
         meant = f"{name} is a model: mlxrunner chat {name}"
     elif name.strip() and not error.possibilities:
@@ -150,6 +175,20 @@ def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
     else:
         return error
     return click.UsageError(f"{error.message} {meant}", ctx=error.ctx)
+
+
+_COUNT = re.compile(r"'(\d+(?:\.\d+)?)([km])i?b?' ", re.IGNORECASE)
+
+
+def with_our_number(error: click.BadParameter) -> click.BadParameter:
+    """Return an error about a number in our words; one such as 8k says what to write instead."""
+    message = error.message.replace("is not a valid integer", "is not a whole number")
+    message = message.replace("is not a valid float", "is not a number")
+    if (found := _COUNT.match(message)) is not None:
+        number = float(found[1]) * 1024 ** " km".index(found[2].lower())
+        message = f"{message.rstrip('.')}: write {int(number)}."
+    hint = error.param_hint
+    return click.BadParameter(message, ctx=error.ctx, param=error.param, param_hint=hint)
 
 
 MEANINGS = {
@@ -161,6 +200,7 @@ MEANINGS = {
     "CLIENT": "claude, codex or opencode",
     "NAME": "a saved chat: `mlxrunner sessions list` lists them",
     "SESSION": "a saved chat: `mlxrunner sessions list` lists them",
+    "FILE": "the file to write, or to read",
 }
 """The meaning of each argument, for the error about one that is missing."""
 

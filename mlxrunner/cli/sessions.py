@@ -19,10 +19,18 @@ if TYPE_CHECKING:
     from mlxrunner.sessions.store import SessionStore
 
 
-@click.group(cls=HelpGroup)
+@click.group(cls=HelpGroup, invoke_without_command=True)
+@json_option
 @debug_option
-def sessions() -> None:
-    """List, show, export and remove saved conversations (see `chat --session`)."""
+@click.pass_context
+def sessions(ctx: click.Context, as_json: bool) -> None:
+    """List the saved conversations (see `chat --session`), as `sessions list` does; `show`,
+    `export` and `rm` take one.
+    """
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_, as_json=as_json)
+    elif as_json:
+        raise OptionError("--json lists saved chats: give it without a command, or after it")
 
 
 @sessions.command(name="list")
@@ -62,7 +70,7 @@ def list_(as_json: bool) -> None:
 
 
 branch_option = click.option(
-    "--branch", metavar="NAME", help="Another branch than the one that was talked on last."
+    "--branch", metavar="NAME", help="The branch to take. [default: the one used last]"
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -218,9 +219,7 @@ def read_assignments(command: str, given: Iterable[str]) -> dict[str, Setting]:
 
     VALUE is as in the file, or a text without quotes. Raise OptionError for a wrong one.
     """
-    import tomllib
-
-    found: dict[str, Any] = {}
+    reader, found = _Reader(None, ""), dict[str, Any]()
     for one in given:
         name, equals, value = one.partition("=")
         if not equals:
@@ -228,12 +227,7 @@ def read_assignments(command: str, given: Iterable[str]) -> dict[str, Setting]:
                 f"{ASSIGNED} {one:.80}: it has to be NAME=VALUE; `mlxrunner config --keys` lists "
                 "the names"
             )
-        try:
-            found[name] = tomllib.loads(f"value = {value}")["value"]
-        except (tomllib.TOMLDecodeError, RecursionError, ValueError):
-            found[name] = value
-    reader = _Reader(None, "")
-    reader.check_numbers(found)
+        found[name] = reader.assigned((command,), name, value)
     return reader.options((command,), found)
 
 
@@ -279,6 +273,25 @@ class _Reader:
                     f"{self._path or ASSIGNED}: a whole number in it has {value.bit_length():,} "
                     "bits, and 64 are the most: write a smaller one"
                 )
+
+    def assigned(self, section: tuple[str, ...], name: str, text: str) -> Any:
+        """Return the value that `text` holds: `true` is a text where the key takes texts."""
+        import tomllib
+
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+            return text
+        self.check_numbers(value)
+        if isinstance(value, str | list | dict):
+            return value
+        try:
+            self.options(section, {name: value})
+        except OptionError:
+            with suppress(OptionError):
+                self.options(section, {name: text})
+                return text
+        return value
 
     def options(self, section: tuple[str, ...], found: Any) -> dict[str, Setting]:
         """Return the options of a section. Raise OptionError if one is wrong."""

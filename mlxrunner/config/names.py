@@ -119,13 +119,10 @@ COMMANDS: dict[str, str] = {
     "ask": "generate",
     "version": "--version",
     # within a group of ours
-    "models list": "models",
-    "models ls": "models",
     "models show": "show",
     "models download": "models pull",
     "models remove": "models rm",
     "models delete": "models rm",
-    "sessions ls": "sessions list",
     "sessions remove": "sessions rm",
     "sessions delete": "sessions rm",
     "models known": "models --known",
@@ -135,7 +132,6 @@ COMMANDS: dict[str, str] = {
 """Our command for each command of another program."""
 
 ADVICE: dict[str, str] = {
-    "help": "mlxrunner --help lists the commands, mlxrunner COMMAND --help the options of one.",
     "ps": "A command keeps no model loaded when it ends; a server lists its models at "
     "http://127.0.0.1:8080/slots.",
     "stop": "Ctrl-C ends a server or a chat, and frees the memory; `mlxrunner serve --keep-alive "

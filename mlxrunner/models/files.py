@@ -360,7 +360,7 @@ def _inner(index: Path, file: Any) -> str:
     if not isinstance(file, str):
         raise ModelError(
             f"{index}: not a readable weight index: it names the file {reprlib.repr(file)}, which "
-            "is no text: remove the index, or download it again"
+            "is not a text: remove the index, or download it again"
         )
     name = posixpath.normpath(file)
     if name.startswith(("/", "../")) or name == ".." or "\0" in name:

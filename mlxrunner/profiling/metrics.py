@@ -39,7 +39,7 @@ COUNTERS = {
     "mlxrunner_decode_seconds": "Time spent on answers after their first token.",
 }
 GAUGES = {
-    "mlxrunner_entry_tokens": "Tokens of the entry after the last request.",
+    "mlxrunner_entry_tokens": "Tokens in the KV cache after the last request.",
     "mlxrunner_used_bytes": "Bytes of the caches that hold them.",
     "mlxrunner_allocated_bytes": "Bytes allocated for caches and checkpoints.",
 }

@@ -314,7 +314,7 @@ class Profile:
                 else f"answer token {token} is another one"
             )
             why = f"request {self.number} run again cold: {what}"
-            logger.warning("the entry was wrong and is freed: %s", why)
+            logger.warning("the cache was wrong and is freed: %s", why)
             runner.cache.free(why, "verify_failed")
         return found
 

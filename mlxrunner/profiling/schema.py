@@ -43,19 +43,19 @@ class Reason:
 
 
 _ALL = (
-    Reason("empty", "there was no entry yet"),
+    Reason("empty", "nothing was cached yet"),
     Reason(
         "no_common_token",
-        "the first token already differs from the entry's",
+        "the first token already differs from the cached one",
         "keep the beginning the same: template, BOS, system prompt",
     ),
     Reason(
         "diverged",
-        "the prompt leaves the entry in the middle",
+        "the prompt leaves the cached text in the middle",
         "put changing text (dates, retrieved text, counters) at the end, and send earlier "
         "turns back unchanged",
     ),
-    Reason("prompt_shorter", "the prompt is the beginning of the entry, which was rewound to it"),
+    Reason("prompt_shorter", "the prompt is the beginning of the cached text"),
     Reason(
         "rewind_limited",
         "a layer could not be rewound as far back as the match",
@@ -63,7 +63,7 @@ _ALL = (
     ),
     Reason(
         "entry_freed",
-        "the entry was freed",
+        "the cache was freed",
         "see evicted_by for the cause; a reset is the caller's own",
     ),
     Reason(
@@ -82,11 +82,11 @@ _ALL = (
     ),
     Reason(
         "verify_failed",
-        "a check against a cold run found the entry wrong and freed it",
+        "a check against a cold run found the cache wrong and freed it",
         "this is a bug or broken memory: please report it with the event, and run with "
         "--verify-cache 1 to see how often",
     ),
-    Reason("restored", "the entry came from a file"),
+    Reason("restored", "the cache came from a file"),
     Reason(
         "restarted",
         "the program was started again, and the disk cache does not hold the prompt",
@@ -101,7 +101,7 @@ _ALL = (
     ),
     Reason(
         "batch_order",
-        "an earlier line of the batch had evaluated it, before the entry was used for other lines",
+        "an earlier line of the batch had evaluated it, before the cache was used for other lines",
         "run the lines in prefix order (--order prefix, the default), which evaluates each "
         "prefix once",
     ),

@@ -81,7 +81,7 @@ class LeadingModel:
         offset = layers[0].offset
         if offset > (known := held.get(sequence, 0)):
             raise NotSupportedError(
-                f"the other ranks hold {known} tokens of the entry, which has {offset}"
+                f"the other ranks hold {known} tokens of the cache, which has {offset}"
             )
         self._free_as_here()
         with undisturbed():
@@ -101,7 +101,7 @@ class LeadingModel:
         for sequence, layers in self.caches().items():
             if [id(layer.model_cache) for layer in layers] == asked:
                 return sequence
-        raise NotSupportedError("a model on several ranks runs only the passes of its entry")
+        raise NotSupportedError("a model on several ranks runs only the passes of its own cache")
 
     def _free_as_here(self) -> None:
         """Let the other ranks free the caches of sequences that have none here any more."""

@@ -301,7 +301,7 @@ def moved_keys(talk: Talk) -> Check:
     case = overflow(talk)
     usage = ask(runner, case, talk.answer).usage
     if not runner.entry.caches:
-        return Check(MOVED_KEYS, fault="the entry is empty")
+        return Check(MOVED_KEYS, fault="the cache is empty")
     moved = _keys(runner.entry.caches[0])
     if moved is None:
         return Check(MOVED_KEYS, untested="the first layer stores no keys as they were computed")
@@ -358,7 +358,7 @@ def guessed(talk: Talk) -> Check:
         found=_worst(found, expected),
         reused=sum(usage.cached_tokens for usage in usages),
         prompt=sum(usage.prompt_tokens for usage in usages),
-        fault=None if runner.entry.is_true else "the layers do not hold the tokens of the entry",
+        fault=None if runner.entry.is_true else "the layers do not hold the tokens of the cache",
     )
 
 
@@ -550,7 +550,7 @@ class Verification:
         entry, usage, fault = self._runner.entry, warm.usage, None
         if not entry.is_true:
             fault = (
-                f"the entry holds {len(entry.tokens)} tokens, "
+                f"the cache holds {len(entry.tokens)} tokens, "
                 f"but its layers are at {sorted(set(entry.offsets))}"
             )
         cold = self._cold(self._runner, case)

@@ -77,7 +77,9 @@ def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
     lines = do(
         "My name is Ana.", "I have a dog.", "/undo 2", "My cat is Tom.", "/explain", "/stats"
     )
-    assert any(line.startswith("the prompt leaves the entry in the middle; ") for line in lines)
+    assert any(
+        line.startswith("the prompt leaves the cached text in the middle; ") for line in lines
+    )
     assert any(
         re.fullmatch(r"last turn  partial \(diverged\): \d+ prompt tokens, \d+ matched", line)
         for line in lines

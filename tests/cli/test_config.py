@@ -109,9 +109,22 @@ def test_set_gives_a_key_for_one_command(
     assert prompt[0]["content"] == "Be brief."
 
 
+@pytest.mark.parametrize("text", ["true", "7", "1.50", "2024-11-26", "07"])
+def test_set_takes_a_text_that_looks_like_another_value(
+    asked: list[tuple[Any, dict[str, Any]]], text: str
+) -> None:
+    """Where the key takes a text, it is one as it was typed, without quotes."""
+    given = ("--set", f"system={text}", "--set", f"stop={text}")
+    assert run("generate", *given, "--set", "top_k=5.0", "Hi").exit_code == 0
+    (prompt, options), *_ = asked
+    assert (prompt[0]["content"], options["stop"], options["top_k"]) == (text, (text,), 5)
+
+
 @pytest.mark.parametrize(
     ("command", "given", "problem"),
     [
+        ("generate", "stop=[1]", "--set: stop: each stop string has to be a text of at least one"),
+        ("generate", "top_k=true", "--set: top_k: True is not a whole number"),
         ("chat", "top_k", "--set top_k: it has to be NAME=VALUE; `mlxrunner config --keys` lists"),
         ("chat", "topk=1", "--set: there is no key 'topk' in [chat]: did you mean 'top_k'?"),
         ("generate", "top_k=many", "--set: top_k: 'many' is not a whole number"),

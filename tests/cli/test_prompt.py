@@ -177,15 +177,24 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
     [
         (["pull", "x"], "Did you mean 'mlxrunner models pull'?"),
         (["ps"], "a server lists its models at"),
-        (["help", "chat"], "mlxrunner COMMAND --help the options of one."),
         (["-v"], "Did you mean '--version'?"),
         (["version"], "Did you mean 'mlxrunner --version'?"),
-        (["models", "list"], "Did you mean 'mlxrunner models'?"),
         (["sessions", "delete", "x"], "Did you mean 'mlxrunner sessions rm'?"),
         (["server"], "Did you mean 'mlxrunner serve'?"),
         (["why is it so?"], "To ask that, type mlxrunner generate 'why is it so?'"),
         (["genrate"], "Did you mean 'generate'?"),
-        (["cache", "zzz"], "No such command 'zzz'.\n"),
+        (["cache", "zzz"], "No such command 'zzz'. cache has export and import.\n"),
+        (["cache", "improt"], "Did you mean 'import'?"),
+        (["--model", "demo", "chat"], "It comes after a command that has it: mlxrunner chat"),
+        (["-m", "demo"], "It comes after a command that has it: mlxrunner chat -m ..."),
+        (["chat", "--workers", "2"], "No such option '--workers'. batch has it.\n"),
+        (["chat", "--schema", "{}"], "generate and batch have it.\n"),
+        (["show", "--context", "9"], "chat, generate, batch and other commands have it.\n"),
+        (["plan", "--context", "8k"], "'8k' is not a whole number: write 8192.\n"),
+        (["plan", "--context", "1.5MB"], "'1.5MB' is not a whole number: write 1572864.\n"),
+        (["plan", "--context", "big"], "'big' is not a whole number.\n"),
+        (["generate", "--temperature", "hot"], "'hot' is not a number.\n"),
+        (["sessions", "export", "x"], "Missing FILE: the file to write, or to read.\n"),
     ],
 )
 def test_a_command_by_its_name_elsewhere_is_answered_with_ours(typed: list[str], said: str) -> None:
@@ -193,6 +202,23 @@ def test_a_command_by_its_name_elsewhere_is_answered_with_ours(typed: list[str],
     result = run(*typed)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "same"),
+    [
+        (["help"], ["--help"]),
+        (["help", "models", "pull"], ["models", "pull", "--help"]),
+        (["models", "list", "--json"], ["models", "--json"]),
+        (["models", "ls"], ["models"]),
+        (["sessions"], ["sessions", "list"]),
+        (["sessions", "--json"], ["sessions", "list", "--json"]),
+    ],
+    ids=" ".join,
+)
+def test_a_habit_of_other_programs_is_the_same_as_ours(typed: list[str], same: list[str]) -> None:
+    found, expected = run(*typed), run(*same)
+    assert (found.exit_code, found.output) == (0, expected.output)
 
 
 def test_no_command_has_an_option_twice() -> None:

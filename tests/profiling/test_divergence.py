@@ -72,7 +72,7 @@ def test_a_message_that_goes_on_parts_at_its_end(talk: Callable[..., Any]) -> No
     assert (
         Event.of(event)
         .explain()
-        .startswith("the prompt leaves the entry in the middle; they part at token ")
+        .startswith("the prompt leaves the cached text in the middle; they part at token ")
     )
     assert (
         "in the text of message 0 (user), where before was the end mark of message 0 (user)"

@@ -44,7 +44,7 @@ def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> N
     result = run(events, "00000000002a")
     assert result.exit_code == 0
     together = " ".join(result.stdout.split())
-    assert "The prompt leaves the entry in the middle" in together
+    assert "The prompt leaves the cached text in the middle" in together
     assert "earlier: the thinking block of message" in together
     assert "now: the text of message 1 (assistant)" in together
     assert "33 of them because of that (10.1 ms)" in together
@@ -72,7 +72,7 @@ def test_the_file_may_come_from_the_environment(events: Path) -> None:
         )
         assert result.stdout == run(events, "--last").stdout
     result = CliRunner().invoke(cli.main, ["explain"], env={"MLXRUNNER_EVENTS": str(events)})
-    assert "give the ID of an event, or --last" in result.stderr
+    assert f"give the ID of an event in {events}, or --last" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_file_may_come_from_the_environment(events: Path) -> None:
     [
         (["nope"], "no event has the id 'nope'"),
         (["0000000000"], "is the beginning of several ids"),
-        ([], "give the ID of an event, or --last"),
+        ([], "events.jsonl, or --last"),
         (["00000000002a", "--last"], "not both"),
     ],
     ids=["unknown", "ambiguous", "neither", "both"],

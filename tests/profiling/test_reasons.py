@@ -44,7 +44,7 @@ def test_empty_and_prompt_shorter(events: Path) -> None:
     assert (second["outcome"], second["reason"]) == ("hit", "prompt_shorter")
     assert second["run"] == "warm-hit"
     assert (first["lost_tokens"], second["lost_tokens"]) == (0, 0)
-    assert "the prompt is the beginning of the entry" in said(events)
+    assert "the prompt is the beginning of the cached text" in said(events)
 
 
 def test_nothing_lost(events: Path) -> None:
@@ -137,7 +137,7 @@ def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
     assert event["evicted_by"] == "a reset"
     assert event["lost_tokens"] == len("Hello ")
     assert first["lost_tokens"] == 0
-    assert "the entry was freed (a reset)" in said(events)
+    assert "the cache was freed (a reset)" in said(events)
 
 
 def test_model_changed_and_options_changed(events: Path) -> None:
@@ -180,7 +180,7 @@ def test_restored(events: Path) -> None:
     assert second["reason"] == "restored"
     assert (parted["reason"], parted["run"]) == ("diverged", "warm-restored")
     assert (last["reason"], last["run"]) == (None, "warm-hit")
-    assert Event.of(first).explain().startswith("the entry came from a file (chat.session)")
+    assert Event.of(first).explain().startswith("the cache came from a file (chat.session)")
 
 
 def test_verify_failed(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_verify_failed(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (after["outcome"], after["reason"]) == ("miss", "verify_failed")
     assert after["lost_tokens"] == after["prompt_tokens"] - 1
     assert after["evicted_by"].startswith("request 2 run again cold: ")
-    assert "found the entry wrong" in said(events)
+    assert "found the cache wrong" in said(events)
     assert (
         run(*command, "--verify-cache", 1).exit_code == 0
     )  # without --verify-strict it is only reported
@@ -265,4 +265,4 @@ def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
     cache.write_bytes(content)
     (damaged,) = chat(tmp_path / "3", "What is my name?\n", "--session", "a", data=data)
     assert (damaged["outcome"], damaged["reason"]) == ("miss", "entry_freed")
-    assert damaged["evicted_by"].startswith("a saved entry that could not be read")
+    assert damaged["evicted_by"].startswith("a saved cache that could not be read")

@@ -90,7 +90,7 @@ def test_a_spoiled_entry_is_caught(architecture: str, caplog: pytest.LogCaptureF
     found = events[-1]["verify"]
     assert found["equal"] is False
     assert found["logits_difference"] > found["tolerance"] or found["first_difference"] == 0
-    assert "the entry was wrong and is freed: request 2 run again cold: " in caplog.text
+    assert "the cache was wrong and is freed: request 2 run again cold: " in caplog.text
     ask(runner, [*range(1, 30)])
     assert events[-1]["reason"] == "verify_failed"
     ask(runner, [*range(1, 30), 3])

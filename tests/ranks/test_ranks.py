@@ -191,7 +191,7 @@ def test_another_entry_begins_at_the_first_token(tmp_path: Path) -> None:
     list(one.generate([*prompt, 8], max_tokens=1))
     assert told[-1] == [3, 1]
     list(other.generate(prompt, max_tokens=1))
-    with pytest.raises(NotSupportedError, match="hold 0 tokens of the entry, which has 4"):
+    with pytest.raises(NotSupportedError, match="hold 0 tokens of the cache, which has 4"):
         list(one.generate([*prompt, 8, 9], max_tokens=1))
     one.reset()
     list(one.generate([*prompt, 8, 9], max_tokens=1))

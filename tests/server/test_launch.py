@@ -69,14 +69,14 @@ def test_claude_gets_the_model_under_each_name_that_it_uses() -> None:
 @pytest.mark.parametrize("client", NAMES)
 def test_print_shows_settings_for_a_shell(server: ThreadingHTTPServer, client: str) -> None:
     """They name the address, the first model and its context."""
-    result = launch(server, "--print", client, "--version")
+    result = launch(server, "--print", client, "--version", "--", "--print")
     assert result.exit_code == 0
     assert f"http://127.0.0.1:{server.server_port}" in result.stdout
     assert "first/model" in result.stdout
     assert "65536" in result.stdout
     last = result.stdout.splitlines()[-1]
     assert last.startswith(client)
-    assert last.endswith("--version")
+    assert last.endswith("--version -- --print")
 
 
 @pytest.mark.parametrize(("model", "sees"), [("first/model", False), ("eyes", True)])
@@ -140,6 +140,25 @@ def test_what_is_wrong_is_one_line(
     assert result.exit_code == 1
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["codex", "--print"], "--print"),
+        (["opencode", "-m", "x", "--print"], "--print"),
+        (["claude", "--url=http://127.0.0.1:9"], "--url"),
+    ],
+    ids=["codex", "opencode", "claude"],
+)
+def test_an_option_after_the_client_that_only_launch_has_is_an_error(
+    words: list[str], flag: str
+) -> None:
+    """The client would be started, and refuse it."""
+    result = launch("http://127.0.0.1:9", *words)
+    assert result.exit_code == 2
+    assert f"{flag} after {words[0]} is given to {words[0]}" in result.stderr
+    assert f"mlxrunner launch {flag} ... {words[0]}" in result.stderr
 
 
 def test_without_a_server_the_error_says_how_to_start_one() -> None:

@@ -416,7 +416,7 @@ def test_an_untrue_entry_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     report = oracle_verification("full", "recurrent").run()
     assert not report.passed
     assert "append, edit an early token" in report.table().splitlines()[-1]
-    assert "DIFFERENT: the entry holds 176 tokens, but its layers are at [177]" in report.table()
+    assert "DIFFERENT: the cache holds 176 tokens, but its layers are at [177]" in report.table()
 
 
 def test_ctrl_c_prints_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ SKIPPED = {
     "version": "of another version",
     "invalid": "with missing or wrong fields",
     "lost": "that continue a lost one",
-    "parallel": "of parallel requests, which have no entry of their own",
+    "parallel": "of parallel requests, which have no cache of their own",
 }
 """The kinds of skipped lines, in words."""
 REPORT_EVERY = 2000

@@ -102,7 +102,7 @@ def _agreement(agreed: int, requests: int) -> Text:
         )
     return _text(
         f"As it was run, {number(agreed)} of {number(requests)} requests found exactly what the "
-        "log says they had found; the others began with an entry that is not in the log, or "
+        "log says they had found; the others began with a cache that is not in the log, or "
         "followed an interrupt.",
         "yellow",
     )
