@@ -173,7 +173,7 @@ def test_only_what_differs_is_coloured() -> None:
 def test_both_sides_are_whole_in_a_narrow_terminal(width: int) -> None:
     """Below each other where there is no room."""
     together = "".join(shown(example_event(), width=width).split())
-    assert "Thepromptleavestheentry" in together
+    assert "Thepromptleavesthecachedtext" in together
     assert "<think>↵" in together
     assert "Yournameis" in together
 
