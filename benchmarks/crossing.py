@@ -52,7 +52,8 @@ def theirs(
     cache, answer, began = make_prompt_cache(language), list[int](), 0.0
     logits = language(mx.array([prompt]), cache=cache, **states).logits
     while True:
-        answer.append(int(mx.argmax(logits[0, -1]).item()))
+        best: Any = mx.argmax(logits[0, -1]).item()
+        answer.append(int(best))
         began = began or time.perf_counter()
         if len(answer) == count:
             return answer, (time.perf_counter() - began) / (count - 1)

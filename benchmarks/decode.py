@@ -34,13 +34,13 @@ SIZE, SMALL = (512, 8, 8), (256, 4, 4)
 def alone(size: tuple[int, int, int], prompt: int, rounds: int) -> Comparison:
     """Compare a step of the only request with one of Runner."""
     tokens, count = _tokens(0, prompt), rounds + 8
-    runner, stepper = (
-        make(model, ByteTokenizer(), facts_of(model, vars(model.args)), context=prompt + count, **m)
-        for make, model, m in (
-            (Runner, random_llama(*size), {}),
-            (Engine, random_llama(*size), {"max_sequences": 4}),
-        )
-    )
+
+    def parts() -> tuple[Any, ByteTokenizer, Any]:
+        model = random_llama(*size)
+        return model, ByteTokenizer(), facts_of(model, vars(model.args))
+
+    runner = Runner(*parts(), context=prompt + count)
+    stepper = Engine(*parts(), context=prompt + count, max_sequences=4)
     its = iter(runner.generate(tokens, max_tokens=count, stop_tokens=[]))
     ours = iter(stepper.submit(tokens, max_tokens=count, stop_tokens=[]))
     took, theirs = _in_turn(lambda: next(ours), lambda: next(its), rounds)

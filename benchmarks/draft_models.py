@@ -29,7 +29,7 @@ COUNTS = (1, 2, 4, 8)
 CONTEXT = 256
 
 
-def answered(runner: Engine, prompts: list[list[int]], how: str) -> tuple[Any, int, float]:
+def answered(runner: Engine, prompts: list[list[int]], how: Any) -> tuple[Any, int, float]:
     """Return the answers to `prompts` at the same time, their steps, and the processor time."""
     steps, began = runner.steps, time.process_time()
     found = runner.run(prompts, max_tokens=ANSWER, stop_tokens=[], speculate=how)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from traces import Ask, Message
+from traces import Ask
 
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.templates.messages import CheckedMessages
@@ -24,8 +25,9 @@ class Floor:
 
         One at least is evaluated: the answer needs its logits.
         """
-        messages = CheckedMessages(list[Message](ask.messages))
-        more = {"tools": list(ask.tools)} if ask.tools else {}
+        plain: Any = ask.messages
+        messages = CheckedMessages(plain)
+        more: dict[str, Any] = {"tools": list(ask.tools)} if ask.tools else {}
         prompt = self._tokenizer.render(messages, enable_thinking=ask.thinks, **more)
         tokens = as_tokens(self._tokenizer.encode(prompt))
         shared = max((common_prefix(tokens, known) for known in self._known), default=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -138,10 +139,11 @@ def plot(points: list[Point], file: str) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     colours = dict(zip(PREFIXES, ("#0072b2", "#009e73", "#d55e00", "#000000"), strict=True))
-    for axis, title, of in (
+    panels: tuple[tuple[Any, str, Callable[[Point], float]], ...] = (
         (axes[0], "milliseconds of a decode step", lambda point: point.ms),
         (axes[1], "megabytes of keys and values", lambda point: point.nbytes / 1e6),
-    ):
+    )
+    for axis, title, of in panels:
         for prefix in PREFIXES:
             for side, style in (("mlxrunner", "o-"), ("mlx-lm", "x--")):
                 line = [point for point in points if (point.side, point.prefix) == (side, prefix)]

@@ -65,7 +65,8 @@ def write_gguf(folder: Path) -> Path:
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
     _add_sizes(writer, config)
     _add_tokenizer(writer)
-    for name, values in mx.load(str(folder / "model.safetensors")).items():
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    for name, values in weights.items():
         array = np.array(values.astype(mx.float32))
         writer.add_tensor(_name(name, config["model_type"]), _as_written(name, array, config))
     writer.write_header_to_file()

@@ -32,6 +32,7 @@ from mlxrunner.bench.harness import (
 )
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.cache.layers.full import FullAttentionCache
+from mlxrunner.engine.sampling import dispatch
 from mlxrunner.runner import Runner
 
 PROMPT = 64
@@ -82,7 +83,7 @@ def bare_loop(runner: Runner) -> Backend:
 
         def following(tokens: mx.array) -> mx.array:
             token = mx.argmax(model(tokens[None], cache=cache)[:, -1, :], axis=-1)
-            mx.async_eval(token)
+            dispatch([token])
             return token
 
         model(mx.array(prompt[:-1])[None], cache=cache)

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -91,7 +92,7 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison
         nbytes = parking.bytes
         for turn in range(1, rounds + 1):
             more = said[: length + turn * TURN]
-            seconds["evaluating"].append(timed(lambda more=more: runner.evaluate(more))[0])
+            seconds["evaluating"].append(timed(partial(runner.evaluate, more))[0])
             before = parking.bytes
             seconds["turn"].append(timed(lambda: parking.offload(runner.entry))[0])
             seconds["written"].append((parking.bytes - before) / 1e6)
@@ -156,7 +157,7 @@ def finding(conversations: int, length: int) -> list[float]:
     seconds = []
     for number in random.integers(0, conversations, 100):
         prompt = np.concatenate([talks[number], random.integers(0, 8000, 500)]).astype(np.int32)
-        took, found = timed(lambda prompt=prompt: shelf.find(prompt))
+        took, found = timed(partial(shelf.find, prompt))
         if found is None or found[1] != length:
             raise SystemExit("the conversation was not found")
         seconds.append(1e3 * took)

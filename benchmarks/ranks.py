@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -108,7 +108,10 @@ def measure(ranks: Ranks, model: Path, rounds: int) -> tuple[Comparison, str]:
             yield chunk.token
 
     rates: dict[str, list[float]] = {"ours": [], "bare": []}
-    sides = {"ours": ours, "bare": lambda: bare(0, prompt, ANSWER)}
+    sides: dict[str, Callable[[], Iterator[int]]] = {
+        "ours": ours,
+        "bare": lambda: bare(0, prompt, ANSWER),
+    }
     answers = set[tuple[int, ...]]()
     for turn in range(rounds + 1):
         for side in sorted(sides, reverse=bool(turn % 2)):

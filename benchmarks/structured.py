@@ -56,7 +56,7 @@ def held_side(runner: Runner, schema: Any) -> Backend:
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
         with closing(
             runner.generate(prompt, max_tokens=max_tokens, schema=schema, stop_tokens=[])
-        ) as chunks:  # type: ignore[type-var]
+        ) as chunks:
             for chunk in chunks:
                 yield chunk.token  # type: ignore[misc]  # each chunk of such an answer has one
 

@@ -16,8 +16,10 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pexpect
 from arguments import print_json, print_table
@@ -46,15 +48,15 @@ def serve(type_ahead: bool, progress: Path) -> None:
             TimedDraft.ended = time.perf_counter()
             super().finish()
 
-    editor.TypedText = TimedDraft  # type: ignore[misc]
+    editor.TypedText = TimedDraft  # type: ignore[attr-defined]
     conversation = Conversation(random_runner(), options={"max_tokens": 1})
     chat, table = open_chat(conversation, plain=True, history=False, type_ahead=type_ahead)
     evaluate = conversation.evaluate
 
-    def noted(draft: str, cancelled: object, history: object = None) -> None:
+    def noted(draft: str, cancelled: Callable[[], bool], after: Any = None) -> None:
         began = time.perf_counter()
-        evaluate(draft, cancelled, history)  # type: ignore[arg-type]
-        if not cancelled():  # type: ignore[operator]
+        evaluate(draft, cancelled, after)
+        if not cancelled():
             with progress.open("a") as stream:
                 stream.write(f"{len(draft)}\n")
         elif TimedDraft.ended > began:

@@ -78,7 +78,7 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
 
 def uneven(found: list[int]) -> float:
     """Return how far the least lies below the most, as a share of that."""
-    return 1 - min(found) / max(found) if found and max(found) else 0.0
+    return 1 - min(found) / max(found) if any(found) else 0.0
 
 
 def main() -> None:

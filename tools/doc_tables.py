@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL
 
 def with_tables(text: str) -> str:
     """Make the tables of a page anew."""
-    makers = {
+    makers: dict[str, Callable[[str], str]] = {
         "chat commands": _chat_commands,
         "event fields": _event_fields,
         "errors": _errors,

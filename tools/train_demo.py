@@ -45,7 +45,7 @@ TEMPLATE = (
 )
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
@@ -74,7 +74,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-class Llama(nn.Module):
+class Llama(nn.Module):  # type: ignore[misc]
     """The Llama forward pass for training: rope, RMSNorm, SwiGLU, tied embeddings."""
 
     def __init__(self) -> None:
@@ -130,11 +130,11 @@ class Encoder:
         self.roles = {role: processor.encode(role) for role in ("system", "user", "assistant")}
 
     def text(self, text: str, dropout: float) -> list[int]:
-        return (
-            self.sp.encode(text, enable_sampling=True, alpha=dropout, nbest_size=-1)
-            if dropout
-            else self.sp.encode(text)
+        sampled: dict[str, Any] = (
+            {"enable_sampling": True, "alpha": dropout, "nbest_size": -1} if dropout else {}
         )
+        found: list[int] = self.sp.encode(text, **sampled)
+        return found
 
     def encode(self, talk: Dialogue, dropout: float) -> Iterator[tuple[list[int], float, bool]]:
         recalled = {r.index for r in talk.recalls}
@@ -154,7 +154,7 @@ def make_batch(
     length: int,
     dropout: float,
     held_out: bool = False,
-):  # type: ignore[no-untyped-def]
+) -> tuple[Tensor, Tensor, list[tuple[int, int, int]]]:
     """Return `tokens, weights` of shape [rows, length + 1] and the spans of recalled answers.
 
     A span is (row, begin, end).

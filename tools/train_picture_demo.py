@@ -108,7 +108,8 @@ def built(config: dict[str, Any]) -> Model:
         scale = 0.02 if "embed" in name else 1 / math.sqrt(fan)
         return mx.random.normal(array.shape) * scale
 
-    weights = [(name, initial(name, one)) for name, one in tree_flatten(model.parameters())]
+    drawn_first: Any = tree_flatten(model.parameters())
+    weights = [(name, initial(name, one)) for name, one in drawn_first]
     model.update(tree_unflatten(weights))
     mx.eval(model.parameters())
     return model
@@ -159,10 +160,11 @@ def batch(tokenizer: Tokenizer, rng: random.Random) -> dict[str, mx.array]:
     """Return the inputs of a step: tokens, weights of the loss, pictures, and their rows."""
     rows, weights, places = list[list[int]](), list[list[float]](), list[list[int]]()
     pictures = list[np.ndarray[Any, Any]]()
-    image = tokenizer.token_to_id(IMAGE[1])
+    image: Any = tokenizer.token_to_id(IMAGE[1])
     for _ in range(BATCH):
         turns, shown = conversation(rng)
-        tokens, weight = [tokenizer.token_to_id("<s>")], [0.0]
+        begin: Any = tokenizer.token_to_id("<s>")
+        tokens, weight = [begin], [0.0]
         for asked, answer in turns:
             before, said = marked(asked, answer)
             for text, share in ((before, 0.0), (said, 1.0), ("\n", 0.0)):
@@ -218,21 +220,22 @@ def train(work: Path, steps: int, seed: int) -> tuple[Model, Tokenizer, dict[str
     config = settings(tokenizer)
     mx.random.seed(seed)
     model = built(config)
-    image = tokenizer.token_to_id(IMAGE[1])
+    image: Any = tokenizer.token_to_id(IMAGE[1])
     optimizer = optim.AdamW(learning_rate=PEAK_RATE, weight_decay=0.01, betas=[0.9, 0.98])
     optimizer.init(model.trainable_parameters())
     begin, state = 0, work / "state.safetensors"
     if state.exists():
-        saved, about = mx.load(str(state), return_metadata=True)
+        loaded: Any = mx.load(str(state), return_metadata=True)
+        saved, about = loaded
         model.update(tree_unflatten([(k[2:], v) for k, v in saved.items() if k[0] == "m"]))
         optimizer.state = tree_unflatten([(k[2:], v) for k, v in saved.items() if k[0] == "o"])
         begin = int(about["step"])
-    graded = nn.value_and_grad(model, partial(loss_of, model, image))
+    graded: Any = nn.value_and_grad(model, partial(loss_of, model, image))  # type: ignore[attr-defined]
     since, total = time.perf_counter(), 0.0
     for step in range(begin, steps):
         optimizer.learning_rate = rate(step, steps)
         loss, gradient = graded(batch(tokenizer, random.Random(f"{seed} {step}")))
-        gradient, _ = optim.clip_grad_norm(gradient, 1.0)
+        gradient, _ = optim.clip_grad_norm(gradient, 1.0)  # type: ignore[no-untyped-call]
         optimizer.update(model, gradient)
         mx.eval(model.parameters(), optimizer.state, loss)
         total += loss.item()
@@ -241,8 +244,8 @@ def train(work: Path, steps: int, seed: int) -> tuple[Model, Tokenizer, dict[str
             print(f"{step + 1} of {steps}: loss {total / 50:.4f}, {seconds:.2f} s", flush=True)
             since, total = time.perf_counter(), 0.0
         if (step + 1) % 250 == 0 or step + 1 == steps:
-            both = {f"m.{k}": v for k, v in tree_flatten(model.parameters())}
-            both |= {f"o.{k}": v for k, v in tree_flatten(optimizer.state)}
+            pairs: Any = [*tree_flatten({"m": model.parameters(), "o": optimizer.state})]
+            both = dict(pairs)
             new = work / "new.safetensors"
             mx.save_safetensors(str(new), both, {"step": str(step + 1)})
             new.replace(state)
@@ -278,7 +281,8 @@ def write(out: Path, model: Model, tokenizer: Tokenizer, config: dict[str, Any])
         ("processor_config.json", processor),
     ):
         (out / name).write_text(json.dumps(content, indent=2) + "\n")
-    weights = {k: v.astype(mx.float16) for k, v in tree_flatten(model.parameters())}
+    parameters: Any = tree_flatten(model.parameters())
+    weights = {k: v.astype(mx.float16) for k, v in parameters}
     del weights["language_model.lm_head.weight"]
     mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
 

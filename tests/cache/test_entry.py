@@ -1,0 +1,63 @@
+"""States of an entry that requests seldom leave: nobody gave it back, a layer lost its way back."""
+
+from __future__ import annotations
+
+import pytest
+from support.drafting import Side
+
+from mlxrunner.cache import PrefixCache
+from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.cache.pool.interface import END
+from mlxrunner.cache.prefix import CopySource
+from mlxrunner.testing import OracleModel
+
+PROMPT = list(range(1, 41))
+
+
+def taken(*kinds: str, budget: int = 0) -> Side:
+    """Return a side that has evaluated PROMPT and still has its lease."""
+    side = Side(OracleModel(list(kinds)), CacheOptions(), budget, None)
+    side.take(PROMPT)
+    return side
+
+
+def test_an_entry_that_nobody_gave_back_is_settled_when_it_is_asked_for() -> None:
+    """The end of a request may itself be interrupted: its lease is gone, and its pass is not."""
+    side = taken("recurrent", "full")
+    side.lease.begin_forward()
+    side.forward([7, 8])
+    del side.lease
+    assert side.cache.current.is_true
+    assert side.cache.current.tokens == PROMPT
+
+
+def test_what_a_draft_held_is_no_way_back_for_a_layer_that_it_does_not_hold() -> None:
+    """A state undoes one pass by itself, and not two."""
+    side = taken("unknown", "recurrent")
+    side.lease.hold(1)
+    for token in (7, 8):
+        side.lease.begin_next()
+        side.forward([token])
+        side.lease.record([token])
+    assert side.cache.entry.reach(len(PROMPT)) == (0, "unknown")
+
+
+def test_layers_that_disagree_after_a_rewind_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = taken("full", "full")
+    side.lease.close()
+    monkeypatch.setattr(side.cache.entry.caches[0], "go_back", lambda to: None)
+    with side.cache.begin([*PROMPT[:9], 99]) as lease:
+        assert lease.lookup.evicted_by == "layers that disagreed after a rewind"
+        assert (lease.recorded, lease.lookup.cached) == (0, 0)
+
+
+def test_a_copy_has_no_checkpoint_of_what_it_does_not_copy() -> None:
+    """Other tokens follow in it: a checkpoint there would be one of another text."""
+    source = taken("recurrent", "full", budget=10**6)
+    offsets = source.cache.entry.checkpoints.offsets
+    assert len(offsets) > 1
+    fork = PrefixCache(source.cache._make_caches, 10**6)
+    prompt = [*PROMPT[: offsets[0] + 1], 99]
+    with fork.begin(prompt, source=CopySource(source.cache, END)) as lease:
+        assert lease.recorded == offsets[0]
+        assert fork.entry.checkpoints.offsets == [offsets[0]]
