@@ -41,14 +41,18 @@ def with_new_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     prompt: Any
     cached: Any
     lost, prompt, cached = map(found.get, ("lost_tokens", "prompt_tokens", "cached_tokens"))
-    is_old = "missed_tokens" not in found and "displaced_tokens" not in found
-    if is_old and all(type(one) is int for one in (lost, prompt, cached)):
+    if not is_counted(found) and all(type(one) is int for one in (lost, prompt, cached)):
         found["lost_tokens"] = lost = max(min(lost, prompt - cached), 0)
         is_displaced = found.get("reason") in CAUSED_BY_CLIENT
         found["missed_tokens"] = 0 if is_displaced else lost
         found["displaced_tokens"] = lost if is_displaced else 0
         found["new_tokens"] = prompt - cached - lost
     return found
+
+
+def is_counted(fields: Mapping[str, Any]) -> bool:
+    """Return True if missed and displaced tokens are counted, not bounded as 0.2 did."""
+    return "missed_tokens" in fields or "displaced_tokens" in fields
 
 
 @dataclass

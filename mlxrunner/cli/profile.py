@@ -66,7 +66,7 @@ def report(
     EVENTS are files of --events, read with their rotated files (FILE.1 ...). Damaged lines are
     skipped and counted.
     """
-    from mlxrunner.profiling.report.report import make_report, skipped_words, source_files
+    from mlxrunner.profiling.report.report import make_report, source_files
     from mlxrunner.profiling.report.screen import console, show_report
     from mlxrunner.terminal.progress import reading
     from mlxrunner.terminal.signals import orderly_end
@@ -77,8 +77,8 @@ def report(
     click.echo(json.dumps(made.as_dict())) if as_json else show_report(
         made.summary, console(sys.stdout)
     )
-    if made.skipped.total():
-        click.echo(f"mlxrunner: {skipped_words(made.skipped)}", err=True)
+    for note in made.notes:
+        click.echo(f"mlxrunner: {note}", err=True)
     if html and sys.stderr.isatty():
         click.echo(f"{visible_text(html)}: open this page in a browser", err=True)
     if min_hit_rate is not None and made.summary.hit_rate < min_hit_rate:

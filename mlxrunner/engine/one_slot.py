@@ -351,6 +351,6 @@ class OneSlot(Closing):
         tokens, step = min(tokens, self.context), self._scheduler.prefill_step
         if self.reserves_requests:
             most = self.prefill_step if begins else step
-            step = must_be_offered(self.growing, tokens, most, shrinks=begins)
+            step = must_be_offered(self.growing, tokens, most, before=step, shrinks=begins)
             self._scheduler.prefill_step = step
         must_have_room(self.growing, tokens, step)

@@ -121,17 +121,20 @@ def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
         )
 
 
-def must_be_offered(demand: Demand, tokens: int, prefill_step: int, *, shrinks: bool) -> int:
+def must_be_offered(
+    demand: Demand, tokens: int, prefill_step: int, *, before: int, shrinks: bool
+) -> int:
     """Set MLX's limits for `tokens` tokens, and return the prefill step.
 
-    `shrinks`: it is halved if they do not fit otherwise. Raise MemoryPlanError, with a table, if
-    the device does not offer enough.
+    `shrinks`: it is halved if they do not fit otherwise. A warning says so, unless it was as small
+    `before`. Raise MemoryPlanError, with a table, if the device does not offer enough.
     """
     offered, smallest = device.offered_bytes(), SMALLEST_STEP if shrinks else prefill_step
     plan = choose(demand, tokens, prefill_step, offered=offered, limit=tokens, smallest=smallest)
     batch = demand.batch.of_step(must_fit(plan).prefill_step).nbytes(tokens)
     device.set_limits(plan.total, batch)
-    announce_step(plan)
+    if plan.prefill_step != before:
+        announce_step(plan)
     return plan.prefill_step
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
-from mlxrunner.results import logger
+from mlxrunner.results import is_counted, logger
 from mlxrunner.system.reading import open_given, say_if_waiting
 from mlxrunner.system.writing import (
     check_own,
@@ -198,9 +198,12 @@ class LogLines(Generic[T]):
         The kinds are "unreadable" (no JSON object, cut off, not UTF-8), "foreign" (another schema),
         "version" (another version of it) and "invalid" (`convert` refused it).
         """
+        self.bounded = 0
+        """The number of lines of the last iteration whose lost tokens are the bounds of 0.2."""
 
     def __iter__(self) -> Iterator[T]:
         self.skipped.clear()
+        self.bounded = 0
         for file in self._files:
             for raw in _raw_lines(Path(file)):
                 if raw.strip() and (value := self._parse(raw)) is not None:
@@ -222,9 +225,12 @@ class LogLines(Generic[T]):
             self.skipped["version"] += 1
         else:
             try:
-                return self._convert(line)
+                value = self._convert(line)
             except (ValueError, RecursionError):
                 self.skipped["invalid"] += 1
+            else:
+                self.bounded += bool(line.get("lost_tokens")) and not is_counted(line)
+                return value
         return None
 
 

@@ -486,7 +486,7 @@ def test_a_request_that_does_not_fit_is_refused_before_it_runs(
 def test_a_request_shrinks_its_own_step(
     folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A short one beside it does not, and a context that does not fit changes nothing."""
+    """It says so once. A short one does not, and a context that does not fit changes nothing."""
     write_model(folder, **WIDE, max_position_embeddings=2**16)
     usual = Runner.load(str(folder), reserve="request", prefill_step=1024)
     assert usual.growing is not None
@@ -498,7 +498,9 @@ def test_a_request_shrinks_its_own_step(
         answer(runner, [1] * 200, 20)
         assert "prefill step" not in caplog.text
         assert [one.token for one in answer(runner, prompt, 20)] == expected
+        assert [one.token for one in answer(runner, prompt, 20)] == expected
     assert "prefill step: 512 tokens instead of 1024, so that 920 tokens fit into" in caplog.text
+    assert caplog.text.count("prefill step: ") == 1
     assert runner.prefill_step == 1024
 
 

@@ -69,6 +69,21 @@ def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> N
     assert (found["requests"], found["skipped"]["version"]) == (1, 1)
 
 
+def test_counts_of_an_earlier_program_are_called_upper_bounds(tmp_path: Path) -> None:
+    """Those of 0.2: on the screen, in the JSON and on the page. Those of today are not."""
+    earlier = Path(__file__).with_name("earlier.jsonl")
+    result = run(earlier, "--html", str(tmp_path / "report.html"))
+    note = "1 event of version 0.2 counted missed and displaced tokens as an upper bound"
+    assert result.stderr == f"mlxrunner: {note}: new ones are among them\n"
+    assert note in (tmp_path / "report.html").read_text()
+    assert json.loads(run(earlier, "--json").stdout)["bounded"] == 1
+    event = example_event()
+    lost = event["lost_tokens"]
+    new = event["prompt_tokens"] - event["cached_tokens"] - lost
+    counted = event | {"missed_tokens": lost, "new_tokens": new}
+    assert run(write(tmp_path / "events.jsonl", counted)).stderr == ""
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

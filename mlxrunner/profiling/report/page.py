@@ -31,10 +31,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The policy that makes a browser refuse scripts, fonts, pictures and the network."""
 
 
-def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
+def page(summary: Summary, sources: Sequence[str], notes: Sequence[str] = ()) -> str:
     """Return the whole page.
 
-    `sources` are the names of the files, and `skipped` is the number of their unreadable lines.
+    `sources` are the names of the files, and `notes` are about the figures.
     """
     models = ", ".join(f"{name} ({number(count)})" for name, count in summary.models.most_common(5))
     first, last = (
@@ -43,11 +43,10 @@ def page(summary: Summary, sources: Sequence[str], skipped: int = 0) -> str:
     )
     files = safe(", ".join(sources))
     count = f"{number(summary.requests)} request{'s' if summary.requests > 1 else ''}"
-    lines = "1 line" if skipped == 1 else f"{number(skipped)} lines"
-    left_out = f" {lines} could not be read." if skipped else ""
+    noted = "".join(f" {safe(note)}." for note in notes)
     body = [
         "<header><h1>Prefix cache (KV cache) report</h1>",
-        f"<p>{files}: {count}, {first} to {last} UTC. {safe(models)}.{left_out}</p></header>",
+        f"<p>{files}: {count}, {first} to {last} UTC. {safe(models)}.{noted}</p></header>",
         "<main>",
         f'<div class="panels">{diagnosis(summary)}</div>',
         _cards(summary),

@@ -23,6 +23,7 @@ from mlxrunner.profiling.report.summary import Summary
 from mlxrunner.profiling.schema import Event
 from mlxrunner.system.reading import open_given
 from mlxrunner.system.writing import is_stream, open_stream, written
+from mlxrunner.terminal.text import count_of
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -183,12 +184,26 @@ class Report:
     summary: Summary = field(default_factory=Summary)
     skipped: Counter[str] = field(default_factory=Counter)
     """The number of lines that could not be used, by kind."""
+    bounded: int = 0
+    """The number of events whose missed and displaced tokens are upper bounds."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What has to be known about the figures, in words."""
+        notes = [skipped_words(self.skipped)] if self.skipped.total() else []
+        if self.bounded:
+            notes.append(
+                f"{count_of(self.bounded, 'event')} of version 0.2 counted missed and displaced "
+                "tokens as an upper bound: new ones are among them"
+            )
+        return notes
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures that `--json` prints."""
         return {
             "files": [str(file) for file in self.files],
             "skipped": dict(self.skipped),
+            "bounded": self.bounded,
             **self.summary.as_dict(),
         }
 
@@ -224,14 +239,14 @@ def make_report(
                 sink(event)
             if number % REPORT_EVERY == 0:
                 progress(number)
-        report.skipped = events.skipped
+        report.skipped, report.bounded = events.skipped, events.bounded
         must_have(report.summary.requests, files, events.skipped, "events")
         if html is not None:
             from mlxrunner.profiling.report.page import page
 
             names = [str(file) for file in files]
             stack.enter_context(replaced(html, files)).write(
-                page(report.summary, names, report.skipped.total())
+                page(report.summary, names, report.notes)
             )
     return report
 
