@@ -118,6 +118,15 @@ class ModelManager:
         for handle in self._handles:
             handle.cancel()
 
+    def announce_end(self) -> None:
+        """Let the next server wait for the disk caches of this one, which is stopping."""
+        from mlxrunner.cache.disk.disk_cache import announce_end
+
+        for place in self.models_held:
+            runner = None if place.opened is None else place.opened.runner
+            if runner is not None and runner.keeps_parked and runner.parked_in is not None:
+                announce_end(runner.parked_in)
+
     async def close(self) -> None:
         """Unload all models. Idle conversations are parked."""
         self.is_stopping = True

@@ -122,6 +122,7 @@ class UvicornServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests end. Those that take longer end with an error of their protocol."""
+        self._manager.announce_end()  # before the port is free for another server
         over = asyncio.get_running_loop().call_later(self._drain, self._manager.end_answers)
         await super().shutdown(sockets)
         over.cancel()

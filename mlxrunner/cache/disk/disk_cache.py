@@ -14,6 +14,7 @@ import re
 import stat
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -509,6 +510,8 @@ def _reason(error: BaseException) -> str:
 
 PREFIX = "own-"
 """The beginning of the names of folders that go with their process."""
+ENDING = "ending"
+"""The file in a locked folder whose process is ending."""
 
 
 class CacheFolder:
@@ -522,8 +525,8 @@ class CacheFolder:
 def kept_folder(parent: Path, name: str) -> CacheFolder:
     """Return the folder `name` in `parent`, both made if they are missing (mode 0700).
 
-    If another process uses it, say so and return a private one. Raise SessionError if it can't be
-    made, or if others can write to it.
+    Wait for a process that uses it and is ending. If another one uses it, say so and return a
+    private one. Raise SessionError if it can't be made, or if others can write to it.
     """
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -540,7 +543,7 @@ def kept_folder(parent: Path, name: str) -> CacheFolder:
             f"not write to it (it belongs to user {found.st_uid}, mode "
             f"{stat.S_IMODE(found.st_mode):04o}): chmod 700 it, or choose another folder"
         )
-    if folder.lock():
+    if _lock(folder):
         return CacheFolder(folder, is_private=False)
     folder.close()
     logger.warning(
@@ -549,6 +552,30 @@ def kept_folder(parent: Path, name: str) -> CacheFolder:
         parent,
     )
     return private_folder()
+
+
+def announce_end(folder: Path) -> None:
+    """Let the next process wait for `folder`, a kept one of this process, which is ending."""
+    with suppress(OSError), Folder(folder) as opened:
+        opened.write(ENDING, lambda fd: None, sync=False)
+
+
+def _lock(folder: Folder) -> bool:
+    """Lock a folder; wait while a process that is ending holds the lock. Return False if held."""
+    has_told = False
+    while not folder.lock():
+        if ENDING not in folder.names():
+            return False
+        if not has_told:
+            logger.warning(
+                "the disk cache of this model is in use by a process that is ending, perhaps a "
+                "server that lets its last requests end: waiting for it"
+            )
+            has_told = True
+        time.sleep(0.1)
+    with suppress(OSError):
+        folder.remove(ENDING)
+    return True
 
 
 def private_folder() -> CacheFolder:

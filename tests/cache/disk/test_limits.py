@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from support.sample import fewer
 
-from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.disk_cache import DiskCache, announce_end
 from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.errors import SessionError
 from mlxrunner.testing import oracle_runner
@@ -151,6 +153,28 @@ def test_a_second_process_parks_elsewhere(
     second.close()
     assert not folder.exists()
     assert on_disk(first) == first.bytes > 0
+
+
+def test_a_process_waits_for_one_that_is_ending(
+    make_parking: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so, and finds what the other one has written. A third one does not wait for it."""
+    first, runner = make_parking(), oracle_runner()
+    announce_end(first.folder)
+    runner.evaluate([1] * 30)
+
+    def end() -> None:
+        while "waiting for it" not in caplog.text:
+            time.sleep(0.01)
+        first.close()
+
+    first.offload(runner.entry)
+    ending = threading.Thread(target=end)
+    ending.start()
+    second = DiskCache(first.folder.parent, PARTS, limit=PLENTY)
+    ending.join()
+    assert (second.is_kept, len(second)) == (True, 1)
+    assert not DiskCache(first.folder.parent, PARTS, limit=PLENTY).is_kept
 
 
 def test_a_private_folder_goes_with_its_owner() -> None:
