@@ -382,7 +382,7 @@ def _message(number: int, message: ChatMessage, thought: str) -> dict[str, Any]:
             found["tool_calls"] = own
     elif calls:
         content += [item_text(where, call.model_dump(exclude_none=True)) for call in calls]
-    if role == "tool" and message.name:
+    if message.name:
         found["name"] = message.name
     return found
 

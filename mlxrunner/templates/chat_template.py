@@ -190,6 +190,7 @@ class ChatTemplate:
         if self._render is None:
             return
         shares = any(message["content"] and calls_of(message) for message in messages)
+        has_several = any(len(calls_of(message)) > 1 for message in messages)
         others = product(
             dict.fromkeys((first.parts, frozenset[str](), ROLES, ROLES - {"system"})),
             (first.has_text_arguments, not first.has_text_arguments)
@@ -198,6 +199,7 @@ class ChatTemplate:
             (False, True) if shares else (False,),
             (False, True) if can_fold(messages) else (False,),
             (is_silent,),
+            (False, True) if has_several else (False,),
         )
         yield from (form for one in others if (form := MessageFormat(*one)) != first)
 

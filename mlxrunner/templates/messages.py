@@ -69,7 +69,10 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str | None]
     """For role "tool": the id of the call whose result the content is."""
     name: NotRequired[str | None]
-    """For role "tool": the name of the function that was called."""
+    """The name of the author; for role "tool" that of the function that was called.
+
+    Many templates write no names.
+    """
 
 
 class PlainMessage(TypedDict):
@@ -101,8 +104,8 @@ SHAPE = '{"role": text, "content": text}'
 """Form of a message, for errors."""
 TOOL_CALL = '{"function": {"name": text, "arguments": object}}'
 """Form of a tool call, for errors."""
-FIELDS = {"tool": ("tool_call_id", "name"), "assistant": ("reasoning_content", "thinking")}
-"""Further texts of a message that templates read, by role."""
+FIELDS = {"tool": ("tool_call_id",), "assistant": ("reasoning_content", "thinking")}
+"""Further texts of a message that templates read, by role, beside the name of its author."""
 
 
 def has_picture(message: Any) -> bool:
@@ -156,7 +159,7 @@ def check_message(index: int, message: Any, see: See | None = None) -> PlainMess
         checked["pictures"] = pictures
     if calls:
         checked["tool_calls"] = _tool_calls(index, calls)
-    for name in FIELDS.get(role, ()):
+    for name in (*FIELDS.get(role, ()), "name"):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
             raise PromptError(f"message {index}: {name} has to be a text, not {shown(value)}")
@@ -257,10 +260,14 @@ class MessageFormat(NamedTuple):
     """True if the system prompt begins the first user message."""
     is_silent: bool = False
     """True if a message with calls and no text has None for its content."""
+    has_one_call: bool = False
+    """True if each call is a message of its own, before its result."""
 
     def of(self, messages: Sequence[PlainMessage]) -> Messages:
         """Return `messages` in this form."""
         shaped: Messages = [dict(message) for message in messages]
+        if self.has_one_call:
+            shaped = with_one_call_each(shaped)
         if self.is_folded:
             shaped = _folded(shaped)
         if self.is_split:
@@ -289,6 +296,44 @@ def calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
 def has_calls(messages: Sequence[PlainMessage]) -> bool:
     """Return True if a message has calls."""
     return any(map(calls_of, messages))
+
+
+def with_one_call_each(messages: Messages) -> Messages:
+    """Return messages in which each call is a message of its own, before its result.
+
+    Text and thinking stay before the first call of their message.
+    """
+    found: Messages = []
+    moved = set[int]()
+    for number, message in enumerate(messages):
+        calls = calls_of(message)
+        if number not in moved and len(calls) < 2:
+            found.append(message)
+        for place, call in enumerate(calls if len(calls) > 1 else ()):
+            own = {"role": message["role"], "content": ""} if place else message
+            found.append({**own, "tool_calls": [call]})
+            at = result_of(call, messages, number, moved)
+            if at is not None:
+                moved.add(at)
+                found.append(messages[at])
+    return found
+
+
+def result_of(
+    call: Mapping[str, Any], messages: Messages, begin: int, taken: Container[int]
+) -> int | None:
+    """Return the number of the result of a call in message `begin`, before the next answer.
+
+    Results that are `taken` are those of other calls.
+    """
+    for number in range(begin + 1, len(messages)):
+        role = messages[number]["role"]
+        if role == "assistant":
+            return None
+        identity = messages[number].get("tool_call_id")
+        if role == "tool" and number not in taken and identity == call.get("id", identity):
+            return number
+    return None
 
 
 def can_fold(messages: Sequence[PlainMessage]) -> bool:

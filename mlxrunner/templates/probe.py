@@ -248,6 +248,13 @@ class TemplateProbe:
         messages[1] |= {"content": tag, "thinking": tag}
         return self._text(messages, **self._with_tools[-1]) is not None
 
+    @cached_property
+    def takes_names(self) -> bool:
+        """True if the template writes the names of authors."""
+        messages = probe_messages("u")
+        messages[0]["name"] = MARK.format("n")
+        return MARK.format("n") in (self._text(messages) or "")
+
     @property
     def takes_thinking(self) -> bool:
         """True if the template reads the field `reasoning_content`."""

@@ -194,6 +194,16 @@ def test_several_calls_of_one_message(makers: Makers, family: str) -> None:
     assert places == sorted(places)
 
 
+def test_a_name_is_written_or_the_answer_says_that_it_is_not(makers: Makers, family: str) -> None:
+    """None of these templates writes the name of an author."""
+    messages = messages_of("su")
+    plain = makers[family].make(asked(messages))
+    messages[1]["name"] = "Zorblin"
+    made = makers[family].make(asked(messages))
+    assert ("no-names" in made.rules, "no-names" in plain.rules) == (True, False)
+    assert made.rendered == plain.rendered
+
+
 def test_the_rules_have_names_reasons_and_clients() -> None:
     """Each name once, each text a sentence."""
     assert len({rule.name for rule in RULES}) == len(RULES)

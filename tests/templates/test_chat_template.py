@@ -21,6 +21,7 @@ from support.published_templates import (
     SMOLLM3,
 )
 from support.sample import examples
+from support.strict_templates import GPT_OSS
 
 from mlxrunner import OptionError, PromptError
 from mlxrunner.templates.chat_template import ChatTemplate
@@ -234,14 +235,29 @@ def test_calls_are_written_where_their_content_has_to_be_none() -> None:
     assert '<call>functionlook{"at": "Oslo"}<output>rain<Assistant>It rains.' in text
 
 
-def test_a_call_that_is_left_out_beside_another_one_is_an_error() -> None:
-    """The first one alone is written as it is."""
+@pytest.mark.parametrize("source", [FIRST_CALL, LLAMA31, GPT_OSS])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_calls_of_one_message_are_written_each_before_its_result(
+    source: str, has_ids: bool
+) -> None:
+    """The template refuses two calls in a message, or writes only the first."""
     both = call(at="Oslo")
     both["tool_calls"] += call(at="Rome")["tool_calls"]
-    with pytest.raises(PromptError, match="does not use all 2 of message 1"):
-        template(FIRST_CALL).text([said("user", LONG), both, result("rain"), result("sun")])
-    text = template(FIRST_CALL).text([said("user", LONG), call(at="Oslo"), result("rain")])
-    assert 'to=look{"at": "Oslo"}' in text
+    results = [result("wet"), result("dry")]
+    for one, its, name in zip(both["tool_calls"], results, "ab", strict=True):
+        one["id"] = its["tool_call_id"] = name
+        if not has_ids:
+            del one["id"], its["tool_call_id"]
+    for results_in_order in [results, *[results[::-1]] * has_ids]:
+        text = template(source).text([said("user", "Where?"), both, *results_in_order])
+        places = [text.index(word) for word in ("Oslo", "wet", "Rome", "dry")]
+        assert places == sorted(places)
+
+
+def test_the_name_of_an_author_is_written_by_a_template_that_reads_it() -> None:
+    """Kimi's has it in place of the role."""
+    text = template(KIMI).text([said("user", LONG, name="Zorblin")])
+    assert f"Zorblin<|middle|>{LONG}" in text
 
 
 @pytest.mark.parametrize(

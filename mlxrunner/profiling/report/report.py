@@ -189,7 +189,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What has to be known about the figures, in words."""
+        """Remarks about the figures, in words."""
         notes = [skipped_words(self.skipped)] if self.skipped.total() else []
         if self.bounded:
             notes.append(

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxrunner.server.prompts.lru import MemoizedFunction, sign
-from mlxrunner.templates.messages import JOINT, SYSTEM_ROLES, Messages, system_count
+from mlxrunner.templates.messages import (
+    JOINT,
+    SYSTEM_ROLES,
+    Messages,
+    result_of,
+    system_count,
+    with_one_call_each,
+)
 from mlxrunner.templates.probe import TemplateProbe
 
 MOST_BYTES = 16_000_000
@@ -161,6 +168,26 @@ def _developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraf
 
 
 @_rule(
+    "no-names",
+    "Leaves out the names of messages' authors.",
+    "The template does not write them.",
+    "AutoGen, LangChain",
+)
+def _leave_out_names(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    if all(one["role"] == "tool" or "name" not in one for one in draft.messages):
+        return draft
+    if probe.takes_names:
+        return draft
+    messages = [
+        one
+        if one["role"] == "tool"
+        else {field: value for field, value in one.items() if field != "name"}
+        for one in draft.messages
+    ]
+    return replace(draft, messages=messages)
+
+
+@_rule(
     "two-systems",
     "Joins system messages at the beginning into one.",
     "The template takes only one, or writes only the first.",
@@ -264,7 +291,7 @@ def _pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
             continue
         messages.append(_call_as_text(message) if message["role"] == "tool" else message)
         for call in message.get("tool_calls", ()) if number < last else ():
-            at = _result_of(call, draft.messages, number, paired)
+            at = result_of(call, draft.messages, number, paired)
             if at is None:
                 lost = {"role": "tool", "content": NO_RESULT, "tool_call_id": call.get("id", "")}
                 messages.append(lost)
@@ -272,20 +299,6 @@ def _pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
                 paired.add(at)
                 messages.append(draft.messages[at])
     return replace(draft, messages=messages)
-
-
-def _result_of(
-    call: Mapping[str, Any], messages: Messages, begin: int, paired: set[int]
-) -> int | None:
-    """Return the number of the result of a call in message `begin`, before the next answer."""
-    for number in range(begin + 1, len(messages)):
-        role = messages[number]["role"]
-        if role == "assistant":
-            return None
-        identity = messages[number].get("tool_call_id")
-        if role == "tool" and number not in paired and identity == call.get("id", identity):
-            return number
-    return None
 
 
 @_rule(
@@ -352,20 +365,7 @@ def _said(message: Mapping[str, Any]) -> dict[str, str]:
 def _one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if probe.takes_two_calls or all(len(m.get("tool_calls", ())) < 2 for m in draft.messages):
         return draft
-    messages: Messages = []
-    results = {one.get("tool_call_id"): one for one in draft.messages if one["role"] == "tool"}
-    moved = set[int]()
-    for message in draft.messages:
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2 and id(message) not in moved:
-            messages.append(message)
-        for number, call in enumerate(calls if len(calls) > 1 else ()):
-            content = "" if number else message["content"]
-            messages.append({**message, "content": content, "tool_calls": [call]})
-            if (result := results.get(call.get("id"))) is not None:
-                messages.append(result)
-                moved.add(id(result))
-    return replace(draft, messages=messages)
+    return replace(draft, messages=with_one_call_each(draft.messages))
 
 
 @_rule(
