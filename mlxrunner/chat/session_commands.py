@@ -186,9 +186,12 @@ class Saving:
 
     def say_how_to_continue(self, chat: Chat) -> None:
         """Say that the conversation is kept, and which command continues it."""
-        if self.kept_as is None or not chat.conversation.history.turns:
+        now = self._session(chat).to_json()
+        same = (name for name, saved in self._saved.items() if saved.content == now)
+        name = self.name or next((one for one in same if one != self._unnamed), None)
+        if not chat.conversation.history.turns or (name is None and self.kept_as is None):
             return
-        how = "--continue" if self.name is None else f"--session {shlex.quote(self.name)}"
+        how = "--continue" if name is None else f"--session {shlex.quote(name)}"
         chat.say(f"the conversation is kept: mlxrunner chat {how}")
 
     def _wait(self) -> None:

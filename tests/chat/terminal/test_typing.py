@@ -76,6 +76,15 @@ def test_the_first_and_the_last_line_say_what_to_do(open_screen: Any) -> None:
     assert screen.child.exitstatus == 0
 
 
+def test_a_chat_that_was_just_saved_is_continued_by_its_name(open_screen: Any) -> None:
+    screen = open_screen(*CHAT)
+    screen.prompt()
+    screen.say("My name is Ana.")
+    assert screen.say("/save ana").startswith("saved as ana: 1 turn")
+    screen.child.send("\x04")
+    screen.until("the conversation is kept: mlxrunner chat --session ana")
+
+
 def test_a_paste_of_many_lines_is_shown_as_one(open_screen: Any, tmp_path: Path) -> None:
     """The model, the conversation and the arrow keys have all of it; a backspace removes it."""
     screen = open_screen(*CHAT, size=(100, 50))
