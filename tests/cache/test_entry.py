@@ -21,14 +21,32 @@ def taken(*kinds: str, budget: int = 0) -> Side:
     return side
 
 
-def test_an_entry_that_nobody_gave_back_is_settled_when_it_is_asked_for() -> None:
-    """The end of a request may itself be interrupted: its lease is gone, and its pass is not."""
-    side = taken("recurrent", "full")
+@pytest.mark.parametrize(("kind", "budget"), [("recurrent", 0), ("unknown", 10**6)])
+def test_an_entry_that_nobody_gave_back_is_settled_when_it_is_asked_for(
+    kind: str, budget: int
+) -> None:
+    """The end of a request may itself be interrupted: its lease is gone, and its pass is not.
+
+    A layer that can't undo the pass goes back to the last checkpoint.
+    """
+    side = taken(kind, "full", budget=budget)
+    kept = side.cache.entry.checkpoints.offsets[-1] if budget else len(PROMPT)
     side.lease.begin_forward()
     side.forward([7, 8])
     del side.lease
     assert side.cache.current.is_true
-    assert side.cache.current.tokens == PROMPT
+    assert side.cache.current.tokens == PROMPT[:kept] != []
+
+
+def test_no_checkpoint_is_taken_of_layers_that_are_ahead_of_the_tokens() -> None:
+    side = taken("recurrent", budget=10**6)
+    before = side.cache.entry.checkpoints.offsets
+    side.lease.begin_forward()
+    side.forward([7])
+    assert side.lease.checkpoint() == []
+    assert side.cache.entry.checkpoints.offsets == before
+    side.lease.record([7])
+    assert side.lease.checkpoint() != []
 
 
 def test_what_a_draft_held_is_no_way_back_for_a_layer_that_it_does_not_hold() -> None:

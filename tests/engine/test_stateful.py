@@ -22,6 +22,7 @@ from support.sample import fewer
 NAMES = [
     *("llama", "gemma3_text", "gpt_oss", "mixtral", "cohere2", "smollm3"),
     *("qwen3_next", "lfm2", "mamba2", "jamba", "deepseek_v3", "llama4"),
+    *("olmo3", "exaone4", "qwen3", "phi3"),
 ]
 RANDOMS = st.randoms(use_true_random=True)
 """One draw each: how many requests have ended depends on what steps cost, so that two runs with the

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import textwrap
-from typing import Any
 
 import pytest
-from support.threads import LONG, alone, opened
 from support.waiting import PATIENCE_S
 
 PROLOGUE = """
@@ -180,13 +177,3 @@ def test_an_interrupt_ends_the_waiting_for_a_model_at_once() -> None:
         """
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "interrupted\n", "")
-
-
-def test_the_engine_gets_no_interrupts(llama: Any) -> None:
-    """Ctrl-C comes to the main thread, wherever that is, and the request goes on."""
-    with opened(llama, 1) as runner:
-        handle = runner.submit([1], **LONG)
-        for _ in range(5):
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        assert handle.result().tokens == alone(llama, [1], **LONG)

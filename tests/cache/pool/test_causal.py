@@ -1,0 +1,554 @@
+"""The causal cache shows each query the right tokens; what was refused leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.causal import (
+    DIMS,
+    HEADS,
+    ROPES,
+    drawn,
+    forward,
+    keys_of,
+    made,
+    put,
+    raw_keys,
+    rotated,
+    stored,
+)
+
+from mlxrunner.cache import Batch, CacheFullError, CausalCache, NotSupportedError
+from mlxrunner.cache.pool.causal import BatchPlaces
+
+
+def test_the_oracle_of_keys_is_the_rope() -> None:
+    """Positions one after another, by the rope as models call it."""
+    for layer, rope in enumerate(ROPES):
+        expected = rope(mx.array(raw_keys(layer, range(20)).astype(np.float32))[None], offset=300)
+        assert np.abs(np.array(expected) - keys_of(layer, range(20), range(300, 320))).max() < 1e-5
+
+
+def test_store() -> None:
+    """Each token sees itself and those before."""
+    cache = made()
+    assert drawn(cache, "1234", [0, 1, 2, 3]) == "1 12 123 1234"
+    assert drawn(cache, "5", [4]) == "12345"
+
+
+def test_window_of_two() -> None:
+    """Itself and one before, across batches."""
+    cache = made(window=2)
+    assert drawn(cache, "1234", [0, 1, 2, 3]) == "1 12 23 34"
+    assert drawn(cache, "56", [4, 5]) == "45 56"
+
+
+def test_two_sequences() -> None:
+    """Side by side, blind to each other."""
+    cache = made(2)
+    assert drawn(cache, "1234", [0, 1, 0, 1], [0, 0, 1, 1]) == "1 12 3 34"
+    assert drawn(cache, "56", [2, 2], [0, 1]) == "125 346"
+
+
+def test_remove_the_tail_then_the_head() -> None:
+    """The tokens behind the head move up, with their keys."""
+    cache = made(2)
+    drawn(cache, "1234", [0, 1, 0, 1], [0, 0, 1, 1])
+    cache.remove(0, 1)
+    assert drawn(cache, "56", [1, 2], [0, 1]) == "15 346"
+    cache.remove(0, 0, 1)
+    assert stored(cache) == {0: [(0, 5)], 1: [(0, 3), (1, 4), (2, 6)]}
+    assert drawn(cache, "78", [1, 2]) == "57 578"
+
+
+def test_share_a_prefix() -> None:
+    """Without another cell; the source keeps what it has."""
+    cache = made(2)
+    drawn(cache, "1234", [0, 1, 2, 3])
+    free = cache.num_free
+    cache.copy_prefix(0, 1, 2)
+    assert cache.num_free == free
+    assert [cache.num_used_by(sequences) for sequences in ([0], [1], [0, 1], [])] == [4, 2, 4, 0]
+    assert drawn(cache, "56", [2, 3], [1, 1]) == "125 1256"
+    assert stored(cache) == {
+        0: [(0, 1), (1, 2), (2, 3), (3, 4)],
+        1: [(0, 1), (1, 2), (2, 5), (3, 6)],
+    }
+
+
+def test_resume_with_a_window_of_five() -> None:
+    """Everywhere while all is stored; then at the end, one before it, and at a fresh start."""
+    cache = made(window=5)
+    drawn(cache, "12345", [0, 1, 2, 3, 4])
+    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    drawn(cache, "6", [5])
+    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [0, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"window": 1}, "1 2 3 4 5 | 6 7"),
+        ({"window": 3}, "1 12 123 234 345 | 456 567"),
+        ({"window": 3, "memory": 9}, "1 12 123 234 345 | 456 567"),
+        ({"window": 9}, "1 12 123 1234 12345 | 123456 1234567"),
+        ({"chunk": 3}, "1 12 123 4 45 | 456 7"),
+        ({"chunk": 3, "memory": 3}, "1 12 123 4 45 | 456 7"),
+        ({"chunk": 4, "window": 2}, "1 12 23 34 5 | 56 67"),
+    ],
+    ids=str,
+)
+def test_how_far_back_a_query_sees(options: dict[str, int], expected: str) -> None:
+    """Windows slide; chunks begin anew."""
+    cache = made(**options)
+    assert f"{drawn(cache, '12345', range(5))} | {drawn(cache, '67', [5, 6])}" == expected
+
+
+def test_a_memory_beyond_the_window() -> None:
+    """Allows rewinds, and is what the cells are counted by."""
+    cache = made(capacity=100, max_batch=4, window=2, memory=4)
+    assert (cache.num_cells, cache.window, cache.memory) == (8, 2, 4)
+    for start in range(0, 8, 2):
+        drawn(cache, "12", [start, start + 1])
+    assert [position for position in range(10) if cache.can_resume(0, position)] == [
+        0,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
+    cache.remove(0, 5)
+    assert drawn(cache, "9", [5]) == "19"
+
+
+def test_sequences_that_wait_are_cut_to_their_memory() -> None:
+    """Also when it is another one's turn."""
+    cache = made(2, capacity=100, max_batch=4, window=2)
+    drawn(cache, "1234", [0, 1, 2, 3])
+    drawn(cache, "5", [0], [1])
+    assert stored(cache) == {0: [(3, 4)], 1: [(0, 5)]}
+    assert cache.can_resume(0, 4)
+
+
+def test_a_plain_mask_is_boolean() -> None:
+    """It is there before a layer writes, for models that ask first."""
+    cache = made()
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    assert (cache.mask.dtype, cache.mask.tolist()) == (mx.bool_, [[True, False], [True, True]])
+
+
+def test_the_history_leaves_out_what_nobody_sees() -> None:
+    """Cells before the window or of other sequences cost nothing to read."""
+    cache = made(2, capacity=100, max_batch=100, window=4, memory=60)
+    drawn(cache, "1" * 20, range(20), [1] * 20)
+    drawn(cache, "2" * 30, range(30))
+    drawn(cache, "3", [30])
+    assert cache.mask.shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "masks"),
+    [
+        ({}, ["causal", None, "causal", None]),
+        ({"window": 4, "memory": 9}, ["an array", None, "an array", None]),
+        ({"window": 9}, ["causal", None, "causal", None]),
+        ({"chunk": 4}, ["an array", None, "causal", None]),
+    ],
+    ids=str,
+)
+def test_a_sequence_alone_needs_no_mask_of_cells(
+    options: dict[str, int], masks: list[str | None]
+) -> None:
+    """Where its tokens lie side by side, they are fetched alone, as a cache of its own does it."""
+    cache, at, found = made(3, capacity=30, max_batch=30, **options), 0, []
+    drawn(cache, "99", [0, 1], [1, 1])
+    cache.expect(0, 20)
+    for tokens in ("12345", "6", "78", "9"):
+        drawn(cache, tokens, range(at, at + len(tokens)))
+        at += len(tokens)
+        mask = cache.attention_mask(is_split=False, as_array=False)
+        found.append("an array" if isinstance(mask, mx.array) else mask)
+        assert cache.split(worth=0) is None
+        assert cache.fetch()[0].shape[2] <= at
+    assert found == masks
+
+
+@pytest.mark.parametrize(("gap", "is_one"), [(1, True), (500, True), (1500, False)])
+def test_a_query_sees_over_a_gap_in_one_product(gap: int, is_one: bool) -> None:
+    """Where the gap is long, two products are less work."""
+    cache = made(4, capacity=600, max_batch=600)
+    forward(cache, Batch(range(5), [0] * 5), range(5))
+    for sequence in range(1, 1 + -(-gap // 500)):
+        count = min(gap, 500)
+        forward(cache, Batch(range(count), [sequence] * count), range(count))
+    forward(cache, Batch([5, 6], [0, 0]), range(2))
+    forward(cache, Batch([7], [0]), range(1))
+    assert (cache.split() is None) == is_one
+    if is_one:
+        mask = cache.attention_mask(is_split=True, as_array=False)
+        assert isinstance(mask, mx.array)
+        assert mask.tolist() == cache.mask.tolist() == [[True] * 5 + [False] * gap + [True] * 3]
+        assert cache.fetch()[0].shape[2] == gap + 8
+
+
+def test_a_step_in_parts_makes_no_mask() -> None:
+    """The mask of all queries and cells is made when it is asked for, and once."""
+    cache = made(2, capacity=900, max_batch=900)
+    for sequence in (0, 1):
+        forward(cache, Batch(range(510), [sequence] * 510), range(510))
+    cache.start_forward(Batch([510, 510], [0, 1]))
+    assert cache.split(worth=0.5) is not None
+    assert cache.attention_mask(is_split=True, as_array=False) == "causal"
+    assert "visible" not in vars(cache._current().forward)
+    assert cache.mask is cache.attention_mask(is_split=True, as_array=True)
+    assert cache.mask.shape == (2, 1022)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "one-too-many"])
+def test_full(at_once: bool) -> None:
+    """With the sizes; what fitted before still works."""
+    cache = made(capacity=4)
+    if at_once:
+        with pytest.raises(
+            CacheFullError,
+            match=r"a batch of 5 tokens needs 5 free cells, but 4 of 4 are free: remove",
+        ):
+            cache.start_forward(Batch(range(5), [0] * 5))
+    drawn(cache, "1234", [0, 1, 2, 3])
+    with pytest.raises(
+        CacheFullError,
+        match=r"a batch of 1 tokens needs 1 free cells, but 0 of 4 are free: remove tokens",
+    ):
+        cache.start_forward(Batch([4], [0]))
+    _, values, mask = cache.get()
+    assert np.array(values)[0, 0, :, 0].tolist() == [1, 2, 3, 4]
+    assert np.array(mask).tolist() == np.tri(4, dtype=bool).tolist()
+    cache.remove(0, 3)
+    assert drawn(cache, "5", [3]) == "1235"
+
+
+def test_the_order_of_calls() -> None:
+    """Each once, and nothing after the end; closing may be repeated."""
+    cache = CausalCache()
+    with pytest.raises(RuntimeError, match="call init first"):
+        cache.start_forward(Batch([0], [0]))
+    with pytest.raises(ValueError, match="capacity has to be at least 1, not 0"):
+        cache.init(mx.float32, 1, 0, 1)
+    cache.init(mx.float32, 1, 4, 4)
+    with pytest.raises(RuntimeError, match="init was called twice"):
+        cache.init(mx.float32, 1, 4, 4)
+    with pytest.raises(RuntimeError, match="no forward pass is under way"):
+        cache.put(mx.zeros((1, 1, 1, 1)), mx.zeros((1, 1, 1, 1)))
+    cache.start_forward(Batch([0], [0]))
+    with pytest.raises(RuntimeError, match="layer 0: get was called before anything was put"):
+        cache.get()
+    cache.put(mx.zeros((1, 1, 1, 1)), mx.zeros((1, 1, 1, 1)))
+    cache.close()
+    cache.close()
+    assert (cache.nbytes, cache.num_cells, cache.sequences, cache.state) == (0, 0, (), [])
+    calls = {
+        "init": (mx.float32, 1, 4, 4),
+        "start_forward": (Batch([0], [0]),),
+        "get": (),
+        "defragment": (),
+        "can_resume": (0, 0),
+        "remove": (0, 0),
+        "copy_prefix": (0, 0, 0),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(RuntimeError, match="the cache was closed"):
+            getattr(cache, name)(*arguments)
+
+
+@pytest.mark.parametrize("reserve", [False, True], ids=["real", "reserve"])
+def test_a_batch_beyond_what_was_agreed(reserve: bool) -> None:
+    """Longer than max_batch, or of a sequence that is not there."""
+    cache = made(2, capacity=16, max_batch=4)
+    with pytest.raises(
+        CacheFullError,
+        match=r"\(max_batch is 4\) needs 5 free cells, but 4 of 4 are free: split it, or raise",
+    ):
+        cache.start_forward(Batch(range(5), [0] * 5), reserve)
+    with pytest.raises(ValueError, match="there is no sequence 2"):
+        cache.start_forward(Batch([0], [2]), reserve)
+
+
+def test_taking_back_a_step() -> None:
+    """It works for the last call only."""
+    cache = made(2, capacity=4, max_batch=4)
+    drawn(cache, "1234", range(4))
+    cache.start_forward(Batch([0, 4], [1, 0]))
+    cache.undo_forward()
+    cache.undo_forward()
+    assert (stored(cache), cache.num_free) == ({0: [(0, 1), (1, 2), (2, 3), (3, 4)]}, 4)
+    assert cache.mask.shape == (4, 4)
+    assert drawn(cache, "5", [4]) == "12345"
+    cache.undo_forward()
+    assert cache.num_free == 3
+
+
+def test_only_the_last_call_is_taken_back() -> None:
+    """Not a step before a removal, nor one before a step that failed."""
+    cache = made(2, capacity=4, max_batch=4)
+    drawn(cache, "1234", range(4))
+    cache.start_forward(Batch([4], [0]))
+    cache.remove(0, 3)
+    cache.undo_forward()
+    assert (cache.num_free, cache.can_resume(0, 4)) == (5, False)
+    cache.start_forward(Batch([3, 4, 5], [0, 0, 0]))
+    with pytest.raises(CacheFullError):
+        cache.start_forward(Batch([0, 1, 2], [1, 1, 1]))
+    cache.undo_forward()
+    assert cache.num_free == 2
+
+
+def test_buffers_are_allocated_once_and_written_in_place() -> None:
+    """By the reserve pass; a step needs no second buffer."""
+    cache = made(4, capacity=4096, max_batch=64)
+    assert cache.nbytes == 0
+    cache.start_forward(Batch(range(64), [0] * 64), reserve=True)
+    cache.put(mx.ones((1, 2, 64, 16)), mx.ones((1, 2, 64, 8)))
+    assert cache.nbytes == 4 * 4096 * 2 * (16 + 8) * 4
+    assert [part.shape for part in cache.get()] == [
+        (1, 2, 4 * 4096, 16),
+        (1, 2, 4 * 4096, 8),
+        (64, 4 * 4096),
+    ]
+    mx.eval(cache.state)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for position in range(20):
+        cache.start_forward(Batch([position], [0]))
+        cache.put(mx.ones((1, 2, 1, 16)), mx.ones((1, 2, 1, 8)))
+        keys, values, mask = cache.get()
+        mx.eval(mask.astype(mx.float32) @ keys[0, 0], values.sum())
+        del keys, values, mask
+    assert mx.get_peak_memory() - before < cache.nbytes // 8
+
+
+def test_a_reserve_pass_stores_nothing() -> None:
+    """Worst-case shapes, whatever is in the cache; then work goes on."""
+    cache = made(2, capacity=4, max_batch=3)
+    drawn(cache, "123", range(3))
+    held = stored(cache)
+    batch = Batch([0, 0, 0], [0, 1, 1])
+    cache.start_forward(batch, reserve=True)
+    for layer in (0, 1):
+        put(cache, layer, [7, 8, 9], batch)
+        assert cache.get()[0].shape == (1, HEADS, 8, DIMS)
+    assert (cache.mask.shape, cache.num_free, stored(cache)) == ((3, 8), 5, held)
+    assert drawn(cache, "4", [3]) == "1234"
+
+
+def test_values_of_another_width_and_type() -> None:
+    """Are stored as `init` says."""
+    cache = CausalCache()
+    cache.init(mx.float16, 1, 8, 8)
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    cache.put(mx.ones((1, 3, 2, 4)), mx.ones((1, 1, 2, 6), mx.bfloat16))
+    keys, values, _ = cache.get()
+    assert (keys.shape, values.shape, keys.dtype, values.dtype) == (
+        (1, 3, 2, 4),
+        (1, 1, 2, 6),
+        mx.float16,
+        mx.float16,
+    )
+
+
+def test_another_length_than_announced() -> None:
+    """Names the layer and both lengths."""
+    cache = made()
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    cache.set_layer(7)
+    with pytest.raises(
+        ValueError, match="layer 7: 3 keys were put, but start_forward announced 2 tokens"
+    ):
+        cache.put(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
+    with pytest.raises(
+        ValueError, match="layer 7: 1 values were put, but start_forward announced 2 tokens"
+    ):
+        cache.put(mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 1, 4)))
+    assert cache.nbytes == 0
+
+
+def test_another_shape_than_allocated() -> None:
+    """Would otherwise be broadcast without a word."""
+    cache = made()
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    cache.put(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 2, 2, 4)))
+    with pytest.raises(
+        ValueError,
+        match=r"layer 0: values of shape \(1, 1, 2, 4\), "
+        r"but the cache was allocated for \(1, 2, 2, 4\)",
+    ):
+        cache.put(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 1, 2, 4)))
+    with pytest.raises(ValueError, match=r"layer 1: keys of shape \(2, 2, 2, 4\)"):
+        cache.set_layer(1)
+        cache.put(mx.zeros((2, 2, 2, 4)), mx.zeros((2, 2, 2, 4)))
+
+
+@pytest.mark.parametrize("distance", [2, 7, -3, 0], ids=["two", "seven", "back", "irregular"])
+def test_rows_at_equal_distances_are_written_at_once(distance: int) -> None:
+    """By a stride, where the lanes of many sequences are as full; else by a scatter."""
+    cells = np.arange(1, 1 + 9 * (distance or 5), distance or 5, dtype=np.int32)
+    cells = cells if distance >= 0 else np.arange(40, 20, distance, dtype=np.int32)
+    cells[3] += distance == 0
+    places, rows = BatchPlaces(cells), mx.random.normal((1, 2, len(cells), 4))
+    assert isinstance(places._cells, slice) == (distance > 0)
+    buffer = mx.zeros((1, 2, 80, 4))
+    places.put(buffer, rows)
+    expected = np.zeros((1, 2, 80, 4), np.float32)
+    expected[:, :, cells] = np.array(rows)
+    assert (np.array(buffer) == expected).all()
+
+
+@pytest.mark.parametrize("count", [12, 400], ids=["slices", "gathers"])
+def test_packing_moves_labels_and_data_together(count: int) -> None:
+    """Every other token goes, and there may be any number of pieces."""
+    cache = made(3, capacity=count // 2, max_batch=count)
+    tokens = [*range(count)]
+    forward(cache, Batch([token // 2 for token in tokens], [token % 2 for token in tokens]), tokens)
+    cache.remove(1, 1)
+    assert cache.num_free == count - 1
+    held = stored(cache)
+    batch = Batch(range(count - 4), [2] * (count - 4))
+    assert forward(cache, batch, range(1000, 1000 + len(batch))) == [
+        [*range(1000, 1001 + row)] for row in range(len(batch))
+    ]
+    assert stored(cache) == {**held, 2: [(n, 1000 + n) for n in range(len(batch))]}
+
+
+def test_gaps_are_closed_in_however_many_pieces() -> None:
+    """Where a sequence lies in every other cell."""
+    cache, count = made(2, capacity=200, max_batch=400), 400
+    forward(
+        cache,
+        Batch([token // 2 for token in range(count)], [token % 2 for token in range(count)]),
+        range(count),
+    )
+    held = stored(cache)
+    cache.remove(0, 10, 20)
+    assert stored(cache) == {
+        0: [(n, 2 * n if n < 10 else 2 * n + 20) for n in range(190)],
+        1: held[1],
+    }
+
+
+def test_packing_by_hand_ends_the_pass() -> None:
+    """Its rows are somewhere else now."""
+    cache = made()
+    drawn(cache, "123", range(3))
+    cache.remove(0, 1, 2)
+    cache.defragment()
+    assert stored(cache) == {0: [(0, 1), (1, 3)]}
+    with pytest.raises(RuntimeError, match="no forward pass is under way"):
+        cache.get()
+    cache.defragment()
+    assert drawn(cache, "4", [2]) == "134"
+
+
+def test_without_a_way_to_rotate_gaps_stay_open() -> None:
+    """Refused before anything changed; tails go all the same."""
+    cache = made(2, shift=None)
+    drawn(cache, "1234", range(4))
+    cache.copy_prefix(0, 1, 4)
+    with pytest.raises(
+        NotSupportedError,
+        match="the tokens behind position 0 can't move up: this cache was made without a shift",
+    ):
+        cache.remove(0, 0, 1)
+    cache.remove(0, 3, 9)
+    cache.remove(0, 1, 1)
+    assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3)], 1: [(0, 1), (1, 2), (2, 3), (3, 4)]}
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_rotation_that_fails_changes_nothing(layer: int) -> None:
+    """Not even the layers for which it worked."""
+    failing = [True]
+
+    def shift(index: int, keys: mx.array, offsets: mx.array) -> mx.array:
+        if index == layer and failing:
+            raise NotSupportedError("no rope here")
+        return rotated(index, keys, offsets)
+
+    cache = made(2, shift=shift)
+    drawn(cache, "1234", range(4))
+    cache.copy_prefix(0, 1, 3)
+    held, free = stored(cache), cache.num_free
+    with pytest.raises(NotSupportedError, match="no rope here"):
+        cache.remove(0, 1, 2)
+    assert (stored(cache), cache.num_free) == (held, free)
+    failing.clear()
+    cache.remove(0, 1, 2)
+    assert stored(cache) == {0: [(0, 1), (1, 3), (2, 4)], 1: held[1]}
+
+
+def test_a_rotation_of_another_shape_is_refused() -> None:
+    """It would be broadcast, or fail half-way."""
+    cache = made(shift=lambda layer, keys, offsets: keys[:, :1])
+    drawn(cache, "123", range(3))
+    with pytest.raises(ValueError, match="layer 0: keys of shape"):
+        cache.remove(0, 0, 1)
+    assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3)]}
+
+
+def test_shared_tokens_without_room_for_a_copy() -> None:
+    """Refused with the sizes, and nothing changed."""
+    cache = made(2, capacity=2)
+    drawn(cache, "123", range(3))
+    cache.copy_prefix(0, 1, 3)
+    with pytest.raises(
+        CacheFullError,
+        match=r"removing positions 0 .. 0 of sequence 1 needs 2 free cells, but 1 of 4 are free",
+    ):
+        cache.remove(1, 0, 1)
+    assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3)], 1: [(0, 1), (1, 2), (2, 3)]}
+
+
+def test_positions_do_not_drift() -> None:
+    """Shifted a hundred times, the keys are still right."""
+    cache = made(capacity=120, max_batch=120)
+    forward(cache, Batch(range(120), [0] * 120), range(120))
+    for _ in range(100):
+        cache.remove(0, 4, 5)
+    assert stored(cache) == {0: [(n, n if n < 4 else n + 100) for n in range(20)]}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda cache: cache.defragment(), lambda cache: cache.remove(0, 1, 2)],
+    ids=["packing", "a-gap"],
+)
+def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[CausalCache], None]
+) -> None:
+    """Correct first: nobody is told that half of it is still true."""
+    cache = made()
+    drawn(cache, "1234", range(4))
+    cache.remove(0, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "mlxrunner.cache.pool.causal.write",
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            call(cache)
+    assert (cache.sequences, cache.num_free, cache.can_resume(0, 1), cache.can_resume(0, 0)) == (
+        (),
+        16,
+        False,
+        True,
+    )
+    assert drawn(cache, "12", [0, 1]) == "1 12"
