@@ -106,10 +106,12 @@ class ModelNames:
                 return meant
         if self.has_claude and asked.startswith(CLAUDE):
             return self.first
-        known = list(self)
+        known, meant = list(self), hub_id_of(asked.removesuffix(LATEST))
+        is_on_hub = not self.only_first and HUB_ID.fullmatch(meant) is not None
+        get = f"`mlxrunner models pull {asked:.100}` downloads it; " if is_on_hub else ""
         raise ApiError(
             404,
-            f"there is no model {asked:.100}: {did_you_mean(asked, known)}"
+            f"there is no model {asked:.100}: {get}{did_you_mean(asked, known)}"
             f"this server has {', '.join(known)}. Set the client to one of these, or add an alias "
             "to the config file",
             code="model_not_found",

@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BeforeValidator, Field
 
 from mlxrunner.batch.openai_format import ANY_OBJECT, TURN, TokenLogprob, finite
+from mlxrunner.config.known_models import hub_id_of
 from mlxrunner.config.option import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.models.resolve import HUB_ID, folder_if_here, pull
@@ -567,7 +568,7 @@ def router(answers: AnswerBackend, pull: Pull = pull) -> APIRouter:
     @routes.post("/api/pull")
     async def pull_from_hub(body: PullRequest, request: Request) -> Response:
         """Download a model of the hub. One that is here and not of the hub succeeds at once."""
-        name = body.given.removesuffix(":latest")
+        name = hub_id_of(body.given.removesuffix(":latest"))
         events = pulled_before() if _is_only_here(answers, name) else progress(name, pull)
         if body.stream:
             return await stream(request, lines(events), NDJSON, request.state.id)

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from types import FrameType
 
 import uvicorn
@@ -200,9 +201,25 @@ def make_app(
     )
     for router in routers:
         app.include_router(router)
+    routes = (route for router in routers for route in router.routes)
+    app.state.paths = [str(getattr(route, "path", "")) for route in routes]
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refuse)
     return AccessMiddleware(app, rules, gate)
+
+
+ABSENT = {
+    "/embeddings": "embeddings are not supported",
+    "/api/embed": "embeddings are not supported",
+    "/images": "answers are text",
+    "/audio": "answers are text",
+    "/batches": "`mlxrunner batch` answers files of prompts",
+    "/messages/batches": "`mlxrunner batch` answers files of prompts",
+    "/api/delete": "`mlxrunner models rm` removes a model",
+    "/api/create": "an alias in the config file gives a model another name",
+    "/api/copy": "an alias in the config file gives a model another name",
+}
+"""The way to the same, by the beginnings of paths of other servers without their /v1."""
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -214,12 +231,27 @@ async def _refuse(request: Request, error: Exception) -> Response:
 def _error_of(request: Request, error: Exception) -> ApiError:
     path, method = request.url.path, request.method
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        said = {
-            404: f"there is nothing at {path:.200}: /openapi.json lists the paths",
-            405: f"{path:.200} does not take {method}",
-        }
-        return ApiError(error.status_code, said[error.status_code], code="not_found")
+        said = f"{path:.200} does not take {method}"
+        if error.status_code == 404:
+            there = _elsewhere(path[:200], request.app.state.paths)
+            said = f"there is nothing at {path:.200}: {there}"
+        return ApiError(error.status_code, said, code="not_found")
     return api_error_of(error)
+
+
+def _elsewhere(path: str, known: Sequence[str]) -> str:
+    """Return what to do about a path that this server does not have. `known` are its paths."""
+    tail = path.rstrip("/").removeprefix("/v1")
+    for name, instead in ABSENT.items():
+        if tail.startswith(name):
+            return instead
+    if (meant := next((one for one in (f"/v1{tail}", tail) if one in known), None)) is not None:
+        return (
+            f"did you mean {meant}? The base URL of an OpenAI client ends with /v1, that of an "
+            "Anthropic or Ollama client does not"
+        )
+    close = get_close_matches(tail, known, n=1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close else "/openapi.json lists the paths"
 
 
 def routers(answers: AnswerBackend) -> list[APIRouter]:

@@ -610,6 +610,27 @@ def test_errors_of_routes(url: str, path: str, status: int, words: str) -> None:
     assert answer.headers.get("retry-after") == ("7" if status == 429 else None)
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions? The base URL of an OpenAI"),
+        ("/v1/v1/messages", "did you mean /v1/messages? The base URL"),
+        ("/v1/api/chat", "did you mean /api/chat? The base URL"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/embeddings", "embeddings are not supported"),
+        ("/api/embed", "embeddings are not supported"),
+        ("/v1/audio/speech", "answers are text"),
+        ("/v1/messages/batches", "`mlxrunner batch` answers files of prompts"),
+        ("/api/delete", "`mlxrunner models rm` removes a model"),
+    ],
+)
+def test_a_path_of_another_server_is_answered_with_ours(url: str, path: str, said: str) -> None:
+    """Most often the base URL of a client ends with /v1 where it must not, or the other way."""
+    answer = httpx.post(f"{url}{path}", json={})
+    assert answer.status_code == 404
+    assert f"there is nothing at {path}: {said}" in answer.text
+
+
 def test_a_request_has_an_id(url: str) -> None:
     """The route and the response name the same one."""
     first, second = (httpx.post(f"{url}/api/chat", json={}) for _ in range(2))

@@ -327,7 +327,9 @@ def test_a_model_is_pulled(pulling: str, download: Download) -> None:
     assert rest[-1].status == "pulling model.safetensors"
     assert (rest[-1].completed, rest[-1].total) == (20, 20)
     assert client.pull("org/name:latest").status == "success"
-    assert download.names == ["org/name", "org/name"]
+    assert client.pull("llama3.2:1b").status == "success"
+    short = "mlx-community/Llama-3.2-1B-Instruct-4bit"
+    assert download.names == ["org/name", "org/name", short]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest"])

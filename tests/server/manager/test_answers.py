@@ -79,12 +79,13 @@ async def test_a_queue_that_is_full(folder: Path) -> None:
         (asked("x" * 500), 400, r"the prompt is too long: it has 5\d\d tokens, .* room for 400"),
         (asked("x" * 50_000), 400, r"too long: it has at least 400 tokens, .* room for 400"),
         (asked(model="gpt-4"), 404, "there is no model gpt-4: .*first, second, third"),
+        (asked(model="llama3.2:1b"), 404, "`mlxrunner models pull llama3.2:1b` downloads it; "),
         (asked(options={"temperature": -1}), 400, "temperature: -1 is out of range"),
         (asked(model="../first"), 404, "there is no model"),
         (asked(messages=[{"role": "user", "content": ""}] * 20_001), 400, "20000 are the most"),
         (asked(tools=[{}] * 2_001), 400, "tools: there are 2001, and 2000 are the most"),
     ],
-    ids=["too long", "far too long", "unknown", "option", "path", "messages", "tools"],
+    ids=["too long", "far too long", "unknown", "known", "option", "path", "messages", "tools"],
 )
 @pytest.mark.exhaustive(6)
 async def test_refusals(folder: Path, one: ServerRequest, status: int, words: str) -> None:
