@@ -1,4 +1,5 @@
 # make chat: talk with the demo model.  make lint: ruff, import-linter and mypy.  make bench: measure this machine.
+# make clients: send requests of many clients to this server and to mlx_lm.server (ARGS=--help).
 # make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
 # make test-agents: let Claude Code, Codex and opencode do a job (installs them with npm).
 # make docs: build the documentation into site/.
@@ -16,7 +17,7 @@ OWN_BLAS := .venv/lib/mlxrunner/libopenblas.so
 OPENBLAS = $(firstword $(SYSTEM_BLAS) $(wildcard $(CURDIR)/$(OWN_BLAS)))
 RUN = $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1)
 
-.PHONY: chat test test-all agents test-agents lint docs bench demo clean
+.PHONY: chat test test-all agents test-agents lint docs bench clients demo clean
 
 chat: $(STAMP)
 	@$(BIN)/mlxrunner chat
@@ -57,6 +58,9 @@ docs: $(DEV)
 
 bench: $(DEV)
 	$(RUN) $(BIN)/mlxrunner bench --vs mlx-lm
+
+clients: $(DEV)
+	$(RUN) PYTHONPATH=tests $(BIN)/python benchmarks/clients.py $(ARGS)
 
 # Train the demo model again (about 40 minutes on two cores) and judge it. It goes on from where it
 # was stopped.

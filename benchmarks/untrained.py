@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from support.models import save_model, tiny_config, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 END = "<|im_end|>"
@@ -51,6 +50,8 @@ def write_untrained(
 
     `width`: the size of its states; its MLPs are twice as wide, and heads have 16 or more.
     """
+    from support.models import save_model, tiny_config, tiny_model
+
     size: dict[str, Any] = SIZE | {
         "num_hidden_layers": layers,
         "hidden_size": width,
