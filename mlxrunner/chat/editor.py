@@ -31,7 +31,7 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
 from mlxrunner.chat.command_table import CommandTable, is_continued, is_open
-from mlxrunner.chat.reader import IdleInterrupt, TypedText
+from mlxrunner.chat.reader import DraftInterrupt, TypedText
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import open_own
@@ -120,8 +120,8 @@ class Editor:
         """Return the text that the user types, while `idle(draft)` works in the caller's thread.
 
         `default` is the text to begin with. `idle` has to return soon after the draft is over.
-        Raise EOFError after Ctrl-D, and KeyboardInterrupt after Ctrl-C. Ctrl-X Ctrl-E goes on in
-        the user's own editor.
+        Raise EOFError after Ctrl-D, and after Ctrl-C DraftInterrupt, or KeyboardInterrupt if
+        nothing was typed. Ctrl-X Ctrl-E goes on in the user's own editor.
         """
         while True:
             self._end()  # an interrupt may have cut off the end of the last line
@@ -161,6 +161,9 @@ class Editor:
                 self._thread.start()
             idle(draft)
             self._thread.join()
+        except KeyboardInterrupt:  # a signal that came before the editor had the keyboard
+            self._end()
+            raise _given_up(draft.text) from None
         except BaseException:
             self._end()
             raise
@@ -192,6 +195,11 @@ class Editor:
             self._thread.join(0.05)
 
 
+def _given_up(text: str) -> KeyboardInterrupt:
+    """Return the interrupt of Ctrl-C at a line that holds `text`."""
+    return DraftInterrupt() if text else KeyboardInterrupt()
+
+
 def _output() -> Output:
     """Return the terminal. It keeps marking pasted text after a line is entered: see `Keyboard`."""
     output = create_output()
@@ -216,8 +224,7 @@ def _bindings(keyboard: Keyboard, pastes: FoldedPastes) -> KeyBindings:
 
     @bindings.add("c-c", filter=typing)
     def _(event: KeyPressEvent) -> None:
-        given_up = KeyboardInterrupt if event.current_buffer.text else IdleInterrupt
-        event.app.exit(exception=given_up, style="class:aborting")
+        event.app.exit(exception=_given_up(event.current_buffer.text), style="class:aborting")
 
     @bindings.add("enter", filter=typing)
     def _(event: KeyPressEvent) -> None:

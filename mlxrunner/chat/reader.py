@@ -19,8 +19,8 @@ PIECE = 2**16
 """Most bytes read from standard input at once."""
 
 
-class IdleInterrupt(KeyboardInterrupt):
-    """Ctrl-C at a prompt at which nothing was typed."""
+class DraftInterrupt(KeyboardInterrupt):
+    """Ctrl-C that gives up a text which the user was typing."""
 
 
 class Reader(Protocol):
@@ -29,8 +29,9 @@ class Reader(Protocol):
     def read(self, idle: Callable[[TypedText], None], default: str = "") -> str:
         """Return the next text. `default` is there to be edited.
 
-        `idle(draft)` works until the text is complete. Raise EOFError at the end of the input, and
-        KeyboardInterrupt if the user gives the text up.
+        `idle(draft)` works until the text is complete. Raise EOFError at the end of the input,
+        DraftInterrupt if the user gives up what was typed, and KeyboardInterrupt at a press of
+        Ctrl-C before anything was typed.
         """
         ...
 

@@ -34,7 +34,7 @@ from mlxrunner.chat.conversation import (
     full_context,
     more_room,
 )
-from mlxrunner.chat.reader import IdleInterrupt, Reader, StdinReader, TypeAhead, TypedText
+from mlxrunner.chat.reader import DraftInterrupt, Reader, StdinReader, TypeAhead, TypedText
 from mlxrunner.chat.view import (
     DIM,
     UNDIM,
@@ -137,25 +137,27 @@ class Chat:
     def _run(self) -> int:
         failed, idle_presses = 0, 0
         while True:
+            is_idle = True
             try:
                 with self.interrupts.listening():
                     failed = self._try(self.loaded.complete) or failed
                     begun, self.begun = self.begun, ""
                     text = self._read(self._typeahead, begun)
-                    idle_presses = 0
+                    is_idle, idle_presses = False, 0
                     failed = self._try(partial(self._do, text)) or failed
             except EOFError:
                 return 0 if self.interactive else failed
-            except IdleInterrupt:
+            except KeyboardInterrupt as pressed:
+                if not self.interactive:
+                    return INTERRUPTED
+                if not is_idle or isinstance(pressed, DraftInterrupt):
+                    idle_presses = 0
+                    continue
                 idle_presses += 1
                 if idle_presses == PRESSES_TO_LEAVE:
                     return 0
                 more = "once" if idle_presses + 1 == PRESSES_TO_LEAVE else "twice"
                 self.say(f"to leave: Ctrl-D, /bye, or Ctrl-C {more} more")
-            except KeyboardInterrupt:
-                idle_presses = 0
-                if not self.interactive:
-                    return INTERRUPTED
 
     def _try(self, act: Callable[[], None]) -> int:
         """Call `act`, and print its error. Return the exit code of the error, or 0."""

@@ -576,8 +576,8 @@ class Event:
     lost."""
     evicted_by: str | None
     """Cause of a lost entry: the change ('demo -> other', 'kv_bits: None -> 8'), the request that
-    needed the room ('request 12', as in `submitted`), 'the budget', or 'disk_cache_bytes' (evicted
-    from disk). For restored: the file."""
+    needed the room ('request 12', as in `submitted`), 'the budget', 'disk_cache_bytes' (evicted
+    from disk), or 'a failed write' to disk. For restored: the file."""
     trim_limited_by: str | None
     """Kind of the layer that could not be trimmed to the match."""
     checkpoint: Count | None

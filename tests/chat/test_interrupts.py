@@ -18,7 +18,7 @@ from mlxrunner.chat.repl import Chat, commands
 from mlxrunner.errors import ModelError
 from mlxrunner.sessions.session import History, SessionTurn
 from mlxrunner.terminal.signals import Interrupts
-from mlxrunner.testing import oracle_runner
+from mlxrunner.testing import PACKAGE, oracle_runner
 
 
 class Presses:
@@ -35,7 +35,7 @@ class Presses:
             frame.f_trace, frame = self._trace, frame.f_back  # type: ignore[assignment]
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if "/mlxrunner/" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line" and frame.f_code.co_code[frame.f_lasti] != dis.opmap["NOP"]:
             self.seen += 1

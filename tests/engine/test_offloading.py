@@ -264,6 +264,7 @@ def test_a_parking_that_another_one_overtakes_leaves_its_files(talks: Talks) -> 
     for _ in range(3):
         next(work)
     parked = talks.parking.offload(slot.cache.current)
+    talks.parking.settle()
     work.close()
     assert parked in talks.parking
     assert (talks.parking.folder / parked.name).exists()
@@ -280,10 +281,12 @@ def test_any_history_in_pieces_gives_the_answers_of_cold_single_runs(
     """With few cells, cancels, interrupts, errors and restarts while pieces are moved."""
     park_in_pieces_of(4, monkeypatch)
     seen = Counter[str]()
-    for seed in range(2):
+    for seed in range(8):
         one = PiecesHistory(parts_of(name, 33 if name == "gemma3_text" else 0), random.Random(seed))
         one.run(60)
         seen += one.seen
+        if seed and min(seen["answered"], seen["parked"]) > 0:
+            break
     assert min(seen["answered"], seen["parked"]) > 0
 
 

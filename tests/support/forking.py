@@ -145,7 +145,7 @@ def _move(terminal: int, arguments: list[str], env: dict[str, str], folder: str)
     os.close(terminal)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update({"MLXRUNNER_OPENBLAS": "off", **env})  # no other program can begin here
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", 1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(  # noqa: SIM115

@@ -16,9 +16,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.protocol import Exported, Saved, SavedCheckpoint
 from mlxrunner.cache.layers.protocol import outline as outlined
 from mlxrunner.cache.prefix_index import NAME, PrefixIndex
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder
@@ -106,7 +106,7 @@ class DiskCache:
         limit: int,
         daily: int = 0,
         outline: Sequence[Saved] | None = None,
-        on_evicted: OnEvicted = lambda conversation: None,
+        on_evicted: OnEvicted = lambda conversation, by: None,
         pictures: PictureNames | None = None,
     ) -> None:
         """Open the cache in `folder`, and find again what is there.
@@ -115,8 +115,8 @@ class DiskCache:
         process. `fingerprint`: that of the model, with all settings that decide what its layers
         store. `limit`: most bytes of all files. `daily`: see `daily_bytes`. `outline`: what
         `fingerprint` is completed by and restored layers are compared with, if it is given.
-        `on_evicted` is told which conversation was evicted. `pictures`: those of a model that sees.
-        Raise SessionError if the folder can't be used.
+        `on_evicted` is told which conversation was evicted by what. `pictures`: those of a model
+        that sees. Raise SessionError if the folder can't be used.
         """
         format_ = None if outline is None else [outlined(layer) for layer in outline]
         described = json.dumps([dict(fingerprint), format_], sort_keys=True).encode()
@@ -134,12 +134,14 @@ class DiskCache:
         """
         self.written = 0
         """Bytes of all files that were written since it was opened."""
-        self._writers: dict[str, threading.Thread] = {}
-        """The threads that write, by the name of each file."""
+        self._writers: dict[str, FileWriter] = {}
+        """The last one of each file that is being written, by the file's name."""
+        self._pending: list[PendingConversation] = []
+        """Offloaded conversations whose files are being written."""
         self._read_all()
 
     def tell(self, on_evicted: OnEvicted) -> None:
-        """Call `on_evicted` from now on with each conversation that is evicted."""
+        """Call `on_evicted` from now on with each conversation that is evicted, and by what."""
         self._index.on_evicted = on_evicted
 
     @property
@@ -158,7 +160,7 @@ class DiskCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, with those that are being written."""
         return self._index.bytes
 
     def __len__(self) -> int:
@@ -183,45 +185,53 @@ class DiskCache:
     def offload(
         self, entry: CacheEntry, *, replaces: StoredConversation | None = None
     ) -> StoredConversation | None:
-        """Write what the disk lacks of a settled entry, and return its conversation.
+        """Copy what the disk lacks of a settled entry, and return its conversation.
 
-        Earlier states of this conversation are dropped: all but their last few tokens are in the
+        A thread writes the copies: `find` waits for it if it has to, and so does `settle`. Earlier
+        states of this conversation are dropped then: all but their last few tokens are in the
         entry, and `replaces` names them, or they were restored, or the entry can be resumed
-        wherever they can. An entry that can't be written is None, and one line of the log.
+        wherever they can. An entry that can't be copied is None, one that can't be written is
+        reported as evicted, and the log has one line for both.
         """
         return completed(self.offloading(entry, replaces))
 
     def offloading(
         self, entry: CacheEntry, replaces: StoredConversation | None = None
     ) -> Generator[bool, None, StoredConversation | None]:
-        """Write an entry as `offload` does. Yield after each array, and True while a thread writes.
+        """Do as `offload` does. Yield after each array, and True while a thread writes.
 
         The entry must not change meanwhile. If the iterator is closed, nothing was written.
         """
-        return self._settling(self._offloading(entry), replaces)
+        return self._settling(self._offloading(entry), replaces, is_awaited=False)
 
     def saving(
         self, entry: CacheEntry, upto: int, replaces: StoredConversation | None = None
     ) -> Generator[bool, None, StoredConversation | None]:
-        """Write the first `upto` tokens of an exact entry, which stays in memory.
+        """Write the first `upto` tokens of an exact entry, which stays in memory, to the end.
 
         It writes the rows that the disk lacks and one copy of the states and windows, those after
         `upto` tokens or at the last checkpoint before. Yield as `offloading` does. The entry may
         grow meanwhile, but what it has must not change. Earlier states are dropped as `offload`
         does.
         """
-        return self._settling(self._saving(entry, upto), replaces)
+        return self._settling(self._saving(entry, upto), replaces, is_awaited=True)
 
     def lacks(self, tokens: TokenArray) -> int:
-        """Return how many tokens of an exact conversation no file has."""
-        return len(tokens) - self._index.closest(tokens)[1]
+        """Return how many tokens of an exact conversation no file has, or will have."""
+        return len(tokens) - max(self._index.closest(tokens)[1], self._pending_tokens(tokens))
 
     def find(self, prompt: TokenArray) -> tuple[StoredConversation, int] | None:
         """Return the conversation from which `prompt` can reuse most tokens, and how many.
 
-        Only offsets at which it can be resumed count. None if there is no such token.
+        Only offsets at which it can be resumed count. None if there is no such token. One that is
+        being written is waited for.
         """
-        return self._index.find(prompt)
+        self._collect()
+        found = self._index.find(prompt)
+        if min(self._pending_tokens(prompt), len(prompt) - 1) > (found[1] if found else 0):
+            self.settle()
+            found = self._index.find(prompt)
+        return found
 
     def restore(self, conversation: StoredConversation, upto: int | None = None) -> RestoredEntry:
         """Return the conversation as an entry that `CacheEntry.adopt` reads.
@@ -242,27 +252,47 @@ class DiskCache:
         if conversation in self._index:
             self._index.remove(conversation)
 
+    def settle(self) -> None:
+        """Wait until all that was offloaded is on the disk."""
+        self._collect(is_awaited=True)
+
     def close(self) -> None:
-        """Unlock the folder, or remove it if it goes with this process."""
+        """Settle, and unlock the folder, or remove it if it goes with this process."""
+        self.settle()
         self._place.close()
 
     def _settling(
         self,
-        work: Generator[bool, None, StoredConversation | None],
+        work: Generator[bool, None, CopiedConversation | None],
         replaces: StoredConversation | None,
+        *,
+        is_awaited: bool,
     ) -> Generator[bool, None, StoredConversation | None]:
-        """Do the work, and drop what is an earlier state of its conversation; log a failure."""
+        """Let a thread write what `work` copies, and wait for it if `is_awaited`; log a failure."""
+        self._collect()
         try:
-            conversation = yield from work
+            copied = yield from work
+            if copied is None:
+                return None
+            if copied.files:
+                pending = self._begin(copied, replaces, is_awaited=is_awaited)
+            elif copied.conversation in self:
+                self._index.use(copied.conversation)
+                self._index.drop_earlier(copied.conversation, replaces)
         except FAILURES as error:
-            self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
+            self._fail(error)
             return None
-        if conversation is not None:
-            self._said = ""
-            self._index.drop_earlier(conversation, replaces)
-        return conversation
+        if not copied.files or not is_awaited:
+            return copied.conversation
+        try:
+            while pending in self._pending:
+                yield from self._a_moment()
+        except BaseException:
+            pending.is_wanted = not pending.is_awaited
+            raise
+        return copied.conversation if copied.conversation in self else None
 
-    def _offloading(self, entry: CacheEntry) -> Generator[bool, None, StoredConversation | None]:
+    def _offloading(self, entry: CacheEntry) -> Generator[bool, None, CopiedConversation | None]:
         if not entry.tokens or not entry.is_true:
             return None
         exported = entry.export(outlined=True)
@@ -274,7 +304,7 @@ class DiskCache:
 
     def _saving(
         self, entry: CacheEntry, upto: int
-    ) -> Generator[bool, None, StoredConversation | None]:
+    ) -> Generator[bool, None, CopiedConversation | None]:
         exported = entry.export(outlined=True)
         layers = DividedLayers(entry.caches, exported.layers, len(exported.tokens))
         is_whole = upto == len(exported.tokens) and entry.is_true
@@ -308,12 +338,16 @@ class DiskCache:
         *,
         salt: str = "",
         has_tokens: bool = True,
-    ) -> Generator[bool, None, StoredConversation]:
-        """Write a conversation, unless it is there with all that this one has, and return it."""
+    ) -> Generator[bool, None, CopiedConversation]:
+        """Copy a conversation for its last write, unless it is there with all that this one has."""
         there = self._index.named(conversation.name)
         if there is not None and there.covers(conversation):
-            self._index.use(there)
-            return there
+            return CopiedConversation(there, [])
+        for pending in self._pending:
+            there = pending.conversation
+            if there.name == conversation.name and there.covers(conversation) and pending.is_wanted:
+                pending.is_awaited = False
+                return CopiedConversation(there, [])
         self._index.claim(conversation)
         try:
             sizes, names = self._index.sizes, self._pictures
@@ -327,21 +361,19 @@ class DiskCache:
                 pictures=names,
                 has_tokens=has_tokens,
             )
-            self._index.make_room(sum(file.nbytes for file in (*files, head)), conversation)
-            yield from self._writing(conversation, files, head)
-            self._index.add(conversation)
+            self._make_room(sum(file.nbytes for file in (*files, head)), conversation)
+            return (yield from self._copying(conversation, files, head))
         except BaseException:
-            self._index.remove(conversation)
+            self._give_up(conversation)
             raise
-        return conversation
 
-    def _writing(
+    def _copying(
         self, conversation: StoredConversation, files: list[PieceFile], head: PieceFile
-    ) -> Iterator[bool]:
-        """Write files in a thread, from copies of their arrays; the conversation's own last.
+    ) -> Generator[bool, None, CopiedConversation]:
+        """Copy the arrays of files; the conversation's own is written last.
 
-        That is copied first, because states change when the entry grows. Where conversations are
-        found after a restart, all files are on the disk at the end, also after a power cut.
+        That is copied first, because states change when the entry grows. Where there are many, the
+        first ones are written meanwhile.
         """
         last, copies = (yield from head.copying()), list[PieceFile]()
         while files:
@@ -349,54 +381,139 @@ class DiskCache:
             if file.name not in self._index.sizes:  # another may have written it
                 copies.append((yield from file.copying()))
             del file
-            if sum(copy.nbytes for copy in copies) > COPIED:
-                yield from self._write_copies(conversation, copies)
+            while self._pending and self._copied([*copies, last]) > COPIED:
+                yield from self._a_moment()
+            if self._copied(copies) > COPIED:
+                yield from self._waiting(self._writer(conversation, copies))
                 copies = []
-        yield from self._write_copies(conversation, [*copies, last])
+        while conversation.name in self._writers:  # an earlier one of this name
+            yield from self._a_moment()
+        return CopiedConversation(conversation, [*copies, last])
 
-    def _write_copies(
-        self, conversation: StoredConversation, files: Sequence[PieceFile]
-    ) -> Iterator[bool]:
-        """Write files whose arrays are copies, in a thread. Yield True until they are on the disk.
-
-        If the iterator is closed, the thread ends with the file that it writes.
-        """
-        failed, done = list[Exception](), list[PieceFile]()
-        is_closed = threading.Event()
-
-        def write() -> None:
-            try:
-                for file in files:
-                    if is_closed.is_set():
-                        return
-                    file.write(self._place.folder, sync=self.is_kept, more=file is not files[-1])
-                    done.append(file)
-            except Exception as error:
-                failed.append(error)
-
-        self._index.make_room(sum(file.nbytes for file in files), conversation)
-        for other in {self._writers[file.name] for file in files if file.name in self._writers}:
-            other.join()
-        writer = threading.Thread(target=write, name="mlxrunner-disk-cache", daemon=True)
+    def _begin(
+        self, copied: CopiedConversation, replaces: StoredConversation | None, *, is_awaited: bool
+    ) -> PendingConversation:
+        """Begin the last write of a conversation."""
+        conversation, head = copied.conversation, copied.files[-1]
         try:
-            self._writers |= {file.name: writer for file in files}
+            sizes = {file.name: file.nbytes for file in copied.files} | self._index.sizes
+            _check_there(conversation.pieces, sizes)
+            about = {**head.about, **conversation.describe(sizes)}
+            files = [*copied.files[:-1], replace(head, about=about)]
+            writer = self._writer(conversation, files)
+        except BaseException:
+            self._give_up(conversation)
+            raise
+        self._pending.append(PendingConversation(conversation, replaces, writer, is_awaited))
+        return self._pending[-1]
+
+    def _writer(self, conversation: StoredConversation, files: Sequence[PieceFile]) -> FileWriter:
+        """Begin to write files whose arrays are copies, but for those that another writes.
+
+        They count as there from now on. Where conversations are found after a restart, all are on
+        the disk at the end, also after a power cut.
+        """
+        own, sizes, names = conversation.name, self._index.sizes, {*conversation.pieces}
+        files = [file for file in files if file.name == own or file.name not in sizes]
+        self._make_room(sum(file.nbytes for file in files), conversation)
+        needed = {name: one for name, one in self._writers.items() if name in names}
+        replaced = {file.name: sizes[file.name] for file in files if file.name in sizes}
+        writer = FileWriter(self._place.folder, files, needed, replaced, is_synced=self.is_kept)
+        try:
+            for file in files:
+                self._writers[file.name] = writer
+                self._index.wrote(file.name, file.nbytes)
             writer.start()
-            while writer.is_alive():
-                writer.join(MOMENT_S)
+        except BaseException:
+            self._end(writer)
+            raise
+        return writer
+
+    def _waiting(self, writer: FileWriter) -> Iterator[bool]:
+        """Yield True until the writer has ended, and raise its error."""
+        try:
+            while writer.is_alive:
+                writer.wait(MOMENT_S)
                 yield True
         finally:
-            is_closed.set()
-            if writer.is_alive():  # else it has ended, or could not start
-                writer.join()
-            self._writers = {n: one for n, one in self._writers.items() if one is not writer}
-            for file in done:
-                self._wrote(file)
-        if failed:
-            raise failed[0]
+            self._end(writer)
+        if writer.error is not None:
+            raise writer.error
 
-    def _wrote(self, file: PieceFile) -> None:
-        self.written += file.nbytes
-        self._index.wrote(file.name, file.nbytes)
+    def _end(self, writer: FileWriter) -> None:
+        """Wait for a writer, and forget the files that it did not write."""
+        if writer.is_alive:  # else it has ended, or could not start
+            writer.wait()
+        for file in writer.files:
+            self._writers.pop(file.name, None)
+            if file.name in writer.written:
+                self.written += file.nbytes
+            elif file.name in writer.replaced:
+                self._index.wrote(file.name, writer.replaced[file.name])
+            else:
+                self._index.forget(file.name)
+
+    def _make_room(self, need: int, by: StoredConversation) -> None:
+        """Give conversations up until `need` bytes fit."""
+        try:
+            self._index.make_room(need, by)
+        except SessionError:
+            if not self._pending:
+                raise
+            self.settle()
+            self._index.make_room(need, by)
+
+    def _collect(self, *, is_awaited: bool = False) -> None:
+        """Add the conversations that are written; `is_awaited`: wait for all of them."""
+        for pending in list(self._pending):
+            while is_awaited and pending.writer.is_alive:
+                pending.writer.wait(MOMENT_S)
+            if not pending.writer.is_alive:
+                self._finish(pending)  # again after an interrupt
+                self._pending.remove(pending)
+
+    def _finish(self, pending: PendingConversation) -> None:
+        """Add a conversation if it was written and is still wanted."""
+        conversation, error = pending.conversation, pending.writer.error
+        self._end(pending.writer)
+        if error is None and pending.is_wanted:
+            if conversation not in self:
+                self._index.add(conversation)
+            self._said = ""
+            self._index.drop_earlier(conversation, pending.replaces)
+            return
+        self._index.remove(conversation)
+        if error is not None:
+            self._fail(error)
+            if not pending.is_awaited:
+                self._index.on_evicted(conversation, "a failed write")
+
+    def _give_up(self, conversation: StoredConversation) -> None:
+        """Remove the files that only `conversation` was to use."""
+        if conversation.name in self._writers:  # another one of this name
+            self._index.release(conversation)
+        else:
+            self._index.remove(conversation)
+
+    def _a_moment(self) -> Iterator[bool]:
+        """Wait for the first writer for a moment."""
+        for writer in [*self._writers.values()][:1]:
+            writer.wait(MOMENT_S)
+        yield True
+        self._collect()
+
+    def _copied(self, files: Sequence[PieceFile]) -> int:
+        """Return the bytes of `files` and of all that wait to be written."""
+        waiting = sum(one.writer.nbytes for one in self._pending)
+        return waiting + sum(file.nbytes for file in files)
+
+    def _pending_tokens(self, tokens: TokenArray) -> int:
+        """Return how many of `tokens` an offloaded conversation begins with that is written now."""
+        offloaded = (one.conversation for one in self._pending if not one.is_awaited)
+        return max((common_prefix(one.tokens, tokens) for one in offloaded), default=0)
+
+    def _fail(self, error: BaseException) -> None:
+        self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
 
     def _read_all(self) -> None:
         """Find again what is in the folder; remove what is damaged, or used by nothing.
@@ -484,6 +601,85 @@ class DiskCache:
         if what != self._said:
             logger.warning("%s", what)
         self._said = what
+
+
+@dataclass(frozen=True)
+class CopiedConversation:
+    """A conversation, and copies of its files that are to be written last; none: it is there."""
+
+    conversation: StoredConversation
+    files: Sequence[PieceFile]
+
+
+class FileWriter:
+    """A thread that writes files whose arrays are copies."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        files: Sequence[PieceFile],
+        needed: Mapping[str, FileWriter],
+        replaced: Mapping[str, int],
+        *,
+        is_synced: bool,
+    ) -> None:
+        """Write `files`, in their order, after those in `needed`, which others write.
+
+        `replaced`: bytes of the files in whose place some come.
+        """
+        self.files, self.nbytes, self.replaced = files, sum(file.nbytes for file in files), replaced
+        self.written: set[str] = set()
+        """The names of the files that are there."""
+        self.error: Exception | None = None
+        """Why the others are not."""
+        self._folder, self._needed, self._is_synced = folder, dict(needed), is_synced
+        self._thread = threading.Thread(
+            target=self._write, name="mlxrunner-disk-cache", daemon=True
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it has ended, for some seconds at most."""
+        self._thread.join(seconds)
+
+    def _write(self) -> None:
+        try:
+            for name, other in self._needed.items():
+                other.wait()
+                _check_there([name], other.written)
+            self._needed.clear()
+            for file in self.files:
+                is_last = file is self.files[-1]
+                file.write(self._folder, sync=self._is_synced, more=not is_last)
+                self.written.add(file.name)
+        except Exception as error:
+            self.error = error
+
+
+def _check_there(names: Iterable[str], there: Container[str]) -> None:
+    """Raise OSError unless all files that a conversation shares are there."""
+    for name in names:
+        if name not in there:
+            raise OSError(f"{name} was not written")
+
+
+@dataclass(eq=False)
+class PendingConversation:
+    """A conversation whose last files are being written."""
+
+    conversation: StoredConversation
+    replaces: StoredConversation | None
+    writer: FileWriter
+    is_awaited: bool
+    """True while it stays in memory, and a generator waits for it."""
+    is_wanted: bool = True
+    """False once that generator was closed."""
 
 
 def _last_before(items: Sequence[SavedCheckpoint], end: int) -> SavedCheckpoint | None:

@@ -285,8 +285,8 @@ class _TreeNode(Generic[Key]):
             self.children = child.children
 
 
-OnEvicted = Callable[[StoredConversation], None]
-"""A function that is told which conversation was evicted."""
+OnEvicted = Callable[[StoredConversation, str], None]
+"""A function that is told which conversation was evicted, and by what."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class DiskCacheIndex:
         self,
         delete: Callable[[str], object],
         limit: int,
-        on_evicted: OnEvicted = lambda conversation: None,
+        on_evicted: OnEvicted = lambda conversation, by: None,
     ) -> None:
         """Begin without conversations. `delete`: removes the file of a name."""
         self.limit, self.on_evicted = limit, on_evicted
@@ -403,9 +403,13 @@ class DiskCacheIndex:
             self._users.setdefault(name, set()).add(conversation)
 
     def wrote(self, name: str, nbytes: int) -> None:
-        """Note that the file `name` of `nbytes` was written."""
+        """Note that the file `name` of `nbytes` is there, or is being written."""
         self.bytes += nbytes - self.sizes.get(name, 0)
         self.sizes[name] = nbytes
+
+    def forget(self, name: str) -> None:
+        """Note that the file `name` is not there."""
+        self.bytes -= self.sizes.pop(name, 0)
 
     def add(self, conversation: StoredConversation) -> None:
         """Add a conversation whose files are all there, in place of another one of its name."""
@@ -520,7 +524,7 @@ class DiskCacheIndex:
             least = self._dual.least(worths)
             self._dual.evict(least, worths[least])
             self.remove(least)
-            self.on_evicted(least)
+            self.on_evicted(least, "disk_cache_bytes")
 
     def _worth(self, conversation: StoredConversation) -> float:
         """Return what it costs to evaluate again what only `conversation` has, per byte."""
@@ -556,7 +560,7 @@ class DiskCacheIndex:
         return self._exact if conversation.is_exact else self._shifted
 
     def _delete(self, name: str) -> None:
-        self.bytes -= self.sizes.pop(name, 0)
+        self.forget(name)
         with suppress(OSError):  # what stays is removed at the next start
             self._remove_file(name)
 

@@ -44,7 +44,7 @@ RESTORING = 32
 class OffloadTarget(Protocol):
     """The disk cache, as the scheduler uses it: see `mlxrunner.cache.disk.disk_cache.DiskCache`."""
 
-    def tell(self, on_evicted: Callable[[Any], None]) -> None: ...
+    def tell(self, on_evicted: Callable[[Any, str], None]) -> None: ...
 
     def offload(self, entry: CacheEntry) -> Any | None: ...
 
@@ -88,7 +88,7 @@ class EvictionPolicy:
         self._losses: deque[LostTokens] = deque(maxlen=LOSSES * len(slots))
         self.behind = WriteBehind(slots, parking)
         if parking is not None:
-            parking.tell(lambda parked: self._lose("disk_cache_bytes", parked.tokens))
+            parking.tell(lambda parked, by: self._lose(by, parked.tokens))
 
     @property
     def used_bytes(self) -> int:

@@ -20,7 +20,12 @@ import numpy as np
 from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.account import ConversationName
 from mlxrunner.cache.checkpoints import Checkpoint
-from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, StoredConversation
+from mlxrunner.cache.disk.index import (
+    DiskCacheIndex,
+    EntryForm,
+    OnEvicted,
+    StoredConversation,
+)
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.extents import Extent, Window, read_extent
 from mlxrunner.cache.layers.protocol import Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
@@ -104,8 +109,8 @@ class ReplayedDiskCache:
             self._index.use(stored, found)
         return found
 
-    def tell(self, on_evicted: Callable[[StoredConversation], None]) -> None:
-        """Call `on_evicted` with each conversation that is given up to make room."""
+    def tell(self, on_evicted: OnEvicted) -> None:
+        """Call `on_evicted` with each conversation that is given up to make room, and by what."""
         self._index.on_evicted = on_evicted
 
 

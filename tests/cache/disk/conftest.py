@@ -13,6 +13,7 @@ import pytest
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import StoredConversation
+from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.results import Usage
 
@@ -55,6 +56,15 @@ def answer(runner: Runner, prompt: list[int], tokens: int = 6) -> tuple[Answer, 
     return [(chunk.token, chunk.logprob) for chunk in chunks], usage
 
 
+def offloaded(
+    parking: DiskCache, entry: CacheEntry, replaces: StoredConversation | None = None
+) -> StoredConversation | None:
+    """Offload an entry, and wait until it is written. Return None if it is not there then."""
+    found = parking.offload(entry, replaces=replaces)
+    parking.settle()
+    return found if found in parking else None
+
+
 class Desk:
     """A runner with one entry, whose conversation is parked after each answer.
 
@@ -79,7 +89,7 @@ class Desk:
         said = answer(self.runner, prompt, tokens)
         if found is not None and found[1] > here:
             assert said[1].cached_tokens == found[1]
-        self.parked = self.parking.offload(self.runner.entry, replaces=self.parked)
+        self.parked = offloaded(self.parking, self.runner.entry, self.parked)
         return said
 
 

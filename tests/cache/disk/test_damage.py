@@ -26,11 +26,12 @@ from support.sample import fewer
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.pieces import completed
 from mlxrunner.errors import SessionError
 from mlxrunner.system import tensorfile
 from mlxrunner.testing import oracle_runner
 
-from .conftest import PARTS, PLENTY, Answer, Make, answer
+from .conftest import PARTS, PLENTY, Answer, Make, answer, offloaded
 
 LAYERS = ["full", "sliding", "recurrent", "composite"]
 HEADER = list(range(1, 40))
@@ -46,9 +47,9 @@ def park_all(parking: DiskCache, talks: list[list[int]] = TALKS) -> None:
     runner = small_runner()
     for talk in talks:
         runner.evaluate(talk[:-3])
-        earlier = parking.offload(runner.entry)
+        earlier = offloaded(parking, runner.entry)
         runner.evaluate(talk)
-        parking.offload(runner.entry, replaces=earlier)
+        offloaded(parking, runner.entry, replaces=earlier)
 
 
 def check_all(parking: DiskCache) -> int:
@@ -208,6 +209,7 @@ sys.path[:0] = {paths!r}
 from mlxrunner.cache.disk import index
 from mlxrunner.system import tensorfile
 from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.disk.pieces import completed
 from cache.disk.test_damage import park_all
 index.SEGMENT = 16
 left, write = int(sys.argv[2]), tensorfile.write_all
@@ -266,15 +268,15 @@ def test_a_full_disk_costs_the_conversation_and_a_line(
     runner = small_runner()
     runner.evaluate(TALKS[1])
     with file_size_limit(1500):
-        assert parking.offload(runner.entry) is None
-        assert parking.offload(runner.entry) is None
+        assert offloaded(parking, runner.entry) is None
+        assert offloaded(parking, runner.entry) is None
     assert [one.levelno for one in caplog.records] == [logging.WARNING]
     assert "not written to the disk cache: File too large" in caplog.text
     assert (sorted(os.listdir(parking.folder)), parking.bytes) == (names, before)
-    assert parking.offload(runner.entry) is not None
+    assert offloaded(parking, runner.entry) is not None
     with file_size_limit(1500):
         runner.evaluate(TALKS[2])
-        assert parking.offload(runner.entry) is None
+        assert offloaded(parking, runner.entry) is None
     assert len(caplog.records) == 2
     assert check_all(parking)
 
@@ -300,15 +302,18 @@ def test_a_write_that_fails_anywhere_leaves_no_file(
     monkeypatch.setattr(tensorfile, "write_all", write_all)
     for count in range(1000):
         left = count
-        if parking.offload(runner.entry) is not None:
+        if offloaded(parking, runner.entry) is not None:
             break
         assert (sorted(os.listdir(parking.folder)), parking.bytes) == (names, before)
     assert count > 10
     assert check_all(parking)
 
 
-def test_an_interrupt_leaves_no_file(make_parking: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while it writes is no failure to swallow, and costs nothing else."""
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_interrupt_leaves_all_or_nothing(
+    make_parking: Make, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """Ctrl-C is no failure to swallow. It drops a save, and only the wait for an offload."""
     parking = make_parking()
     runner = small_runner()
     runner.evaluate(TALKS[0])
@@ -321,9 +326,14 @@ def test_an_interrupt_leaves_no_file(make_parking: Make, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(threading.Thread, "join", interrupted)
-        parking.offload(runner.entry)
-    assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
-    assert parking.offload(runner.entry) is not None
+        if saves:
+            completed(parking.saving(runner.entry, len(runner.entry.tokens)))
+        offloaded(parking, runner.entry)
+    parking.settle()
+    if saves:
+        assert (os.listdir(parking.folder), parking.bytes) == ([], 0)
+    assert len(parking) == (not saves)
+    assert offloaded(parking, runner.entry) is not None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -343,11 +353,11 @@ def test_a_thread_that_is_interrupted_at_its_start_writes_nothing(
 
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(threading.Thread, "start", failing)
-        assert parking.offload(runner.entry) is None
+        assert offloaded(parking, runner.entry) is None
     for thread in begun:
         thread.join()
     assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
-    assert parking.offload(runner.entry) is not None
+    assert offloaded(parking, runner.entry) is not None
 
 
 def test_a_damaged_header_is_not_shared_again(make_parking: Make) -> None:

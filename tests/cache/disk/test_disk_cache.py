@@ -26,7 +26,7 @@ from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.testing import oracle_runner
 
-from .conftest import Desk, Make, answer, some
+from .conftest import Desk, Make, answer, offloaded, some
 
 
 def array(tokens: list[int]) -> Any:
@@ -40,7 +40,7 @@ def files(parking: DiskCache, kind: str = "") -> list[str]:
 
 def parked(parking: DiskCache, runner: Runner, **options: Any) -> StoredConversation:
     """Park the entry of a runner, which has to succeed."""
-    found = parking.offload(runner.entry, **options)
+    found = offloaded(parking, runner.entry, **options)
     assert found is not None
     return found
 
@@ -60,7 +60,7 @@ def test_every_kind_of_layer_comes_back(
     answer(runner, PROMPT)
     answer(runner, [*PROMPT[:-3], 40, 41], 20)
     said = list(runner.entry.tokens)
-    make_parking().offload(runner.entry)
+    offloaded(make_parking(), runner.entry)
     for what, prompt in next_prompts(said).items():
         restored = oracle_runner(kinds, **options)
         parking = make_parking()
@@ -275,12 +275,12 @@ def test_the_same_entry_is_parked_once(make_parking: Make) -> None:
     runner.evaluate(list(range(1, 50)))
     first = parked(parking, runner)
     times = {name: (parking.folder / name).stat().st_mtime_ns for name in files(parking)}
-    assert parking.offload(runner.entry, replaces=first) is first
+    assert offloaded(parking, runner.entry, replaces=first) is first
     assert {name: (parking.folder / name).stat().st_mtime_ns for name in files(parking)} == times
 
 
 def test_an_empty_entry_is_not_parked(make_parking: Make) -> None:
-    assert make_parking().offload(tiny_runner("llama").entry) is None
+    assert offloaded(make_parking(), tiny_runner("llama").entry) is None
 
 
 def test_shifted_rows_are_nobody_elses(make_parking: Make) -> None:
@@ -313,7 +313,7 @@ def test_other_weights_or_settings_find_nothing(tmp_path: Path) -> None:
         parking = DiskCache(tmp_path, {"weights": part}, limit=10**9)
         found = parking.find(array(list(range(1, 60))))
         assert (found is not None) == (part == "one" and len(os.listdir(tmp_path)) == 2)
-        parking.offload(runner.entry)
+        offloaded(parking, runner.entry)
         parking.close()
     assert len(os.listdir(tmp_path)) == 2
 

@@ -19,7 +19,7 @@ from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.errors import SessionError
 from mlxrunner.testing import oracle_runner
 
-from .conftest import PARTS, PLENTY, Desk, Make, answer, some
+from .conftest import PARTS, PLENTY, Desk, Make, answer, offloaded, some
 
 
 def on_disk(parking: DiskCache) -> int:
@@ -32,7 +32,7 @@ def sizes_of(make_parking: Make, counts: list[int]) -> list[int]:
     parking, runner, sizes = make_parking(), oracle_runner(), [0]
     for number, count in enumerate(counts):
         runner.evaluate([number + 1] * count)
-        parking.offload(runner.entry)
+        offloaded(parking, runner.entry)
         sizes.append(parking.bytes)
     for parked in list(parking._index):
         parking.drop(parked)
@@ -44,7 +44,7 @@ def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[s
     """Through turns, forks and edits of many conversations; answers stay right."""
     rng, given_up = random.Random(0), list[StoredConversation]()
     options = {"rewind_slack": 2, "checkpoint_interval": 12, "checkpoint_budget": 4000}
-    parking = make_parking(limit=40_000, on_evicted=given_up.append)
+    parking = make_parking(limit=40_000, on_evicted=lambda one, by: given_up.append(one))
     desk = Desk(oracle_runner(kinds, **options), parking)
     talks, most = [some(rng, 30)], 0
     for _ in range(fewer(60, 40)):
@@ -64,11 +64,11 @@ def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
     """The conversation with less work per byte goes, though it was used last."""
     sizes = sizes_of(make_parking, [400, 30, 200])
     given_up: list[StoredConversation] = []
-    parking = make_parking(limit=sum(sizes), on_evicted=given_up.append)
+    parking = make_parking(limit=sum(sizes), on_evicted=lambda one, by: given_up.append(one))
     runner = oracle_runner()
     for number, count in enumerate([400, 30, 200, 20]):
         runner.evaluate([number + 1] * count)
-        parking.offload(runner.entry)
+        offloaded(parking, runner.entry)
     assert [len(one.tokens) for one in given_up] == [30]
 
 
@@ -76,11 +76,13 @@ def test_what_was_never_used_again_goes_at_some_time(make_parking: Make) -> None
     """New conversations, each worth less, push the old one out in the end."""
     sizes = sizes_of(make_parking, [300, 60])
     given_up: list[StoredConversation] = []
-    parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 100, on_evicted=given_up.append)
+    parking = make_parking(
+        limit=sizes[0] + 2 * sizes[1] + 100, on_evicted=lambda one, by: given_up.append(one)
+    )
     runner = oracle_runner()
     for number in range(60):
         runner.evaluate([number + 1] * (60 if number else 300))
-        parking.offload(runner.entry)
+        offloaded(parking, runner.entry)
     lengths = [len(one.tokens) for one in given_up]
     assert 300 in lengths
     assert lengths[:2] == [60, 60]
@@ -93,9 +95,9 @@ def test_a_conversation_beyond_the_limit_costs_no_other(
     parking = make_parking(limit=15_000)
     runner = oracle_runner()
     runner.evaluate([1] * 30)
-    small = parking.offload(runner.entry)
+    small = offloaded(parking, runner.entry)
     runner.evaluate([2] * 2000)
-    assert parking.offload(runner.entry) is None
+    assert offloaded(parking, runner.entry) is None
     assert small in parking
     assert "of at most 15,000 bytes" in caplog.text
 
@@ -106,13 +108,13 @@ def test_a_conversation_that_is_being_read_is_not_given_up(make_parking: Make) -
     parking = make_parking(limit=sum(sizes) + 100)
     runner = oracle_runner()
     runner.evaluate([1] * 30)
-    small = parking.offload(runner.entry)
+    small = offloaded(parking, runner.entry)
     assert small is not None
     runner.evaluate([2] * 300)
-    parking.offload(runner.entry)
+    offloaded(parking, runner.entry)
     reader = parking.restore(small)
     runner.evaluate([3] * 200)
-    parking.offload(runner.entry)
+    offloaded(parking, runner.entry)
     assert small in parking
     other = oracle_runner()
     other.cache.adopt(reader)
@@ -120,7 +122,7 @@ def test_a_conversation_that_is_being_read_is_not_given_up(make_parking: Make) -
     del reader
     gc.collect()
     runner.evaluate([4] * 300)
-    parking.offload(runner.entry)
+    offloaded(parking, runner.entry)
     assert small not in parking
 
 
@@ -128,7 +130,7 @@ def test_a_smaller_limit_holds_at_the_next_start(make_parking: Make) -> None:
     parking, runner = make_parking(), oracle_runner()
     for number in range(5):
         runner.evaluate([number + 1] * 50)
-        parking.offload(runner.entry)
+        offloaded(parking, runner.entry)
     half = parking.bytes // 2
     parking = make_parking(limit=half)
     assert 0 < parking.bytes <= half
@@ -141,13 +143,13 @@ def test_a_second_process_parks_elsewhere(
     """It says so in a line; its folder goes with it, and the first one's stays as it is."""
     first, runner = make_parking(), oracle_runner()
     runner.evaluate([1] * 30)
-    first.offload(runner.entry)
+    offloaded(first, runner.entry)
     second = DiskCache(first.folder.parent, PARTS, limit=PLENTY)
     assert second.folder != first.folder
     assert (first.is_kept, second.is_kept) == (True, False)
     assert len(second) == 0
     assert "another process uses the disk cache" in caplog.text
-    second.offload(runner.entry)
+    offloaded(second, runner.entry)
     folder = second.folder
     assert os.listdir(folder)
     second.close()
@@ -181,7 +183,7 @@ def test_a_private_folder_goes_with_its_owner() -> None:
     """It is removed when the parking is dropped; one of a killed process when another begins."""
     first, runner = DiskCache(None, PARTS, limit=PLENTY), oracle_runner()
     runner.evaluate([1] * 30)
-    parked = first.offload(runner.entry)
+    parked = offloaded(first, runner.entry)
     folder = first.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     abandoned = folder.with_name("own-abandoned")
@@ -229,7 +231,7 @@ def test_a_lookup_among_many_is_that_of_a_search(make_parking: Make) -> None:
     runner = oracle_runner(["full", "recurrent"], checkpoint_interval=7, checkpoint_budget=3000)
     for _ in range(20):
         runner.evaluate([rng.randrange(1, 3) for _ in range(rng.randint(1, 40))])
-        parking.offload(runner.entry)
+        offloaded(parking, runner.entry)
     for _ in range(100):
         prompt = np.array([rng.randrange(1, 3) for _ in range(rng.randint(1, 12))], np.int32)
         best = 0

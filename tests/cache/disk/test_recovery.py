@@ -17,7 +17,7 @@ from mlxrunner.cache.disk.pieces import PieceFile
 from mlxrunner.system.folders import Folder
 from mlxrunner.testing import oracle_runner
 
-from .conftest import PARTS, PLENTY, Make, answer
+from .conftest import PARTS, PLENTY, Make, answer, offloaded
 
 KINDS = {
     "rows": ["full", "full"],
@@ -54,7 +54,7 @@ def test_a_kill_between_two_writes_costs_the_last_piece(
     """The pieces on disk serve the conversation that goes on, with the answer of a cold run."""
     first, disk, copies = new(name), make_parking(), list[Path]()
     answer(first, PROMPT)
-    disk.offload(first.entry)
+    offloaded(disk, first.entry)
     answer(first, FOLLOWING)
     write = PieceFile.write
 
@@ -65,7 +65,7 @@ def test_a_kill_between_two_writes_costs_the_last_piece(
 
     with monkeypatch.context() as patch:
         patch.setattr(PieceFile, "write", write_and_copy)
-        disk.offload(first.entry)
+        offloaded(disk, first.entry)
     done = disk.find(first.entry.tokens.array)
     assert done is not None
     prompt, reused = [*FOLLOWING, 7, 8], list[int]()
@@ -97,7 +97,7 @@ def test_a_conversation_after_a_shift_is_found_again(make_parking: Make) -> None
     list(runner.generate([7] * 390, max_tokens=40, stop_tokens=[], overflow="shift", keep=4))
     assert runner.entry.is_shifted
     tokens = runner.entry.tokens.array.copy()
-    disk.offload(runner.entry)
+    offloaded(disk, runner.entry)
     for head in disk.folder.glob("talk-*"):
         head.unlink()
     folder = disk.folder
@@ -113,7 +113,7 @@ def test_files_of_another_model_tell_no_conversation(name: str, make_parking: Ma
     """A file tells only what its own name says, too."""
     runner, disk = new(name), make_parking()
     answer(runner, PROMPT)
-    disk.offload(runner.entry)
+    offloaded(disk, runner.entry)
     for path in [*disk.folder.iterdir()]:
         if path.name.startswith("talk-"):
             path.unlink()

@@ -17,7 +17,7 @@ from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.tensorfile import TensorFile
 
-from .conftest import PARTS, PLENTY, Make, answer
+from .conftest import PARTS, PLENTY, Make, answer, offloaded
 from .test_recovery import FOLLOWING, KINDS, PROMPT, new
 
 
@@ -168,7 +168,7 @@ def test_an_offload_adds_the_checkpoints_that_a_save_left_out(make_parking: Make
     first = saved(disk, runner.entry, count)
     assert not first.states
     there = {path.name for path in disk.folder.iterdir()}
-    done = disk.offload(runner.entry)
+    done = offloaded(disk, runner.entry)
     assert done is not None
     assert [one.offset for one in done.states] == runner.entry.checkpoints.offsets
     assert len(disk) == 1
@@ -197,7 +197,7 @@ def test_a_save_that_is_closed_leaves_nothing(make_parking: Make) -> None:
         work = disk.saving(runner.entry, count)
         for _ in range(number):
             next(work, None)
-        done = disk.offload(runner.entry)
+        done = offloaded(disk, runner.entry)
         work.close()
         assert done is not None
         assert disk.bytes == sum(path.stat().st_size for path in disk.folder.iterdir())

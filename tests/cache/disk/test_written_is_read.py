@@ -27,7 +27,7 @@ from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import oracle_runner
 
-from .conftest import PARTS, PLENTY, answer
+from .conftest import PARTS, PLENTY, answer, offloaded
 
 TABLE = PictureTable()
 PICTURES = [TABLE.add(bytes([n]) * 32, *form) for n, form in enumerate([(1, None), (6, (1, 2, 3))])]
@@ -149,7 +149,7 @@ def test_what_is_written_is_read(
                 )
         options: dict[str, Any] = {"limit": PLENTY, "pictures": names}
         parking = DiskCache(Path(folder) / "kept", PARTS, **options)
-        assert (parking.offload(entry) is None) == (not said)
+        assert (offloaded(parking, entry) is None) == (not said)
         parking.close()
         parking = DiskCache(Path(folder) / "kept", PARTS, **options)
         assert len(parking) == bool(said)
