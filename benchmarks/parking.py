@@ -37,8 +37,10 @@ from mlxrunner import ParallelRunner
 from mlxrunner.bench.harness import Comparison, less_is_better
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import DiskCacheIndex, StoredConversation
+from mlxrunner.cache.disk.pieces import PieceFile
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
+from mlxrunner.system.folders import Folder
 from mlxrunner.terminal.text import size
 from mlxrunner.testing import ByteTokenizer
 
@@ -144,7 +146,7 @@ def compare(label: str, model: Any, length: int, rounds: int) -> list[Comparison
 def finding(conversations: int, length: int) -> list[float]:
     """Return the milliseconds of each of 100 lookups."""
     random = np.random.default_rng(0)
-    shelf = DiskCacheIndex(None, 2**40, lambda parked: None)  # type: ignore[arg-type]  # no file is touched
+    shelf = DiskCacheIndex(lambda name: None, 2**40)
     header = random.integers(0, 8000, length * 3 // 10)
     talks = []
     for number in range(conversations):
@@ -166,20 +168,20 @@ def finding(conversations: int, length: int) -> list[float]:
 
 def behind(kind: str, turns: int, clients: int = 16) -> str:
     """Let clients talk with a model of a kind, and return what was written behind their turns."""
-    written, delays, wrote = Counter[str](), list[float](), DiskCache._wrote
+    written, delays, wrote = Counter[str](), list[float](), PieceFile.write
 
     class Delays(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "after a turn's end" in record.msg and isinstance(record.args, tuple):
                 delays.append(float(str(record.args[1])))
 
-    def counted(self: DiskCache, file: Any) -> None:
+    def counted(file: PieceFile, folder: Folder, **options: bool) -> None:
         written[file.name.split("-")[0]] += file.nbytes
-        wrote(self, file)
+        wrote(file, folder, **options)
 
     logging.getLogger("mlxrunner").setLevel(logging.DEBUG)
     logging.getLogger("mlxrunner").handlers = [Delays()]
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(DiskCache, "_wrote", counted):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(PieceFile, "write", counted):
         write_untrained(Path(folder, "model"), kind, layers=4, width=128)
         with ParallelRunner.load(
             Path(folder, "model"),

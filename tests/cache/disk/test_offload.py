@@ -49,7 +49,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 def test_an_entry_may_change_as_soon_as_it_is_copied(
     make_parking: Make, disk: SlowDisk, ends: str
 ) -> None:
-    """What is restored later is what was there: answers equal a cold run's."""
+    """Later answers equal a cold run's: restored is what was there."""
     parking, runner = make_parking(), oracle_runner(KINDS)
     for talk in TALKS:
         runner.evaluate(talk)
