@@ -21,7 +21,11 @@ def taken(*kinds: str, budget: int = 0) -> Side:
     return side
 
 
-@pytest.mark.parametrize(("kind", "budget"), [("recurrent", 0), ("unknown", 10**6)])
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [("recurrent", 0), ("unknown", 10**6), ("full", 0)],
+    ids=lambda one: str(one),
+)
 def test_an_entry_that_nobody_gave_back_is_settled_when_it_is_asked_for(
     kind: str, budget: int
 ) -> None:
@@ -29,13 +33,16 @@ def test_an_entry_that_nobody_gave_back_is_settled_when_it_is_asked_for(
 
     A layer that can't undo the pass goes back to the last checkpoint.
     """
-    side = taken(kind, "full", budget=budget)
+    side, prompt = taken(kind, "full", budget=budget), PROMPT
     kept = side.cache.entry.checkpoints.offsets[-1] if budget else len(PROMPT)
+    if kind == "full":
+        side.lease.close()
+        side.take(prompt := [*PROMPT[:20], 50])
     side.lease.begin_forward()
     side.forward([7, 8])
     del side.lease
     assert side.cache.current.is_true
-    assert side.cache.current.tokens == PROMPT[:kept] != []
+    assert side.cache.current.tokens == prompt[:kept] != []
 
 
 def test_no_checkpoint_is_taken_of_layers_that_are_ahead_of_the_tokens() -> None:

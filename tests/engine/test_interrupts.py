@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import Engine, StepCosts
-from support.reused import cold
+from support.engine import Engine, StepCosts, backend
+from support.reused import cold, interrupted_twice
 from support.sample import fewer
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
@@ -72,6 +73,21 @@ def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
             with suppress(KeyboardInterrupt), interrupt_at(line):
                 some_requests(runner, **options)
             assert_all_is_well(runner, kinds, line, **options)
+
+
+@pytest.mark.parametrize("kinds", [["full", "sliding"], ["recurrent", "full"]], ids="+".join)
+def test_a_second_ctrl_c_while_the_first_is_mended(kinds: list[str]) -> None:
+    """It may come at any line of what ends the requests."""
+    options: dict[str, Any] = {"stop_tokens": [], "speculate": "off"}
+    for line in count(1, fewer(10, 50)):
+        with opened(kinds) as runner:
+            runner.complete(FIRST, max_tokens=3, **options)
+            with interrupted_twice(backend(runner).model, line) as lines:
+                some_requests(runner, **options)
+            assert_all_is_well(runner, kinds, line, **options)
+        if lines[0][0] < line:
+            break
+    assert line > 40
 
 
 def test_ctrl_c_while_conversations_are_parked_leaves_all_of_them_whole(tmp_path: Path) -> None:

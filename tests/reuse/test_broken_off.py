@@ -5,12 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from zlib import crc32
 
 import mlx.core as mx
 import pytest
 from support.prompts import PROMPT
-from support.reused import Mix, cold, is_consistent, mixes, tokens, usage_of
+from support.reused import (
+    Mix,
+    cold,
+    interrupted_twice,
+    is_consistent,
+    mixes,
+    tokens,
+    usage_of,
+)
 from support.sample import fewer
 
 from mlxrunner import Runner
@@ -55,6 +64,22 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
     """The next request is exact after Ctrl-C at any of 60 lines of a warm one."""
     follow_up = [*PROMPT[:12], *range(60, 80), 5]
     assert_interrupts_leave_a_true_entry(mix, warm_request, follow_up, fewer(60, 30))
+
+
+@mixes
+def test_a_second_ctrl_c_while_the_first_is_mended_leaves_a_true_entry(mix: Mix) -> None:
+    """It may come at any line of what ends the request and restores the entry."""
+    follow_up = [*PROMPT[:12], *range(60, 80), 5]
+    for line in count(1, fewer(2, 6)):
+        runner = mix.runner()
+        tokens(runner, PROMPT)
+        with interrupted_twice(runner.model, line) as lines:
+            warm_request(runner)
+        assert is_consistent(runner), f"line {line}"
+        assert tokens(runner, follow_up) == cold(mix.kinds, follow_up), f"line {line}"
+        if lines[0][0] < line:
+            break
+    assert line > 20
 
 
 @pytest.mark.parametrize(

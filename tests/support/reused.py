@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from support.engine import last_pass_of
 
 from mlxrunner import Runner
-from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
+from mlxrunner.testing import VOCAB, OracleModel, interrupt_at, oracle_runner
 
 NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
 SLACK = {"rewind_slack": 4, "checkpoint_budget": 0}
@@ -119,6 +120,26 @@ def fail(runner: Runner, prompt: list[int], error: BaseException, forward: int, 
     model.on_layer = on_layer
     with pytest.raises(type(error)):
         tokens(runner, prompt, 20)
+    model.on_layer = lambda index: None
+
+
+@contextmanager
+def interrupted_twice(model: OracleModel, line: int) -> Iterator[list[list[int]]]:
+    """Press Ctrl-C before the last layer of the second pass from now on, and `line` lines later.
+
+    Yield a list, which then has the count of `interrupt_at`.
+    """
+    first, counts, last = len(model.forwards), list[list[int]](), len(model.kinds) - 1
+    with suppress(KeyboardInterrupt), ExitStack() as stack:
+
+        def on_layer(index: int) -> None:
+            if len(model.forwards) - first == 2 and index == last and not counts:
+                counts.append(stack.enter_context(interrupt_at(line)))
+                raise KeyboardInterrupt
+
+        model.on_layer = on_layer
+        with suppress(KeyboardInterrupt):
+            yield counts
     model.on_layer = lambda index: None
 
 
