@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
+
 import pytest
 from support.drafting import Side
 
 from mlxrunner.cache import PrefixCache
-from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import CopySource
-from mlxrunner.testing import OracleModel
+from mlxrunner.testing import OracleModel, interrupt_at
 
 PROMPT = list(range(1, 41))
 
@@ -86,3 +89,19 @@ def test_a_copy_has_no_checkpoint_of_what_it_does_not_copy() -> None:
     with fork.begin(prompt, source=CopySource(source.cache, END)) as lease:
         assert lease.recorded == offsets[0]
         assert fork.entry.checkpoints.offsets == [offsets[0]]
+
+
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_a_saved_entry_is_read_again_after_an_interrupt(kind: str) -> None:
+    """Ctrl-C may come at any line of it."""
+    source = taken(kind, "full", budget=10**6).cache
+    saved, line, lines = source.entry.export(), 0, [0]
+    while lines[0] >= line:
+        line += 4
+        cache = PrefixCache(partial(make_layer_caches, OracleModel([kind, "full"]), CacheOptions()))
+        cache.adopt(saved)
+        with suppress(KeyboardInterrupt), interrupt_at(line) as lines:
+            assert cache.current.tokens == PROMPT
+        assert cache.current.tokens == PROMPT, f"line {line}"
+        assert cache.current.is_true
+    assert line > 20

@@ -6,11 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
-from support.engine import Engine
+from support.engine import Engine, park_in_pieces_of, scheduler
 from support.histories import tiny_parts
 
 from mlxrunner import OptionError, ParallelRunner, Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
+from mlxrunner.cache.tokens import as_tokens
 
 SETTINGS = {"context": 400, "prefill_step": 32, "checkpoint_budget": 10**6}
 
@@ -39,6 +40,26 @@ def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -
                     new = [rng.randrange(1, 250) for _ in range(10)]
                     talks[number] = [*talk, *found.tokens, *new]
         parking.close()
+
+
+def test_a_conversation_that_changes_while_it_is_parked_in_pieces_is_not_parked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are other ones now, in the same entry: only what both have may be on disk."""
+    park_in_pieces_of(16, monkeypatch)
+    parking = DiskCache(tmp_path, {"model": "llama"}, limit=10**9)
+    with Engine(*tiny_parts("llama"), max_sequences=1, parking=parking, **SETTINGS) as stepper:
+        stepper.complete(list(range(1, 121)), max_tokens=2, stop_tokens=[])
+        slot = stepper.slots[0]
+        before = list(slot.tokens)
+        work = scheduler(stepper).residents.parking_ahead(slot)
+        next(work)
+        stepper.complete([*before[:-2], 200, 201, 202, 203], max_tokens=2, stop_tokens=[])
+        assert len(slot.tokens) > len(before)
+        for _ in work:
+            pass
+        found = parking.find(as_tokens([*before, 1]))
+        assert found is None or found[1] < len(before)
 
 
 def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:

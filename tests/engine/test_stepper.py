@@ -435,6 +435,22 @@ def test_a_step_that_fails_once_is_run_again(
             assert result.tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[], **options)
 
 
+def test_buffers_that_cannot_be_evaluated_after_a_failed_step_are_dropped(
+    llama: tuple[Any, ByteTokenizer, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is evaluated again, and no answer changes."""
+    prompts = [list(range(30)), [9, 8, 7]]
+    with Engine(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
+        failing(runner, 9, RuntimeError("from a layer"))
+        forget, forgotten = backend(runner).forget, []
+        monkeypatch.setattr(backend(runner), "state", lambda: mx.arange(3) @ mx.arange(2))
+        monkeypatch.setattr(backend(runner), "forget", lambda: forgotten.append(forget()))
+        results = runner.run(prompts, max_tokens=5, stop_tokens=[])
+        assert len(forgotten) == 1
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[])
+
+
 @pytest.mark.parametrize("culprit", range(4))
 def test_a_request_that_fails_every_step_ends_alone(
     llama: tuple[Any, ByteTokenizer, Any], culprit: int

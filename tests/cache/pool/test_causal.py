@@ -552,3 +552,19 @@ def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
         True,
     )
     assert drawn(cache, "12", [0, 1]) == "1 12"
+
+
+def test_an_interrupt_while_rows_are_stored_leaves_the_sequence_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half a piece of a conversation that comes back from disk is none of it."""
+    cache = made(max_sequences=2)
+    drawn(cache, "1234", range(4))
+    rows = cache.read(0, 0, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            cache.write(1, 0, rows)
+    assert (cache.stored(1), cache.num_free) == ((0, 0), 28)
+    cache.write(1, 0, rows)
+    assert stored(cache)[1] == stored(cache)[0]
