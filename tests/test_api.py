@@ -333,9 +333,7 @@ def test_the_representation_names_the_model_and_the_entry() -> None:
     assert repr(runner) == "Runner('oracle', context=128, entry of 4 tokens)"
 
 
-def test_every_observer_is_told_though_one_of_them_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_every_observer_is_told_though_one_of_them_fails(caplog: pytest.LogCaptureFixture) -> None:
     """An exception of one is logged; neither the request nor the others suffer."""
     seen: list[str] = []
     runner = oracle_runner()

@@ -51,10 +51,7 @@ def test_an_output_that_lost_its_end_gets_it_from_the_store(
     content = Path("out.jsonl").read_bytes()
     Path("out.jsonl").write_bytes(content[:kept])
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "mlxrunner.batch.work.survey",
-            raising(KeyboardInterrupt),
-        )
+        patched.setattr("mlxrunner.batch.work.survey", raising(KeyboardInterrupt))
         assert resume().exit_code == 130
     assert Path("out.jsonl").read_bytes() == content
     resume()
@@ -304,10 +301,7 @@ def test_killed_after_the_last_answer(folder: Path, monkeypatch: pytest.MonkeyPa
     """A run with all answers in its store has nothing left to run and loads no model."""
     expected = unbroken()
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "mlxrunner.batch.output.AnswerFile.seal",
-            raising(KeyboardInterrupt),
-        )
+        patched.setattr("mlxrunner.batch.output.AnswerFile.seal", raising(KeyboardInterrupt))
         assert resume().exit_code == 130
     Path("out.jsonl").write_bytes(expected[:-50])
     monkeypatch.setattr(

@@ -255,10 +255,7 @@ def test_a_plan_of_a_retry_that_was_cut_off_is_about_what_is_left(
     Path("stop").unlink()
     assert json.loads(run("--retry-failed", "--plan", "--json").stdout)["to_run"] == 1
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "mlxrunner.batch.job.Completion.write",
-            raising(KeyboardInterrupt),
-        )
+        patched.setattr("mlxrunner.batch.job.Completion.write", raising(KeyboardInterrupt))
         assert run("--retry-failed").exit_code == 130
     planned = run("--retry-failed", "--plan", "--json")
     assert planned.exit_code == 0, planned.stderr

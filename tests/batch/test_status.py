@@ -97,10 +97,7 @@ def test_the_last_state_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("progress.json", "summary.json"):
         assert read(name)["state"] == "failed"
         assert "was begun with another --system" in read(name)["error"]
-    monkeypatch.setattr(
-        "mlxrunner.batch.work.open_runner",
-        raising(SystemExit(143)),
-    )
+    monkeypatch.setattr("mlxrunner.batch.work.open_runner", raising(SystemExit(143)))
     assert run(*REPORTS, "--resume").exit_code == 143
     assert (read("progress.json")["state"], read("progress.json")["error"]) == ("interrupted", None)
 

@@ -18,15 +18,7 @@ from support.models import write_model
 from support.reused import cold, is_consistent, tokens
 from support.sample import examples
 
-from mlxrunner import (
-    BatchRequest,
-    LogitsError,
-    ModelError,
-    ParallelRunner,
-    Runner,
-    cli,
-    run_batch,
-)
+from mlxrunner import BatchRequest, LogitsError, ModelError, ParallelRunner, Runner, cli, run_batch
 from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
 
 KINDS = ["recurrent", "full"]
@@ -220,9 +212,7 @@ def test_the_lines_of_a_batch_beside_a_broken_one_are_answered() -> None:
     runner = oracle_runner(model=model)
     results = list(
         run_batch(
-            runner,
-            [BatchRequest(prompt) for prompt in ("short", "x" * 60, "again")],
-            max_tokens=4,
+            runner, [BatchRequest(prompt) for prompt in ("short", "x" * 60, "again")], max_tokens=4
         )
     )
     assert [result.error is None for result in results] == [True, False, True]

@@ -531,12 +531,7 @@ def test_a_schema_that_cannot_be_had_is_refused_in_one_line(name: str) -> None:
     assert len(str(raised.value)) < 400
     assert runner.entry.tokens == before
     assert (
-        ask(
-            runner,
-            [1, 2, 3],
-            max_tokens=2,
-            stop_tokens=[],
-        )[-1].usage.outcome  # type: ignore[union-attr]
+        ask(runner, [1, 2, 3], max_tokens=2, stop_tokens=[])[-1].usage.outcome  # type: ignore[union-attr]
         == "hit"
     )
 

@@ -23,8 +23,7 @@ def test_memory_is_flat() -> None:
         used = []
         for seed in range(5):
             played = play(
-                runner,
-                Trace(seed, conversations=8, requests=requests, context=200, scale=0.2),
+                runner, Trace(seed, conversations=8, requests=requests, context=200, scale=0.2)
             )
             assert played.requests == requests
             assert not played.failures

@@ -181,14 +181,7 @@ def test_several_answers_to_one_prompt_in_a_form() -> None:
         "max_tokens": None,
     }
     results = list(
-        sample(
-            "demo",
-            "My favorite color is",
-            6,
-            parallel=3,
-            loading={"context": 200},
-            **options,
-        )
+        sample("demo", "My favorite color is", 6, parallel=3, loading={"context": 200}, **options)
     )
     assert {result.text for result in results} <= {"red", "green", "blue"}
     assert len({result.text for result in results}) > 1

@@ -252,10 +252,7 @@ def test_a_conversation_of_texts_is_tokenized_without_a_look_for_eyes(
 
 
 SYSTEM = "You are a careful pirate, and you rhyme."
-TEMPLATES_WITH_SYSTEM = {
-    **PUBLISHED,
-    **{name: kind.template for name, kind in KINDS.items()},
-}
+TEMPLATES_WITH_SYSTEM = {**PUBLISHED, **{name: kind.template for name, kind in KINDS.items()}}
 
 
 @pytest.mark.parametrize("family", TEMPLATES_WITH_SYSTEM)

@@ -11,12 +11,7 @@ from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
-from mlxrunner.errors import (
-    CacheFullError,
-    ContextFullError,
-    ContextLengthError,
-    NoFreeSlotError,
-)
+from mlxrunner.errors import CacheFullError, ContextFullError, ContextLengthError, NoFreeSlotError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer
 

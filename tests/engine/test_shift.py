@@ -290,12 +290,7 @@ def test_a_shifted_answer_whose_keys_are_lost_is_that_of_the_single_runner(
 ) -> None:
     """A step fails in a way that leaves nothing of the caches."""
     given = tiny_parts("llama")
-    options: dict[str, Any] = {
-        "overflow": "shift",
-        "keep": 5,
-        "stop_tokens": [],
-        "max_tokens": 250,
-    }
+    options: dict[str, Any] = {"overflow": "shift", "keep": 5, "stop_tokens": [], "max_tokens": 250}
     evaluate, failures = mx.eval, [RuntimeError("lost"), RuntimeError("lost")]
 
     def fail(*arrays: Any) -> None:

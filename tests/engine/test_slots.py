@@ -143,9 +143,7 @@ def test_one_token_of_a_prompt_is_left_to_evaluate() -> None:
     """The slot is asked to resume at that place, not at the one behind it."""
     asked: list[int] = []
     choice = choose(
-        [slot(0, [1, 2, 3, 4])],
-        as_tokens([1, 2, 3]),
-        reach=lambda slot, n: asked.append(n) or n,
+        [slot(0, [1, 2, 3, 4])], as_tokens([1, 2, 3]), reach=lambda slot, n: asked.append(n) or n
     )
     assert (choice.matched, asked) == (2, [2])
 

@@ -33,11 +33,7 @@ from mlxrunner import (
 )
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.errors import (
-    CacheFullError,
-    NoFreeSlotError,
-    StepFailedError,
-)
+from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer

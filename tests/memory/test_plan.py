@@ -351,12 +351,7 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "composite with a window": (
         "baichuan_m1",
         None,
-        {
-            "rope_theta": 1e4,
-            "sliding_window": 64,
-            "sliding_window_layers": [1],
-            "conv_window": 2,
-        },
+        {"rope_theta": 1e4, "sliding_window": 64, "sliding_window_layers": [1], "conv_window": 2},
     ),
 }
 

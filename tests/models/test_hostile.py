@@ -187,10 +187,7 @@ def test_a_setting_that_no_model_has_is_one_line(
     ("config", "words"),
     [
         ({"hidden_size": 64.0}, "hidden_size is 64.0: write 64"),
-        (
-            {"text_config": {"num_layers": 2.5}},
-            "num_layers is 2.5: write a whole number",
-        ),
+        ({"text_config": {"num_layers": 2.5}}, "num_layers is 2.5: write a whole number"),
         ({"rope_scaling": {"factor": "4"}}, "rope_scaling.factor is the text '4': write 4"),
         ({"quantization": {}}, "quantization is {}: write group_size and bits into it, or remove"),
         ({"transformers_version": "5.0", "hidden_size": 64, "rope_theta": 1e4}, None),

@@ -21,11 +21,7 @@ from mlxrunner import Runner, cli
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay import simulate
-from mlxrunner.profiling.replay.simulate import (
-    Replay,
-    ReplayedRequest,
-    ReplaySettings,
-)
+from mlxrunner.profiling.replay.simulate import Replay, ReplayedRequest, ReplaySettings
 from mlxrunner.profiling.replay.trials import Simulation, by_prefix
 from mlxrunner.profiling.replay.trials import simulate as replay
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log

@@ -100,11 +100,7 @@ def test_losses_are_counted_by_reason_and_by_place_with_what_they_cost() -> None
     """Tokens, and seconds at the request's own prefill rate."""
     diverged = example_event(prompt_tokens=900, lost_tokens=100, prefill_rate=1000.0)
     freed = example_event(
-        prompt_tokens=900,
-        reason="entry_freed",
-        divergence=None,
-        lost_tokens=50,
-        prefill_rate=None,
+        prompt_tokens=900, reason="entry_freed", divergence=None, lost_tokens=50, prefill_rate=None
     )
     summary = summary_of(
         diverged, diverged, freed, example_event(reason="empty", lost_tokens=0, divergence=None)

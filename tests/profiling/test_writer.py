@@ -124,11 +124,7 @@ def test_a_full_disk_is_one_warning(
 ) -> None:
     """The number of lost lines does not matter."""
     writer = LineWriter(tmp_path / "events")
-    monkeypatch.setattr(
-        os,
-        "write",
-        raising(OSError(errno.ENOSPC, "No space left on device")),
-    )
+    monkeypatch.setattr(os, "write", raising(OSError(errno.ENOSPC, "No space left on device")))
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         for _ in range(3):
             writer.write("lost")

@@ -11,15 +11,7 @@ from zlib import crc32
 import mlx.core as mx
 import pytest
 from support.prompts import PROMPT
-from support.reused import (
-    Mix,
-    cold,
-    interrupted_twice,
-    is_consistent,
-    mixes,
-    tokens,
-    usage_of,
-)
+from support.reused import Mix, cold, interrupted_twice, is_consistent, mixes, tokens, usage_of
 from support.sample import fewer
 
 from mlxrunner import Runner

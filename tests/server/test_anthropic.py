@@ -10,11 +10,7 @@ import httpx
 import pytest
 from support.scripted import HELLO, Scripted, call, ended
 
-from mlxrunner.server.events import (
-    Ping,
-    TextDelta,
-    ThinkingDelta,
-)
+from mlxrunner.server.events import Ping, TextDelta, ThinkingDelta
 
 ASK: dict[str, Any] = {
     "model": "tiny",

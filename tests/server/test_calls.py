@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner.results import Chunk
-from mlxrunner.server.events import (
-    AnswerEvent,
-    AnswerNote,
-    TextDelta,
-    ThinkingDelta,
-    ToolCallEvent,
-)
+from mlxrunner.server.events import AnswerEvent, AnswerNote, TextDelta, ThinkingDelta, ToolCallEvent
 from mlxrunner.server.tools.formats import BARE, HERMES, OWN, CallFormat, parsed_by_mlx_lm
 from mlxrunner.server.tools.reader import AnswerSplitter, call_id, reader_of
 

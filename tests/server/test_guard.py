@@ -31,12 +31,7 @@ from mlxrunner.errors import ContextLengthError
 from mlxrunner.server import middleware
 from mlxrunner.server.anthropic import MessageRequest
 from mlxrunner.server.events import ApiError, ServerRequest
-from mlxrunner.server.manager import (
-    MOST_MESSAGES,
-    MOST_STOPS,
-    MOST_TOOLS,
-    check_counts,
-)
+from mlxrunner.server.manager import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS, check_counts
 from mlxrunner.server.middleware import (
     EVERY_S,
     KEPT,
@@ -539,10 +534,7 @@ def test_what_comes_ahead_of_an_answer(is_much: bool) -> None:
             pass
         has_left.set()
 
-    with (
-        served_app(app, http=HttpConnection) as address,
-        connected(address) as used,
-    ):
+    with served_app(app, http=HttpConnection) as address, connected(address) as used:
         used.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert reading.wait(60)
         with suppress(ConnectionError):
@@ -560,10 +552,7 @@ def test_what_comes_ahead_of_an_answer(is_much: bool) -> None:
 def test_a_header_that_does_not_come(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is closed, so that silent ones do not take all file descriptors."""
     monkeypatch.setattr(HttpConnection, "patience", 0.2)
-    with (
-        served(AccessRules(), http=HttpConnection) as address,
-        connected(address) as silent,
-    ):
+    with served(AccessRules(), http=HttpConnection) as address, connected(address) as silent:
         silent.sendall(sent)
         assert silent.recv(100) == b""
 
@@ -576,10 +565,7 @@ def test_a_second_header_that_does_not_come(
     monkeypatch.setattr(HttpConnection, "patience", 0.2)
     first = b"GET /v1/fails/slowly HTTP/1.1\r\nhost: localhost\r\n\r\n"
     half = b"POST /api/chat HTTP/1.1\r\nhost: loc"
-    with (
-        served(AccessRules(), http=HttpConnection) as address,
-        connected(address) as used,
-    ):
+    with served(AccessRules(), http=HttpConnection) as address, connected(address) as used:
         used.sendall(first + half if is_at_once else first)
         found = b""
         while not found.endswith(b"null"):

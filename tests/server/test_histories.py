@@ -401,12 +401,7 @@ REPLACED: list[tuple[str, list[dict[str, Any]], str, str]] = [
 
 @pytest.mark.parametrize(("name", "messages", "text", "kinds"), REPLACED)
 def test_what_can_not_be_shown_is_a_short_text(
-    name: str,
-    messages: list[dict[str, Any]],
-    text: str,
-    kinds: str,
-    send: Send,
-    making: Making,
+    name: str, messages: list[dict[str, Any]], text: str, kinds: str, send: Send, making: Making
 ) -> None:
     """It stands in the prompt; the body and the header of the response name its type."""
     response = send(PROTOCOLS[name], messages)

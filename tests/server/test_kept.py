@@ -12,12 +12,7 @@ from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.results import Chunk
-from mlxrunner.server.events import (
-    ServerRequest,
-    TextDelta,
-    ThinkingDelta,
-    ToolCallEvent,
-)
+from mlxrunner.server.events import ServerRequest, TextDelta, ThinkingDelta, ToolCallEvent
 from mlxrunner.server.prompts.answer_tokens import (
     AnswerTokenCache,
     PromptEncoder,
@@ -299,9 +294,7 @@ def test_thinking_that_comes_back_is_kept(
     assert (THOUGHT in after.prompt.text) == sends_thinking
 
 
-def test_the_newest_of_several_answers_that_fits_is_taken(
-    makers: dict[str, PromptBuilder],
-) -> None:
+def test_the_newest_of_several_answers_that_fits_is_taken(makers: dict[str, PromptBuilder]) -> None:
     """A client may go on with any of them."""
     maker = emptied(makers["qwen3"])
     client, made, first = opened(maker, "hello the file: one")
@@ -318,10 +311,7 @@ def test_the_newest_of_several_answers_that_fits_is_taken(
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        '[TOOL_CALLS] [{"name":"look", "arguments":{"at":7}}]',
-        '[TOOL_CALLS]look[ARGS]{"at":7}',
-    ],
+    ['[TOOL_CALLS] [{"name":"look", "arguments":{"at":7}}]', '[TOOL_CALLS]look[ARGS]{"at":7}'],
 )
 @pytest.mark.parametrize("others_id", [False, True])
 def test_a_call_without_an_id_comes_back(

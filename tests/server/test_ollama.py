@@ -96,12 +96,7 @@ def test_a_stream(client: ollama.Client, answers: Scripted) -> None:
 
 def test_what_came_out_goes_in_again(client: ollama.Client, answers: Scripted) -> None:
     """Calls get ids, and results theirs, though the messages have none."""
-    answers.script = [
-        ThinkingDelta("See."),
-        call(0, "read", "{}"),
-        call(1, "read", "{}"),
-        ended(),
-    ]
+    answers.script = [ThinkingDelta("See."), call(0, "read", "{}"), call(1, "read", "{}"), ended()]
     message = client.chat("tiny", HI).message
     results = [{"role": "tool", "tool_name": "read", "content": text} for text in "ab"]
     client.chat("tiny", [*HI, message, *results])
@@ -153,10 +148,7 @@ def test_thinking(
 def test_a_model_that_does_not_think(url: str, answers: Scripted, think: object) -> None:
     """It is refused to think, as Ollama does, and answers otherwise."""
     answers.model = replace(CARD, has_thinking=False)
-    prompts: dict[str, dict[str, object]] = {
-        "chat": {"messages": HI},
-        "generate": {"prompt": "Hi"},
-    }
+    prompts: dict[str, dict[str, object]] = {"chat": {"messages": HI}, "generate": {"prompt": "Hi"}}
     for path, prompt in prompts.items():
         body = {"model": "tiny", **prompt, "think": think, "stream": False}
         refused = httpx.post(f"{url}/api/{path}", json=body)

@@ -16,12 +16,7 @@ from pydantic import SecretStr
 from support.scripted import HELLO, Scripted, call, ended
 
 from mlxrunner.batch.openai_format import TokenLogprob
-from mlxrunner.server.events import (
-    Ping,
-    TextDelta,
-    ThinkingDelta,
-    ToolChoice,
-)
+from mlxrunner.server.events import Ping, TextDelta, ThinkingDelta, ToolChoice
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 READ: Any = {
@@ -229,10 +224,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"type": "text"}, None),
         ({"type": "json_object"}, '{"type": "object"}'),
         (
-            {
-                "type": "json_schema",
-                "json_schema": {"name": "a", "strict": True, "schema": SCHEMA},
-            },
+            {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}},
             json.dumps(SCHEMA),
         ),
     ],

@@ -117,10 +117,7 @@ def test_a_prompt_is_the_same_as_from_a_maker_that_knows_nothing(
     known = PromptBuilder(tokenizers[family], template)
     with_memory = [made_of(known, asked) for asked in several]
     assert [made_of(known, asked) for asked in several] == with_memory
-    for module, name in (
-        (rules, "_unmarked"),
-        (rules, "_in_order"),
-    ):
+    for module, name in ((rules, "_unmarked"), (rules, "_in_order")):
         monkeypatch.setattr(module, name, MemoizedFunction(getattr(module, name)._work, 0))
     monkeypatch.setattr(builder, "MOST_BYTES", 0)
     anew = PromptBuilder(tokenizers[family], template)

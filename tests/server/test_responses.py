@@ -13,12 +13,7 @@ from pydantic import TypeAdapter
 from support.scripted import Scripted, call, ended
 
 from mlxrunner.batch.openai_format import TokenLogprob, sealed
-from mlxrunner.server.events import (
-    ApiError,
-    Ping,
-    TextDelta,
-    ThinkingDelta,
-)
+from mlxrunner.server.events import ApiError, Ping, TextDelta, ThinkingDelta
 from mlxrunner.server.responses import ResponseStore
 
 READ: Any = {
@@ -202,11 +197,7 @@ CODEX: dict[str, Any] = {
 
 def test_codex(url: str, answers: Scripted) -> None:
     """Each item stays where it is, thinking comes back, and a namespace has functions."""
-    answers.script = [
-        ThinkingDelta("Go on."),
-        call(0, "collab__spawn", "{}"),
-        ended("tool_calls"),
-    ]
+    answers.script = [ThinkingDelta("Go on."), call(0, "collab__spawn", "{}"), ended("tool_calls")]
     events = events_of(httpx.post(f"{url}/v1/responses", json=CODEX).text)
     asked = answers.last
     assert asked.messages == [

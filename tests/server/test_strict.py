@@ -300,17 +300,10 @@ CLOSED = {"type": "object"} | REST
         ({"type": "object"}, {**CLOSED, "properties": {}}),
         ({"type": "object", "additionalProperties": True}, {"type": "object"}),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "the same"),
-        (
-            NAMES,
-            {**CLOSED, "properties": {"a": {**CLOSED, "properties": {"properties": {}}}}},
-        ),
+        (NAMES, {**CLOSED, "properties": {"a": {**CLOSED, "properties": {"properties": {}}}}}),
         (
             {"type": "array", "items": {"properties": {}}, "default": {"properties": {}}},
-            {
-                "type": "array",
-                "items": {"properties": {}, **REST},
-                "default": {"properties": {}},
-            },
+            {"type": "array", "items": {"properties": {}, **REST}, "default": {"properties": {}}},
         ),
         (
             {"anyOf": [{"properties": {}}, {"$ref": "#/$defs/b"}], "$defs": {"b": NAMES}},
@@ -377,9 +370,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/responses",
         {
             "input": "hi",
-            "tools": [
-                {"type": "function", "name": "look", "parameters": NARROW, "strict": True},
-            ],
+            "tools": [{"type": "function", "name": "look", "parameters": NARROW, "strict": True}],
         },
     ),
     "anthropic": (

@@ -63,7 +63,7 @@ def test_a_token_in_front_that_is_no_text_is_known() -> None:
     class Begins(ByteTokenizer):
         def decode(self, tokens: object) -> str:
             return "<s>" * (list(tokens)[:1] == [258]) + super().decode(
-                tokens,  # type: ignore[arg-type,call-overload]
+                tokens  # type: ignore[arg-type,call-overload]
             )
 
         def encode(self, text: str) -> list[int]:

@@ -71,11 +71,7 @@ _LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
-    "rope_parameters": {
-        "type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-    },
+    "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 _MAMBA: dict[str, Any] = {
     "mamba_num_heads": 4,
@@ -245,12 +241,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_MOE, "rope_scaling": None, "layer_types": _SLIDING},
     "granite": _SCALES,
     "granitemoe": {**_MOE, **_SCALES},
-    "granitemoehybrid": {
-        **_MOE,
-        **_SCALES,
-        **_MAMBA,
-        "layer_types": ["mamba", "attention"] * 2,
-    },
+    "granitemoehybrid": {**_MOE, **_SCALES, **_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "helium": {},
     "hunyuan": {
         **_MOE,
@@ -414,12 +405,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_vocab": VOCAB,
     },
     "plamo": {"n_shared_head": 2, "num_key_value_heads": None},
-    "plamo2": {
-        **_MAMBA,
-        "hidden_size_per_head": 16,
-        "full_attention_idx": [1, 3],
-        "mamba_step": 2,
-    },
+    "plamo2": {**_MAMBA, "hidden_size_per_head": 16, "full_attention_idx": [1, 3], "mamba_step": 2},
     "plamo3": {"window_size": 32, "sliding_window_pattern": 2},
     "qwen": {"num_hidden_layers": 4, "kv_channels": 16, "layer_norm_epsilon": 1e-5},
     "qwen2": {},

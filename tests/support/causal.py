@@ -58,10 +58,7 @@ def values_of(tokens: Sequence[int]) -> NDArray[np.float32]:
 
 
 def made(
-    max_sequences: int = 1,
-    capacity: int = 16,
-    max_batch: int = 16,
-    **options: Any,
+    max_sequences: int = 1, capacity: int = 16, max_batch: int = 16, **options: Any
 ) -> CausalCache:
     cache = CausalCache(**{"shift": rotated} | options)
     cache.init(mx.float32, max_sequences, capacity, max_batch)

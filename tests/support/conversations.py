@@ -310,11 +310,7 @@ def play(runner: Engine, trace: Trace) -> Played:
 
 
 def _begin(
-    runner: Engine,
-    trace: Trace,
-    running: list[tuple[Ask, Handle]],
-    played: Played,
-    ideal: Ideal,
+    runner: Engine, trace: Trace, running: list[tuple[Ask, Handle]], played: Played, ideal: Ideal
 ) -> None:
     """Begin requests until the next one has to wait."""
 

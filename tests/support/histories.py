@@ -68,11 +68,7 @@ class History(ABC):
         """The requests that ran when something failed: they may end with an error."""
 
     def run(
-        self,
-        events: int,
-        watch: Callable[[Engine], None] = lambda runner: None,
-        *,
-        fewest: int = 1,
+        self, events: int, watch: Callable[[Engine], None] = lambda runner: None, *, fewest: int = 1
     ) -> None:
         """Let `events` happen on a runner of `fewest` to five sequences, and all requests end."""
         self.open(fewest)
@@ -156,11 +152,7 @@ class History(ABC):
         """Return options of an answer that may go over the edge of the context."""
         rng = self.rng
         keep = rng.choice([0, 1, rng.randint(0, self.context // 2), self.context - 2])
-        return {
-            "overflow": "shift",
-            "keep": keep,
-            "max_tokens": rng.randint(1, 3 * self.context),
-        }
+        return {"overflow": "shift", "keep": keep, "max_tokens": rng.randint(1, 3 * self.context)}
 
     def step(self, runner: Engine) -> None:
         """Run some steps, and look at the requests that ended in them."""

@@ -112,12 +112,7 @@ PROGRAMS = Path(__file__).parents[2] / "build" / "agents" / "node_modules" / ".b
 PATIENCE_S = 240
 WORDS = {
     "claude": ["-p", TASK, "--dangerously-skip-permissions"],
-    "codex": [
-        "exec",
-        "--skip-git-repo-check",
-        "--dangerously-bypass-approvals-and-sandbox",
-        TASK,
-    ],
+    "codex": ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK],
     "opencode": ["run", TASK],
 }
 """The words behind each client's own settings."""

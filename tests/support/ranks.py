@@ -64,11 +64,7 @@ def launched(
         file.write(typed.encode())
         file.seek(0)
         process = subprocess.Popen(
-            line,
-            stdin=file,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            line, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
     try:
         yield process

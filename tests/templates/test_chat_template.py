@@ -278,8 +278,7 @@ def test_thinking_that_a_template_leaves_out_is_no_loss(
 
 
 @pytest.mark.parametrize(
-    ("source", "content"),
-    [(HUNYUAN, "<answer>a</answer> b"), (GEMMA4, "Is <|channel> a tag?")],
+    ("source", "content"), [(HUNYUAN, "<answer>a</answer> b"), (GEMMA4, "Is <|channel> a tag?")]
 )
 def test_tags_of_thinking_in_a_users_text_are_no_excuse(source: str, content: str) -> None:
     """A text of the user has to be written whole."""

@@ -206,8 +206,7 @@ def test_a_conversation_ends_in_one_line(kind: str, tmp_path: Path, copy_of: Any
         chat_template="{{ 'x' * 10**10 }}",
     )
     with pytest.raises(
-        PromptError,
-        match=r"chat template does not end well: it was stopped .* memory; .*--raw",
+        PromptError, match=r"chat template does not end well: it was stopped .* memory; .*--raw"
     ) as error:
         load_tokenizer(folder).render(MESSAGES)
     assert "\n" not in str(error.value)

@@ -12,14 +12,7 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from mlxrunner.terminal import progress
-from mlxrunner.terminal.progress import (
-    PrefillBar,
-    Progress,
-    Steps,
-    loading,
-    log_to_stderr,
-    reading,
-)
+from mlxrunner.terminal.progress import PrefillBar, Progress, Steps, loading, log_to_stderr, reading
 
 
 class Screen(io.StringIO):

@@ -49,10 +49,7 @@ def test_more_of_them_do_nothing_once_the_first_was_seen() -> None:
 
 def test_a_batch_can_be_interrupted_after_the_first_was_seen() -> None:
     """Work that is running may last: the second press ends that, too."""
-    with (
-        Interrupts() as interrupts,
-        interrupts.asking(is_settled_when_seen=False) as interrupted,
-    ):
+    with Interrupts() as interrupts, interrupts.asking(is_settled_when_seen=False) as interrupted:
         press()
         assert interrupted()
         with pytest.raises(KeyboardInterrupt):
@@ -133,11 +130,7 @@ def inherited(handler: signal.Handlers) -> Iterator[None]:
 def test_a_background_job_goes_on_ignoring_it() -> None:
     """The shell that has started it wants that."""
     with inherited(signal.SIG_IGN):
-        with (
-            Interrupts() as interrupts,
-            interrupts.listening(),
-            interrupts.asking() as interrupted,
-        ):
+        with Interrupts() as interrupts, interrupts.listening(), interrupts.asking() as interrupted:
             press()
             press()
             assert not interrupted()

@@ -177,12 +177,7 @@ def test_nothing_is_looked_up_on_the_hub(
 
 @pytest.mark.parametrize(
     ("other", "options"),
-    [
-        ("a<|im_end|>", {}),
-        ("<|im_end|>b", {}),
-        ("x<|im", {}),
-        ("|>", {"single_word": True}),
-    ],
+    [("a<|im_end|>", {}), ("<|im_end|>b", {}), ("x<|im", {}), ("|>", {"single_word": True})],
     ids=["longer", "goes on", "runs into it", "whole words"],
 )
 def test_a_token_that_takes_a_part_of_another_makes_no_parts(

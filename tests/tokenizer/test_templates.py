@@ -90,11 +90,7 @@ def test_templates_are_found_in_the_order_of_transformers(tmp_path: Path) -> Non
     ],
 )
 def test_a_prompt_is_written_by_the_template_that_is_found(
-    copy_of: Callable[..., Path],
-    kind: str,
-    places: tuple[str, ...],
-    plain: str,
-    with_tools: str,
+    copy_of: Callable[..., Path], kind: str, places: tuple[str, ...], plain: str, with_tools: str
 ) -> None:
     """The one for tools writes prompts with tools, with either library."""
     folder = copy_of(kind)

@@ -540,8 +540,7 @@ def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
     cache.remove(0, 0, 1)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "mlxrunner.cache.pool.causal.write",
-            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
+            "mlxrunner.cache.pool.causal.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         with pytest.raises(KeyboardInterrupt):
             call(cache)

@@ -252,8 +252,7 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
         )
     )
     batch = Batch(
-        [data.draw(number) for _ in range(n)],
-        [data.draw(st.integers(0, 1)) for _ in range(n)],
+        [data.draw(number) for _ in range(n)], [data.draw(st.integers(0, 1)) for _ in range(n)]
     )
     positions[start : start + n] = batch.positions
     owners[:, start : start + n] = [

@@ -148,13 +148,7 @@ def test_attention_in_parts_is_that_of_the_mask(
             queries, keys, values, mask=mx.array(visible), **more
         )
         ours = SplitAttention(parts).attend(
-            scaled_dot_product_attention,
-            queries,
-            keys,
-            values,
-            scale=0.5,
-            sinks=sinks,
-            cache=None,
+            scaled_dot_product_attention, queries, keys, values, scale=0.5, sinks=sinks, cache=None
         )
         assert mx.abs(ours - expected).max().item() < 1e-5
 
@@ -356,12 +350,7 @@ def test_scattered_sequences_have_a_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    "batch",
-    [
-        Batch([0, 0, 1], [0, 1, 0]),
-        Batch([0, 2], [0, 0]),
-    ],
-    ids=["mixed", "jump"],
+    "batch", [Batch([0, 0, 1], [0, 1, 0]), Batch([0, 2], [0, 0])], ids=["mixed", "jump"]
 )
 def test_tokens_in_another_order_have_a_mask(batch: Batch) -> None:
     """A scheduler never makes such a step."""

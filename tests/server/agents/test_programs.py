@@ -76,11 +76,7 @@ main()
 @pytest.mark.skipif("AGENTS" not in os.environ, reason="make test-agents installs and runs them")
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_agent_asks_again_when_the_worker_dies(
-    client: str,
-    tokenizer: bytes,
-    own_home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    client: str, tokenizer: bytes, own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies before the first token of one answer, and in the middle of another one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
