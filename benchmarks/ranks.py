@@ -32,9 +32,8 @@ from untrained import write_untrained
 
 from mlxrunner.bench.harness import Comparison, Tokens, spread
 from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.hosts import read_hosts
-from mlxrunner.ranks.leading import lead
-from mlxrunner.ranks.processes import inherited
+from mlxrunner.ranks.links import inherited, read_hosts
+from mlxrunner.ranks.passes import lead
 from mlxrunner.ranks.ranks import Ranks
 
 SIZES = {"768 x 12": (768, 12), "64 x 2": (64, 2)}

@@ -37,7 +37,7 @@ from mlxrunner.batch.openai_format import (
 from mlxrunner.batch.options import OutputOrder
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine, place_of
 from mlxrunner.errors import MlxrunnerError, OptionError, OutputError, ReadError
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import (
     check_own,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import read_json
 
 ID, PROMPT, MESSAGES = "id", "prompt", "messages"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from mlxrunner.models.files import ShardingWay
-    from mlxrunner.ranks.hosts import Hosts
+    from mlxrunner.ranks.links import Hosts
 
 
 NAMES = ("claude", "codex", "opencode")
@@ -181,8 +181,7 @@ REFUSED = (
 def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> None:
     """Run the command line `words` on `hosts`: as their guard, or as rank 0, which it starts."""
     inner, way = _command(ctx, words)
-    from mlxrunner.ranks.hosts import read_hosts
-    from mlxrunner.ranks.processes import inherited
+    from mlxrunner.ranks.links import inherited, read_hosts
 
     found, connection = read_hosts(hosts, port), inherited()
     if connection is not None:
@@ -227,8 +226,8 @@ def _lead(
 
 def follow(hosts: str, port: int, rank: int) -> None:
     """Follow rank 0 of `hosts` as rank `rank`."""
-    from mlxrunner.ranks.following import follow as follow_it
-    from mlxrunner.ranks.hosts import read_hosts
+    from mlxrunner.ranks.links import read_hosts
+    from mlxrunner.ranks.passes import follow as follow_it
 
     found = read_hosts(hosts, port)
     if rank >= len(found.addresses):

@@ -31,13 +31,12 @@ from mlxrunner.config.file import read_config_file
 from mlxrunner.config.option import about, names
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 
 if TYPE_CHECKING:
     from mlxrunner.server.manager import ModelManager
     from mlxrunner.server.models import ModelLoader, ServedModel
-    from mlxrunner.server.recovery import RequestJournal
-    from mlxrunner.server.supervisor import ServerWorker
+    from mlxrunner.server.supervisor import RequestJournal, ServerWorker
     from mlxrunner.server.watch import RequestLog
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")

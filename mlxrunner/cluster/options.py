@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from mlxrunner.config.option import check_fields, option
 from mlxrunner.errors import OptionError
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 
 PORT = 8786
 """The port of a scheduler whose address has none."""

@@ -35,8 +35,8 @@ from mlxrunner.models.rope import ropes_of
 from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.foreign import foreign_code
+from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.mlx_lm_internals import has_architecture, model_classes
-from mlxrunner.system.packages import how_to_install
 
 DEFAULT_CONTEXT = 4096
 _CONTEXT_NAMES = (

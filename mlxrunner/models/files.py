@@ -34,7 +34,7 @@ from mlxrunner.system.reading import (
 )
 from mlxrunner.system.tensorfile import METADATA, Header, HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
-from mlxrunner.tokenizer.limits import LAST_TOKEN
+from mlxrunner.tokenizer.base import LAST_TOKEN
 
 WEIGHTS = "model*.safetensors"
 """The files of weights that are read."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.errors import MissingFileError, OptionError, ReadError
 from mlxrunner.results import logger
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import read_text
 from mlxrunner.system.writing import check_own, write_errors_as, written
 

@@ -16,9 +16,23 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mlxrunner.errors import LaunchError
-from mlxrunner.ranks.hosts import Hosts, differing
-from mlxrunner.ranks.processes import Process, has_the_terminal, hurry, start, terminal_kept
-from mlxrunner.ranks.wire import BEAT_S, END, JOIN_S, JOINED, JOINS, PATIENCE_S, PAUSE, RankLink
+from mlxrunner.ranks.links import (
+    BEAT_S,
+    END,
+    JOIN_S,
+    JOINED,
+    JOINS,
+    PATIENCE_S,
+    PAUSE,
+    Hosts,
+    Process,
+    RankLink,
+    differing,
+    has_the_terminal,
+    hurry,
+    start,
+    terminal_kept,
+)
 from mlxrunner.terminal.text import one_line
 
 START_S = 120

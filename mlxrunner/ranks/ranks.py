@@ -25,10 +25,19 @@ from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import resolve
 from mlxrunner.models.sharding import be_rank
-from mlxrunner.ranks.group import checked_folder, join, load_share, share_of
-from mlxrunner.ranks.hosts import Hosts
-from mlxrunner.ranks.leading import COPY, DROP, LOAD, LeadingModel, RankTokens, undisturbed
-from mlxrunner.ranks.wire import END, GUARD_PATIENCE_S, Wire
+from mlxrunner.ranks.links import END, GUARD_PATIENCE_S, Hosts, Wire
+from mlxrunner.ranks.passes import (
+    COPY,
+    DROP,
+    LOAD,
+    LeadingModel,
+    RankTokens,
+    checked_folder,
+    join,
+    load_share,
+    share_of,
+    undisturbed,
+)
 from mlxrunner.results import logger
 from mlxrunner.runner import Runner
 from mlxrunner.terminal.text import size

@@ -21,8 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlxrunner.results import logger
 from mlxrunner.server.errors import SOON, error_response
 from mlxrunner.server.events import ApiError
-from mlxrunner.server.recovery import SUSPICIOUS, RequestJournal, digest_of
-from mlxrunner.server.supervisor import is_loopback
+from mlxrunner.server.supervisor import SUSPICIOUS, RequestJournal, digest_of, is_loopback
 from mlxrunner.system.imports import limit
 
 MOST_BYTES = 64 * 2**20

@@ -34,7 +34,7 @@ from mlxrunner.server.middleware import (
     hosts_of,
 )
 from mlxrunner.server.models import AnswerBackend, ServedModel, parking_folder
-from mlxrunner.server.recovery import RequestJournal
+from mlxrunner.server.supervisor import RequestJournal
 from mlxrunner.server.watch import RequestLog, watch_router
 from mlxrunner.terminal.signals import say_now, uninterrupted
 from mlxrunner.terminal.text import size

@@ -1,4 +1,4 @@
-"""Mend what importing mlx-lm and transformers does to this process.
+"""Mend what importing mlx-lm and transformers does to this process; say how to install a package.
 
 `mlx_lm.utils` sets the limit of open files (`ulimit -n`) to 2048, and the most it can be raised to
 again to 4096. A server needs one open file for each connection.
@@ -9,10 +9,12 @@ half a second. That is read once, and kept in the cache folder for each version.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -141,3 +143,28 @@ def limit() -> int:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs the packages of `extra` beside this program.
+
+    A venv that uv made has no pip of its own.
+    """
+    import shlex
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        wanted = [
+            one.partition(";")[0].strip()
+            for one in requires("mlxrunner") or ()
+            if re.search(rf"extra == ['\"]{extra}['\"]", one)
+        ]
+    except PackageNotFoundError:  # it runs from a folder of its sources
+        wanted = [f"mlxrunner[{extra}]"]
+    has_pip = find_spec("pip") is not None
+    command = (
+        [sys.executable, "-m", "pip", "install"]
+        if has_pip
+        else ["uv", "pip", "install", "--python", sys.executable]
+    )
+    return shlex.join([*command, *wanted])

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.errors import OptionError, PictureError
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.terminal.text import one_line, size
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mlxrunner.system.reading import is_there
-from mlxrunner.tokenizer.base import Ends, TextStream, Tokenizer, encode_after
-from mlxrunner.tokenizer.limits import check_tables
+from mlxrunner.tokenizer.base import Ends, TextStream, Tokenizer, check_tables, encode_after
 
 __all__ = ["TextStream", "Tokenizer", "encode_after", "load_tokenizer"]
 

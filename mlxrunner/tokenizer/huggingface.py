@@ -29,11 +29,12 @@ from mlxrunner.tokenizer.base import (
     Ends,
     TemplateTokenizer,
     Vocabulary,
+    check_ids,
     checked_text,
     joined_ends,
+    letters_per_token,
     with_bos,
 )
-from mlxrunner.tokenizer.limits import check_ids, letters_per_token
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 PROBE = '{"a": [1, "b c"]}'

@@ -25,8 +25,7 @@ from mlxrunner.templates.messages import (
     has_picture,
     system_count,
 )
-from mlxrunner.tokenizer.base import Tokenizer
-from mlxrunner.tokenizer.limits import check_text
+from mlxrunner.tokenizer.base import Tokenizer, check_text
 
 
 @runtime_checkable

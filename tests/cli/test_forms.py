@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
 
 from mlxrunner import cli
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 
 SCHEMA = {
     "type": "object",

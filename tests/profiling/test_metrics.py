@@ -15,7 +15,7 @@ from support.events import afternoon, as_event, example_event
 from mlxrunner import cli
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.metrics import MetricsFile
-from mlxrunner.system.packages import how_to_install
+from mlxrunner.system.imports import how_to_install
 
 
 def values(file: Path) -> dict[str, float]:

@@ -11,8 +11,7 @@ import pytest
 from mlxrunner.errors import LaunchError
 from mlxrunner.ranks import guard as guards
 from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.hosts import Hosts, versions
-from mlxrunner.ranks.wire import END
+from mlxrunner.ranks.links import END, Hosts, versions
 from tests.support.ranks import free_port
 
 FAR = "192.0.2.7"

@@ -21,12 +21,10 @@ from mlxrunner import cli
 from mlxrunner.errors import LaunchError, ModelError, NotSupportedError, OptionError
 from mlxrunner.models.files import ModelShard
 from mlxrunner.models.fingerprint import by_files
-from mlxrunner.ranks import following
-from mlxrunner.ranks.following import follow
-from mlxrunner.ranks.group import checked_folder, join
+from mlxrunner.ranks import passes
 from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.hosts import read_hosts, versions
-from mlxrunner.ranks.leading import LeadingModel, RankTokens
+from mlxrunner.ranks.links import read_hosts, versions
+from mlxrunner.ranks.passes import LeadingModel, RankTokens, checked_folder, follow, join
 from mlxrunner.runner import Runner
 from tests.support.architectures import build, settings_of
 from tests.support.models import save_model, tiny_config, write_model, write_tokenizer
@@ -368,7 +366,7 @@ def test_a_rank_says_for_whom_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It waits for two minutes, and nobody knows why otherwise."""
-    monkeypatch.setattr(following, "WAIT_S", 0)
+    monkeypatch.setattr(passes, "WAIT_S", 0)
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     with pytest.raises(LaunchError, match="can't be reached"):

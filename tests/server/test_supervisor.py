@@ -26,16 +26,16 @@ from support.waiting import until
 from mlxrunner.errors import OutputError
 from mlxrunner.server.events import ApiError
 from mlxrunner.server.middleware import RequestGate
-from mlxrunner.server.recovery import (
+from mlxrunner.server.supervisor import (
     LONG,
     RequestJournal,
+    Supervisor,
     Suspicions,
     begin_journal,
     digest_of,
     open_journal,
     read_journal,
 )
-from mlxrunner.server.supervisor import Supervisor
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 POISON = "poison"
@@ -180,7 +180,7 @@ def test_suspects_run_alone(journal: int) -> None:
 WORKER = """
 import os, sys
 from pathlib import Path
-from mlxrunner.server.recovery import RequestJournal
+from mlxrunner.server.supervisor import RequestJournal
 journal = RequestJournal(int(os.environ["MLXRUNNER_SERVE_WORKER"].split()[1]))
 plan = Path(sys.argv[1])
 act, _, rest = plan.read_text().partition(" ")

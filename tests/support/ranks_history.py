@@ -22,9 +22,8 @@ from mlxrunner import ParallelRunner
 from mlxrunner.errors import StepFailedError
 from mlxrunner.models.files import ShardingWay
 from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.hosts import read_hosts
-from mlxrunner.ranks.leading import COPY, FREE, lead
-from mlxrunner.ranks.processes import inherited
+from mlxrunner.ranks.links import inherited, read_hosts
+from mlxrunner.ranks.passes import COPY, FREE, lead
 from mlxrunner.ranks.ranks import Ranks
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner

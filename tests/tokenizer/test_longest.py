@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from mlxrunner import ContextLengthError
 from mlxrunner.testing import ByteTokenizer
 from mlxrunner.tokenizer import load_tokenizer
-from mlxrunner.tokenizer.limits import SHRINKS, check_text, letters_per_token
+from mlxrunner.tokenizer.base import SHRINKS, check_text, letters_per_token
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 from mlxrunner.tokenizer.sentencepiece import SentencePieceTokenizer
 

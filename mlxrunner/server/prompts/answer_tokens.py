@@ -34,8 +34,7 @@ from mlxrunner.system.reading import read_bytes
 from mlxrunner.system.writing import open_own, whole_sync, write_all, written
 from mlxrunner.templates.messages import common, common_end
 from mlxrunner.tokenizer import Tokenizer
-from mlxrunner.tokenizer.base import AnswerTokens, left_over
-from mlxrunner.tokenizer.limits import check_text
+from mlxrunner.tokenizer.base import AnswerTokens, check_text, left_over
 
 UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""
