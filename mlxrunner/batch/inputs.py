@@ -37,7 +37,7 @@ from mlxrunner.batch.tables import (
     read_table,
 )
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
-from mlxrunner.system.reading import open_given, read_text, say_if_waiting
+from mlxrunner.system.reading import no_constant, open_given, read_text, say_if_waiting
 from mlxrunner.terminal.text import one_line
 
 STANDARD = "-"
@@ -409,7 +409,7 @@ def _parsed(record: Record, longest: int) -> Mapping[str, Any]:
     try:
         twice = _DuplicateKeys()
         value = json.loads(
-            record.rstrip().decode(), parse_constant=_refuse, object_pairs_hook=twice
+            record.rstrip().decode(), parse_constant=no_constant, object_pairs_hook=twice
         )
         if _SURROGATE.search(record):
             json.dumps(value, ensure_ascii=False).encode()
@@ -447,8 +447,3 @@ class _DuplicateKeys:
                     break
                 seen.add(name)
         return made
-
-
-def _refuse(constant: str) -> None:
-    """Raise ValueError for NaN and infinities, which JSON does not have."""
-    raise ValueError(f"{constant} is not a number of JSON")

@@ -22,7 +22,7 @@ import msgspec
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.profiling.schema import SCHEMA, VERSION, Event
 from mlxrunner.results import is_counted, logger
-from mlxrunner.system.reading import open_given, say_if_waiting
+from mlxrunner.system.reading import no_constant, open_given, say_if_waiting
 from mlxrunner.system.writing import (
     check_own,
     is_stream,
@@ -216,7 +216,7 @@ class LogLines(Generic[T]):
                 return self._decode(raw)
         line: Any = None
         with suppress(ValueError, RecursionError):
-            line = json.loads(raw, parse_constant=_refuse)
+            line = json.loads(raw, parse_constant=no_constant)
         if not isinstance(line, dict):
             self.skipped["unreadable"] += 1
         elif line.get("schema") != self._schema:
@@ -263,8 +263,3 @@ def _raw_lines(file: Path) -> Iterator[bytes]:
                 yield raw
     except OSError as error:
         raise ReadError(f"{file}: can't be read: {error.strerror or error}") from error
-
-
-def _refuse(constant: str) -> Any:
-    """Raise ValueError for NaN and infinities, which JSON does not have."""
-    raise ValueError(f"{constant} is not JSON")

@@ -24,7 +24,7 @@ from mlxrunner.server.events import (
     ToolChoice,
     field_error,
 )
-from mlxrunner.server.models import AnswerBackend
+from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.openai import options_of
 from mlxrunner.server.protocol import (
     EventWriter,
@@ -467,7 +467,7 @@ class MessageWriter(EventWriter):
         yield frame({"type": "message_stop", "mlxrunner": report(ended, self._left_out)})
 
 
-def router(answers: AnswerBackend) -> APIRouter:
+def router(answers: ModelManager) -> APIRouter:
     """Return the routes."""
     routes = APIRouter(route_class=route_class("msg_"), tags=["anthropic"])
 

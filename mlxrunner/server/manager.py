@@ -73,7 +73,7 @@ REMEMBERED = 32
 
 
 class ModelManager:
-    """Answers requests with the models that it holds, as `AnswerBackend` says.
+    """Answers the requests of all protocols with the models that it holds.
 
     Everything but `load_first` belongs to one event loop.
     """
@@ -133,13 +133,13 @@ class ModelManager:
         await self.models_held.close()
 
     def models(self) -> Sequence[ModelCard]:
-        """See `AnswerBackend`."""
+        """Return the models that a request may name."""
         return [
             self._card(shown, name) for shown in self.names for name in [self.names.find(shown)]
         ]
 
     def card(self, model: str) -> ModelCard:
-        """See `AnswerBackend`."""
+        """Return the model that a request means by `model`. Raise ApiError if it is unknown."""
         name = self.names.find(model)
         return self._card(self.names.known_as(model), name)
 
@@ -148,7 +148,10 @@ class ModelManager:
         return card_of(shown, name, self.models_held.get(name), pictures=pictures)
 
     async def hold(self, model: str, keep_alive: float | None) -> None:
-        """See `AnswerBackend`."""
+        """Load a model, and unload it `keep_alive` seconds after its last answer.
+
+        0 unloads it now, a negative number never; None: as the server is set. Raise ApiError.
+        """
         if keep_alive == 0 and self.models_held.get(self.names.find(model)) is None:
             return
         asked = ServerRequest(protocol="ollama", model=model, keep_alive=keep_alive)
@@ -156,13 +159,16 @@ class ModelManager:
             await _loaded(place)
 
     async def count(self, asked: ServerRequest) -> int:
-        """See `AnswerBackend`."""
+        """Return the number of tokens of the prompt, without evaluating it. Raise ApiError."""
         with self._in_place(asked) as place:
             opened = await _loaded(place)
             return len((await asyncio.to_thread(opened.maker.make, asked)).prompt.tokens)
 
     async def answer(self, asked: ServerRequest) -> AsyncGenerator[AnswerEvent, None]:
-        """See `AnswerBackend`."""
+        """Yield the events of an answer. Closing the iterator ends the request within one step.
+
+        Raise ApiError, before the first event or later.
+        """
         began = time.monotonic()
         with self._in_place(asked) as place:
             try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlxrunner.config.file import read_config_file
 from mlxrunner.config.known_models import hub_id_of
@@ -50,7 +50,7 @@ from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, last
 from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, ServeSettings
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import logger
-from mlxrunner.server.events import AnswerEvent, ApiError, ServerRequest
+from mlxrunner.server.events import ApiError
 from mlxrunner.server.prompts.answer_tokens import AnswerTokenFile
 from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.system import device
@@ -173,36 +173,6 @@ class ModelCard:
     """True if requests may have pictures."""
     expires: float | None = None
     """Unix time at which it is unloaded if nobody asks; None: never, or not loaded."""
-
-
-class AnswerBackend(Protocol):
-    """The functions of the server that protocols use."""
-
-    def answer(self, asked: ServerRequest) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield the events of an answer. Closing the iterator ends the request within one step.
-
-        Raise ApiError, before the first event or later.
-        """
-        ...
-
-    async def count(self, asked: ServerRequest) -> int:
-        """Return the number of tokens of the prompt, without evaluating it. Raise ApiError."""
-        ...
-
-    def models(self) -> Sequence[ModelCard]:
-        """Return the models that a request may name."""
-        ...
-
-    def card(self, model: str) -> ModelCard:
-        """Return the model that a request means by `model`. Raise ApiError if it is unknown."""
-        ...
-
-    async def hold(self, model: str, keep_alive: float | None) -> None:
-        """Load a model, and unload it `keep_alive` seconds after its last answer.
-
-        0 unloads it now, a negative number never; None: as the server is set. Raise ApiError.
-        """
-        ...
 
 
 def card_of(shown: str, name: str, place: ModelSlot | None, *, pictures: bool) -> ModelCard:

@@ -37,7 +37,8 @@ from mlxrunner.server.events import (
     ToolCallEvent,
     field_error,
 )
-from mlxrunner.server.models import AnswerBackend, ModelCard
+from mlxrunner.server.manager import ModelManager
+from mlxrunner.server.models import ModelCard
 from mlxrunner.server.openai import checked_effort, options_of
 from mlxrunner.server.protocol import (
     OPTIONS,
@@ -540,7 +541,7 @@ class PullRequest(ModelRequest):
     stream: bool = Field(default=True)
 
 
-def router(answers: AnswerBackend, pull: Pull = pull) -> APIRouter:
+def router(answers: ModelManager, pull: Pull = pull) -> APIRouter:
     """Return the routes. `pull` downloads models."""
     routes = APIRouter(route_class=route_class("req_", any_type=True), tags=["ollama"])
 
@@ -583,7 +584,7 @@ def router(answers: AnswerBackend, pull: Pull = pull) -> APIRouter:
     return routes
 
 
-def _add_catalog(routes: APIRouter, answers: AnswerBackend) -> None:
+def _add_catalog(routes: APIRouter, answers: ModelManager) -> None:
     """Add the routes that tell of models and of the server."""
 
     @routes.head("/api/tags", include_in_schema=False)
@@ -630,7 +631,7 @@ def program_version() -> str:
         return "unknown"
 
 
-def _is_only_here(answers: AnswerBackend, name: str) -> bool:
+def _is_only_here(answers: ModelManager, name: str) -> bool:
     """Return True for a model with files on this machine that are not in the hub's cache.
 
     A folder or an alias may have a name like one of the hub.
@@ -642,7 +643,7 @@ def _is_only_here(answers: AnswerBackend, name: str) -> bool:
     return False
 
 
-def _check_thinking(answers: AnswerBackend, asked: ServerRequest) -> None:
+def _check_thinking(answers: ModelManager, asked: ServerRequest) -> None:
     """Raise ApiError, as Ollama does, if a model is to think that can't."""
     if asked.thinking and not answers.card(asked.model).has_thinking:
         raise ApiError(

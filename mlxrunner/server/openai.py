@@ -42,7 +42,8 @@ from mlxrunner.server.events import (
     ToolChoice,
     field_error,
 )
-from mlxrunner.server.models import AnswerBackend, ModelCard
+from mlxrunner.server.manager import ModelManager
+from mlxrunner.server.models import ModelCard
 from mlxrunner.server.protocol import (
     EventWriter,
     HistoryText,
@@ -552,7 +553,7 @@ class ChatWriter(ChunkWriter):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def router(answers: AnswerBackend) -> APIRouter:
+def router(answers: ModelManager) -> APIRouter:
     """Return the routes of chat completions."""
     routes = APIRouter(route_class=route_class("chatcmpl-"), tags=["openai"])
 
@@ -574,7 +575,7 @@ def is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def models_router(answers: AnswerBackend) -> APIRouter:
+def models_router(answers: ModelManager) -> APIRouter:
     """Return the routes."""
     routes = APIRouter(route_class=route_class("req_"), tags=["models"])
 
@@ -744,7 +745,7 @@ class CompletionWriter(ChunkWriter):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def completions_router(answers: AnswerBackend) -> APIRouter:
+def completions_router(answers: ModelManager) -> APIRouter:
     """Return the routes of completions."""
     routes = APIRouter(route_class=route_class("cmpl-"), tags=["openai"])
 

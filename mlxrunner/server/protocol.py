@@ -57,7 +57,7 @@ from mlxrunner.server.events import (
     ThinkingDelta,
     ToolCallEvent,
 )
-from mlxrunner.server.models import AnswerBackend
+from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.tools.reader import joined
 from mlxrunner.templates.parts import PartError, arguments_of_call, parts_of, settled
 from mlxrunner.terminal.text import one_line
@@ -256,7 +256,7 @@ def headers(asked: ServerRequest, ended: AnswerEnd) -> dict[str, str]:
     }
 
 
-def replaced_before(asked: ServerRequest, answers: AnswerBackend) -> dict[str, str]:
+def replaced_before(asked: ServerRequest, answers: ModelManager) -> dict[str, str]:
     """Return what `replaced_header` can say of a stream, before its prompt is made."""
     has_picture = any(
         part["type"] == "image"
@@ -442,7 +442,7 @@ async def stream(
 
 async def deliver(
     request: Request,
-    answers: AnswerBackend,
+    answers: ModelManager,
     several: Sequence[ServerRequest],
     writer: EventWriter,
     *,
@@ -538,7 +538,7 @@ class WholeAnswer:
         """The tokens of the text, if log-probabilities were asked for."""
 
 
-async def _wholes(answers: AnswerBackend, several: Sequence[ServerRequest]) -> list[WholeAnswer]:
+async def _wholes(answers: ModelManager, several: Sequence[ServerRequest]) -> list[WholeAnswer]:
     """Return the whole answers of several requests, which run side by side."""
     found: list[list[AnswerEvent]] = [[] for _ in several]
     together = [replace(asked, is_whole=True) for asked in several]
@@ -549,7 +549,7 @@ async def _wholes(answers: AnswerBackend, several: Sequence[ServerRequest]) -> l
 
 
 async def events_of(
-    answers: AnswerBackend, asked: ServerRequest
+    answers: ModelManager, asked: ServerRequest
 ) -> AsyncGenerator[AnswerEvent, None]:
     """Yield the events of an answer. Closing this closes the answer.
 
@@ -564,7 +564,7 @@ async def events_of(
 
 
 async def merged(
-    answers: AnswerBackend, several: Sequence[ServerRequest]
+    answers: ModelManager, several: Sequence[ServerRequest]
 ) -> AsyncGenerator[tuple[int, AnswerEvent], None]:
     """Yield the events of several answers with their numbers, as they come.
 

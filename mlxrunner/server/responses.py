@@ -37,7 +37,7 @@ from mlxrunner.server.events import (
     ToolCallEvent,
     field_error,
 )
-from mlxrunner.server.models import AnswerBackend
+from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.openai import OpenAIRequest, checked_effort, choice_of, options_of
 from mlxrunner.server.protocol import (
     EventWriter,
@@ -509,7 +509,7 @@ def _code(refused: ApiError) -> str:
     return known.get(refused.status, "server_error")
 
 
-def router(answers: AnswerBackend) -> APIRouter:
+def router(answers: ModelManager) -> APIRouter:
     """Return the routes. They share the responses that are kept."""
     kept = ResponseStore()
     routes = APIRouter(route_class=route_class("resp_"), tags=["openai"])

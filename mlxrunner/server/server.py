@@ -33,7 +33,7 @@ from mlxrunner.server.middleware import (
     RequestGate,
     hosts_of,
 )
-from mlxrunner.server.models import AnswerBackend, ServedModel, parking_folder
+from mlxrunner.server.models import ServedModel, parking_folder
 from mlxrunner.server.supervisor import RequestJournal
 from mlxrunner.server.watch import RequestLog, watch_router
 from mlxrunner.terminal.signals import say_now, uninterrupted
@@ -254,7 +254,7 @@ def _elsewhere(path: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else "/openapi.json lists the paths"
 
 
-def routers(answers: AnswerBackend) -> list[APIRouter]:
+def routers(answers: ModelManager) -> list[APIRouter]:
     """Return the routers of all protocols."""
     return [
         anthropic.router(answers),

@@ -14,7 +14,7 @@ import msgspec
 
 from mlxrunner.errors import PictureError, PromptError, SessionError
 from mlxrunner.options import LARGEST_TOKEN
-from mlxrunner.system.reading import said_once, unsealed
+from mlxrunner.system.reading import no_constant, said_once, unsealed
 from mlxrunner.templates.messages import PlainMessage, common, content_for_template
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ class Session:
         try:
             found = json.loads(
                 content if is_whole is None else content.decode(errors="replace"),
-                parse_constant=_refuse,
+                parse_constant=no_constant,
                 object_pairs_hook=said_once,
             )
         except (ValueError, RecursionError) as error:
@@ -456,10 +456,6 @@ def _lasting(branch: Branch) -> Branch:
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass under their names in the JSON."""
     return {SAVED_AS.get(name, name): field for name, field in vars(value).items()}
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number")
 
 
 def _matches(history: History, tokenizer: Tokenizer, vocab: int) -> bool:

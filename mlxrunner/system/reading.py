@@ -16,7 +16,7 @@ import sys
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from mlxrunner.errors import MissingFileError, ReadError
 
@@ -247,6 +247,11 @@ def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 "them"
             )
     return found
+
+
+def no_constant(constant: str) -> NoReturn:
+    """Raise ValueError for NaN and infinities, which `json` reads and JSON does not have."""
+    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def _depth(value: Any) -> int:

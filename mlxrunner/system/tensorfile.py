@@ -16,9 +16,10 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from mlxrunner.errors import SessionError
+from mlxrunner.system.reading import no_constant
 from mlxrunner.system.writing import write_all
 
 BITS = {
@@ -90,7 +91,7 @@ def _read_json(fd: int, size: int, most: int) -> tuple[dict[str, Any], int]:
         )
     try:
         entries = json.loads(
-            os.pread(fd, length, 8), object_pairs_hook=_once, parse_constant=_refuse
+            os.pread(fd, length, 8), object_pairs_hook=_once, parse_constant=no_constant
         )
     except (ValueError, RecursionError) as error:
         raise HeaderError(
@@ -106,10 +107,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a name is there twice")
     return found
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _place(name: str, entry: Any, begin: int) -> TensorPlace:

@@ -303,7 +303,7 @@ NORM = "model.norm.weight"
         (lambda header: header[NORM].update(data_offsets=[-256, 0]), "can't be"),
         (
             lambda header: header[NORM].update(data_offsets=[0, float("inf")]),
-            "Infinity is not JSON",
+            "Infinity is not a number of JSON",
         ),
         (lambda header: header[NORM].update(shape=[True] * 64), "can't be"),
         (lambda header: header[NORM].update(shape=[2**62, 4]), "can't be"),
