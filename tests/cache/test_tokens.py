@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner import PromptError
-from mlxrunner.cache.tokens import TokenBuffer, as_tokens, common_prefix
+from mlxrunner.cache.tokens import TokenBuffer, as_tokens, common_prefix, window_closes
 
 tokens = st.lists(st.integers(0, 5), max_size=40)
 
@@ -77,3 +77,14 @@ def test_what_is_no_token_id_is_refused(bad: list[object]) -> None:
 def test_no_tokens_are_an_empty_array() -> None:
     """The array has the right type."""
     assert as_tokens([]).dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "closes"), [(7, True), (8, False), (9, False), (12, False), (13, True), (30, True)]
+)
+def test_a_window_is_complete_behind_a_gap(tokens: int, closes: bool) -> None:
+    """Before a token has left it, or once the tokens behind the gap fill it.
+
+    8 tokens are seen, 2 are kept and 4 are dropped.
+    """
+    assert window_closes(8, tokens, keep=2, discard=4) == closes

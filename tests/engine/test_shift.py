@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.engine import Engine, claim_least, move_no_keys, request_of, sample
+from support.engine import Engine, backend, claim_least, move_no_keys, request_of, sample
 from support.histories import tiny_parts
 from support.models import tiny_config, tiny_model
 from support.sample import fewer
@@ -307,6 +307,39 @@ def test_a_shifted_answer_whose_keys_are_lost_is_that_of_the_single_runner(
     assert not failures
     for result, length in zip(results, (20, 31), strict=True):
         assert result.tokens == alone(given, prompt(length), **options).tokens
+
+
+def test_a_token_that_was_not_read_where_the_context_ends_is_sampled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first pass over the kept text fails, and so does reading the step before it."""
+    move_no_keys(monkeypatch)
+    given, unread = parts("llama"), list[int]()
+    options: dict[str, Any] = {"overflow": "shift", "keep": 4, "stop_tokens": [], "max_tokens": 40}
+    failures = [RuntimeError("no token"), RuntimeError("no pass")]
+    with Engine(*given, max_sequences=2, context=CONTEXT, prefill_step=32) as runner:
+        beside = runner.submit(prompt(30, 11), max_tokens=60, stop_tokens=[])
+        handle = runner.submit(prompt(90), **options)
+        forward, evaluate = backend(runner).forward, mx.eval
+
+        def run(*arguments: Any, **more: Any) -> mx.array:
+            request = request_of(handle)
+            if len(failures) == 2 and request.shifted:
+                unread.append(request.sampled - len(request.said))
+                raise failures.pop()
+            return forward(*arguments, **more)
+
+        def read(*arrays: Any) -> None:
+            if len(failures) == 1:
+                raise failures.pop()
+            evaluate(*arrays)
+
+        monkeypatch.setattr(backend(runner), "forward", run)
+        monkeypatch.setattr(mx, "eval", read)
+        result, other = handle.result(), beside.result()
+    assert (unread, failures) == ([1], [])
+    assert other.tokens == alone(given, prompt(30, 11), max_tokens=60, stop_tokens=[]).tokens
+    assert result.tokens == alone(given, prompt(90), **options).tokens
 
 
 def test_an_answer_may_fail_where_the_context_ends() -> None:

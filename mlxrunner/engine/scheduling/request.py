@@ -298,8 +298,12 @@ class ActiveRequest(Request):
 
         Tokens that were sampled and not read are sampled again, as they were.
         """
-        self.todo, self.draft = self._conversation(), []
-        if self.sampled > len(self.said):
+        self.draft, is_unread = [], self.sampled > len(self.said)
+        if is_unread and self.left:  # it was sampled from what a shift has dropped since
+            self._repeat()
+        else:
+            self.todo = self._conversation()
+        if is_unread:
             self.sampled = len(self.said)
             self.next_token.rewind(self.sampled)
             if self.history is not None:
@@ -339,8 +343,7 @@ class ActiveRequest(Request):
     def _conversation(self) -> TokenArray:
         """Return the tokens to evaluate before the next one that was not read is sampled."""
         if self.left:
-            # After a shift, the last one may not be read yet.
-            return self.todo[: len(self.todo) - (self.sampled - len(self.said))]
+            return self.todo
         recorded = as_tokens(self.lease.tokens)
         return np.append(recorded, as_tokens(self.said[self.run :]))
 
