@@ -70,6 +70,20 @@ def test_what_a_draft_held_is_no_way_back_for_a_layer_that_it_does_not_hold() ->
     assert side.cache.entry.reach(len(PROMPT)) == (0, "unknown")
 
 
+def test_what_a_draft_held_is_gone_once_other_tokens_take_its_place() -> None:
+    """A layer that goes back behind it by a checkpoint, and forth, holds another text there."""
+    side = taken("unknown", "full", budget=10**6)
+    side.lease.hold(1)
+    side.lease.restart([*PROMPT[:30], 99])
+    kept = side.lease.recorded
+    assert 0 < kept <= 30
+    other = [50] * (len(PROMPT) + 5 - kept)
+    side.lease.begin_next()
+    side.forward(other)
+    side.lease.record(other)
+    assert side.cache.entry.reach(len(PROMPT) + 2)[0] == kept
+
+
 def test_layers_that_disagree_after_a_rewind_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     side = taken("full", "full")
     side.lease.close()

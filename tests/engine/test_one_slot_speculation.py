@@ -10,12 +10,21 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.drafting import steady_costs
-from support.reused import ALL, CHECKPOINTS, FEW, NO_HELP, SLACK, next_prompts, repeating_runner
+from support.reused import (
+    ALL,
+    CHECKPOINTS,
+    FEW,
+    NO_HELP,
+    SLACK,
+    RepeatingModel,
+    next_prompts,
+    repeating_runner,
+)
 from support.sample import fewer
 
 from mlxrunner import Runner
 from mlxrunner.results import Chunk
-from mlxrunner.testing import interrupt_at
+from mlxrunner.testing import interrupt_at, oracle_runner
 
 PROMPT = list(range(1, 30))
 MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
@@ -95,6 +104,30 @@ def test_tokens_are_those_of_plain_decoding(name: str, way: str) -> None:
     assert 0 < right < sum(use.drafted for use in usage.drafts)
     assert len(guessing.model.forwards) < len(plain.model.forwards)
     assert usage.draft_passes > 0
+
+
+class BrokenBehindWrong(RepeatingModel):
+    """Computes no number behind a token that is not that of `right` at its place."""
+
+    right: list[int]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        begin = cache[0].offset
+        expected = mx.array(self.right[begin : begin + tokens.shape[1]])
+        logits = super().__call__(tokens, cache)
+        is_right = tokens[0, : len(expected)] == expected
+        found: mx.array = mx.where(is_right[None, :, None], logits[:, : len(expected)], mx.nan)
+        return mx.concatenate([found, logits[:, len(expected) :]], axis=1)
+
+
+def test_logits_behind_a_wrong_guess_may_be_anything() -> None:
+    """They end no answer: a token there is a guess about nothing."""
+    expected, _ = answer(runner_of("full"), PROMPT, "off")
+    model = BrokenBehindWrong(MIXES["full"][0])
+    model.right = [*PROMPT, *(chunk[0] for chunk in expected)]
+    got, usage = answer(oracle_runner(model=model, **NO_HELP), PROMPT, "lookup")
+    assert got == expected
+    assert 0 < sum(use.accepted for use in usage.drafts) < sum(use.drafted for use in usage.drafts)
 
 
 @every_mix

@@ -433,6 +433,17 @@ def test_a_composite_goes_back_as_far_as_all_of_its_parts() -> None:
     assert far.reachable(399) == 0
 
 
+def test_the_model_gets_the_parts_as_they_are_after_a_checkpoint() -> None:
+    """A part of an unknown kind has another cache of mlx-lm then."""
+    cache = layer_cache(CacheList(KVCache(), UnknownCache()), CacheOptions())
+    snapshot = cache.snapshot()
+    cache.begin_forward()
+    cache.end_forward(0)
+    before = cache.model_cache[1]
+    cache.restore(snapshot, 0)
+    assert cache.model_cache[1] is cache.parts[1].model_cache is not before
+
+
 def test_parts_that_disagree_are_at_no_offset() -> None:
     """-1, so that nobody takes them for true."""
     cache = written("composite", 5)
