@@ -221,11 +221,16 @@ class TemplateProbe:
 
     @cached_property
     def takes_two_calls(self) -> bool:
-        """True if a message of the assistant may have two calls."""
-        messages = probe_messages("uctau")
-        messages[1]["tool_calls"] *= 2
+        """True if the template writes two calls of a message before their results."""
+        messages, second = probe_messages("ucttau"), MARK.format("w")
+        call = messages[1]["tool_calls"][0]
+        function = call["function"] | {"arguments": {"p": second}}
+        messages[1]["tool_calls"].append(call | {"id": "probe0002", "function": function})
+        messages[3]["tool_call_id"] = "probe0002"
         text = self._text(messages, tools=[TOOL])
-        return not self.writes_calls if text is None else text.count("probetool") > 2
+        if text is None:
+            return not self.writes_calls
+        return 0 <= text.find(second) < text.find(MARK.format(2))
 
     @cached_property
     def takes_unpaired(self) -> bool:
