@@ -122,7 +122,11 @@ class SeenCells(NamedTuple):
     @property
     def numbers(self) -> list[int]:
         """The numbers of the blocks."""
-        return [number for number in range(self.blocks.bit_length()) if self.blocks >> number & 1]
+        found, blocks = [], self.blocks
+        while blocks:
+            found.append(blocks.bit_length() - 1)
+            blocks ^= 1 << found[-1]
+        return found[::-1]
 
 
 COPY_COST = 3
@@ -314,7 +318,7 @@ def _all_parts(cells: KVPool, blocks: Sequence[Block]) -> list[tuple[int, AnyPar
     if scattered is None:
         return [_all_at_once(cells, blocks)]
     seen = [[CellRun(each.begin, each.end) for each in block.seen or ()] for block in blocks]
-    rows = [block.num_queries for block in blocks]
+    rows = RowCounts(blocks)
     stacks, rest = _stacks(cells, blocks, _overlaps(seen))
     joined = _joined(rest, rows)
     gathered, others = gather(blocks, rest)
@@ -412,30 +416,50 @@ def _stacked(
     return StackedParts(tuple(queries), tuple(sorted(wanted)), first, size, length, mask)
 
 
+class RowCounts:
+    """The queries of some blocks, counted by the bits of a number."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.each = [block.num_queries for block in blocks]
+        self._more = [(1 << number, one - 1) for number, one in enumerate(self.each) if one > 1]
+
+    def of(self, blocks: int) -> int:
+        """Return how many queries `blocks` have."""
+        return blocks.bit_count() + sum([more for bit, more in self._more if blocks & bit])
+
+    def pairs(self, seen: SeenCells) -> int:
+        """Return the pairs of query and cell in one product over `seen`."""
+        return self.of(seen.blocks) * (seen.cells.end - seen.cells.begin)
+
+
 Joined = list[tuple[SeenCells, list[SeenCells]]]
 """Runs of cells, each with those that it was joined from."""
 
 
-def _joined(seen: Sequence[SeenCells], rows: Sequence[int]) -> Joined:
-    """Join neighbours where one product is less work. `rows`: the queries of each block."""
+def _joined(seen: Sequence[SeenCells], rows: RowCounts) -> Joined:
+    """Join neighbours where one product is less work."""
     joined: Joined = []
+    before = 0  # the pairs of the last one
     for one in seen:
+        pairs = rows.pairs(one)
         if joined:
             last, members = joined[-1]
             both = SeenCells(CellRun(last.cells.begin, one.cells.end), last.blocks | one.blocks)
-            if _pairs(both, rows) <= PART_COST + _pairs(last, rows) + _pairs(one, rows):
-                joined[-1] = both, [*members, one]
+            together = rows.pairs(both)
+            if together <= PART_COST + before + pairs:
+                joined[-1], before = (both, [*members, one]), together
                 continue
         joined.append((one, [one]))
+        before = pairs
     return joined
 
 
-def _cost_of_joined(joined: Joined, rows: Sequence[int]) -> int:
-    return sum(PART_COST + _pairs(whole, rows) for whole, _ in joined)
+def _cost_of_joined(joined: Joined, rows: RowCounts) -> int:
+    return sum(PART_COST + rows.pairs(whole) for whole, _ in joined)
 
 
 def _parts(cells: KVPool, blocks: Sequence[Block], joined: Joined) -> list[tuple[int, AnyPart]]:
-    rows = [block.num_queries for block in blocks]
+    rows = RowCounts(blocks)
     return [
         (part.blocks, _part(cells, blocks, part, members))
         for whole, members in joined
@@ -443,16 +467,18 @@ def _parts(cells: KVPool, blocks: Sequence[Block], joined: Joined) -> list[tuple
     ]
 
 
-def _small_enough(seen: SeenCells, rows: Sequence[int]) -> list[SeenCells]:
+def _small_enough(seen: SeenCells, rows: RowCounts) -> list[SeenCells]:
     """Divide the blocks that see some cells, so that no part has too many scores."""
     most = max(1, MOST_SHARED // (seen.cells.end - seen.cells.begin))
+    if rows.of(seen.blocks) <= most:
+        return [seen]
     found, count = [], most
     for number in seen.numbers:
-        if count + rows[number] > most:
+        if count + rows.each[number] > most:
             found.append(0)
             count = 0
         found[-1] |= 1 << number
-        count += rows[number]
+        count += rows.each[number]
     return [SeenCells(seen.cells, bits) for bits in found]
 
 
@@ -465,16 +491,15 @@ def _part(
     if len(members) == 1 and len(queries) == len(own):
         return SplitPart(queries, run, None)
     visible = np.zeros((len(queries), run.end - run.begin), np.bool_)
-    row = 0
+    ends = np.cumsum([block.num_queries for block in own]).tolist()
+    rows = dict(zip(whole.numbers, map(slice, [0, *ends], ends), strict=False))
+    for one in members:
+        columns = slice(one.cells.begin - run.begin, one.cells.end - run.begin)
+        for number in SeenCells(run, one.blocks & whole.blocks).numbers:
+            visible[rows[number], columns] = True
     for number, block in zip(whole.numbers, own, strict=True):
-        rows = visible[row : row + block.num_queries]
-        for one in members:
-            rows[:, one.cells.begin - run.begin : one.cells.end - run.begin] = (
-                one.blocks >> number & 1
-            )
         if block.num_queries > 1:
-            rows &= _visible(cells, block, run)
-        row += block.num_queries
+            visible[rows[number]] &= _visible(cells, block, run)
     return SplitPart(queries, run, None if visible.all() else visible)
 
 
@@ -491,12 +516,6 @@ def _all_at_once(cells: KVPool, blocks: Sequence[Block]) -> tuple[int, SplitPart
     run = CellRun(int(seen[0]), int(seen[-1]) + 1)
     queries = tuple(query for block in blocks for query in range(block.begin, block.end))
     return (1 << len(blocks)) - 1, SplitPart(queries, run, visible[:, run.begin : run.end])
-
-
-def _pairs(seen: SeenCells, rows: Sequence[int]) -> int:
-    """Return the pairs of query and cell in one product over `seen`."""
-    count = sum(rows[number] for number in seen.numbers)
-    return count * (seen.cells.end - seen.cells.begin)
 
 
 def _cost_of(part: AnyPart) -> int:
