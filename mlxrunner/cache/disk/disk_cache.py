@@ -59,6 +59,8 @@ MOMENT_S = 1e-3
 """Seconds for which a thread that writes is waited for at a time."""
 COPIED = 2**25
 """Bytes of copied arrays from which on they are written before others are copied."""
+MOST_WRITERS = 32
+"""Most conversations that are written at once."""
 FAILURES = (OSError, MlxrunnerError, ValueError, TypeError, RuntimeError, MemoryError)
 """Errors that cost the conversation that is written, and nothing else."""
 
@@ -218,7 +220,8 @@ class DiskCache:
 
     def lacks(self, tokens: TokenArray) -> int:
         """Return how many tokens of an exact conversation no file has, or will have."""
-        return len(tokens) - max(self._index.closest(tokens)[1], self._pending_tokens(tokens))
+        offloaded = [shared for _, shared in self._offloaded(tokens)]
+        return len(tokens) - max(self._index.closest(tokens)[1], *offloaded, 0)
 
     def find(self, prompt: TokenArray) -> tuple[StoredConversation, int] | None:
         """Return the conversation from which `prompt` can reuse most tokens, and how many.
@@ -228,10 +231,14 @@ class DiskCache:
         """
         self._collect()
         found = self._index.find(prompt)
-        if min(self._pending_tokens(prompt), len(prompt) - 1) > (found[1] if found else 0):
-            self.settle()
-            found = self._index.find(prompt)
-        return found
+        here = 0 if found is None else found[1]
+        needed = [one for one, shared in self._offloaded(prompt[:-1]) if shared > here]
+        if not needed:
+            return found
+        for one in needed:
+            one.writer.wait()
+        self._collect()
+        return self._index.find(prompt)
 
     def restore(self, conversation: StoredConversation, upto: int | None = None) -> RestoredEntry:
         """Return the conversation as an entry that `CacheEntry.adopt` reads.
@@ -386,7 +393,7 @@ class DiskCache:
             if self._copied(copies) > COPIED:
                 yield from self._waiting(self._writer(conversation, copies))
                 copies = []
-        while conversation.name in self._writers:  # an earlier one of this name
+        while conversation.name in self._writers or len(self._pending) >= MOST_WRITERS:
             yield from self._a_moment()
         return CopiedConversation(conversation, [*copies, last])
 
@@ -507,10 +514,13 @@ class DiskCache:
         waiting = sum(one.writer.nbytes for one in self._pending)
         return waiting + sum(file.nbytes for file in files)
 
-    def _pending_tokens(self, tokens: TokenArray) -> int:
-        """Return how many of `tokens` an offloaded conversation begins with that is written now."""
-        offloaded = (one.conversation for one in self._pending if not one.is_awaited)
-        return max((common_prefix(one.tokens, tokens) for one in offloaded), default=0)
+    def _offloaded(self, tokens: TokenArray) -> list[tuple[PendingConversation, int]]:
+        """Return the offloaded ones that are written now, and how many of `tokens` each has."""
+        return [
+            (one, common_prefix(one.conversation.tokens, tokens))
+            for one in self._pending
+            if not one.is_awaited
+        ]
 
     def _fail(self, error: BaseException) -> None:
         self._say(f"a conversation was not written to the disk cache: {_reason(error)}")
