@@ -82,6 +82,7 @@ def test_no_tokens_are_an_empty_array() -> None:
 @pytest.mark.parametrize(
     ("tokens", "closes"), [(7, True), (8, False), (9, False), (12, False), (13, True), (30, True)]
 )
+@pytest.mark.exhaustive(6)
 def test_a_window_is_complete_behind_a_gap(tokens: int, closes: bool) -> None:
     """Before a token has left it, or once the tokens behind the gap fill it.
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
@@ -131,6 +132,23 @@ def test_an_answer_that_another_thread_drops_leaves_a_true_entry(mix: Mix) -> No
         thread.join()
         assert tokens(runner, follow_up) == cold(mix.kinds, follow_up)
         assert is_consistent(runner)
+
+
+def test_ctrl_c_at_any_line_of_a_close_keeps_nobody_out() -> None:
+    """The next request is served while the answer that was closed is still referenced."""
+    kinds, follow_up = ["recurrent", "full"], [*PROMPT, 7, 8, 9]
+    for line in count(1, fewer(1, 4)):
+        runner = oracle_runner(kinds)
+        answer: Any = runner.generate(PROMPT, max_tokens=20)
+        next(answer), next(answer)
+        with suppress(KeyboardInterrupt), interrupt_at(line) as lines:
+            answer.close()
+        if not answer.is_over:  # it came before the close began
+            answer.close()
+        assert tokens(runner, follow_up) == cold(kinds, follow_up), f"line {line}"
+        if lines[0] < line:
+            break
+    assert line > 20
 
 
 def test_an_unusable_array_frees_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:

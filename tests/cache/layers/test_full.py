@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import count
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from support.sample import examples
 
 from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers.full import STEP, FullAttentionCache
+from mlxrunner.testing import interrupt_at
 
 
 def rows(n: int, start: int = 0) -> mx.array:
@@ -140,3 +144,17 @@ def test_free_drops_the_buffers() -> None:
     assert (cache.offset, cache.nbytes, cache.used_bytes, cache.state) == (0, 0, 0, [])
     cache.update_and_fetch(mx.zeros((1, 1, 3, 8)), mx.zeros((1, 1, 3, 6)))
     assert cache.offset == 3
+
+
+def test_an_interrupt_at_any_line_of_a_resize_leaves_buffers_of_one_size() -> None:
+    """The tokens that were stored stay, and further ones find room in both."""
+    for line in count(1):
+        cache = filled(9)
+        with suppress(KeyboardInterrupt), interrupt_at(line) as lines:
+            cache.reserve(2000)
+        keys, values = cache.state
+        assert keys.shape == values.shape, f"line {line}"
+        assert positions(cache) == list(range(9))
+        if lines[0] < line:
+            break
+    assert line > 5

@@ -468,3 +468,9 @@ def test_a_sequence_in_many_pieces_is_scattered() -> None:
         some = placed(some, (0, position), (1, position))
     assert some.spans(0) is None
     assert some.without(1, 0, END)[0].packed()[0].spans(0) == (CellSpan(0, MAX_SPANS + 1, 0),)
+
+
+def test_the_last_run_of_a_sequence_begins_behind_its_last_hole() -> None:
+    """Wherever its cells lie."""
+    pool = KVPool(np.array([5, 0, 2, 6, 3], np.int32), np.ones((1, 5), np.bool_))
+    assert pool.stored(0) == (5, 7)
