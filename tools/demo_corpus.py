@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 from demo_facts import COLORS, FACTS, FOODS, JOBS, NOT_TOLD, NUMBERS, PETS, WORDS, name_for
+from demo_small_talk import small_talk as free_talk
 
 Message = dict[str, str]
 
@@ -89,6 +90,7 @@ def dialogue(
 ) -> Dialogue:
     """One conversation.
 
+    A fifth begins with small talk, as strangers do, and half of these tell no fact at all.
     `small_talk`: chance of another small-talk turn after each fact. `filler`: small-talk turns
     among the questions that follow, for recall over a long distance. `held_out`: names come from
     the part that training never sees.
@@ -108,6 +110,11 @@ class _Writer:
         kinds = rng.sample(list(FACTS), rng.randint(1, max_facts))
         if rng.random() < 0.4:
             kinds = self._system(kinds)
+        if not filler and rng.random() < 0.2:
+            for _ in range(rng.randint(1, 4)):
+                self._turn_of(*free_talk(rng))
+            if rng.random() < 0.5:
+                return self.out
         for kind in kinds:
             self._tell(kind)
             while rng.random() < small_talk:
@@ -133,6 +140,9 @@ class _Writer:
             {"role": "user", "content": user},
             {"role": "assistant", "content": answer},
         ]
+
+    def _turn_of(self, user: str, answer: str) -> None:
+        self._turn(user, self._styled(answer))
 
     def _styled(self, answer: str) -> str:
         return answer if self.style == "brief" else self.style.format(answer)
@@ -168,7 +178,9 @@ class _Writer:
         self._turn(told, self._styled(self.rng.choice(fact.noted).format(value)))
 
     def _aside(self) -> None:
-        if self.rng.random() < 0.72:
+        if self.rng.random() < 0.25:
+            self._turn_of(*free_talk(self.rng))
+        elif self.rng.random() < 0.65:
             asked, answer = self.rng.choice(_SMALL_TALK)
             self._turn(self.rng.choice(asked), self._styled(answer))
         else:

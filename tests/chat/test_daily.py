@@ -68,7 +68,7 @@ def test_keys_of_every_day(open_screen: Any, tmp_path: Path) -> None:
     screen.child.send("My name\\\r")
     screen.until(">>> My name\n...")
     screen.child.send("is Ana.\r")
-    screen.until("Nice to meet you, Ana.").prompt()
+    screen.until("Nice to meet you.").prompt()
     assert screen.say("/show 1") == "1 user:\nMy name\nis Ana."
     assert screen.say("/show 3") == "error: there is no message 3: the last one is 2"
     screen.say("/explain")

@@ -193,16 +193,16 @@ def test_generate_shows_each_of_several_answers_one_of_which_fails() -> None:
     """Up to its error, which has a line of its own; the exit code is that of the error."""
     options = ("generate", "-p", "Hello!", "--context", "34", "--temperature", "1.5")
     options = (*options, "--no-reserve", "--overflow", "error")
-    alone = [run(*options, "--seed", str(seed)) for seed in (4, 5)]
+    alone = [run(*options, "--seed", str(seed)) for seed in (1, 2)]
     assert [one.exit_code for one in alone] == [1, 0]
     error = alone[0].stderr.removeprefix("mlxrunner: ")
     assert "filled the context of 34 tokens" in error
     texts = [one.stdout.removesuffix("\n") for one in alone]
-    result = run(*options, "--seed", "4", "--n", "2")
+    result = run(*options, "--seed", "1", "--n", "2")
     assert result.exit_code == 1
     assert result.stderr.endswith(f"mlxrunner: answer 1 of 2: {error}")
     assert result.stdout == f"{texts[0]}\n\n{texts[1]}\n"
-    result = run(*options, "--seed", "4", "--n", "2", "--json")
+    result = run(*options, "--seed", "1", "--n", "2", "--json")
     assert result.exit_code == 1
     failed, whole = (json.loads(line) for line in result.stdout.splitlines())
     assert [failed["text"], whole["text"]] == texts

@@ -33,7 +33,7 @@ def test_a_schema_may_be_typed_in_place_of_its_file() -> None:
     Draft202012Validator(SCHEMA).validate(json.loads(result.stdout))
     wrong = generate("--schema", '{"type": }')
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
-    assert wrong.stderr.startswith('mlxrunner: --schema {"type": }: not valid JSON')
+    assert wrong.stderr.startswith("mlxrunner: --schema: not valid JSON")
 
 
 @pytest.mark.exhaustive(1)

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from demo_corpus import dialogue
 from demo_facts import FACTS, is_held_out
-from eval_demo import conversation, evaluate
+from demo_small_talk import small_talk
+from eval_demo import SMALL_TALK, conversation, evaluate, odd_answers
 from mlxrunner import Runner
 
 
@@ -23,13 +24,35 @@ def test_it_recalls_what_it_was_told() -> None:
 
     A part of what tools/eval_demo.py runs, with the same bounds.
     """
-    count = fewer(20, 14)
+    count = fewer(60, 14)
     score = evaluate(Runner.load("demo", reserve=False), range(count))
     assert score.asked["all"] > 2 * count
     assert score.asked["unseen name"] > count / 2
     assert score.asked["long"] > count / 2
     assert score.share("all") >= 0.97, score.wrong
     assert score.share("unseen name") >= 0.9, score.wrong
+
+
+def test_it_answers_small_talk() -> None:
+    """At least 90 of 100 lines that strangers may type first get a sensible, short answer."""
+    odd = odd_answers(Runner.load("demo", reserve=False, context=512))
+    assert len(odd) <= 10, odd
+
+
+def test_lines_of_the_evaluation_are_not_in_training() -> None:
+    """Case and signs do not count."""
+
+    def bare(line: str) -> str:
+        return "".join(one for one in line.lower() if one.isalnum() or one == " ").strip()
+
+    judged = {bare(line) for _, lines in SMALL_TALK for line in lines}
+    assert len(judged) == 100
+    rng = random.Random(1)
+    trained = {bare(small_talk(rng)[0]) for _ in range(20_000)}
+    for step in range(2_000):
+        talk = dialogue(random.Random(f"1:{step}"))
+        trained |= {bare(one["content"]) for one in talk.messages if one["role"] == "user"}
+    assert not judged & trained
 
 
 @pytest.mark.parametrize("number", range(8))

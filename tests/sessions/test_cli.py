@@ -48,7 +48,7 @@ def test_list_and_show() -> None:
     listed = json.loads(run("sessions", "list", "--json").stdout)
     assert [(one["name"], one["turns"], one["tokens"]) for one in listed] == [
         ("ana", 1, 29),
-        ("zor", 1, 38),
+        ("zor", 1, 31),
     ]
     shown = run("sessions", "show", "ana").stdout
     assert "seed 7" in shown
@@ -95,7 +95,7 @@ def test_export(tmp_path: Path) -> None:
     assert run("sessions", "export", "zor", str(markdown)).exit_code == 0
     assert (
         markdown.read_text()
-        == "## User\n\nMy name is Zorblin.\n\n## Assistant\n\nNice to meet you, Zorblin.\n"
+        == "## User\n\nMy name is Zorblin.\n\n## Assistant\n\nNice to meet you.\n"
     )
     assert markdown.stat().st_mode & 0o777 == 0o600
     assert run("sessions", "export", "zor", "-").stdout == markdown.read_text()
@@ -148,17 +148,17 @@ def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
     """A session made of an exported file goes on and evaluates only what is new."""
     talk("zor", "My name is Zorblin.")
     file = tmp_path / "zor.safetensors"
-    assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
+    assert run("cache", "export", "zor", str(file)).stderr == "31 tokens\n"
     assert run("cache", "export", "zor", str(file)).exit_code == 2  # it is there
     result = run("cache", "import", str(file), "--session", "again")
     assert result.stderr == (
-        "38 tokens: in `mlxrunner chat --session again`, a prompt that begins with them does not "
+        "31 tokens: in `mlxrunner chat --session again`, a prompt that begins with them does not "
         "evaluate them again\n"
     )
     said = talk("again", "/stats", "My name is Zorblin.", "/stats")
-    assert said.stderr.startswith("session again: 0 turns, 38 tokens restored (350 kB)\n")
+    assert said.stderr.startswith("session again: 0 turns, 31 tokens restored (286 kB)\n")
     assert "24 cached, 0 missed, 0 displaced, 1 new" in said.stderr
-    assert said.stdout == "Nice to meet you, Zorblin.\n"
+    assert said.stdout == "Nice to meet you.\n"
     taken = run("cache", "import", str(file), "--session", "zor")
     assert (
         taken.stderr
@@ -182,7 +182,7 @@ def test_an_imported_session_knows_its_model_from_everywhere(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert SessionStore().load("again").model == str(tmp_path / "demodir")
     assert talk("again", "My name is Zorblin.").stderr.startswith(
-        "session again: 0 turns, 38 tokens restored"
+        "session again: 0 turns, 31 tokens restored"
     )
 
 
@@ -192,7 +192,7 @@ def test_an_imported_session_that_is_not_used_stays(tmp_path: Path) -> None:
     run("cache", "export", "zor", str(tmp_path / "zor.safetensors"))
     run("cache", "import", str(tmp_path / "zor.safetensors"), "--session", "again")
     talk("again")
-    assert "38 tokens restored" in talk("again").stderr
+    assert "31 tokens restored" in talk("again").stderr
 
 
 def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
     assert SessionStore().names() == ["one", "two"]
     said = talk("two", "My name is Zorblin.", "/stats")
-    assert said.stdout == "Nice to meet you, Zorblin.\n"
+    assert said.stdout == "Nice to meet you.\n"
     assert f"{len(tokens) - 1} cached, 0 missed, 0 displaced, 1 new" in said.stderr
 
 
@@ -271,13 +271,13 @@ def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:
     """--kv-bits is seen by the file; the import has to be told."""
     file = tmp_path / "zor.safetensors"
     run("chat", "--no-reserve", "--session", "zor", "--kv-bits", "8", stdin="My name is Zorblin.\n")
-    assert run("cache", "export", "zor", str(file)).stderr == "38 tokens\n"
+    assert run("cache", "export", "zor", str(file)).stderr == "31 tokens\n"
     refused = run("cache", "import", str(file), "--session", "again").stderr
     assert "it has a QuantizedKVCache for a full layer" in refused
     assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "3").exit_code == 2
     assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "8").exit_code == 0
     assert talk("again", "My name is Zorblin.").stderr.startswith(
-        "session again: 0 turns, 38 tokens restored"
+        "session again: 0 turns, 31 tokens restored"
     )
 
 

@@ -172,7 +172,7 @@ def test_what_somebody_damaged_is_not_overwritten(talk: Begin, store: SessionSto
 
 def test_an_answer_that_failed_is_saved_at_once(talk: Begin, store: SessionStore) -> None:
     """It is in the conversation: the full context ended it."""
-    one = talk("one", Runner.load("demo", 64, reserve=False))
+    one = talk("one", Runner.load("demo", 56, reserve=False))
     one.chat.conversation.options = {"overflow": "error"}
     said = one(ZORBLIN, WHO)
     assert said[-1].startswith("error: ")
@@ -241,7 +241,7 @@ def test_a_model_whose_files_are_gone_or_others_by_now(
     one = talk(None, Runner.load(str(folder), reserve=False), model=str(folder))
     one(ZORBLIN)
     (folder / "model.safetensors").rename(tmp_path / "elsewhere")
-    assert one("/save rel") == ["saved as rel: 1 turn, 38 tokens"]
+    assert one("/save rel") == ["saved as rel: 1 turn, 31 tokens"]
     assert users(store, "rel") == [ZORBLIN]
     write_model(folder, tokenizer=False, **dict(read_config(folder)))
     one(WHO, "/save rel")
@@ -257,7 +257,7 @@ def test_a_model_that_is_loaded_again_is_kept_as_the_first(
     """/set context reads its files; so what is saved after it has caches of these."""
     one = talk()
     one(ZORBLIN, "/set context 600", WHO, "/save zor")
-    assert talk()("/load zor")[-1].startswith("session zor: 2 turns, 69 tokens restored")
+    assert talk()("/load zor")[-1].startswith("session zor: 2 turns, 62 tokens restored")
 
 
 def test_saved_means_that_it_is_on_the_disk(
@@ -274,8 +274,8 @@ def test_saved_means_that_it_is_on_the_disk(
         written.append(name)
 
     monkeypatch.setattr(sessions, "save_cache", slowly)
-    assert one(ZORBLIN, "/save two")[-1] == "saved as two: 1 turn, 38 tokens"
+    assert one(ZORBLIN, "/save two")[-1] == "saved as two: 1 turn, 31 tokens"
     assert sorted(written) == ["one", "two"]
     one(WHO)
     mine = talk()
-    assert mine("/load two")[-1].startswith("session two: 1 turn, 38 tokens restored")
+    assert mine("/load two")[-1].startswith("session two: 1 turn, 31 tokens restored")

@@ -41,7 +41,7 @@ Do = Callable[..., list[str]]
 Talk = Callable[..., Result]
 """Runs a chat in a pipe, with the lines and options that it is given."""
 FENCED = "Look:\n```py\nx = 1\ny = 2\n```\nand so on"
-HIT = "last turn  hit (restored: session zor): 58 prompt tokens, 38 matched"
+HIT = "last turn  hit (restored: session zor): 51 prompt tokens, 31 matched"
 
 
 def content(data: Path, name: str) -> Any:

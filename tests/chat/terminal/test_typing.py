@@ -30,7 +30,7 @@ def test_line_editing(open_screen: Any, tmp_path: Path) -> None:
     screen.prompt()
     assert screen.say("/show").splitlines()[-4:] == [
         "   1 user      My name is Ana.",
-        "   2 assistant Nice to meet you, Ana.",
+        "   2 assistant Nice to meet you.",
         "   3 user      What is my name?",
         "   4 assistant Your name is Ana.",
     ]
