@@ -225,6 +225,19 @@ def test_many_that_shift_and_share_in_few_cells() -> None:
                 assert result.tokens == alone(given, tokens, **options).tokens, f"{cells} cells"
 
 
+def test_an_idle_conversation_makes_way_for_shared_tokens_that_move() -> None:
+    """They need cells of their own then, as many as the idle one has taken."""
+    given, options = parts("llama"), {"stop_tokens": [], "overflow": "shift", "keep": 4}
+    with Engine(
+        *given, max_sequences=2, context=CONTEXT, kv_cache_tokens=110, prefill_step=32
+    ) as runner:
+        runner.complete(prompt(98), max_tokens=1, stop_tokens=[])
+        shifting = [*prompt(88), 5, 6]
+        found = runner.complete(shifting, max_tokens=40, **options)
+    assert found.usage.cached_tokens == 88
+    assert found.tokens == alone(given, shifting, max_tokens=40, **options).tokens
+
+
 def test_a_request_that_shifts_needs_no_more_than_a_context() -> None:
     """The limit of its answer does not matter."""
     with Engine(

@@ -22,7 +22,7 @@ from support.causal import (
 )
 
 from mlxrunner.cache import Batch, CacheFullError, CausalCache, NotSupportedError
-from mlxrunner.cache.pool.causal import BatchPlaces
+from mlxrunner.cache.pool.causal import BatchPlaces, CellsLayer
 
 
 def test_the_oracle_of_keys_is_the_rope() -> None:
@@ -567,3 +567,18 @@ def test_an_interrupt_while_rows_are_stored_leaves_the_sequence_as_it_was(
     assert (cache.stored(1), cache.num_free) == ((0, 0), 28)
     cache.write(1, 0, rows)
     assert stored(cache)[1] == stored(cache)[0]
+
+
+def test_a_window_comes_back_at_its_positions() -> None:
+    """From a file and from a checkpoint, in another sequence."""
+    cache = made(max_sequences=2, window=4, memory=6)
+    for position in range(10):
+        forward(cache, Batch([position], [0]), [position + 20])
+    layer, other = CellsLayer(cache, 0), CellsLayer(cache, 1)
+    before = cache.stored(0)
+    other.adopt(layer.export(), 10)
+    assert cache.stored(1) == before
+    assert stored(cache)[1][-5:] == stored(cache)[0][-5:]
+    other.restore(layer.snapshot(), 10)
+    assert cache.stored(1) == (7, 10)
+    assert stored(cache)[1] == stored(cache)[0][-3:]
