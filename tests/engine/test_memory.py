@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -15,7 +16,12 @@ from support.models import tiny_config
 from support.sample import fewer
 
 from mlxrunner.cache.lookup import Evicted
+from mlxrunner.cache.pool.interface import END
+from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.tokens import TokenBuffer
 from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.scheduling.eviction import most_shared
+from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.models.load import LoadedModel
 
 SETTINGS: dict[str, Any] = {"context": 300, "prefill_step": 64, "checkpoint_interval": 40}
@@ -123,3 +129,21 @@ def test_the_plan_has_a_line_for_what_the_host_notes() -> None:
             for cells in (group._cells for group in backend(runner).groups)
         ]
         assert 0 < sum(notes) < line.total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_most_that_slots_share_is_that_of_any_pair(seed: int) -> None:
+    """Whether some are shifted or not."""
+    rng = random.Random(seed)
+    known, slots = [[5, 256, 7, 300]], list[Slot]()
+    for number in range(8):
+        known.append(
+            [*rng.choice(known)[: rng.randrange(5)], *rng.choices([1, 255, 256, 511], k=3)]
+        )
+        entry = SimpleNamespace(tokens=TokenBuffer(known[-1]))
+        cache = cast("PrefixCache", SimpleNamespace(entry=entry))
+        slots.append(Slot(number, cache, exact=rng.choice([2, 4]) if seed % 2 else END))
+    for one in slots:
+        tokens = one.tokens.array
+        most = max(other.shared_with(tokens) for other in slots if other is not one)
+        assert most_shared(slots)[one.number] == most

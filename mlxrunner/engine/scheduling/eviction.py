@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise, permutations
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from mlxrunner.cache.account import TokenAccounting
@@ -127,8 +128,9 @@ class EvictionPolicy:
         if empty is not None or len(slots) == 1:
             return empty or slots[0]
         by_number = {slot.number: slot for slot in slots}
-        number = self._dual.least({slot.number: self._worth(slot) for slot in slots})
-        return by_number[number]
+        shared = most_shared([slot for slot in self._slots if slot.tokens])
+        worths = {number: _worth(slot, shared[number]) for number, slot in by_number.items()}
+        return by_number[self._dual.least(worths)]
 
     def clear(self, slot: Slot, why: str) -> None:
         """Forget the tokens of a slot, which are not whole, because of `why`."""
@@ -154,12 +156,13 @@ class EvictionPolicy:
         slot.exact = END
         if not tokens:
             return
-        others = (other for other in self._slots if other is not slot)
-        is_kept = any(other.shared_with(tokens.array) == len(tokens) for other in others)
+        others = (other for other in self._slots if other is not slot and other.tokens)
+        shared = max((other.shared_with(tokens.array) for other in others), default=0)
+        is_kept = shared == len(tokens)
         parked = not is_kept and self._park(slot)
         if not is_kept and request is not None:
             request.evicted.append(Evicted(len(tokens), slot.number, cause, parked))
-        self._dual.evict(slot.number, self._worth(slot))
+        self._dual.evict(slot.number, _worth(slot, shared))
         by = "the budget" if request is None else f"request {request.submitted}"
         slot.cache.reset(by, reason="evicted")
         if is_kept or parked:
@@ -296,20 +299,6 @@ class EvictionPolicy:
             return False
         return self.parking.offload(slot.cache.current) is not None
 
-    def _worth(self, slot: Slot) -> float:
-        """Return what it costs to evaluate the conversation of a slot again, per byte."""
-        entry = slot.cache.entry
-        nbytes = entry.used_bytes + entry.checkpoints.nbytes
-        shared = max(
-            (
-                other.shared_with(slot.tokens.array)
-                for other in self._slots
-                if other is not slot and other.tokens
-            ),
-            default=0,
-        )
-        return eviction_score(len(slot.tokens), nbytes, shared)
-
     def _lose(self, by: str, tokens: TokenArray) -> None:
         """Note that tokens were given up by something."""
         self._losses.append(LostTokens("evicted", by, tokens))
@@ -324,6 +313,30 @@ class EvictionPolicy:
 def _is_as(slot: Slot, tokens: TokenArray) -> bool:
     """Return True if a slot has exactly `tokens`."""
     return len(slot.tokens) == len(tokens) and slot.shared_with(tokens) == len(tokens)
+
+
+def most_shared(slots: Sequence[Slot]) -> dict[int, int]:
+    """Return how many first tokens of each slot another one holds exactly, by its number."""
+    pairs: Iterable[tuple[Slot, Slot]] = permutations(slots, 2)
+    if all(slot.exact >= len(slot.tokens) for slot in slots):  # else some are shifted
+        # In this order, the one that shares most is a neighbour.
+        ordered = sorted(slots, key=lambda slot: slot.tokens.array.tobytes())
+        pairs = [*pairwise(ordered), *pairwise(ordered[::-1])]
+    shared = dict.fromkeys((slot.number for slot in slots), 0)
+    for one, other in pairs:
+        found = other.shared_with(one.tokens.array)
+        shared[one.number] = max(shared[one.number], found)
+    return shared
+
+
+def _worth(slot: Slot, shared: int) -> float:
+    """Return what it costs to evaluate the conversation of a slot again, per byte.
+
+    `shared`: its first tokens that another slot has, too.
+    """
+    entry = slot.cache.entry
+    nbytes = entry.used_bytes + entry.checkpoints.nbytes
+    return eviction_score(len(slot.tokens), nbytes, shared)
 
 
 def _frees(slot: Slot) -> bool:
