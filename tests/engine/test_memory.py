@@ -133,7 +133,7 @@ def test_the_plan_has_a_line_for_what_the_host_notes() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_most_that_slots_share_is_that_of_any_pair(seed: int) -> None:
-    """Whether some are shifted or not."""
+    """Some are shifted, or none."""
     rng = random.Random(seed)
     known, slots = [[5, 256, 7, 300]], list[Slot]()
     for number in range(8):
