@@ -9,6 +9,8 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -194,3 +196,13 @@ def test_the_demo_model_is_small_and_ordinary() -> None:
         "tokenizer.model",
         "tokenizer_config.json",
     } <= files.keys()
+
+
+def test_each_planted_fault_stands_in_its_file_and_has_a_test() -> None:
+    """A fault whose line was changed is planted in the new one: see tests/README.md."""
+    faults = tomllib.loads((ROOT / "tools" / "mutations.toml").read_text())["mutations"]
+    for fault in faults:
+        assert (ROOT / fault["file"]).read_text().count(fault["old"]) == 1, fault["name"]
+        file, _, test = fault["found_by"].partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), fault["name"]
+    assert min(Counter(fault["law"] for fault in faults).values()) >= 30
