@@ -502,7 +502,8 @@ def play_beside(given: argparse.Namespace) -> None:
                 found = asyncio.run(_parked(endpoint, prompt))
                 print(json.dumps({"server": endpoint.name, **found}), flush=True)
             return
-        print(f"{'server':18}{'arriving':28}{'gap':>8}{'':>9}{'speed':>7}{'prefill':>9}")
+        titles = f"{'server':18}{'arriving':28}{'gap':>8}{'':>9}{'speed':>7}{'prefill':>9}"
+        print(titles, flush=True)
         for arrival in ARRIVALS:
             for endpoint in endpoints:
                 model = endpoint.model
