@@ -418,7 +418,8 @@ def _parsed(record: Record, longest: int) -> Mapping[str, Any]:
     except UnicodeEncodeError as error:
         raise PromptError("has half a character (a lone surrogate) in it") from error
     except json.JSONDecodeError as error:
-        raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
+        hint = "" if error.pos else '; a line is an object such as {"prompt": "Hi"}'
+        raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}{hint}") from error
     except ValueError as error:  # NaN, or a number of thousands of digits
         raise PromptError(f"not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -167,6 +167,8 @@ FLAGS: dict[str, str] = {
 
 
 WAYS: dict[str, str] = {
+    "force": "A batch keeps an output that is there: choose another -o, remove it, or --resume.",
+    "overwrite": "A batch keeps an output that is there: choose another -o, or remove it.",
     "stream": "Each answer comes as it is made, without an option.",
     "no_stream": "Each answer comes as it is made; generate --json prints it when it is whole.",
     "tensor_parallel": "It belongs after mlxrunner launch --hosts FILE --, with the command.",

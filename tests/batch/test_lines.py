@@ -193,7 +193,10 @@ def test_empty_lines_are_counted_only(end: str, mark: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("nope", "not JSON: Expecting value at character 1"),
+        (
+            "nope",
+            'JSON: Expecting value at character 1; a line is an object such as {"prompt": "Hi"}',
+        ),
         ('"Hello"', "has to be a JSON object, not a text"),
         ("null", "has to be a JSON object, not null"),
         (b'{"prompt": "\xff"}', "not UTF-8: invalid start byte at byte 13"),

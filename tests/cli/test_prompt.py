@@ -150,6 +150,7 @@ def test_an_option_by_its_name_elsewhere_is_answered_with_ours(
         ("generate", "-n", "Did you mean '--max-tokens' or '--n'?"),
         ("generate", "--keepalive", "A command unloads its model when it ends;"),
         ("batch", "--template", "the rows of a table: batch --row-template TEXT;"),
+        ("batch", "--force", "choose another -o, remove it, or --resume."),
     ],
 )
 def test_a_flag_without_a_counterpart_is_answered_with_a_way(
