@@ -268,6 +268,7 @@ def test_several_answers_that_shift(max_tokens: int | None) -> None:
     runner = Runner.load("demo", context=128, reserve=False)
     results = list(sample("demo", text[:300], 2, parallel=2, loading={"context": 128}, **options))
     for i, result in enumerate(results):
+        runner.reset()  # moved keys are not those of a cold run, and a prompt may begin with them
         single = list(runner.generate(text[:300], **(options | {"seed": 3 + i})))
         assert result.tokens == [chunk.token for chunk in single]
         assert result.usage.cache.shifted_tokens > 0
