@@ -20,7 +20,8 @@ from mlxrunner.cache.layers.protocol import (
     SavedEntry,
     reach,
 )
-from mlxrunner.cache.tokens import TokenBuffer
+from mlxrunner.cache.pool.interface import END
+from mlxrunner.cache.tokens import TokenArray, TokenBuffer, common_prefix
 
 Rotators = Callable[[Sequence[LayerCache], int], Sequence[Callable[[Any, int], Any]] | None]
 """A function that returns one rotation of keys per layer, or None if a layer's keys can't move.
@@ -43,16 +44,34 @@ class CacheEntry:
 
     None if each can, or if there is no draft. Its arrays are those of the layers.
     """
-    is_shifted: bool = False
-    """True if tokens were moved in a full context.
+    exact: int = END
+    """Number of first tokens that a cold run would store; END: all.
 
-    The entry then differs from what a cold run stores (see docs/troubleshooting.md).
+    Those behind them were moved in a full context (see docs/troubleshooting.md).
     """
 
     @property
     def offsets(self) -> list[int]:
         """The number of tokens that each layer holds."""
         return [cache.offset for cache in self.caches]
+
+    @property
+    def is_shifted(self) -> bool:
+        """True if it has tokens that a cold run would store otherwise."""
+        return self.exact < len(self.tokens)
+
+    def shared(self, prompt: TokenArray) -> int:
+        """Return how many first tokens `prompt` may reuse.
+
+        A prompt that goes on from all tokens also reuses those that were moved. Otherwise they only
+        look like its own.
+        """
+        matched = common_prefix(self.tokens.array, prompt)
+        return matched if matched == len(self.tokens) else min(matched, self.exact)
+
+    def forget_shift(self) -> None:
+        """Note that only exact tokens are left."""
+        self.exact = END
 
     @property
     def is_true(self) -> bool:
@@ -221,7 +240,7 @@ class CacheEntry:
             self.checkpoints.add(Checkpoint(item.offset, nbytes, snapshots, item.role))
             yield
         self.tokens.extend(saved.tokens)
-        self.is_shifted = not saved.is_exact
+        self.exact = END if saved.is_exact else 0
         if not self.is_true:
             raise ValueError(
                 f"its layers are at {sorted(set(self.offsets))}, and it has {offset} tokens"
@@ -240,7 +259,7 @@ class CacheEntry:
         if ways is None:
             return False
         tail = self.tokens[keep + discard :]
-        self.is_shifted = True
+        self.exact = min(self.exact, keep)
         self.tokens.truncate(keep)
         self.checkpoints.truncate(keep)
         self.held = None

@@ -277,6 +277,11 @@ class EntryLease:
         self.forwarded = self.recorded
         return moved
 
+    @property
+    def exact(self) -> int:
+        """Number of first tokens that a cold run would store."""
+        return min(self._cache.entry.exact, self.recorded)
+
     def restart(self, tokens: Sequence[int] | TokenArray) -> TokenArray:
         """Rewind to the prefix that the entry shares with `tokens`; return the other tokens.
 
@@ -287,6 +292,8 @@ class EntryLease:
         self._left = (0, [])
         entry.tokens.truncate(common_prefix(entry.tokens.array, wanted))
         self._settle()
+        if self.recorded <= self._cache.entry.exact:
+            self._cache.entry.forget_shift()
         return wanted[self.recorded :]
 
     def _settle(self) -> None:
@@ -552,7 +559,7 @@ class PrefixCache:
         before = len(entry.tokens)
         if is_ahead and early is None:
             early = Early(entry.tokens.array.copy(), before)
-        matched = common_prefix(entry.tokens.array, prompt)
+        matched = entry.shared(prompt)
         cached, limited_by = entry.reach(min(matched, len(prompt) - 1))
         checkpoint = None if reach(entry.caches, cached)[0] == cached else cached
         dropped = tuple(entry.tokens[matched : matched + WINDOW])
@@ -566,6 +573,8 @@ class PrefixCache:
             self.is_settled = False
             if self.entry is not entry:
                 freed, cached, checkpoint = self._loss, 0, None
+        if cached <= entry.exact:
+            entry.forget_shift()
         rewind_s = time.perf_counter() - began if cached < before else 0.0
         self._loss = self._restored_from = self._early = None
         if not self.entry.caches:
@@ -627,7 +636,8 @@ class PrefixCache:
         """
         if self.is_busy:
             raise BusyError()
-        matched = self.current.reach(common_prefix(self.entry.tokens.array, prompt))[0]
+        entry = self.current
+        matched = entry.reach(entry.shared(prompt))[0]
         if matched <= keep + discard:
             return False
         self.is_settled = False

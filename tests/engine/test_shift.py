@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from typing import Any
 
@@ -168,6 +169,29 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
     assert after.tokens == alone(given, [*left[:45], 6], max_tokens=8, stop_tokens=[]).tokens
 
 
+@pytest.mark.exhaustive(1)
+@pytest.mark.parametrize("name", ["llama", "cohere2"])
+@pytest.mark.parametrize("seed", range(6))
+def test_moved_tokens_are_not_reused_by_prompts_that_look_alike(name: str, seed: int) -> None:
+    """Prompts of two words share any number of tokens; each answer is that of a new runner."""
+    given, rng = parts(name), random.Random(seed)
+    runner = Runner(*given, context=CONTEXT, rewind_slack=600)
+    for _ in range(10):
+        prompt = rng.choices([5, 6], [9, 1], k=rng.randrange(3, 130))
+        options = {
+            "max_tokens": rng.choice([3, 30, 110]),
+            "keep": rng.choice([1, 4, 4, 20]),
+            "overflow": "shift",
+            "stop_tokens": [],
+            "logprobs": 0,
+        }
+        found = Result.of(list(runner.generate(prompt, **options)))
+        cold = alone(given, prompt, **options)
+        assert found.tokens == cold.tokens
+        for ours, its in zip(found.logprobs or [], cold.logprobs or [], strict=True):
+            assert ours[0] == pytest.approx(its[0], abs=1e-4)
+
+
 def test_what_cannot_be_moved_is_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The single runner does the same."""
     move_no_keys(monkeypatch)
@@ -268,7 +292,6 @@ def test_several_answers_that_shift(max_tokens: int | None) -> None:
     runner = Runner.load("demo", context=128, reserve=False)
     results = list(sample("demo", text[:300], 2, parallel=2, loading={"context": 128}, **options))
     for i, result in enumerate(results):
-        runner.reset()  # moved keys are not those of a cold run, and a prompt may begin with them
         single = list(runner.generate(text[:300], **(options | {"seed": 3 + i})))
         assert result.tokens == [chunk.token for chunk in single]
         assert result.usage.cache.shifted_tokens > 0

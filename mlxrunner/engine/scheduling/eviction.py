@@ -426,7 +426,7 @@ class RequestFinalizer:
         )
         slot.planned, slot.exact = slot.planned[:0], END
         if not self._residents.is_single:
-            slot.cache.entry.is_shifted = False  # only exact tokens are left
+            slot.cache.entry.forget_shift()
         self._residents.use(slot)
         self._residents.behind.note(slot)
         self._residents.fit()

@@ -317,7 +317,7 @@ class ActiveRequest(Request):
             self.lease.restart(self.todo[:-1])
             if self.lease.recorded < self.moved:
                 self._repeat()
-                self.lease.restart(self.todo[: self.slot.exact])
+                self.lease.restart(self.todo[: min(self.slot.exact, self.lease.exact)])
                 self.slot.exact = END
             self.place = self.lease.recorded
             self.reevaluated += max(0, before - self.place)
