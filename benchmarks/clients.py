@@ -66,6 +66,7 @@ from contenders import (
     Answer,
     Body,
     Endpoint,
+    EndpointError,
     Round,
     Served,
     body_of,
@@ -730,14 +731,17 @@ def mixtures_of(given: argparse.Namespace) -> list[Mixture]:
 def main() -> None:
     """Play what is asked for."""
     given = parse()
-    if given.conversations:
-        play_conversations(given)
-    elif given.beside:
-        play_beside(given)
-    elif given.faults:
-        play_faults(given)
-    else:
-        play_mixtures(given)
+    try:
+        if given.conversations:
+            play_conversations(given)
+        elif given.beside:
+            play_beside(given)
+        elif given.faults:
+            play_faults(given)
+        else:
+            play_mixtures(given)
+    except (EndpointError, httpx.HTTPError, OSError) as error:
+        raise SystemExit(f"{given.url or 'a server'}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -62,11 +62,16 @@ class Endpoint:
         """End the server in order."""
 
 
+class EndpointError(Exception):
+    """A server that is not there, or refuses a request."""
+
+
 async def _answer(client: httpx.AsyncClient, body: Body) -> Pieces:
     sent = {name: value for name, value in body.items() if name != "priority"}  # the engine's own
     async with client.stream("POST", "/chat/completions", json=sent) as answer:
         if answer.is_error:
-            raise SystemExit(f"{client.base_url}: {(await answer.aread()).decode()}")
+            said = (await answer.aread()).decode(errors="replace")
+            raise EndpointError(f"{client.base_url}: {answer.status_code}: {said[:2000]}")
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 found = json.loads(line[6:])
@@ -299,7 +304,7 @@ class Answer:
                 self.ended = time.perf_counter()
                 return self
             await asyncio.sleep(0.02)
-        raise SystemExit(f"refused {TRIES} times")
+        raise EndpointError(f"the connection was refused {TRIES} times: is a server there?")
 
 
 @dataclass(frozen=True)
