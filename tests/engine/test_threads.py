@@ -384,7 +384,7 @@ def test_an_error_of_loading_is_raised_by_the_caller(llama: Any) -> None:
         opened(llama, 0)
     with pytest.raises(MlxrunnerError, match="nowhere"):
         ParallelRunner.load("./nowhere", max_sequences=1)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_an_observer_may_submit_and_not_wait(llama: Any) -> None:

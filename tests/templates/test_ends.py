@@ -106,7 +106,9 @@ def test_an_end_stands_only_at_the_end_of_a_turn(
     rest = tokenizer.decode(turn_tokens[at[0] :]) if at else ""
     for token in tokenizer.stop_tokens:
         rest = rest.replace(tokenizer.decode([token]), "")
-    assert not rest.strip() or rest.strip().startswith("<|im_start|>")
+    # Of several calls, some templates write each as a turn.
+    begins_another = "<|im_start|>", "<|start|>assistant", "<|start_header_id|>assistant"
+    assert not rest.strip() or rest.strip().startswith(begins_another)
 
 
 def test_no_token_is_added_without_special_tokens(tmp_path: Path) -> None:
