@@ -60,14 +60,15 @@ class CacheEntry:
         """True if it has tokens that a cold run would store otherwise."""
         return self.exact < len(self.tokens)
 
-    def shared(self, prompt: TokenArray) -> int:
+    def shared(self, prompt: TokenArray, *, is_shifted: bool = False) -> int:
         """Return how many first tokens `prompt` may reuse.
 
-        A prompt that goes on from all tokens also reuses those that were moved. Otherwise they only
-        look like its own.
+        Moved tokens are reused if the prompt `is_shifted` as they are, or goes on from all of them.
+        Otherwise they only look like its own.
         """
         matched = common_prefix(self.tokens.array, prompt)
-        return matched if matched == len(self.tokens) else min(matched, self.exact)
+        goes_on = is_shifted or matched == len(self.tokens)
+        return matched if goes_on else min(matched, self.exact)
 
     def forget_shift(self) -> None:
         """Note that only exact tokens are left."""

@@ -58,9 +58,11 @@ class EntryLease:
         *,
         ahead: bool = False,
         source: CopySource | None = None,
+        is_shifted: bool = False,
     ) -> None:
         self._cache, self._thread = prefix_cache, threading.get_ident()
         self.prompt, self.is_ahead, self.source = prompt, ahead, source
+        self.is_shifted = is_shifted
         self.lookup = Lookup(len(prompt), 0, 0, 0)
         self.forwarded = 0
         self.earlier: TokenArray = prompt[:0]
@@ -375,20 +377,22 @@ class PrefixCache:
         *,
         ahead: bool = False,
         source: CopySource | None = None,
+        is_shifted: bool = False,
     ) -> EntryLease:
         """Return a lease on the entry for `prompt`. Use it as a context manager.
 
         `ahead`: the prompt is evaluated before its answer is asked for. If such a lease ends early,
         it does not count as an interrupted request. `source`: another cache, whose prefix replaces
-        the entry; its entry does not change, and may be in use. Raise PromptError if the prompt is
-        empty, and BusyError if another lease is open.
+        the entry; its entry does not change, and may be in use. `is_shifted`: see
+        `CacheEntry.shared`. Raise PromptError if the prompt is empty, and BusyError if another
+        lease is open.
         """
         if self.is_busy:
             raise BusyError()
         tokens = as_tokens(prompt)
         if len(tokens) == 0:
             raise PromptError("the prompt is empty: at least one token is needed")
-        return EntryLease(self, tokens, ahead=ahead, source=source)
+        return EntryLease(self, tokens, ahead=ahead, source=source, is_shifted=is_shifted)
 
     def fresh_entry(self) -> CacheEntry:
         checkpoints = Checkpoints(self.checkpoint_budget, self.checkpoint_interval)
@@ -528,7 +532,7 @@ class PrefixCache:
         lease.earlier = there._leaving(lease.prompt)
         if lease.source is not None:
             return self._copy_for(lease.prompt, lease.source)
-        return self._rewind_for(lease.prompt, lease.is_ahead)
+        return self._rewind_for(lease)
 
     def _leaving(self, prompt: TokenArray) -> TokenArray:
         """Return the tokens of the earlier text from where `prompt` leaves it, and some before."""
@@ -554,12 +558,13 @@ class PrefixCache:
         if is_shorter and common_prefix(there, prompt) == len(there):
             self._loss = LostTokens("interrupted", None, prompt)
 
-    def _rewind_for(self, prompt: TokenArray, is_ahead: bool) -> Lookup:
+    def _rewind_for(self, lease: EntryLease) -> Lookup:
+        prompt, is_ahead = lease.prompt, lease.is_ahead
         entry, loss, source, early = self.entry, self._loss, self._restored_from, self._early
         before = len(entry.tokens)
         if is_ahead and early is None:
             early = Early(entry.tokens.array.copy(), before)
-        matched = entry.shared(prompt)
+        matched = entry.shared(prompt, is_shifted=lease.is_shifted)
         cached, limited_by = entry.reach(min(matched, len(prompt) - 1))
         checkpoint = None if reach(entry.caches, cached)[0] == cached else cached
         dropped = tuple(entry.tokens[matched : matched + WINDOW])
@@ -627,17 +632,25 @@ class PrefixCache:
         loss, self._loss = self._loss, None
         return loss
 
-    def prepare(self, prompt: TokenArray, keep: int, discard: int, rotate: Rotators) -> bool:
+    def prepare(
+        self,
+        prompt: TokenArray,
+        keep: int,
+        discard: int,
+        rotate: Rotators,
+        *,
+        is_shifted: bool = False,
+    ) -> bool:
         """Shift the entry in the same way as a too long `prompt` is shortened.
 
         The tokens from offset `keep + discard` on move to offset `keep`. Afterwards the entry is a
-        prefix of the shortened prompt, as far as possible. Return True if tokens were moved. Raise
-        BusyError while a request is running.
+        prefix of the shortened prompt, as far as possible. `is_shifted`: see `CacheEntry.shared`.
+        Return True if tokens were moved. Raise BusyError while a request is running.
         """
         if self.is_busy:
             raise BusyError()
         entry = self.current
-        matched = entry.reach(entry.shared(prompt))[0]
+        matched = entry.reach(entry.shared(prompt, is_shifted=is_shifted))[0]
         if matched <= keep + discard:
             return False
         self.is_settled = False

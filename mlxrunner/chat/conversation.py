@@ -197,7 +197,12 @@ class Conversation:
                 tokens = tokens[:-1]
         if len(tokens) < self.runner.context:
             views = self._views(rendering)
-            prompt = TokenizedPrompt(as_tokens(tokens), pictures=len(views), views=views)
+            prompt = TokenizedPrompt(
+                as_tokens(tokens),
+                pictures=len(views),
+                views=views,
+                is_shifted=history.dropped > 0,
+            )
             self.runner.evaluate(prompt, cancelled=cancelled)
 
     def send(
@@ -251,6 +256,7 @@ class Conversation:
             time.perf_counter() - began,
             pictures=len(views),
             views=views,
+            is_shifted=history.dropped > 0,
         )
 
     def _views(self, rendering: Rendering) -> list[Any]:

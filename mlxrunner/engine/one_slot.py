@@ -240,8 +240,10 @@ class OneSlot(Closing):
             self._cache.reset(DEPENDS)
         shift, discarded = request.shift, request.discarded
         if shift is not None and discarded:
-            keep, tokens = shift.keep, request.prompt.tokens
-            self._cache.prepare(tokens, keep, discarded, self._engine.rotate)
+            given, rotate = request.prompt, self._engine.rotate
+            self._cache.prepare(
+                given.tokens, shift.keep, discarded, rotate, is_shifted=given.is_shifted
+            )
         mx.reset_peak_memory()
         request.active_bytes = mx.get_active_memory()
         self._scheduler.piece_pace = pace

@@ -112,6 +112,8 @@ class TokenizedPrompt:
     """The pictures as the encoder needs them, or as it saw them, while this prompt lives."""
     constraint: Callable[[frozenset[int]], Any] | None = None
     """A function from the tokens that end the answer to its constraint, if no option holds it."""
+    is_shifted: bool = False
+    """True for a conversation of which a full context has dropped a part."""
 
     @property
     def conversation(self) -> ConversationName | None:

@@ -490,7 +490,9 @@ class SlotAssigner:
         copied = None if source is slot else CopySource(source.cache, source.exact)
         self.residents.explain(slot.cache, prompt)
         slot.exact, slot.rests = END, False
-        lease = slot.cache.begin(prompt, source=copied, ahead=request.is_ahead)
+        lease = slot.cache.begin(
+            prompt, source=copied, ahead=request.is_ahead, is_shifted=request.prompt.is_shifted
+        )
         request.lease = lease
         lease.take()
         if copied is not None:
