@@ -197,10 +197,15 @@ class Job(FileOptions):
             file = getattr(self, name)
             if file is None:
                 continue
-            if file == STANDARD or _real(file) in taken:
+            flag = f"--{name.replace('_', '-')} {file}"
+            if file == STANDARD:
                 raise OptionError(
-                    f"--{name.replace('_', '-')} {file}: choose a file of its own, which is not "
-                    "that of the input, the answers or another report"
+                    f"{flag}: it does not mean standard output here: choose another name"
+                )
+            if _real(file) in taken:
+                raise OptionError(
+                    f"{flag}: choose a file of its own, which is not that of the input, the "
+                    "answers or another report"
                 )
             taken.add(_real(file))
 

@@ -628,10 +628,8 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
         f"({cached / prompt:.0%}), {sum(u.missed_tokens for u in usages)} missed, "
         f"{sum(u.displaced_tokens for u in usages)} displaced",
     )
-    yield (
-        "",
-        f"which saved about {seconds(saved_seconds(usages, conversation.runner.prefill_step))}",
-    )
+    saved, is_all = saved_seconds(usages, conversation.runner.prefill_step)
+    yield "", f"which saved {'about' if is_all else 'at least'} {seconds(saved)}"
     entry = conversation.runner.entry
     yield "KV cache", f"{len(entry.tokens)} of {conversation.runner.context} tokens"
     yield "", f"{size(entry.used_bytes)} used, {size(entry.nbytes)} allocated"
@@ -641,12 +639,13 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
     )
 
 
-def saved_seconds(usages: Sequence[Usage], step: int) -> float:
+def saved_seconds(usages: Sequence[Usage], step: int) -> tuple[float, bool]:
     """Return the seconds that evaluating the reused tokens in chunks of `step` would have taken.
 
-    The measured prefills give the estimate.
+    The measured prefills give the estimate. The second value is False if they were too short for
+    all of it: then only the tokens of each turn that they reach count.
     """
-    curve, saved = PrefillCurve(), 0.0
+    curve, saved, is_all = PrefillCurve(), 0.0, True
     for usage in usages:
         if usage.evaluated_tokens and not usage.cache.reevaluated_tokens:
             curve.add(
@@ -654,8 +653,11 @@ def saved_seconds(usages: Sequence[Usage], step: int) -> float:
                 usage.cached_tokens + usage.evaluated_tokens,
                 usage.timing.prefill_s,
             )
-        saved += curve.seconds(usage.cached_tokens - usage.cache.prefetched_tokens, step) or 0.0
-    return saved
+        reused = usage.cached_tokens - usage.cache.prefetched_tokens
+        reached = min(reused, curve.most(step))
+        saved += curve.seconds(reached, step) or 0.0
+        is_all = is_all and reached == reused
+    return saved, is_all
 
 
 def drafted(usage: Usage) -> str:

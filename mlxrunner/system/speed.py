@@ -51,6 +51,11 @@ class PrefillCurve:
         fixed, linear, square = self._fitted
         return fixed * tokens / step + linear * length + square * area
 
+    def most(self, step: int) -> int:
+        """Return the most first tokens of a prompt of which `seconds` is not a guess."""
+        reach, largest = 2 * self._reach, 4 * self._largest
+        return reach if step <= largest else min(reach, largest)
+
     def _fit(self) -> None:
         """Add the new chunks to the normal equations, and solve these."""
         for row, seconds in self._coming:

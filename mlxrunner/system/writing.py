@@ -369,7 +369,11 @@ def _found(path: Name) -> os.stat_result:
 
 @contextmanager
 def _names_checked(path: Name) -> Iterator[None]:
-    """Turn a NUL or a half surrogate in a name into a RefusedFileError."""
+    """Raise RefusedFileError for the name `-`, and for a NUL or a half surrogate in a name."""
+    if os.fspath(path) == "-":
+        raise RefusedFileError(
+            path, "it does not mean standard output here: choose another name"
+        )
     try:
         yield
     except ValueError as error:

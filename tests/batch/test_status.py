@@ -167,7 +167,8 @@ def test_a_file_that_is_something_else_is_refused(name: str) -> None:
     before = Path("in.jsonl").read_bytes()
     for option in ("--progress-file", "--summary"):
         other = "--summary" if option == "--progress-file" else "--progress-file"
-        ends(run(option, name, other, "./other"), 2, "choose a file of its own")
+        why = "does not mean standard output here" if name == "-" else "choose a file of its own"
+        ends(run(option, name, other, "./other"), 2, why)
     assert Path("in.jsonl").read_bytes() == before
     assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
 

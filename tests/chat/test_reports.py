@@ -89,9 +89,12 @@ def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
 def test_saved_seconds_are_those_of_the_events() -> None:
     """Saved seconds come from the events' curve, and exclude typing ahead and plain guesses."""
     first = usage(cached_tokens=0, evaluated_tokens=100, prefill_s=1.0)
-    assert saved_seconds(
+    saved, is_all = saved_seconds(
         [first, usage(cached_tokens=60, prefetched_tokens=10, evaluated_tokens=1, prefill_s=0.01)],
         100,
-    ) == pytest.approx(0.5)
-    assert saved_seconds([first, usage(cached_tokens=1000, evaluated_tokens=0)], 100) == 0.0
-    assert saved_seconds([], 100) == 0.0
+    )
+    assert (saved, is_all) == (pytest.approx(0.5), True)
+    further = usage(cached_tokens=1000, evaluated_tokens=0)
+    assert saved_seconds([first, further], 100) == (pytest.approx(2.0), False)
+    assert saved_seconds([further], 100) == (0.0, False)
+    assert saved_seconds([], 100) == (0.0, True)

@@ -224,6 +224,15 @@ def test_what_is_no_name_is_an_error_of_the_file(tmp_path: Path, name: str) -> N
     assert not is_stream(tmp_path / name)
 
 
+def test_a_dash_is_not_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it means standard output, so nobody wants a file of that name."""
+    monkeypatch.chdir(tmp_path)
+    for opened in (lambda: written(Path("-")).__enter__(), lambda: open_own("-", append=True)):
+        with pytest.raises(RefusedFileError, match="does not mean standard output here"):
+            opened()
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_stream_is_what_the_program_was_given(tmp_path: Path) -> None:
     """A redirection or `>(command)` is written to from where it stands, and not opened again."""
     with (tmp_path / "out").open("wb") as stream:
