@@ -115,7 +115,7 @@ class CommandTable:
             raise OptionError(f"no such command: {name} ({self._similar(name)}/help lists them)")
         if argument and not command.takes:
             raise OptionError(
-                f"{name} takes no argument; {QUOTES} around a text sends it unchanged"
+                f"{found[1]} takes no argument; {QUOTES} around a text sends it unchanged"
             )
         return command, argument
 

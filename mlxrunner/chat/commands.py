@@ -71,6 +71,15 @@ def parse_settings(text: str) -> dict[str, Any]:
     return options
 
 
+OTHER_WAYS = {
+    "think": "/think on turns thinking on",
+    "nothink": "/think off turns thinking off",
+    "verbose": "/stats shows the speed of the last answer",
+    "format": "mlxrunner generate --schema FILE gives JSON",
+}
+"""The way here to what ollama has after /set."""
+
+
 def set_(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if name == "parameter" and value:  # as ollama has it
@@ -147,6 +156,11 @@ def show(chat: Chat, argument: str) -> None:
 
 def show_message(chat: Chat, argument: str) -> None:
     messages = chat.conversation.messages
+    if argument.isalpha():  # as ollama has it: info, parameters, system ...
+        raise OptionError(
+            f"/show {argument}: N is the number of a message; /show alone shows model, settings "
+            "and system prompt"
+        )
     number = whole_number(argument, default=len(messages))
     if number > len(messages):
         raise OptionError(
@@ -245,8 +259,9 @@ def _source(chat: Chat, name: str) -> str:
 def _known(name: str, names: tuple[str, ...]) -> str:
     name = name.replace("-", "_")
     if name not in names:
-        hint = did_you_mean(name, names)
-        raise OptionError(f"there is no setting {name}: {hint}there are {', '.join(names)}")
+        known = f"there are {', '.join(names)}"
+        way = OTHER_WAYS.get(name) or did_you_mean(name, names).strip() or known
+        raise OptionError(f"there is no setting {name}: {way}")
     return name
 
 

@@ -448,7 +448,8 @@ class Branches:
 
     def _check(self, name: str) -> None:
         if name not in self.others:
-            raise OptionError(f"there is no branch {name!r}: there are {', '.join(self)}")
+            are = "are" if self.others else "is only"
+            raise OptionError(f"there is no branch {name!r}: there {are} {', '.join(self)}")
 
 
 def full_context(

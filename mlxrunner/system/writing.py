@@ -371,9 +371,7 @@ def _found(path: Name) -> os.stat_result:
 def _names_checked(path: Name) -> Iterator[None]:
     """Raise RefusedFileError for the name `-`, and for a NUL or a half surrogate in a name."""
     if os.fspath(path) == "-":
-        raise RefusedFileError(
-            path, "it does not mean standard output here: choose another name"
-        )
+        raise RefusedFileError(path, "it does not mean standard output here: choose another name")
     try:
         yield
     except ValueError as error:

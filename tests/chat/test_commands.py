@@ -26,7 +26,7 @@ def test_a_message_is_shown_whole(chat: Chat, do: Do) -> None:
     text = f"{FENCED}   {'x' * 200}"
     chat.conversation.answer_with(0, text)
     assert do("/show 2") == ["2 assistant:", *text.splitlines()]
-    assert do("/show x")[0].startswith("error: 'x' is not a whole number")
+    assert do("/show 1x")[0].startswith("error: '1x' is not a whole number")
 
 
 def test_the_values_of_a_setting_are_completed(chat: Chat) -> None:
@@ -83,7 +83,7 @@ def test_help_has_every_command(do: Do) -> None:
         ),
         ("/edit 1", "error: there is nothing to edit yet"),
         ("/retry", "error: there is no answer to repeat"),
-        ("/switch", "error: there is no branch '': there are main"),
+        ("/switch", "error: there is no branch '': there is only main"),
         (
             "/branch two words",
             "error: 'two words' can't be the name of a branch: use one word",
@@ -105,6 +105,10 @@ def test_help_has_every_command(do: Do) -> None:
             "error: /export FILE: which file? FILE.json for JSON, anything else is Markdown",
         ),
         ("/set nonsense 3", "error: there is no setting nonsense: there are max_tokens"),
+        ("/set temprature 1", "error: there is no setting temprature: did you mean 'temperature'?"),
+        ("/set nothink", "error: there is no setting nothink: /think off turns thinking off"),
+        ("/show info", "error: /show info: N is the number of a message; /show alone shows model"),
+        ("/exit now", 'error: /exit takes no argument; """ around a text sends it unchanged'),
         ("/set temperature warm", "error: temperature: 'warm' is not a number"),
         ("/set top_k 1.5", "error: top_k: '1.5' is not a whole number"),
         ("/set top_p 3", "error: top_p: 3.0 is out of range, it has to be between 0 and 1"),

@@ -96,7 +96,7 @@ def test_the_branch_that_is_talked_on_can_not_be_dropped(talk: Talk) -> None:
     result = talk(["/branch -d main", "/branch -d other", "/branch other", "/branch -d main"])
     assert result.stderr.splitlines()[:2] == [
         "error: branch main is in use: /switch to another one first",
-        "error: there is no branch 'other': there are main",
+        "error: there is no branch 'other': there is only main",
     ]
     assert result.stderr.splitlines()[3] == "branch main deleted, with 0 turns"
 
