@@ -306,6 +306,9 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
         bar.close()
     last = chunks[-1]
     if not as_json:
+        if last.finish_reason == "length" and (options["schema"] or options["choices"]):
+            why = "the answer was cut off before it was complete"
+            click.echo(f"mlxrunner: {why}: a larger --max-tokens or --context helps", err=True)
         if sys.stderr.isatty():
             _say_if_full(runner, last, options["max_tokens"])
         return

@@ -73,6 +73,8 @@ class Program(HelpGroup):
             raise with_its_meaning(error) from error
         except click.BadParameter as error:
             raise with_our_number(error) from error
+        except click.UsageError as error:
+            raise with_our_way(error) from error
         except (
             click.ClickException,
             click.exceptions.Exit,
@@ -212,6 +214,14 @@ def with_its_meaning(error: click.MissingParameter) -> click.UsageError:
     if name not in MEANINGS:
         return error
     return click.UsageError(f"Missing {name}: {MEANINGS[name]}.", ctx=error.ctx)
+
+
+def with_our_way(error: click.UsageError) -> click.UsageError:
+    """Return the error about a prompt after `chat MODEL` with the command that takes one."""
+    if error.ctx is None or error.ctx.info_name != "chat" or "extra argument" not in error.message:
+        return error
+    hint = "mlxrunner run MODEL PROMPT answers one prompt."
+    return click.UsageError(f"{error.message}. {hint}", ctx=error.ctx)
 
 
 def _as_pair(value: str) -> str:

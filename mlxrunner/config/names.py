@@ -173,7 +173,9 @@ WAYS: dict[str, str] = {
     "no_stream": "Each answer comes as it is made; generate --json prints it when it is whole.",
     "tensor_parallel": "It belongs after mlxrunner launch --hosts FILE --, with the command.",
     "pipeline": "It belongs after mlxrunner launch --hosts FILE --, with the command.",
-    "option": "Each option of a request has its own flag, such as --temperature 0.8.",
+    "option": "stdout gets the answer: `> FILE` keeps it. Each option of a request has its own "
+    "flag, such as --temperature 0.8.",
+    "think": "--chat-template-var enable_thinking=true turns thinking on, and =false turns it off.",
     "format": 'In the file of --schema FILE, {"type": "object"} allows any JSON object.',
     "keepalive": "A command unloads its model when it ends; `mlxrunner serve` has --keep-alive.",
     "nowordwrap": "In a chat, --plain prints answers as they come.",

@@ -36,6 +36,14 @@ def test_a_schema_may_be_typed_in_place_of_its_file() -> None:
     assert wrong.stderr.startswith("mlxrunner: --schema: not valid JSON")
 
 
+def test_an_answer_that_was_cut_off_is_told() -> None:
+    """What is left of it is no JSON; the object of --json has the reason."""
+    cut = ("--schema", json.dumps(SCHEMA), "--max-tokens", "2")
+    assert "cut off before it was complete" in generate(*cut).stderr
+    whole = generate(*cut, "--json")
+    assert (json.loads(whole.stdout)["finish_reason"], whole.stderr) == ("length", "")
+
+
 @pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("more", [[], ["--n", "3"], ["--raw", "--repeat", "2"]], ids=str)
 def test_an_answer_that_fits_a_schema(tmp_path: Path, more: list[str]) -> None:

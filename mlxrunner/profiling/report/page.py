@@ -161,8 +161,8 @@ def diagnosis(summary: Summary) -> str:
     findings, first, rest = summary.diagnosis, summary.headline, summary.unavoidable
     count = "1 request" if rest.requests == 1 else f"{number(rest.requests)} requests"
     said = (
-        f"Nothing is to be done about {number(rest.tokens)} more tokens that were evaluated again, "
-        f"in {count}."
+        f"Nothing could have saved {number(rest.tokens)} more tokens that were evaluated again, in "
+        f"{count}."
         if rest.tokens
         else ""
     )

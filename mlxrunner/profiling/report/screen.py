@@ -253,8 +253,8 @@ def _diagnosis(summary: Summary, to: Console) -> None:
     if first is None:
         to.print(
             _text(
-                "Nothing is to be changed: no token was evaluated again that a change of "
-                "settings or of a client would have saved.",
+                "Nothing to change: no token was evaluated again that other settings or another "
+                "client would have saved.",
                 "bold",
             )
         )
@@ -275,7 +275,8 @@ def _diagnosis(summary: Summary, to: Console) -> None:
     if summary.unavoidable.tokens:
         rest = summary.unavoidable
         count = "1 request" if rest.requests == 1 else f"{number(rest.requests)} requests"
-        to.print(_text(f"Nothing is to be done about {number(rest.tokens)} more, in {count}."))
+        more = f"{number(rest.tokens)} {'' if first is None else 'more '}tokens"
+        to.print(_text(f"Nothing could have saved {more} that were evaluated again, in {count}."))
     to.print()
 
 
