@@ -37,7 +37,7 @@ def test_a_schema_may_be_typed_in_place_of_its_file() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_told() -> None:
-    """What is left of it is no JSON; the object of --json has the reason."""
+    """The rest is no JSON; the object of --json has the reason."""
     cut = ("--schema", json.dumps(SCHEMA), "--max-tokens", "2")
     assert "cut off before it was complete" in generate(*cut).stderr
     whole = generate(*cut, "--json")

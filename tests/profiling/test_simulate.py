@@ -423,7 +423,7 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
         ({"layers": [{}]}, "no requests in"),
         ({"layers": [7]}, "no requests in"),
         ({"layers": [nested(440)]}, "no requests in"),
-        ({"layers": []}, "of parallel requests, which have no entry"),
+        ({"layers": []}, "of parallel requests, which have no cache of their own"),
         ({"thinking": [{"begin": "x"}]}, "no requests in"),
         ({"context": 0}, "no requests in"),
     ],
