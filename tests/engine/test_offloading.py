@@ -194,6 +194,7 @@ def test_a_damaged_file_ends_the_return_and_the_prompt_is_evaluated(talks: Talks
     talks.begin_answer()
     for number in (0, 1):
         talks.say(number)
+    talks.parking.settle()
     for file in talks.parking.folder.iterdir():
         file.write_bytes(file.read_bytes()[:-40] + b"x" * 40)
     talks.say(0)
