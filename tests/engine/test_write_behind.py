@@ -103,7 +103,7 @@ class FakeSlots:
 
 @pytest.fixture
 def on_a_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], tuple[FakeDisk, FakeSlots]]:
-    """Return a maker of slots on a clock, each of whose turns has so many arrays to copy."""
+    """Return a function that makes slots on a clock; each turn has that many arrays to copy."""
 
     def make(count: int, arrays: int) -> tuple[FakeDisk, FakeSlots]:
         disk = FakeDisk(arrays)
