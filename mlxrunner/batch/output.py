@@ -4,12 +4,13 @@ A line is our own object, or one of OpenAI's batch files, and always ASCII. With
 holds nothing that depends on time or on what was reused: each run writes the same bytes.
 
 The file is always a beginning of what the store holds, byte for byte, so any broken end can be
-mended. A Parquet file has its index at the end and can't be continued: it is made of the finished
+mended. A table can't be continued (Parquet has its index at the end): it is made of the finished
 JSON lines in one go, and takes its name when it is on the disk.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 from mlxrunner.batch.openai_format import (
     TokenLogprob,
@@ -204,7 +205,9 @@ SHORTEST_S = 0.1
 SHARE = 20
 """Writes to the disk take at most one part in SHARE of the time."""
 PARQUET = ".parquet"
-"""The end of the name of an output that is written as Parquet."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TABLES = (PARQUET, *DELIMITERS)
+"""The ends of the names of outputs that are written as tables."""
 ROWS = 1000
 """The number of rows of a group, and of those in memory at once."""
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -453,57 +456,74 @@ def answers_in(lines: Iterable[bytes], output: Path) -> Iterator[tuple[int, byte
 
 
 def lines_path(output: str) -> str:
-    """Return the path of the JSON lines beside a Parquet output."""
+    """Return the path of the JSON lines beside a table."""
     return f"{output}.jsonl"
 
 
-def check_parquet(output: str, *, goes_on: bool) -> None:
-    """Raise an error for a Parquet output that can't be written, before anything runs.
+def check_table(output: str, *, goes_on: bool) -> None:
+    """Raise an error for a table that can't be written, before anything runs.
 
-    `goes_on` says that the run is continued, so that the file may be there. Raise OptionError if
-    pyarrow is missing, and OutputError if the file is there or can't be replaced.
+    `goes_on` says that the run is continued, so that the file may be there if its JSON lines are,
+    too. Raise OptionError if pyarrow is missing, and OutputError if the file is there or can't be
+    replaced.
     """
-    try:
-        import pyarrow  # noqa: F401  # asks only if it is there
-    except ImportError as error:
-        raise OptionError(
-            f"-o {output}: Parquet needs pyarrow: {how_to_install('data')}"
-        ) from error
+    if output.lower().endswith(PARQUET):
+        try:
+            import pyarrow  # noqa: F401  # asks only if it is there
+        except ImportError as error:
+            raise OptionError(
+                f"-o {output}: Parquet needs pyarrow: {how_to_install('data')}"
+            ) from error
     check_writable(Path(output), replaced=True)
-    if Path(output).exists() and not goes_on:
+    if Path(output).exists() and not (goes_on and Path(lines_path(output)).exists()):
         raise OutputError(f"{output}: is there already: choose another -o, or remove it")
 
 
-def write_parquet(output: str) -> None:
+def write_table(output: str) -> None:
     """Write the answers in the JSON lines beside it to `output`, in place of what is there.
 
-    Raise OutputError if a file can't be read or written. The old file is then unchanged.
+    The name says the format. Raise OutputError if a file can't be read or written. The old file is
+    then unchanged.
     """
-    import pyarrow
-    from pyarrow.parquet import ParquetWriter
-
     lines = Path(lines_path(output))
     with opened_answers(lines) as stream:
-        schema = _schema(stream)
-        stream.seek(0)
-        rows = (_row(line) for line in stream)
         try:
-            with (
-                written(Path(output)) as text,
-                ParquetWriter(
-                    cast(io.TextIOWrapper, text).buffer, schema, compression="zstd"
-                ) as writer,
-            ):
-                while group := list(islice(rows, ROWS)):
-                    if schema.field("id").type == pyarrow.string():
-                        ids = (None if row["id"] is None else str(row["id"]) for row in group)
-                        group = [row | {"id": name} for row, name in zip(group, ids, strict=True)]
-                    writer.write_table(pyarrow.Table.from_pylist(group, schema))
+            with written(Path(output), newline="") as text:
+                if output.lower().endswith(PARQUET):
+                    _write_parquet(stream, text)
+                else:
+                    _write_csv(stream, text, DELIMITERS[output[-4:].lower()])
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
             raise OutputError(
                 f"{output}: can't be written: {why}; the answers are in {lines}"
             ) from error
+
+
+def _write_parquet(lines: BinaryIO, output: IO[str]) -> None:
+    import pyarrow
+    from pyarrow.parquet import ParquetWriter
+
+    schema = _schema(lines)
+    lines.seek(0)
+    rows = (_row(line) for line in lines)
+    binary = cast(io.TextIOWrapper, output).buffer
+    with ParquetWriter(binary, schema, compression="zstd") as writer:
+        while group := list(islice(rows, ROWS)):
+            if schema.field("id").type == pyarrow.string():
+                ids = (None if row["id"] is None else str(row["id"]) for row in group)
+                group = [row | {"id": name} for row, name in zip(group, ids, strict=True)]
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))
+
+
+def _write_csv(lines: BinaryIO, output: IO[str], delimiter: str) -> None:
+    """Write the columns of Parquet but the last, which repeats the others as JSON."""
+    names = ("id", "index", "text", "finish_reason", "error", *COUNTS)
+    table = csv.DictWriter(
+        output, names, extrasaction="ignore", delimiter=delimiter, lineterminator="\n"
+    )
+    table.writeheader()
+    table.writerows(map(_row, lines))
 
 
 def _schema(stream: BinaryIO) -> Any:

@@ -364,7 +364,7 @@ def open_runner(
     """
     lanes, why = lanes_of(job, found)
     if lanes > 1:
-        runner = _several(job, lanes, found, context, say)
+        runner = _several(job, lanes, found, context, say, progress)
         if isinstance(runner, Engine):
             return runner
         why = runner
@@ -375,11 +375,17 @@ def open_runner(
 
 
 def _several(
-    job: Job, lanes: int, found: Survey, context: int, say: Callable[[str], None]
+    job: Job,
+    lanes: int,
+    found: Survey,
+    context: int,
+    say: Callable[[str], None],
+    progress: LoadProgress,
 ) -> Engine | str:
     """Return a runner for several lines at a time, or the reason why it has to be one."""
-    loaded = load_model(job.model, trust_remote_code=job.trust_remote_code)
+    loaded = load_model(job.model, trust_remote_code=job.trust_remote_code, progress=progress)
     while lanes > 1:
+        progress(f"trying the longest step of {lanes} lines", 0, None)
         try:
             runner = Engine.of(
                 loaded,

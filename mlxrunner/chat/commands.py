@@ -26,7 +26,7 @@ from mlxrunner.options import (
     RunnerSettings,
     chat_options,
 )
-from mlxrunner.profiling.schema import explain_reuse, remedy
+from mlxrunner.profiling.schema import PARTING, explain_reuse, remedy
 from mlxrunner.results import Usage
 from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.system.writing import written
@@ -688,14 +688,19 @@ def explain(chat: Chat, argument: str) -> None:
     if not chat.conversation.usages:
         chat.say("no turn yet")
         return
-    for line in explanation(chat.conversation.usages[-1]):
+    for line in explanation(chat.conversation.usages[-1], chat.parted_by):
         chat.say(line)
 
 
-def explanation(usage: Usage) -> list[str]:
-    """Return lines that say why a turn did not reuse more."""
+def explanation(usage: Usage, parted_by: str = "") -> list[str]:
+    """Return lines that say why a turn did not reuse more.
+
+    `parted_by`: the command of the user that changed the conversation before the turn.
+    """
     lines = [explain_reuse(usage.as_dict())]
-    if mend := remedy(usage.reason, has_one_entry=True):
+    if parted_by and usage.reason in PARTING:
+        lines.append(f"that is the effect of {parted_by}")
+    elif mend := remedy(usage.reason, has_one_entry=True):
         lines.append(f"remedy: {mend}")
     if usage.missed_tokens:
         lines.append(f"{usage.missed_tokens} missed tokens had been evaluated before")

@@ -111,6 +111,10 @@ class Chat:
     """Functions called after each command."""
     load_elsewhere: Callable[[str, dict[str, Any]], Runner] | None = None
     """Loads another model on several ranks, from its name and options; None: on this one alone."""
+    changed_by: str = ""
+    """The command that changed the conversation since the last turn; "" if none did."""
+    parted_by: str = ""
+    """The command that made the last turn leave the turns before it; "" if none did."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     keyboard: Keyboard = field(default_factory=Keyboard)
 
@@ -229,9 +233,12 @@ class Chat:
     def _run_command(self, command: Command, argument: str) -> None:
         state = UndoState(self.branches.current, self.conversation.branch)
         self.undo_history.push(state)
+        earlier, self.changed_by = self.changed_by, command.name
         try:
             command.run(self, argument)
         finally:
+            if self.changed_by and self.conversation.branch == state.branch:
+                self.changed_by = earlier
             present = {self.branches.current: self.conversation.branch}
             self.undo_history.settle(state, self.branches.others | present)
         for act in self.after_command:
@@ -367,6 +374,7 @@ class Chat:
 
     def _answered(self, before: History) -> None:
         if self.conversation.history is not before:
+            self.parted_by, self.changed_by = self.changed_by, ""
             for act in self.after_turn:
                 act(self)
 

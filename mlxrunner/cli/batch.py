@@ -65,7 +65,10 @@ _FIRST = click.option(
     "-o",
     "--output",
     metavar="FILE",
-    help="Write the answers to FILE; - is standard output. FILE.parquet is written at the end.",
+    help=(
+        "Write the answers to FILE; - is standard output. FILE.csv, .tsv or .parquet is a table, "
+        "written at the end."
+    ),
 )
 _LAST = (
     click.option(
@@ -123,7 +126,7 @@ SOME_FAILED = 3
     "--output",
     metavar="FILE",
     required=True,
-    help="Write all answers to FILE, which must not exist; FILE.parquet is a table.",
+    help="Write all answers to FILE, which must not exist; .csv, .tsv or .parquet is a table.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 def merge(outputs: tuple[str, ...], output: str, quiet: bool) -> None:
@@ -136,14 +139,14 @@ def merge(outputs: tuple[str, ...], output: str, quiet: bool) -> None:
     failed, 2 if nothing was written.
     """
     from mlxrunner.batch.job import merge_shards
-    from mlxrunner.batch.output import PARQUET, check_parquet, lines_path, write_parquet
+    from mlxrunner.batch.output import TABLES, check_table, lines_path, write_table
 
-    table = output if output.lower().endswith(PARQUET) else None
+    table = output if output.lower().endswith(TABLES) else None
     if table is not None:
-        check_parquet(table, goes_on=False)
+        check_table(table, goes_on=False)
     whole = merge_shards(outputs, output if table is None else lines_path(table))
     if table is not None:
-        write_parquet(table)
+        write_table(table)
     if not quiet:
         failed = f", {whole.failed} of them failed" if whole.failed else ""
         click.echo(
@@ -256,9 +259,9 @@ def batch(
     if options["pictures"]:
         check_pictures(raw=options["raw"], options=recorded, by="--pictures")
     table = _table(output, only_plan, options)
-    if output and not quiet and output.lower().endswith((".csv", ".tsv", ".xlsx")):
+    if output and not quiet and output.lower().endswith((".xls", ".xlsx", ".ods")):
         name = line_text(output)
-        click.echo(f"{name}: gets lines of JSON; a name with .parquet gets a table", err=True)
+        click.echo(f"{name}: gets lines of JSON; a name with .csv gets a table", err=True)
     written = lines_path(table) if table else output or STANDARD
     own = take(options, _OWN) | {"inputs": inputs, "output": written, "model": model}
     own |= {"loading": _loading(options), "several": take(options, _SEVERAL)}
@@ -295,21 +298,21 @@ def _check_together(
 
 
 def _table(output: str | None, only_plan: bool, options: dict[str, Any]) -> str | None:
-    """Return `output` if it is a Parquet table, else None.
+    """Return `output` if it is a table, else None.
 
     Raise OptionError if that can't be written.
     """
-    from mlxrunner.batch.output import PARQUET, check_parquet
+    from mlxrunner.batch.output import TABLES, check_table
 
-    if not output or not output.lower().endswith(PARQUET):
+    if not output or not output.lower().endswith(TABLES):
         return None
     if options["shard"]:
         raise OptionError(
             f"-o {line_text(output)}: shards are written as JSON lines, such as part.jsonl; "
-            "`mlxrunner batch merge ... -o answers.parquet` makes the table"
+            "`mlxrunner batch merge ... -o {line_text(output)}` makes the table"
         )
     if not only_plan:
-        check_parquet(output, goes_on=options["resume"] or options["retry_failed"])
+        check_table(output, goes_on=options["resume"] or options["retry_failed"])
     return output
 
 
@@ -356,11 +359,11 @@ def _run(
 ) -> None:
     """Run or plan the job, and end with the exit code.
 
-    `table` is the path of a Parquet file for the answers, once all are there. `cluster` says where
+    `table` is the path of a table for the answers, once all are there. `cluster` says where
     the lines run.
     """
     from mlxrunner.batch.inputs import STANDARD
-    from mlxrunner.batch.output import write_parquet
+    from mlxrunner.batch.output import write_table
     from mlxrunner.batch.work import plan_job, run_job
     from mlxrunner.errors import CutOffError
     from mlxrunner.terminal.progress import LINE_EVERY_S, Progress
@@ -384,10 +387,10 @@ def _run(
                 elsewhere = partial(over_workers, partial(opened_dask, cluster), profile)
             tally = run_job(job, progress, profile.watch, elsewhere)
             if table is not None and not tally.stopped:
-                write_parquet(table)
+                write_table(table)
             progress.close()
             if not quiet:
-                _report(job, tally)
+                _report(job, tally, table or job.output)
             if tally.stopped:
                 _say_how_to_go_on(job)
     except (KeyboardInterrupt, SystemExit, CutOffError):
@@ -404,12 +407,12 @@ def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def _report(job: Job, tally: Tally) -> None:
+def _report(job: Job, tally: Tally, output: str) -> None:
     if tally.done or tally.stopped:
         click.echo(tally.summary(), err=True)
     elif tally.total:
         click.echo(
-            f"{line_text(job.output)} is complete ({tally.total} lines): nothing to do", err=True
+            f"{line_text(output)} is complete ({tally.total} lines): nothing to do", err=True
         )
     else:
         source = ", ".join(

@@ -107,7 +107,7 @@ def plan(model: str, measure: bool, as_json: bool, wire: str, **options: Any) ->
 
     made = plan_model(model, **options)
     if measure and made.fits:
-        with loading(model) as show:
+        with loading(model, leaves=True) as show:
             loaded = Runner.load(model, progress=show, **{**options, "context": made.context})
         made = loaded.plan or made
     wired = device.wirable(made.wired(wire))

@@ -70,11 +70,13 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
 @click.option(
     "--rank",
     type=click.IntRange(1),
+    metavar="N",
     help="With --hosts: follow rank 0 as this rank. Ranks with a loopback address need no start.",
 )
 @click.option(
     "--rank-port",
     type=click.IntRange(1024, 65535),
+    metavar="PORT",
     default=FIRST_PORT,
     show_default=True,
     help="With --hosts: the first port between the ranks; one more for each rank follows.",

@@ -675,7 +675,7 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
     # A download shows a bar of its own.
     for name in filter(None, (model, loading.get("draft_model"))):
         resolve(name, with_code=loading["trust_remote_code"])
-    with loading_bar(model) as show:
+    with loading_bar(model, leaves=True) as show:
         return Runner.load(model, progress=show, **loading)
 
 

@@ -290,6 +290,7 @@ def _print(report: Findings, as_json: bool) -> None:
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
+    metavar="N",
     help="Number of times to measure each. [default: 3, with --quick 1]",
 )
 @click.option("--quick", is_flag=True, help="Run one round of one short prompt, as a test.")

@@ -197,7 +197,7 @@ def _loaded(
     manager = ModelManager(names, opening, record.watch, record.ended)
     if journal is not None:
         manager.on_prompt = journal.prompt
-    with loading(model) as show:
+    with loading(model, leaves=True) as show:
         return manager, manager.load_first(show)
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.system.reading import read_text
 from mlxrunner.system.writing import written
+from mlxrunner.terminal.signals import GIVES_BACK
 
 MARK_PASTES, UNMARK_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
 SHOW_CURSOR = b"\x1b[?25h"
@@ -59,6 +60,7 @@ class Keyboard:
         if self._terminal and self._depth == 0:
             signal.signal(signal.SIGTSTP, self._on_stop)
             signal.signal(signal.SIGCONT, self._on_continue)
+            GIVES_BACK.remove(self._release)
             self._release()
 
     def typed_before(self) -> str:
@@ -159,6 +161,7 @@ class Keyboard:
         self._quiet = termios.tcgetattr(sys.stdin.fileno())
         self._quiet[0] &= ~termios.ICRNL
         self._quiet[3] &= ~(termios.ECHO | termios.ICANON)
+        GIVES_BACK.append(self._release)
         self._take()
         self._cooked = _waiting()
         self._on_stop = signal.signal(signal.SIGTSTP, self._asked)

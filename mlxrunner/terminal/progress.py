@@ -10,10 +10,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import Lock, Timer
 from typing import TYPE_CHECKING, TextIO
 
+from mlxrunner.terminal.signals import heard_at_once, leave_at_once
 from mlxrunner.terminal.text import duration, size, visible
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ WIDTH = 20
 class Progress:
     """A line of text with a bar, which `update` replaces and `close` removes.
 
-    It can be used again after `close`.
+    The bar says so if Ctrl-C has to wait for a long step. It can be used again after `close`.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class Progress:
         self._text: str | Callable[[], str] = ""
         self._done = 0
         self._total: int | None = None
+        self._hearing = ExitStack()
+        self._is_stopping = False
         self._began = self._last_line = time.monotonic()
 
     @property
@@ -110,12 +113,15 @@ class Progress:
             if self._live is not None:
                 self._live.stop()
             self._timer, self._live = None, None
+        self._hearing.close()
+        self._is_stopping = False
 
     def _show_in_time(self) -> None:
         with self._lock:
             if self._timer is None:
                 self._timer = Timer(self._patience_s, self._show)
                 self._timer.daemon = True
+                self._hearing.enter_context(heard_at_once(self._held_up))
                 if self._patience_s:
                     self._timer.start()
                     return
@@ -154,7 +160,11 @@ class Progress:
         return line
 
     def _words(self) -> str:
-        return self._text if isinstance(self._text, str) else self._text()
+        text = self._text if isinstance(self._text, str) else self._text()
+        return f"stopping after this step: {text}" if self._is_stopping else text
+
+    def _held_up(self, number: int) -> None:
+        self._is_stopping = True
 
 
 class PrefillBar(Progress):
@@ -184,7 +194,7 @@ class PrefillBar(Progress):
         done, total, cached = self._done, self._total or 1, self._cached or 0
         text = f"evaluating the prompt ({cached / total:.0%} was cached): {done}/{total} tokens"
         if done <= cached:
-            return text
+            return f"{text}, {duration(self.elapsed_s)}"
         left_s = self.elapsed_s / (done - cached) * (total - done)
         return f"{text}, {duration(left_s)} left"
 
@@ -221,21 +231,32 @@ def reading(things: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def loading(
-    model: str, *, is_quiet: bool = False
+    model: str, *, is_quiet: bool = False, leaves: bool = False
 ) -> Iterator[Callable[[str, int, int | None], None]]:
     """Show, in a terminal only, that `model` is being loaded, if that takes long.
 
-    Yield a function that shows a step of it, and how many of how many bytes are done.
+    Yield a function that shows a step of it, and how many of how many bytes are done. `leaves`:
+    nothing can be lost, so Ctrl-C and `kill` end the process at once, in the midst of a step.
     """
     progress = Progress(patience_s=PATIENCE_S, is_quiet=is_quiet)
 
     def show(step: str, done: int, total: int | None) -> None:
-        part = f", {size(done)} of {size(total)}" if total else ""
-        progress.update(f"loading {model}: {step}{part}", done, total)
+        began = time.monotonic()
+
+        def shown() -> str:
+            part = f"{size(done)} of {size(total)}" if total else duration(time.monotonic() - began)
+            return f"loading {model}, {part}: {step}"
+
+        progress.update(shown, done, total)
+
+    def leave(number: int) -> None:
+        progress.pause()
+        leave_at_once(number)
 
     try:
         progress.update(f"loading {model}")
-        yield show
+        with heard_at_once(leave, patience_s=0.0) if leaves else nullcontext():
+            yield show
     finally:
         progress.close()
 

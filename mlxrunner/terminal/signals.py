@@ -130,6 +130,52 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+HELD_UP_S = 0.3
+"""Seconds in which the main thread handles a signal unless a long step of MLX holds it up."""
+GIVES_BACK: list[Callable[[], None]] = []
+"""Functions that give the terminal back, if the process has to leave from another thread."""
+
+
+@contextmanager
+def heard_at_once(act: Callable[[int], None], patience_s: float = HELD_UP_S) -> Iterator[None]:
+    """Call `act` with the number of a signal that ends the command, although its handler waits.
+
+    Python runs handlers between two instructions of the main thread, so a long step of MLX holds
+    them up. `act` runs in another thread, unless the block ends within `patience_s` seconds after
+    the signal; without patience, always. Outside the main thread nothing is heard.
+    """
+    if not is_main_thread():
+        yield
+        return
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    ended = threading.Event()
+
+    def listen() -> None:
+        while number := os.read(woken, 1):
+            if number[0] in (signal.SIGINT, *ENDS) and not (patience_s and ended.wait(patience_s)):
+                act(number[0])
+
+    thread = threading.Thread(target=listen, daemon=True, name="signals")
+    thread.start()
+    before = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        os.close(waker)
+        thread.join()
+        os.close(woken)
+
+
+def leave_at_once(number: int) -> None:
+    """Give the terminal back and end the process, from any thread, without further cleaning up."""
+    for give_back in GIVES_BACK:
+        give_back()
+    os._exit(128 + number)
+
+
 def say_now(text: str) -> None:
     """Write a line to stderr from a signal handler, which may interrupt a `print`."""
     if sys.stderr is not None:  # otherwise 2 may be any file

@@ -10,7 +10,8 @@ import pytest
 from support.chats import Do
 
 from mlxrunner.chat.commands import explanation, saved_seconds
-from mlxrunner.profiling.schema import REASONS, remedy
+from mlxrunner.chat.repl import Chat
+from mlxrunner.profiling.schema import PARTING, REASONS, remedy
 from mlxrunner.results import CacheUse, MemoryUse, Timing, Usage
 
 FLAT = [
@@ -84,6 +85,20 @@ def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
         re.fullmatch(r"last turn  partial \(diverged\): \d+ prompt tokens, \d+ matched", line)
         for line in lines
     )
+
+
+@pytest.mark.parametrize("command", ["/clear", "/undo", "/edit 1", "/retry", "/system Be brief."])
+def test_a_turn_that_the_user_parted_needs_no_remedy(do: Do, chat: Chat, command: str) -> None:
+    """The command is named; /stats between does not count, and neither does the turn after it."""
+    chat.write = lambda text: text + "!"  # type: ignore[method-assign]
+    chat.edit = lambda text, after: text + "!"  # type: ignore[method-assign]
+    follows = [] if command.startswith(("/edit", "/retry")) else ["Zed is my bike."]
+    told = do("Ann is my name.", "Rex is my dog.", command, "/stats", *follows, "/explain")
+    reason = chat.conversation.usages[-1].reason
+    assert not any(line.startswith("remedy") for line in told)
+    assert (f"that is the effect of {command.split()[0]}" in told) == (reason in PARTING)
+    assert (reason in PARTING) or command == "/retry"
+    assert not any("effect" in line for line in do("And now?", "/explain"))
 
 
 def test_saved_seconds_are_those_of_the_events() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -172,6 +173,26 @@ def test_answers_become_a_parquet_file_when_all_are_there() -> None:
     assert [row["line"] for row in rows] == Path("out.parquet.jsonl").read_text().splitlines()
     assert Path("out.parquet").stat().st_mode & 0o777 == 0o600
     ends(run("in.jsonl", "-o", "out.parquet"), 2, "out.parquet: is there already")
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.TSV"])
+def test_answers_become_a_text_table_when_all_are_there(name: str) -> None:
+    """It needs no package; a file of lines from before is never replaced."""
+    write({"id": "a", "prompt": 'Say "hi", and\nbye'}, {"id": 2, "prompt": "Hi", "max_tokens": -1})
+    ends(run("in.jsonl", "-o", name, "--max-tokens", 4), 3)
+    with Path(name).open(newline="") as stream:
+        first, second = csv.DictReader(stream, delimiter="," if name == "out.csv" else "\t")
+    lines = [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+    assert (first["id"], first["index"], first["text"]) == ("a", "0", lines[0]["text"])
+    assert int(first["completion_tokens"]) == lines[0]["usage"]["completion_tokens"]
+    assert (second["id"], second["text"], second["error"]) == ("2", "", lines[1]["error"])
+    ends(run("in.jsonl", "-o", name, "--max-tokens", 4), 2, f"{name}: is there already")
+    said = run("in.jsonl", "-o", name, "--max-tokens", 4, "--resume").stderr
+    assert f"{name} is complete (2 lines)" in said
+    Path(f"{name}.jsonl").unlink()
+    before = Path(name).read_bytes()
+    ends(run("in.jsonl", "-o", name, "--resume"), 2, f"{name}: is there already")
+    assert Path(name).read_bytes() == before
 
 
 def test_a_parquet_file_comes_with_the_end_of_a_run_that_is_resumed() -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,6 +17,7 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner.terminal import progress
 from mlxrunner.terminal.progress import PrefillBar, Progress, Steps, loading, log_to_stderr, reading
+from mlxrunner.terminal.signals import uninterrupted
 
 
 class Screen(io.StringIO):
@@ -185,6 +190,38 @@ def test_a_log_line_comes_above_the_bar(
     assert "working" in bar_again
     quiet_logger.info("the last one")
     assert screen.getvalue().endswith("the last one\n")
+
+
+def test_a_bar_says_at_once_that_ctrl_c_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a bar of new work after that."""
+    screen = terminal(monkeypatch)
+    bar = Progress()
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        bar.update("a long step")
+        os.kill(os.getpid(), signal.SIGINT)
+        screen.until("stopping after this step: a long step")
+        bar.close()
+    bar.update("more")
+    screen.until(" more")
+    bar.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_that_loads_a_model_leaves_at_once(number: signal.Signals) -> None:
+    """The main thread is in a step that runs no handler; the terminal is given back."""
+    code = (
+        "import os, time\n"
+        "from mlxrunner.terminal import progress, signals\n"
+        "signals.GIVES_BACK.append(lambda: print('given back', flush=True))\n"
+        "with signals.orderly_end(), signals.uninterrupted():\n"
+        "    with progress.loading('demo', leaves=True):\n"
+        f"        os.kill(os.getpid(), {number:d})\n"
+        "        while True:\n"
+        "            try: time.sleep(60)\n"
+        "            except SystemExit: pass\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout) == (128 + number, b"given back\n")
 
 
 @pytest.fixture

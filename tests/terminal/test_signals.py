@@ -6,11 +6,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from support.waiting import PATIENCE_S
 
-from mlxrunner.terminal.signals import Interrupts, orderly_end, say_now, uninterrupted
+from mlxrunner.terminal.signals import (
+    Interrupts,
+    heard_at_once,
+    orderly_end,
+    say_now,
+    uninterrupted,
+)
 
 
 def press() -> None:
@@ -206,3 +214,28 @@ def test_a_signal_to_end_is_an_exit_once() -> None:
     with orderly_end():
         assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_press_that_has_to_wait_is_heard_at_once() -> None:
+    """Another thread hears it; one whose block ends within the patience is nobody's concern."""
+    heard, acted = list[int](), threading.Event()
+
+    def act(number: int) -> None:
+        heard.append(number)
+        acted.set()
+
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with heard_at_once(act, 0.01):
+            press()
+            assert acted.wait(PATIENCE_S)
+        with heard_at_once(heard.append, PATIENCE_S):
+            press()
+    with pytest.raises(KeyboardInterrupt), heard_at_once(heard.append, 0.0):
+        press()
+    assert heard == [signal.SIGINT] * 2
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_nothing_is_heard_in_another_thread() -> None:
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lambda: heard_at_once(print).__enter__()).result()

@@ -154,9 +154,9 @@ def test_a_model_that_is_loaded_again_shows_a_bar(open_screen: Any) -> None:
         "from mlxrunner.cli import main; main(['chat', '--set', 'no_type_ahead=true'])\n"
     )
     screen = open_screen("-c", code)
-    assert "loading demo: trying the longest step, at the end of 2048 tokens" in screen.prompt().raw
+    assert "s: trying the longest step, at the end of 2048 tokens" in screen.prompt().raw
     for command, context in (("/set context 300", 300), ("/model demo", 300)):
         before = len(screen.raw)
         screen.say(command)
-        shown = f"loading demo: trying the longest step, at the end of {context} tokens"
+        shown = f"s: trying the longest step, at the end of {context} tokens"
         assert shown in screen.raw[before:]
