@@ -18,9 +18,8 @@ from typing import Any
 from speculation import alike
 
 from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.engine.draft_model import MOST_ANSWERS, DraftCachePool, DraftModel
 from mlxrunner.engine.engine import Engine
-from mlxrunner.engine.speculation.model import DraftModel
-from mlxrunner.engine.speculation.sources import MOST_ANSWERS, DraftCachePool
 
 PROMPT, ANSWER = 64, 96
 """Tokens of a prompt and of its answer."""

@@ -30,7 +30,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlxrunner import Runner
 from mlxrunner.bench.harness import random_llama
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.engine.speculation.model import DraftModel
+from mlxrunner.engine.draft_model import DraftModel
 from mlxrunner.models.load import load_model
 from mlxrunner.results import Chunk
 

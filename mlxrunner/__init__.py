@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
-    from mlxrunner.engine.handle import Handle
-    from mlxrunner.engine.parallel_runner import ParallelRunner
+    from mlxrunner.engine.parallel_runner import Handle, ParallelRunner
     from mlxrunner.engine.thread import Stats
     from mlxrunner.errors import (
         BrokenLineError,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_layer_caches
-from mlxrunner.engine.speculation.model import DraftModel, check_vocabularies
+from mlxrunner.engine.draft_model import DraftModel, check_vocabularies
 from mlxrunner.errors import MemoryPlanError, ModelError, OptionError
 from mlxrunner.memory.plan import Demand, Plan, choose
 from mlxrunner.memory.reserve import (

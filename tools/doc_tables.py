@@ -106,8 +106,7 @@ def _settings() -> str:
 def _settings_of_many() -> str:
     """List the settings of a runner of many requests that differ from those of a runner."""
     from mlxrunner.config.option import about
-    from mlxrunner.engine.settings import OpenSettings
-    from mlxrunner.options import RunnerSettings
+    from mlxrunner.options import OpenSettings, RunnerSettings
 
     known = {one.name: about(one) for one in fields(RunnerSettings)}
     return _options([one for one in fields(OpenSettings) if about(one) != known.get(one.name)])

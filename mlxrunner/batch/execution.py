@@ -23,8 +23,7 @@ from mlxrunner.batch.store import InputLine, Store, StoredLine, place_of
 from mlxrunner.cache.lookup import Earlier
 from mlxrunner.config.option import check_kind, listed
 from mlxrunner.engine.engine import Engine, EngineHandle, MultiRequestRunner
-from mlxrunner.engine.handle import Handle, wait_for_news
-from mlxrunner.engine.parallel_runner import ParallelRunner
+from mlxrunner.engine.parallel_runner import Handle, ParallelRunner, wait_for_news
 from mlxrunner.errors import (
     BusyError,
     CacheFullError,

@@ -39,7 +39,6 @@ from mlxrunner.batch.output import (
 from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.store import CUT, Store
 from mlxrunner.batch.tables import Columns, Template
-from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.errors import (
     DifferentRunError,
     MlxrunnerError,
@@ -50,7 +49,7 @@ from mlxrunner.errors import (
 )
 from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
-from mlxrunner.options import check_raw
+from mlxrunner.options import EngineSettings, check_raw
 from mlxrunner.system.reading import read_json
 from mlxrunner.system.writing import is_stream, sealed, write_errors_as, written
 

@@ -39,7 +39,7 @@ from mlxrunner.bench.harness import (
     some_tokens,
     wait,
 )
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.errors import MlxrunnerError, OptionError
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.reserve import must_fit, weights_of

@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 from mlxrunner.cache.tokens import FIRST_OF_PICTURES, Shift, as_tokens, common_prefix, words
 from mlxrunner.chat.attachments import Album
 from mlxrunner.config.option import MODEL, Settings, values
-from mlxrunner.engine.pace import Pace
-from mlxrunner.engine.requests import Progress
+from mlxrunner.engine.request import Progress
+from mlxrunner.engine.scheduling.pacing import Pace
 from mlxrunner.errors import OptionError
 from mlxrunner.options import CHOOSING, sampling
 from mlxrunner.results import Chunk, Usage

@@ -41,9 +41,8 @@ from mlxrunner.cli.program import F, line_text, visible_text
 from mlxrunner.cli.prompt import check_pictures
 from mlxrunner.cluster.options import ClusterOptions, Connection, check_installed
 from mlxrunner.config.option import about
-from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.errors import OptionError
-from mlxrunner.options import GenerateOptions, RunnerSettings
+from mlxrunner.options import EngineSettings, GenerateOptions, RunnerSettings
 
 if TYPE_CHECKING:
     from mlxrunner.batch.job import Job

@@ -40,9 +40,15 @@ from mlxrunner.config.option import (
     size_text,
     values,
 )
-from mlxrunner.engine.settings import OpenSettings
 from mlxrunner.errors import OptionError, ReadError
-from mlxrunner.options import EMBEDDED, GREEDY, STOP_IDS, GenerateOptions, RunnerSettings
+from mlxrunner.options import (
+    EMBEDDED,
+    GREEDY,
+    STOP_IDS,
+    GenerateOptions,
+    OpenSettings,
+    RunnerSettings,
+)
 from mlxrunner.system.reading import read_text
 
 if TYPE_CHECKING:

@@ -24,26 +24,36 @@ import numpy as np
 from mlxrunner.cache.account import TokenAccounting
 from mlxrunner.cache.layers.factory import check_quantized
 from mlxrunner.config.option import check_flag, check_kind, listed, shown, with_current_names
-from mlxrunner.engine.answer import AnswerStream
 from mlxrunner.engine.backends.proof import engine_for
-from mlxrunner.engine.observation import Observer, drafted, tell, usage_of
+from mlxrunner.engine.draft_model import DraftCachePool
 from mlxrunner.engine.opening import EngineConfig, check_seeing, parking_of, seats_of, seeing
-from mlxrunner.engine.owner import Closing, Owned, Owner
-from mlxrunner.engine.requests import prepare
+from mlxrunner.engine.request import (
+    ActiveRequest,
+    AnswerStream,
+    Observer,
+    drafted,
+    prepare,
+    tell,
+    usage_of,
+)
 from mlxrunner.engine.scheduling.pacing import Priority
 from mlxrunner.engine.scheduling.pacing import check as check_turn
-from mlxrunner.engine.scheduling.request import ActiveRequest
-from mlxrunner.engine.scheduling.scheduler import Scheduler
+from mlxrunner.engine.scheduling.scheduler import Closing, Owned, Owner, Scheduler
 from mlxrunner.engine.scheduling.slots import Slot
-from mlxrunner.engine.settings import EngineKwargs, EngineSettings, OpenKwargs, OpenSettings
-from mlxrunner.engine.speculation.sources import DraftCachePool
 from mlxrunner.errors import CacheFullError, MlxrunnerError, NoFreeSlotError, OptionError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts, is_run_by_mlx_vlm
 from mlxrunner.models.load import LoadedModel, load_model
 from mlxrunner.models.resolve import name_of
-from mlxrunner.options import GenerateOptions, SubmitKwargs
+from mlxrunner.options import (
+    EngineKwargs,
+    EngineSettings,
+    GenerateOptions,
+    OpenKwargs,
+    OpenSettings,
+    SubmitKwargs,
+)
 from mlxrunner.results import Chunk, FinishReason, Result, Usage
 from mlxrunner.system import device
 from mlxrunner.tokenizer import Tokenizer

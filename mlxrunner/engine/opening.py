@@ -10,12 +10,15 @@ import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_layer_caches
 from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.engine.backends.batched import BatchedModel
-from mlxrunner.engine.backends.sequential import SequentialModel
+from mlxrunner.engine.draft_model import (
+    MOST_ANSWERS,
+    DraftCachePool,
+    DraftModel,
+    check_vocabularies,
+)
 from mlxrunner.engine.sampling import NextToken, dispatch
-from mlxrunner.engine.settings import OpenSettings
-from mlxrunner.engine.speculation.model import DraftModel, check_vocabularies
-from mlxrunner.engine.speculation.sources import MOST_ANSWERS, DraftCachePool
 from mlxrunner.errors import MemoryPlanError, OptionError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import (
@@ -37,7 +40,7 @@ from mlxrunner.memory.reserve import (
 )
 from mlxrunner.models.facts import without_weights
 from mlxrunner.models.load import LoadedModel, load_model, tell_nobody
-from mlxrunner.options import GenerateOptions
+from mlxrunner.options import GenerateOptions, OpenSettings
 from mlxrunner.system import device
 from mlxrunner.terminal.text import size
 

@@ -19,9 +19,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mlxrunner.engine.engine import Engine
+from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.scheduling.eviction import step_failed
 from mlxrunner.engine.scheduling.pacing import FAIR, order
-from mlxrunner.engine.scheduling.request import ActiveRequest
 from mlxrunner.errors import (
     BusyError,
     CacheFullError,

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlxrunner.cache.checkpoints import HEADER
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, layouts_of, run_lazily
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.engine.answer import SEED_TOKENS
+from mlxrunner.engine.request import SEED_TOKENS
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import (
     SMALLEST_STEP,

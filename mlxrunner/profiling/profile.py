@@ -38,7 +38,7 @@ from mlxrunner.config.option import (
     check_text,
     listed,
 )
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.fingerprint import loaded_fingerprint
 from mlxrunner.options import RunnerSettings
@@ -57,7 +57,8 @@ from mlxrunner.profiling.schema import (
 )
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.results import Rate, logger
-from mlxrunner.runner import CHECKPOINT_BUDGET, Runner
+from mlxrunner.options import CHECKPOINT_BUDGET
+from mlxrunner.runner import Runner
 from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.templates.messages import thinking_tokens
 from mlxrunner.tokenizer.prompt import Seeing

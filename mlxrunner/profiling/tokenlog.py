@@ -24,7 +24,7 @@ from mlxrunner.profiling.logs import LogLines
 from mlxrunner.results import with_new_names
 
 if TYPE_CHECKING:
-    from mlxrunner.engine.observation import Observation, SchedulingRecord
+    from mlxrunner.engine.request import Observation, SchedulingRecord
     from mlxrunner.profiling.schema import Event
 
 

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.engine.answer import CLEAR_EVERY
+from mlxrunner.engine.request import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError, ModelError, NotSupportedError
 from mlxrunner.memory.reserve import weights_of

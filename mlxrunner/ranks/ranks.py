@@ -17,8 +17,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.protocol import LayerCache, SavedEntry
-from mlxrunner.engine.backends.sequential import SequentialModel
-from mlxrunner.engine.control import EntryControl
+from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.errors import ModelError
 from mlxrunner.models.files import ModelShard, ShardingWay, read_config, take_all
 from mlxrunner.models.fingerprint import by_files
@@ -39,7 +38,7 @@ from mlxrunner.ranks.passes import (
     undisturbed,
 )
 from mlxrunner.results import logger
-from mlxrunner.runner import Runner
+from mlxrunner.runner import EntryControl, Runner
 from mlxrunner.terminal.text import size
 
 WAITING_S: float | None = 10.0

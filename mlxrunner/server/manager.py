@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mlxrunner.engine.handle import Handle, news_of
+from mlxrunner.engine.parallel_runner import Handle, news_of
 from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.profiling.divergence import PromptRecord

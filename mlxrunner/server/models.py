@@ -16,10 +16,9 @@ from mlxrunner.config.file import read_config_file
 from mlxrunner.config.known_models import hub_id_of
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import MODEL, layer, names, settled, values
+from mlxrunner.engine.draft_model import check_vocabularies
 from mlxrunner.engine.opening import DraftPlan
 from mlxrunner.engine.parallel_runner import ParallelRunner
-from mlxrunner.engine.settings import OpenSettings
-from mlxrunner.engine.speculation.model import check_vocabularies
 from mlxrunner.engine.thread import run_in_worker
 from mlxrunner.errors import MemoryPlanError, MlxrunnerError, ModelError
 from mlxrunner.loading import cache_options
@@ -47,7 +46,7 @@ from mlxrunner.models.load import (
     why_no_vision,
 )
 from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, lasting
-from mlxrunner.options import EMBEDDED, GenerateOptions, RunnerSettings, ServeSettings
+from mlxrunner.options import EMBEDDED, GenerateOptions, OpenSettings, RunnerSettings, ServeSettings
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import logger
 from mlxrunner.server.events import ApiError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.engine.thread import HeldSlot, Stats
 from mlxrunner.profiling.logs import LineWriter
 from mlxrunner.profiling.metrics import MetricsCollector

@@ -16,7 +16,7 @@ from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import shared_before
 from mlxrunner.batch.store import Store
 from mlxrunner.cache.tokens import as_tokens, common_prefix
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer, oracle_runner

@@ -13,7 +13,7 @@ from support.chats import Typist
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import PIECE_S, Chat, commands
 from mlxrunner.chat.view import LOGGER
-from mlxrunner.engine.pace import Pace
+from mlxrunner.engine.scheduling.pacing import Pace
 from mlxrunner.testing import oracle_runner
 
 CHAT = [sys.executable, "-m", "mlxrunner", "chat", "--no-reserve"]

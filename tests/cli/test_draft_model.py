@@ -11,7 +11,7 @@ from support.engine import StepController
 from support.models import write_model
 
 from mlxrunner import GenerateOptions, OptionError
-from mlxrunner.engine.speculation.controller import Controller
+from mlxrunner.engine.drafting import Controller
 
 
 def test_generate_and_chat_answer_the_same_with_a_draft_model() -> None:

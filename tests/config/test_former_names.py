@@ -16,8 +16,7 @@ from mlxrunner.cli import main
 from mlxrunner.cli.options import option_of, together
 from mlxrunner.config.file import read_config_file
 from mlxrunner.config.option import former_names, option, with_current_names
-from mlxrunner.engine.settings import OpenSettings
-from mlxrunner.options import ServeSettings
+from mlxrunner.options import OpenSettings, ServeSettings
 
 
 @dataclass(frozen=True, kw_only=True)

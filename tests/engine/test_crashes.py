@@ -35,13 +35,13 @@ from support.histories import tiny_parts
 from mlxrunner import ParallelRunner
 from mlxrunner.cache.disk import index
 from mlxrunner.cache.disk.disk_cache import DiskCache
-from mlxrunner.engine.scheduling import write_behind
+from mlxrunner.engine.scheduling import eviction
 
 name, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 left, limit = map(int, sys.argv[4:])
 write, sync, full = os.write, os.fsync, 0
 park_in_pieces_of(16, pytest.MonkeyPatch())
-write_behind.QUIET_S = write_behind.BUSY_S = 0.0
+eviction.QUIET_S = eviction.BUSY_S = 0.0
 
 def say(kind, value):
     write(1, f"{{kind}} {{json.dumps(value)}}\\n".encode())

@@ -26,8 +26,7 @@ from support.sample import fewer
 from mlxrunner import MemoryPlanError, OptionError, ParallelRunner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import common_prefix
-from mlxrunner.engine.speculation.model import DraftModel
-from mlxrunner.engine.speculation.sources import MOST_ANSWERS, DraftCachePool
+from mlxrunner.engine.draft_model import MOST_ANSWERS, DraftCachePool, DraftModel
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result, Usage
 from mlxrunner.server.models import ModelLoader
@@ -46,7 +45,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(StepController, "depth", depth)
     monkeypatch.setattr(StepController, "may_draft", True)
-    monkeypatch.setattr("mlxrunner.engine.speculation.drafting.FOLLOWING", 10.0**6)
+    monkeypatch.setattr("mlxrunner.engine.drafting.FOLLOWING", 10.0**6)
 
 
 def seats_of(

@@ -19,7 +19,7 @@ from mlxrunner.cache.lookup import Evicted
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenBuffer
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.engine.scheduling.eviction import most_shared
 from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.models.load import LoadedModel

@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 
 from mlxrunner import Runner
-from mlxrunner.engine.pace import FEWEST, FIRST, Pace
+from mlxrunner.engine.scheduling.pacing import FEWEST_TOKENS, FIRST_PIECE, Pace
 from mlxrunner.testing import oracle_runner
 
 
 def test_a_piece_takes_the_seconds_that_are_asked_for() -> None:
     """At 1,000 tokens a second, then at 100, and never more than the step."""
     pace = Pace(0.5)
-    assert pace.size(2048) == FIRST
-    pace.measure(FIRST, FIRST / 1000)
+    assert pace.size(2048) == FIRST_PIECE
+    pace.measure(FIRST_PIECE, FIRST_PIECE / 1000)
     assert pace.size(2048) == 500
     pace.measure(500, 5.0)
     assert pace.size(2048) == 50
@@ -26,24 +26,24 @@ def test_a_piece_takes_the_seconds_that_are_asked_for() -> None:
 def test_the_pace_grows_step_by_step() -> None:
     """A first piece that took no time is no promise."""
     pace = Pace(0.5)
-    pace.measure(FIRST, 0.0)
-    assert pace.size(2**30) == 16 * FIRST
+    pace.measure(FIRST_PIECE, 0.0)
+    assert pace.size(2**30) == 16 * FIRST_PIECE
 
 
 def test_a_slow_piece_leaves_a_small_one() -> None:
     """Each makes some progress."""
     pace = Pace(0.5)
-    pace.measure(FIRST, 1e6)
-    assert pace.size(2048) == FEWEST
+    pace.measure(FIRST_PIECE, 1e6)
+    assert pace.size(2048) == FEWEST_TOKENS
 
 
 def test_a_short_last_piece_says_nothing() -> None:
     """Few tokens are slower each, unless they took too long already."""
     pace = Pace(0.5)
     pace.measure(10, 0.1)
-    assert pace.size(2048) == FIRST
+    assert pace.size(2048) == FIRST_PIECE
     pace.measure(10, 1.0)
-    assert pace.size(2048) == FEWEST
+    assert pace.size(2048) == FEWEST_TOKENS
 
 
 class Given(Pace):

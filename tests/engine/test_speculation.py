@@ -31,8 +31,7 @@ from support.sample import fewer
 
 from mlxrunner import ParallelRunner
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.engine.speculation.controller import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts
-from mlxrunner.engine.speculation.drafting import TextLookup
+from mlxrunner.engine.drafting import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts, TextLookup
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result
 from mlxrunner.server.models import ModelLoader

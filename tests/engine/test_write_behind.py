@@ -21,9 +21,9 @@ from support.waiting import until
 from mlxrunner import ParallelRunner, Runner
 from mlxrunner.cache.disk.disk_cache import FILE, DiskCache
 from mlxrunner.cache.tokens import TokenBuffer
-from mlxrunner.engine.scheduling import write_behind
+from mlxrunner.engine.scheduling import eviction
+from mlxrunner.engine.scheduling.eviction import IDLE_S, WriteBehind
 from mlxrunner.engine.scheduling.pacing import StepPace
-from mlxrunner.engine.scheduling.write_behind import IDLE_S, WriteBehind
 
 from .test_offloading import KINDS, SETTINGS, Talks
 
@@ -36,9 +36,9 @@ def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if "on_a_clock" in request.fixturenames:
         return
     park_in_pieces_of(16, monkeypatch)
-    monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.QUIET_S", 0.0)
-    monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.BUSY_S", 0.0)
-    monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.POLL_S", 0.0)
+    monkeypatch.setattr("mlxrunner.engine.scheduling.eviction.QUIET_S", 0.0)
+    monkeypatch.setattr("mlxrunner.engine.scheduling.eviction.BUSY_S", 0.0)
+    monkeypatch.setattr("mlxrunner.engine.scheduling.eviction.POLL_S", 0.0)
 
 
 class FakeDisk:
@@ -107,7 +107,7 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], tuple[Fa
 
     def make(count: int, arrays: int) -> tuple[FakeDisk, FakeSlots]:
         disk = FakeDisk(arrays)
-        monkeypatch.setattr(write_behind, "time", disk)
+        monkeypatch.setattr(eviction, "time", disk)
         return disk, FakeSlots(count, disk)
 
     return make
@@ -163,7 +163,7 @@ def test_turns_that_may_go_on_at_once_wait_while_others_are_written(on_a_clock: 
         disk.now += seconds
         idle.behind.go_on(IDLE_S, is_idle=True)
     assert [number for _, number, _ in disk.saves] == [1, 0]
-    assert disk.saves[1][0] >= 0.55 + write_behind.QUIET_S
+    assert disk.saves[1][0] >= 0.55 + eviction.QUIET_S
 
 
 def opened(folder: Path, name: str, daily: int = PLENTY) -> DiskCache:
@@ -252,7 +252,7 @@ def test_a_turn_that_waits_for_long_is_written_at_any_pace(
     for _ in range(20):
         talks.runner.step()
     assert talks.parking.written == 0
-    monkeypatch.setattr("mlxrunner.engine.scheduling.write_behind.LATE_S", 0.0)
+    monkeypatch.setattr("mlxrunner.engine.scheduling.eviction.LATE_S", 0.0)
     step_until_saved(talks)
     talks.close()
 

@@ -20,10 +20,10 @@ from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli, loading
 from mlxrunner.cache.checkpoints import HEADER
 from mlxrunner.engine.engine import Engine
 from mlxrunner.engine.opening import EngineConfig
-from mlxrunner.engine.settings import OpenSettings
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.plan import Plan, WorstCaseBatch
 from mlxrunner.models.load import load_model
+from mlxrunner.options import OpenSettings
 from mlxrunner.system import device
 from mlxrunner.system.limits import Limit
 from mlxrunner.terminal.text import size

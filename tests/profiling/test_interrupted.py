@@ -43,7 +43,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from mlxrunner.cli import main
-from mlxrunner.engine.backends.sequential import SequentialModel
+from mlxrunner.engine.backends.backend import SequentialModel
 
 forward, file = SequentialModel._pass, Path(sys.argv.pop(1))
 

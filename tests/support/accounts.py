@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxrunner.cache.account import RUN
 from mlxrunner.cache.tokens import as_tokens, common_prefix
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.results import Usage
 from mlxrunner.tokenizer.prompt import Caller, TokenizedPrompt
 

@@ -17,7 +17,7 @@ from typing import Any
 from support.engine import Engine
 from support.engine import EngineHandle as Handle
 
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 
 BOS, END, SYSTEM, USER, ASSISTANT = 256, 257, 260, 261, 262

@@ -21,7 +21,7 @@ from mlxrunner.cache.checkpoints import places_of
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.rotate import rotators
 from mlxrunner.cache.tokens import Shift
-from mlxrunner.engine.speculation.controller import PassCosts
+from mlxrunner.engine.drafting import PassCosts
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer, interrupt_at
 

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from mlxrunner import ParallelRunner
-from mlxrunner.engine.answer import SEED_TOKENS
 from mlxrunner.engine.backends.attention import SplitAttention
-from mlxrunner.engine.backends.backend import WINDOWS_KEEP
+from mlxrunner.engine.backends.backend import WINDOWS_KEEP, SequentialModel
 from mlxrunner.engine.backends.batched import BatchedModel, PerTokenRope
 from mlxrunner.engine.backends.proof import engine_for
-from mlxrunner.engine.backends.sequential import SequentialModel
 from mlxrunner.engine.engine import AHEAD, Engine, EngineHandle
 from mlxrunner.engine.opening import SAMPLED, DraftPlan, largest_step
 from mlxrunner.engine.parallel_runner import sample
+from mlxrunner.engine.request import SEED_TOKENS
 from mlxrunner.engine.scheduling.batching import (
     FORGOTTEN,
     BatchBuilder,
@@ -28,7 +27,7 @@ from mlxrunner.engine.scheduling.batching import (
 )
 from mlxrunner.engine.scheduling.batching import sample as sample_drafts
 from mlxrunner.engine.scheduling.pacing import StepCosts
-from mlxrunner.engine.settings import OpenSettings
+from mlxrunner.options import OpenSettings
 
 __all__ = [
     "AHEAD",
@@ -123,7 +122,7 @@ def tell_time_by(clock: Callable[[], float], patch: pytest.MonkeyPatch) -> None:
 
 def move_no_keys(patch: pytest.MonkeyPatch) -> None:
     """Let no layer move its keys, so that a full context is evaluated again."""
-    for module in ("mlxrunner.engine.backends.batched", "mlxrunner.engine.backends.sequential"):
+    for module in ("mlxrunner.engine.backends.batched", "mlxrunner.engine.backends.backend"):
         patch.setattr(f"{module}.rotators", lambda *_: None)
 
 

@@ -20,8 +20,8 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.engine.observation import Observation
-from mlxrunner.engine.speculation.drafting import SourceCounts
+from mlxrunner.engine.drafting import SourceCounts
+from mlxrunner.engine.request import Observation
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result, Usage
@@ -384,7 +384,7 @@ DEEPEST = 9
 
 
 class Guesses:
-    """In place of `mlxrunner.engine.speculation.drafting.Drafting`: it knows the answer."""
+    """In place of `mlxrunner.engine.drafting.Drafting`: it knows the answer."""
 
     always = True
 

@@ -18,7 +18,7 @@ import numpy as np
 from support.actor import calling
 
 from mlxrunner.cache.tokens import common_prefix
-from mlxrunner.engine.observation import Observation
+from mlxrunner.engine.request import Observation
 from mlxrunner.server.launch import CLIENTS, ServerAddress
 
 STEPS = 6

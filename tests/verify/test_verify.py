@@ -254,7 +254,7 @@ def shift_by_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxrunner.cache.layers.rotate import rotators
 
     monkeypatch.setattr(
-        "mlxrunner.engine.backends.sequential.rotators",
+        "mlxrunner.engine.backends.backend.rotators",
         lambda model, caches, by: (
             rotators(model, caches, by + 1)
             and [

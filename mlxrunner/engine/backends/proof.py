@@ -21,9 +21,14 @@ from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.layers.rotate import RotationProbe
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.engine.backends.backend import BatchingMode, Sharing, falls_apart, shares
+from mlxrunner.engine.backends.backend import (
+    BatchingMode,
+    SequentialModel,
+    Sharing,
+    falls_apart,
+    shares,
+)
 from mlxrunner.engine.backends.batched import BatchedModel
-from mlxrunner.engine.backends.sequential import SequentialModel
 from mlxrunner.models.facts import DEPENDS
 
 TOLERANCE = 0.02

@@ -24,9 +24,9 @@ from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import CopySource
 from mlxrunner.cache.tokens import TokenArray, goes_on
 from mlxrunner.engine.backends.backend import Backend
+from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer
 from mlxrunner.engine.scheduling.pacing import PRIORITIES
-from mlxrunner.engine.scheduling.request import ActiveRequest
 from mlxrunner.engine.scheduling.slots import (
     LATER,
     LEAST,

@@ -18,23 +18,22 @@ import mlx.core as mx
 
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.engine.answer import SEED_TOKENS
 from mlxrunner.engine.backends.backend import Backend
-from mlxrunner.engine.pace import Pace
-from mlxrunner.engine.sampling import Decoded, Sampled, dispatch, plain
-from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer
-from mlxrunner.engine.scheduling.pacing import FairShare, PlannedStep, StepPace, TokenDemand
-from mlxrunner.engine.scheduling.request import ActiveRequest
-from mlxrunner.engine.speculation.controller import (
+from mlxrunner.engine.draft_model import MOST_ANSWERS
+from mlxrunner.engine.drafting import (
     DEEPEST,
     DEPTHS,
     KEPT,
     LEAST_GAIN,
     Controller,
     DraftBudget,
+    DraftSources,
+    Experience,
 )
-from mlxrunner.engine.speculation.drafting import Experience
-from mlxrunner.engine.speculation.sources import MOST_ANSWERS, DraftSources
+from mlxrunner.engine.request import SEED_TOKENS, ActiveRequest
+from mlxrunner.engine.sampling import Decoded, Sampled, dispatch, plain
+from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer
+from mlxrunner.engine.scheduling.pacing import FairShare, Pace, PlannedStep, StepPace, TokenDemand
 from mlxrunner.errors import FormError, LogitsError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.results import Chunk

@@ -9,12 +9,15 @@ awaited prefix does not come, the request waits for room. It never ends for lack
 
 from __future__ import annotations
 
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 
@@ -22,7 +25,8 @@ from mlxrunner.cache.account import TokenAccounting
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.backends.backend import Backend
-from mlxrunner.engine.pace import Pace
+from mlxrunner.engine.drafting import DraftSources
+from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.engine.scheduling.allocation import KVAllocator, Preemptor, SlotAssigner
 from mlxrunner.engine.scheduling.batching import (
@@ -36,20 +40,18 @@ from mlxrunner.engine.scheduling.batching import (
     taken,
 )
 from mlxrunner.engine.scheduling.eviction import (
+    IDLE_S,
     Ended,
     EvictionPolicy,
     OffloadTarget,
     RequestFinalizer,
     step_failed,
 )
-from mlxrunner.engine.scheduling.pacing import StepPace
-from mlxrunner.engine.scheduling.request import ActiveRequest
+from mlxrunner.engine.scheduling.pacing import Pace, StepPace
 from mlxrunner.engine.scheduling.slots import Slot
-from mlxrunner.engine.scheduling.write_behind import IDLE_S
-from mlxrunner.engine.settings import EngineSettings
-from mlxrunner.engine.speculation.sources import DraftSources
-from mlxrunner.errors import CacheFullError, LogitsError
+from mlxrunner.errors import BusyError, CacheFullError, ClosedError, LogitsError, WrongThreadError
 from mlxrunner.models.facts import ModelFacts
+from mlxrunner.options import EngineSettings
 from mlxrunner.results import Chunk
 
 
@@ -561,3 +563,96 @@ class Scheduler:
             self._maker.make_way(error)
         except Exception as error:
             self._recover(None, row, error)
+
+
+T = TypeVar("T")
+
+
+class Closing(ABC):
+    """An object that the end of a `with` block closes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. A second call is allowed."""
+
+
+class Owner:
+    """The thread that opened `what`, with a flag that is set when `what` is closed."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._thread = what, threading.current_thread()
+        self._left: deque[Callable[[], object]] = deque()
+        self.is_closed = False
+
+    @property
+    def is_here(self) -> bool:
+        """True in the owner's thread."""
+        return threading.current_thread() is self._thread
+
+    def check(self) -> None:
+        """Raise WrongThreadError in any thread but the owner, and ClosedError after `close`."""
+        self.check_thread()
+        if self.is_closed:
+            raise ClosedError(self._what)
+        while self._left:
+            self._left.popleft()()
+
+    def check_thread(self) -> None:
+        """Raise WrongThreadError, with both names, in any thread but the owner."""
+        if not self.is_here:
+            raise WrongThreadError(self._what, self._thread.name, threading.current_thread().name)
+
+    def do(self, act: Callable[[], object]) -> None:
+        """Call `act` now; in another thread, leave it to the owner's next call."""
+        if self.is_here:
+            act()
+        else:
+            self._left.append(act)
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self.is_closed = True
+
+
+class Owned(Iterator[T]):
+    """A generator that only its owner advances and closes."""
+
+    def __init__(self, inner: Generator[T, None, None], owner: Owner) -> None:
+        self._inner: Any = inner  # whose state typing does not know
+        self._owner = owner
+
+    def __iter__(self) -> Owned[T]:
+        return self
+
+    def __next__(self) -> T:
+        self._check_idle()
+        self._owner.check()
+        value: T = next(self._inner)
+        return value
+
+    @property
+    def is_running(self) -> bool:
+        """True while the generator computes its next value, as seen from a callback."""
+        return bool(self._inner.gi_running)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the generator has ended."""
+        return self._inner.gi_frame is None
+
+    def close(self) -> None:
+        """Close the generator. A second call is allowed, also after the runner was closed."""
+        self._check_idle()
+        self._inner.close()
+
+    def _check_idle(self) -> None:
+        """Raise WrongThreadError in another thread, and BusyError in a callback of its own."""
+        self._owner.check_thread()
+        if self.is_running:
+            raise BusyError()

@@ -33,17 +33,12 @@ from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.tokens import Shift, TokenArray, TokenBuffer, as_tokens
-from mlxrunner.engine.answer import AnswerStream, Clock
-from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend
-from mlxrunner.engine.backends.sequential import PromptPasses
-from mlxrunner.engine.observation import usage_of
-from mlxrunner.engine.requests import Request
+from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend, PromptPasses
+from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Request, usage_of
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
-from mlxrunner.engine.scheduling.request import ActiveRequest
 from mlxrunner.engine.scheduling.scheduler import Scheduler
-from mlxrunner.engine.settings import EngineSettings
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, SessionError
-from mlxrunner.options import GenerateOptions
+from mlxrunner.options import EngineSettings, GenerateOptions
 from mlxrunner.profiling.replay.simulate import ExtentLayer, ReplayedLayer
 from mlxrunner.profiling.tokenlog import LoggedRequest
 from mlxrunner.results import Chunk, FinishReason, Usage

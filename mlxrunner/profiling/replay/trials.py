@@ -17,7 +17,7 @@ from mlxrunner.cache.account import PromptAccount, TokenAccounting
 from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.prefix import leaving
 from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
-from mlxrunner.engine.speculation.drafting import Drafting, Experience, SourceCounts
+from mlxrunner.engine.drafting import Drafting, Experience, SourceCounts
 from mlxrunner.errors import ReadError
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed, has_room
 from mlxrunner.profiling.replay.simulate import (

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlxrunner.engine import drafting
 from support.engine import clock_passes_by
 from support.reused import RepeatingModel
 from support.sample import fewer
@@ -17,17 +18,16 @@ from support.sample import fewer
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.engine.speculation import drafting
-from mlxrunner.engine.speculation.controller import (
+from mlxrunner.engine.draft_model import DraftModel
+from mlxrunner.engine.drafting import (
     AT_FIRST,
     DEEPEST,
     LOSS,
     SLOPE,
     Controller,
     DraftBudget,
+    TextLookup,
 )
-from mlxrunner.engine.speculation.drafting import TextLookup
-from mlxrunner.engine.speculation.model import DraftModel
 from mlxrunner.system import device
 from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
 

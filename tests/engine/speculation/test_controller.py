@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.engine.speculation.controller import DEEPEST, DEPTHS, LATER, Controller, Trust
+from mlxrunner.engine.drafting import DEEPEST, DEPTHS, LATER, Controller, Trust
 
 SINGLE = 0.01
 """Seconds of a pass of one row."""

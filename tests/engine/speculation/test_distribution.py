@@ -12,10 +12,9 @@ from support.engine import StepController, sample_drafts, sample_drafts_by
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
+from mlxrunner.engine.draft_model import DraftModel
+from mlxrunner.engine.drafting import Controller, Drafting
 from mlxrunner.engine.sampling import Sampled
-from mlxrunner.engine.speculation.controller import Controller
-from mlxrunner.engine.speculation.drafting import Drafting
-from mlxrunner.engine.speculation.model import DraftModel
 from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
 
 FEW, LONG, ANSWERS = 4, 40, 40

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlxrunner.cache.tokens import TokenArray
-from mlxrunner.engine.speculation.drafting import FEWEST, MOST, TextLookup
+from mlxrunner.engine.drafting import FEWEST, MOST, TextLookup
 
 
 def tokens(*found: int) -> TokenArray:

@@ -15,8 +15,8 @@ from support.sample import fewer
 
 from mlxrunner import MemoryPlanError, OptionError, Runner
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.engine.speculation.controller import Controller
-from mlxrunner.engine.speculation.model import DraftModel, check_vocabularies
+from mlxrunner.engine.draft_model import DraftModel, check_vocabularies
+from mlxrunner.engine.drafting import Controller
 from mlxrunner.loading import plan_model
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at, oracle_runner
 from mlxrunner.tokenizer.base import Vocabulary

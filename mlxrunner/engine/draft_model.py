@@ -6,7 +6,8 @@ Whatever it guesses, the larger model checks it: the answer does not depend on i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,16 @@ from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_ca
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.cache.tokens import TokenArray, common_prefix
-from mlxrunner.engine.sampling import dispatch
+from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import LogitsError, OptionError
+from mlxrunner.results import logger
 from mlxrunner.tokenizer import Tokenizer
 
 Guess = Callable[[mx.array], mx.array]
 """A function that samples a token `[1]` from logits `[1, vocab]`, at one place after the other."""
+FAILED = "the draft model failed, and the answer continues without it: %s"
+MOST_ANSWERS = 4
+"""Most answers of a step that a draft model guesses for: it runs once for each of their guesses."""
 
 
 class DraftModel:
@@ -96,6 +101,18 @@ class DraftModel:
         """Return the place of an answer, which is the only one at its time."""
         return self
 
+    def propose(self, next_token: NextToken, tokens: TokenArray, most: int) -> list[int] | None:
+        """Return what `draft` does for the answer of `next_token`; None if the model failed."""
+        try:
+            return self.draft(tokens, most, next_token.guesses())
+        except LogitsError as error:
+            self.forget()
+            logger.warning(FAILED, error)
+            return None
+
+    def leave(self) -> None:
+        """Note the end of an answer: the entry stays for the next one."""
+
     @property
     def entry(self) -> CacheEntry:
         """The entry between two answers."""
@@ -157,6 +174,74 @@ class DraftModel:
         self._peaks.append(mx.max(known))
         lacking = self._vocab - known.shape[1]
         return mx.pad(known, [(0, 0), (0, lacking)], constant_values=-mx.inf) if lacking else known
+
+
+class DraftCachePool:
+    """The entries of a draft model, each for one answer at a time."""
+
+    def __init__(self, entries: Sequence[DraftModel], nbytes: int = 0) -> None:
+        """Lend `entries`. `nbytes`: those of the draft model with all that it stores."""
+        self.entries, self.nbytes = tuple(entries), nbytes
+        # Weak: an answer whose end was itself interrupted must not keep an entry for ever.
+        self._holders: dict[int, weakref.ref[DraftSlot]] = {}
+
+    def seat(self) -> DraftSlot:
+        """Return the seat of an answer. It takes an entry when it is first asked to guess."""
+        return DraftSlot(self)
+
+    def take(self, seat: DraftSlot, tokens: TokenArray) -> DraftModel | None:
+        """Return an entry for the answer of `seat`, whose text is `tokens`; None if all are in use.
+
+        It is the one that has most of them, and loses least.
+        """
+        free = [number for number in range(len(self.entries)) if self._holder(number) is None]
+        if not free:
+            return None
+        best = max(free, key=lambda number: self.entries[number].gain(tokens))
+        self._holders[best] = weakref.ref(seat)
+        return self.entries[best]
+
+    def leave(self, seat: DraftSlot) -> None:
+        """Give back the entry of `seat`, if it has one. It keeps its text for a later answer."""
+        for number, entry in enumerate(self.entries):
+            if self._holder(number) is seat:
+                entry.close()
+                del self._holders[number]
+
+    def _holder(self, number: int) -> DraftSlot | None:
+        holder = self._holders.get(number)
+        return None if holder is None else holder()
+
+
+class DraftSlot:
+    """The place of one answer at a draft model."""
+
+    def __init__(self, seats: DraftCachePool) -> None:
+        self._seats, self._is_over = seats, False
+        self._entry: DraftModel | None = None
+
+    def propose(self, next_token: NextToken, tokens: TokenArray, most: int) -> list[int] | None:
+        """Return what `DraftModel.draft` does; None if there will be no more guesses."""
+        if self._is_over:
+            return None
+        if self._entry is None:
+            self._entry = self._seats.take(self, tokens)
+        entry = self._entry
+        if entry is None or entry.is_full(tokens):
+            self.leave()
+            return None
+        try:
+            return entry.draft(tokens, most, next_token.guesses())
+        except Exception as error:
+            entry.forget()
+            self.leave()
+            logger.warning(FAILED, error)
+            return None
+
+    def leave(self) -> None:
+        """End the use of the entry. Nothing is guessed any more."""
+        self._is_over, self._entry = True, None
+        self._seats.leave(self)
 
 
 def check_vocabularies(name: str, draft: Tokenizer, own: Tokenizer) -> None:
