@@ -34,7 +34,7 @@ from mlxrunner.batch.order import sort_key
 from mlxrunner.batch.plan import MOST
 from mlxrunner.batch.prompts import cost
 from mlxrunner.bench.harness import Comparison, SameDecoder, less_is_better
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.entry import TokenArray, common_prefix
 from mlxrunner.engine.parallel_runner import ParallelRunner
 from mlxrunner.runner import Runner
 

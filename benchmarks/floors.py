@@ -7,7 +7,7 @@ from typing import Any
 
 from traces import Ask
 
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
 from mlxrunner.templates.messages import CheckedMessages
 from mlxrunner.tokenizer import load_tokenizer
 

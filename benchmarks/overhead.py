@@ -30,8 +30,8 @@ from mlxrunner.bench.harness import (
     some_tokens,
     wait,
 )
+from mlxrunner.cache.layers.attention import FullAttentionCache
 from mlxrunner.cache.layers.factory import make_layer_caches
-from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.runner import Runner
 

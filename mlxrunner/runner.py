@@ -18,7 +18,7 @@ from typing import Any, Unpack
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix
 from mlxrunner.cache.layers.factory import (
     CacheOptions,
     check_quantized,
@@ -27,7 +27,6 @@ from mlxrunner.cache.layers.factory import (
 )
 from mlxrunner.cache.layers.protocol import LayerCache, Saved, SavedEntry
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.config.option import Option, check_callable, check_flag, check_kind
 from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.engine.drafting import DraftSources

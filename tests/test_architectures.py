@@ -105,7 +105,7 @@ class Talk:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move and checkpoints that come every few tokens."""
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 20)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxrunner import Runner
-from mlxrunner.cache.checkpoints import PINNED
+from mlxrunner.cache.entry import PINNED
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Usage
 from mlxrunner.testing import EOS, ByteTokenizer

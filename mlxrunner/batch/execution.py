@@ -20,7 +20,7 @@ from mlxrunner.batch.fields import checked_id, checked_options
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import EarlierLines, again, messages_of, shows, tokenize_lines
 from mlxrunner.batch.store import InputLine, Store, StoredLine, place_of
-from mlxrunner.cache.lookup import Earlier
+from mlxrunner.cache.account import Earlier
 from mlxrunner.config.option import check_kind, listed
 from mlxrunner.engine.engine import Engine, EngineHandle, MultiRequestRunner
 from mlxrunner.engine.parallel_runner import Handle, ParallelRunner, wait_for_news

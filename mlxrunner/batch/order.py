@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.entry import TokenArray, common_prefix
 
 LONG_KEY = 1000
 """The bytes of a sort key above which numpy finds a common prefix faster than whole numbers do."""

@@ -23,7 +23,7 @@ from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import LineCosts, cut, extra_of, shared_tokens
 from mlxrunner.batch.prompts import PromptCost, cost
 from mlxrunner.batch.store import BriefLine, LineCounts, Store, StoredLine
-from mlxrunner.cache.tokens import Shift, TokenArray
+from mlxrunner.cache.entry import Shift, TokenArray
 from mlxrunner.errors import OptionError
 from mlxrunner.system.folders import CacheFile
 from mlxrunner.terminal.text import count_of, duration

@@ -26,8 +26,8 @@ import numpy as np
 
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.store import InputLine, LineCounts, Store, StoredLine, place_of
-from mlxrunner.cache.lookup import Earlier
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.account import Earlier
+from mlxrunner.cache.entry import TokenArray, common_prefix
 from mlxrunner.errors import MlxrunnerError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions
 from mlxrunner.pictures.table import Picture

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from mlxrunner.batch.options import Order, OutputOrder
 from mlxrunner.batch.order import run_order, sort_key, tokens_of
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.entry import TokenArray, as_tokens
 from mlxrunner.errors import DamagedStoreError, StoreError
 from mlxrunner.system.writing import open_database, open_temporary_database
 from mlxrunner.tokenizer.prompt import Prompt

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.cache.entry import as_tokens, common_prefix
 from mlxrunner.errors import ModelError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.load import LoadedModel, load_either

@@ -9,12 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.account import Lookup
+from mlxrunner.cache.entry import CacheEntry, TokenBuffer, common_prefix
 from mlxrunner.cache.layers.protocol import LayerCache, RewindError
-from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.pool.interface import END, Batch, Cache, WrapperCache
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
-from mlxrunner.cache.tokens import TokenBuffer, common_prefix
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 if TYPE_CHECKING:

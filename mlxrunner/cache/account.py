@@ -1,24 +1,39 @@
-"""Account for every prompt token: cached, missed, displaced or new. No tensors.
+"""Account for every prompt token (cached, missed, displaced or new), and explain it. No tensors.
 
-`TokenAccounting` remembers what was evaluated (`mlxrunner.cache.prefix_index`) and the latest
-requests. Missed tokens are on a prefix that was evaluated before. Displaced ones are in the earlier
-request of the same conversation, too, behind the place where the prompt leaves it: short runs of
-tokens are looked up there, so an insertion, a removal and a moved block all count.
+`TokenAccounting` remembers what was evaluated and the latest requests. Missed tokens are on a
+prefix that was evaluated before. Displaced ones are in the earlier request of the same
+conversation, too, behind the place where the prompt leaves it: short runs of tokens are looked up
+there, so an insertion, a removal and a moved block all count.
+
+`PrefixIndex` remembers as fingerprints, within a bound of bytes, every prefix that was ever
+evaluated. A prefix has one fingerprint, a keyed hash of all its tokens, so the fingerprints of a
+text reveal no token and differ from those of any other text from the first different token on. The
+index stores each once. It can be kept in a file, which a killed process leaves whole.
+
+`Lookup` says how much of a prompt the entry held, and why not more.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+import os
+import secrets
+import struct
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.prefix_index import Fingerprints, PrefixIndex, common_fingerprints, mixed
-from mlxrunner.cache.tokens import SHORT_TAIL, TokenArray
+from mlxrunner.cache.entry import SHORT_TAIL, TokenArray, common_prefix
+from mlxrunner.errors import MissingFileError, MlxrunnerError, ReadError
+from mlxrunner.system.reading import read_bytes
+from mlxrunner.system.writing import open_own, write_all
 
 RUN = 16
 """Fewest tokens that count as moved text."""
@@ -368,3 +383,463 @@ def _estimated(
         return 0
     at = np.minimum(np.searchsorted(more, less), len(more) - 1)
     return int((more[at] == less).sum()) * (int(_ONE_IN) if theirs[1] or ours[1] else 1)
+
+
+Fingerprints = NDArray[np.uint32]
+"""The fingerprint of the prefix that ends with each token, `[n]`."""
+LIMIT = 2**24
+"""Most bytes of an index: 4 million tokens of distinct text."""
+NAME = "prefixes"
+"""The name of the file, beside the files of the disk cache."""
+STRETCH_BYTES = 256
+"""Bytes that a stretch of text takes in addition to its fingerprints."""
+_MAGIC = b"mlxrpfx1"
+_HEAD = struct.Struct("<III")  # fingerprint before it, fingerprints, checksum of both and these
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+logger = logging.getLogger("mlxrunner")
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return hashes of 64-bit values, in place: the finalizer of SplitMix64."""
+    values ^= values >> np.uint64(30)
+    values *= _MIX[0]
+    values ^= values >> np.uint64(27)
+    values *= _MIX[1]
+    values ^= values >> np.uint64(31)
+    return values
+
+
+class Fingerprinter:
+    """Computes the fingerprints of texts, with a secret key."""
+
+    def __init__(
+        self, key: bytes, spelled: Callable[[TokenArray], NDArray[np.int32]] = lambda tokens: tokens
+    ) -> None:
+        """Use a `key` of 8 bytes. `spelled` returns tokens as every process spells them.
+
+        That is a number for each token, or a row of numbers.
+        """
+        self._key, self._spelled = np.frombuffer(key, np.uint64), spelled
+
+    def __call__(
+        self, tokens: TokenArray, begin: int = 0, total: int = 0
+    ) -> tuple[Fingerprints, int]:
+        """Return the fingerprints of all prefixes of a text, and the total behind it.
+
+        To go on behind the first `begin` tokens of a text, give the other `tokens`, and the
+        `total` behind the first ones.
+        """
+        if not len(tokens):
+            return np.empty(0, np.uint32), total
+        rows = self._spelled(tokens)
+        values = rows.astype(np.uint64) if rows.ndim == 1 else self._folded(rows)
+        values += np.arange(begin + 1, begin + len(tokens) + 1, dtype=np.uint64) * _GOLDEN
+        values ^= self._key
+        sums: NDArray[np.uint64] = np.cumsum(mixed(values), dtype=np.uint64)
+        sums += np.uint64(total)
+        total = int(sums[-1])
+        return (mixed(sums) >> np.uint64(32)).astype(np.uint32), total
+
+    def _folded(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
+        values = rows[:, 0].astype(np.uint64)
+        for column in rows.T[1:]:
+            values = mixed(values * _GOLDEN + column.astype(np.uint64))
+        return values
+
+
+def common_fingerprints(a: Fingerprints, b: Fingerprints) -> int:
+    """Return how many first tokens two texts have in common."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # they differ from the first different token on
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if a[middle] == b[middle] else (low, middle)
+    return low
+
+
+class PrefixIndex:
+    """The prefixes that were evaluated; the least recently used go if there are too many.
+
+    A stretch is text behind a place where two texts part, or behind the beginning. Its first
+    fingerprint finds it.
+    """
+
+    def __init__(
+        self,
+        file: Path | None = None,
+        *,
+        limit: int = LIMIT,
+        spelled: Callable[[TokenArray], NDArray[np.int32]] = lambda tokens: tokens,
+    ) -> None:
+        """Begin with what `file` holds; None: the index goes with this process.
+
+        `limit`: most bytes in memory; the file has at most twice as many. `spelled` is that of
+        Fingerprinter. A damaged end of a file is left out. A file that can't be read or written
+        costs a line of the log, and nothing else.
+        """
+        self._limit, self._file, self._file_bytes = limit, file, 0
+        self._stretches: OrderedDict[int, Fingerprints] = OrderedDict()
+        self._ends: dict[int, int] = {}
+        self._here = set[int]()
+        """The stretches that this process has evaluated, at least in part."""
+        self._bytes, key = 0, secrets.token_bytes(8)
+        self.has_forgotten = False
+        """True if the bound was reached, so that something evaluated may look new."""
+        found = self._read() if file is not None else None
+        if found is not None:
+            key = found[len(_MAGIC) : len(_MAGIC) + 8]
+        self._key = key
+        self.fingerprints = Fingerprinter(key, spelled)
+        if found is not None:
+            self._load(found)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._stretches.values()))
+
+    def shared(self, text: Fingerprints) -> tuple[int, bool]:
+        """Return how many first tokens of a text were evaluated before.
+
+        The second value is True if only a process that has ended has evaluated the last of them.
+        """
+        at, path = self._walk(text)
+        return at, bool(path) and path[-1] not in self._here
+
+    def add(self, text: Fingerprints, *, is_here: bool = True) -> None:
+        """Add all prefixes of a text that was evaluated. `is_here`: by this process."""
+        at, path = self._walk(text)
+        if at < len(text):
+            before = int(text[at - 1]) if at else 0
+            path.append(self._insert(before, text[at:]))
+            self._use(path)
+            if self._file is not None:
+                self._append(_record(before, text[at:]))
+        if is_here:
+            self._here.update(path)
+
+    def _walk(self, text: Fingerprints) -> tuple[int, list[int]]:
+        """Return how much of a text is there, and the stretches that have it."""
+        at, path = 0, list[int]()
+        while at < len(text):
+            first = int(text[at])
+            stretch = self._stretches.get(first)
+            if stretch is None:
+                break
+            path.append(first)
+            at += common_fingerprints(stretch, text[at:])
+        self._use(path)
+        return at, path
+
+    def _use(self, path: list[int]) -> None:
+        """Note that stretches were used. The first one is needed to find the others: it is last."""
+        for first in reversed(path):
+            if first in self._stretches:
+                self._stretches.move_to_end(first)
+
+    def _insert(self, before: int, rest: Fingerprints) -> int:
+        """Insert text behind the fingerprint `before`, and return the stretch that has it."""
+        first = self._ends.pop(before, None) if before else None
+        if first is None:
+            first, stretch = int(rest[0]), rest.copy()
+            self._bytes += STRETCH_BYTES
+        else:
+            stretch = np.concatenate([self._stretches[first], rest])
+        self._stretches[first] = stretch
+        self._stretches.move_to_end(first)
+        self._ends[int(stretch[-1])] = first
+        self._bytes += rest.nbytes
+        while self._bytes > self._limit and len(self._stretches) > 1:
+            first_of_oldest, oldest = self._stretches.popitem(last=False)
+            self._ends.pop(int(oldest[-1]), None)
+            self._here.discard(first_of_oldest)
+            self._bytes -= oldest.nbytes + STRETCH_BYTES
+            self.has_forgotten = True
+        return first
+
+    def _read(self) -> bytes | None:
+        """Return the content of the file; None if there is none yet, or none that can be used."""
+        assert self._file is not None
+        try:
+            found = read_bytes(self._file, 4 * self._limit + 2**20)
+        except MissingFileError:
+            return None
+        except MlxrunnerError as error:
+            self._stop(error)
+            return None
+        if found.startswith(_MAGIC) and len(found) >= len(_MAGIC) + 8:
+            return found
+        self._stop(ReadError(f"{self._file}: it is not a file of this program: remove it"))
+        return None
+
+    def _load(self, found: bytes) -> None:
+        """Take over the records of a file; write it again if its end is damaged."""
+        at = len(_MAGIC) + 8
+        for before, rest, end in _records(found, at):
+            self._insert(before, rest)
+            at = end
+        self._file_bytes = at
+        if at < len(found):
+            self._rewrite()
+
+    def _append(self, record: bytes) -> None:
+        if not self._file_bytes or self._file_bytes + len(record) > 2 * self._limit:
+            self._rewrite()
+            return
+        self._write(record, append=True)
+
+    def _rewrite(self) -> None:
+        """Write the file anew, with what the index holds."""
+        records = [_record(0, stretch) for stretch in self._stretches.values()]
+        self._file_bytes = 0
+        self._write(b"".join([_MAGIC, self._key, *records]), append=False)
+
+    def _write(self, content: bytes, *, append: bool) -> None:
+        if self._file is None:
+            return
+        place = self._file if append else self._file.with_name(f".{NAME}.new")
+        try:
+            descriptor = open_own(place, append=append)
+            try:
+                if not append:
+                    os.ftruncate(descriptor, 0)
+                write_all(descriptor, content)
+            finally:
+                os.close(descriptor)
+            if not append:
+                os.replace(place, self._file)
+        except (OSError, MlxrunnerError) as error:
+            self._stop(error)
+        self._file_bytes += len(content)
+
+    def _stop(self, error: Exception) -> None:
+        logger.warning("evaluated prompts are not remembered beyond this process: %s", error)
+        self._file = None
+
+
+def _record(before: int, rest: Fingerprints) -> bytes:
+    data = rest.astype("<u4").tobytes()
+    crc = zlib.crc32(data, zlib.crc32(struct.pack("<II", before, len(rest))))
+    return _HEAD.pack(before, len(rest), crc) + data
+
+
+def _records(found: bytes, at: int) -> Iterator[tuple[int, Fingerprints, int]]:
+    """Yield the whole records from offset `at` on, each with the offset of its end."""
+    while at + _HEAD.size < len(found):
+        before, count, _ = _HEAD.unpack_from(found, at)
+        end = at + _HEAD.size + 4 * count
+        if not count or end > len(found):
+            return
+        rest = np.frombuffer(found, "<u4", count, at + _HEAD.size).astype(np.uint32)
+        if _record(before, rest) != found[at:end]:
+            return
+        yield before, rest, end
+        at = end
+
+
+Outcome = Literal["hit", "partial", "miss"]
+WINDOW = 16
+"""Number of dropped tokens to remember, to show where a prompt left the entry."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The tokens of a prompt that the entry held, and the reason for the missing ones."""
+
+    prompt_tokens: int
+    entry_tokens: int
+    """Tokens that the entry held."""
+    matched: int
+    """Tokens of the longest common prefix of the prompt and the entry."""
+    cached: int
+    """Tokens reused, at most `matched`."""
+    reason: str | None = None
+    """The reason for evaluating more than the prompt's new tokens; None if nothing was lost.
+
+    "empty", "no_common_token", "diverged", "prompt_shorter"; "rewind_limited": by a layer of kind
+    `limited_by`; "interrupted": the request before ended in its prefill; "restored": the entry came
+    from the file `evicted_by`; "evicted": it was given up to make room for `evicted_by`; or
+    the reason that freed the entry: "entry_freed", "model_changed", "options_changed",
+    "verify_failed".
+    """
+    limited_by: str | None = None
+    """Kind of the layer that could not be rewound further; None if no layer limited the rewind."""
+    evicted_by: str | None = None
+    checkpoint: int | None = None
+    """Offset of the checkpoint that was used; None if none was."""
+    known: int = 0
+    """First tokens of the prompt that the entry, or one that was lost, had evaluated."""
+    dropped: tuple[int, ...] = ()
+    """The first tokens of the entry beyond the match."""
+    rewind_s: float = 0.0
+    """Seconds that the rewind took."""
+    is_restored: bool = False
+    """True if the entry was just read from a file."""
+    restored: int = 0
+    """Tokens of `cached` that came back from disk, where the conversation had been parked."""
+    ahead: int = 0
+    """Tokens of `cached` that were evaluated ahead, since the last request.
+
+    All other fields describe the entry as the last request left it.
+    """
+
+    @property
+    def reused(self) -> int:
+        """Number of tokens reused from the entry of the last request."""
+        return self.cached - self.ahead
+
+    def outcome(self, missed: int = 0) -> Outcome:
+        """Return "hit" if all that could be reused was, "miss" if no token was, else "partial".
+
+        `missed`: tokens that were evaluated before, and could not be reused.
+        """
+        if self.reused == 0:
+            return "miss"
+        is_whole = self.reused == min(self.prompt_tokens - 1, self.entry_tokens)
+        return "hit" if is_whole and not missed else "partial"
+
+    def reason_for(self, missed: int, known_reason: str, *, is_restarted: bool) -> str | None:
+        """Return the reason for not reusing more, once it is known that `missed` tokens could be.
+
+        `known_reason`: the caller's reason for that, or "". `is_restarted`: the process that had
+        evaluated them has ended.
+        """
+        if not missed or self.reason in _OWN_REASONS:
+            return self.reason
+        if known_reason or missed < FEW:
+            return known_reason or self.reason
+        return "restarted" if is_restarted else "evicted"
+
+
+FEW = 8
+"""Tokens of a prefix that are too few to bring anything back for them."""
+_OWN_REASONS = (
+    "rewind_limited",
+    "entry_freed",
+    "verify_failed",
+    "model_changed",
+    "options_changed",
+    "evicted",
+)
+"""The reasons of a lookup that tell why tokens are missed."""
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The part of a prompt that earlier lines of a batch share."""
+
+    tokens: int
+    """Tokens from the beginning that an earlier line shares."""
+    reason: str = ""
+    """The reason why the entry lacks some of these tokens, unless the lookup gives its own."""
+
+
+@dataclass(frozen=True)
+class LostTokens:
+    """A loss of tokens that the next lookup reports."""
+
+    reason: str
+    """See `Lookup.reason`."""
+    by: str | None
+    """See `Lookup.evicted_by`."""
+    tokens: TokenArray
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """A conversation that was given up to make room for a request."""
+
+    tokens: int
+    """Number of its tokens."""
+    slot: int
+    """The number of the slot that held it."""
+    cause: Literal["slot", "memory"]
+    """The need of the request: a slot of its own, or memory."""
+    parked: bool
+    """True if the tokens are on disk, from where they come back."""
+
+
+@dataclass(frozen=True)
+class Early:
+    """The entry as the last request left it, if tokens were evaluated ahead since then."""
+
+    tokens: TokenArray
+    kept: int
+    """Tokens, from the beginning, that are still in the entry."""
+    by: Lookup | None = None
+    """The lookup that dropped the others; None if none was dropped."""
+
+    def after(self, found: Lookup) -> Early:
+        """Return the state after evaluating more tokens ahead, starting from the lookup `found`."""
+        return self if found.cached >= self.kept else replace(self, kept=found.cached, by=found)
+
+    def described(self, found: Lookup, prompt: TokenArray) -> Lookup:
+        """Return the lookup `found`, described against the entry as the last request left it."""
+        last = self.after(found)
+        matched, reused, by = common_prefix(self.tokens, prompt), last.kept, last.by
+        found = replace(
+            found,
+            entry_tokens=len(self.tokens),
+            matched=matched,
+            ahead=found.cached - reused,
+            limited_by=None,
+            dropped=tuple(self.tokens[matched : matched + WINDOW].tolist()),
+        )
+        if by is None or reused >= min(matched, found.prompt_tokens - 1):
+            return found
+        if by.limited_by:
+            return replace(found, limited_by=by.limited_by, checkpoint=by.checkpoint)
+        if matched < min(found.prompt_tokens, found.entry_tokens):
+            return found  # the prompt leaves the entry in any case
+        evicted_by = (
+            by.evicted_by
+            if by.reason == "entry_freed"
+            else "tokens evaluated in advance that the prompt did not continue"
+        )
+        return replace(found, reason="entry_freed", evicted_by=evicted_by)
+
+
+def explained(
+    found: Lookup,
+    loss: LostTokens | None = None,
+    prompt: TokenArray | None = None,
+    restored_from: str | None = None,
+) -> Lookup:
+    """Return `found` with its reason, if it has none yet, and the tokens known to be evaluated.
+
+    `loss`: why the entry lost tokens that `prompt` may share. `restored_from`: the file that the
+    entry came from.
+    """
+    was_lost = 0 if loss is None or prompt is None else common_prefix(loss.tokens, prompt)
+    reason, by = found.reason, found.evicted_by
+    if reason is None:
+        reason, by = _reason_of(found, loss, was_lost, restored_from)
+    # Tokens that an interrupted prefill did not reach had to be evaluated anyway.
+    known = 0 if loss is not None and loss.reason == "interrupted" else was_lost
+    return replace(found, reason=reason, evicted_by=by, known=max(found.matched, known))
+
+
+def _reason_of(
+    found: Lookup, loss: LostTokens | None, was_lost: int, restored_from: str | None
+) -> tuple[str | None, str | None]:
+    """Return the reason of a lookup that has none yet, and what evicted the tokens, if that is it.
+
+    `was_lost`: first tokens of the prompt that are among those of `loss`.
+    """
+    before, matched, most = found.entry_tokens, found.matched, found.prompt_tokens - 1
+    missing = min(was_lost, most) - found.reused
+    lost_to = "" if loss is None else loss.reason
+    by = None if loss is None else loss.by
+    if lost_to == "evicted" and missing > min(matched, most) - found.reused:
+        return lost_to, by  # what is left shares less
+    if found.limited_by and matched:
+        return "rewind_limited", None
+    explains = missing > 0 if lost_to == "interrupted" else before == 0
+    if lost_to and matched == before and explains:
+        return lost_to, by
+    if before == 0:
+        return "empty", None
+    if matched < min(found.prompt_tokens, before):
+        return "diverged" if matched else "no_common_token", None
+    if restored_from is not None:
+        return "restored", restored_from
+    return "prompt_shorter" if found.prompt_tokens < before else None, None

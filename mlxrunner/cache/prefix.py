@@ -16,11 +16,19 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mlxrunner.cache.checkpoints import INTERVAL, Checkpoint, CheckpointPlaces, Checkpoints
-from mlxrunner.cache.entry import CacheEntry, Rotators
+from mlxrunner.cache.account import WINDOW, Early, Lookup, LostTokens, explained
+from mlxrunner.cache.entry import (
+    INTERVAL,
+    CacheEntry,
+    Checkpoint,
+    CheckpointPlaces,
+    Checkpoints,
+    Rotators,
+    TokenArray,
+    as_tokens,
+    common_prefix,
+)
 from mlxrunner.cache.layers.protocol import LayerCache, SavedEntry, reach
-from mlxrunner.cache.lookup import WINDOW, Early, Lookup, LostTokens, explained
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import BusyError, PromptError
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, cast
 
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES, Shift, as_tokens, common_prefix, words
+from mlxrunner.cache.entry import FIRST_OF_PICTURES, Shift, as_tokens, common_prefix, words
 from mlxrunner.chat.attachments import Album
 from mlxrunner.config.option import MODEL, Settings, values
 from mlxrunner.engine.request import Progress

@@ -27,7 +27,7 @@ from mlxrunner.batch.plan import Survey
 from mlxrunner.batch.prompts import EarlierLines
 from mlxrunner.batch.store import LineCounts, StoredLine
 from mlxrunner.batch.work import open_runner
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.engine.engine import Engine
 from mlxrunner.models.fingerprint import model_parts
 from mlxrunner.models.resolve import resolve

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mlxrunner.cache.entry import TokenArray, TokenBuffer
 from mlxrunner.cache.prefix import EntryLease
-from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 
 if TYPE_CHECKING:
     from mlxrunner.engine.draft_model import DraftCachePool, DraftModel

@@ -18,14 +18,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.account import (
+    Earlier,
+    Evicted,
+    Lookup,
     OpenAccount,
     PromptAccount,
     TokenAccounting,
 )
-from mlxrunner.cache.lookup import Earlier, Evicted, Lookup
+from mlxrunner.cache.entry import Shift, TokenArray, TokenBuffer, as_tokens, words
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import EntryLease
-from mlxrunner.cache.tokens import Shift, TokenArray, TokenBuffer, as_tokens, words
 from mlxrunner.engine.constrain import constraint_of
 from mlxrunner.engine.drafting import Drafting
 from mlxrunner.engine.sampling import (

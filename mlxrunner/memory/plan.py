@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlxrunner.cache.checkpoints import SPACING
+from mlxrunner.cache.entry import SPACING
 from mlxrunner.cache.layers.protocol import Layout
 from mlxrunner.terminal.text import size
 

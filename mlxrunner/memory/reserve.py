@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner.cache.checkpoints import HEADER
+from mlxrunner.cache.entry import HEADER
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, layouts_of, run_lazily
 from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.engine.request import SEED_TOKENS

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.pipeline import PipelineMixin
 
+from mlxrunner.cache.layers.attention import FullAttentionCache
 from mlxrunner.cache.layers.factory import make_layer_caches
-from mlxrunner.cache.layers.full import FullAttentionCache
 from mlxrunner.errors import ModelError, ReadError
 from mlxrunner.models.files import (
     ModelShard,

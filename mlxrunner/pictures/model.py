@@ -16,8 +16,8 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES as FIRST
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.entry import FIRST_OF_PICTURES as FIRST
+from mlxrunner.cache.entry import TokenArray
 from mlxrunner.errors import PromptError
 from mlxrunner.pictures.table import Picture, PictureTable, has_pictures
 from mlxrunner.pictures.vision_encoder import LOOKED_AT, VisionEncoder

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES as FIRST
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.entry import FIRST_OF_PICTURES as FIRST
+from mlxrunner.cache.entry import TokenArray, as_tokens
 from mlxrunner.errors import PromptError
 
 

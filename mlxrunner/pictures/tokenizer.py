@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby, islice
 from typing import Any, cast
 
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray, as_tokens
+from mlxrunner.cache.entry import FIRST_OF_PICTURES, TokenArray, as_tokens
 from mlxrunner.errors import ModelError, PromptError
 from mlxrunner.pictures.table import Picture, PictureNames
 from mlxrunner.pictures.vision_encoder import Prepared, VisionEncoder

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.entry import TokenArray
 from mlxrunner.errors import PictureError, PicturesFullError, PromptError
 from mlxrunner.pictures.table import Picture, PictureTable
 from mlxrunner.system import device

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.cache.account import PromptAccount
-from mlxrunner.cache.lookup import FEW, WINDOW, Lookup
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES, TokenArray
+from mlxrunner.cache.account import FEW, WINDOW, Lookup, PromptAccount
+from mlxrunner.cache.entry import FIRST_OF_PICTURES, TokenArray
 from mlxrunner.profiling.schema import NOTHING, REASONS, Divergence, SharedTokens, Side
 from mlxrunner.results import Usage
 from mlxrunner.templates.messages import (

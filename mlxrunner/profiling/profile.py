@@ -26,10 +26,10 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlxrunner.cache.entry import TokenArray, TokenBuffer
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_caches, run_lazily
 from mlxrunner.cache.layers.protocol import LayerCache, describe
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import TokenArray, TokenBuffer
 from mlxrunner.config.option import (
     Option,
     check_callable,
@@ -41,7 +41,7 @@ from mlxrunner.config.option import (
 from mlxrunner.engine.request import Observation
 from mlxrunner.errors import OptionError, VerifyError
 from mlxrunner.models.fingerprint import loaded_fingerprint
-from mlxrunner.options import RunnerSettings
+from mlxrunner.options import CHECKPOINT_BUDGET, RunnerSettings
 from mlxrunner.profiling.divergence import Divergences
 from mlxrunner.profiling.logs import LineWriter
 from mlxrunner.profiling.schema import (
@@ -57,7 +57,6 @@ from mlxrunner.profiling.schema import (
 )
 from mlxrunner.profiling.tokenlog import TokenLines
 from mlxrunner.results import Rate, logger
-from mlxrunner.options import CHECKPOINT_BUDGET
 from mlxrunner.runner import Runner
 from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.templates.messages import thinking_tokens

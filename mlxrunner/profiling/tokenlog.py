@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from mlxrunner.cache.account import ConversationName
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.logs import LogLines
 from mlxrunner.results import with_new_names

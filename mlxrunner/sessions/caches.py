@@ -26,9 +26,8 @@ from mlxrunner.cache.disk.pieces import (
     piece_files,
     stored_tokens,
 )
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.entry import CacheEntry, common_prefix
 from mlxrunner.cache.layers.protocol import Saved
-from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.pictures.table import Picture, PictureNames, PictureTable, renumbered
 from mlxrunner.sessions.store import CACHE, CACHE_FILE

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.entry import TokenArray, as_tokens
 from mlxrunner.errors import ModelError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.pictures.table import Picture, PictureNames, PictureTable

@@ -150,7 +150,7 @@ class History:
     @property
     def shows_pictures(self) -> bool:
         """True if pictures are among the tokens, whose ids hold for one loaded model only."""
-        from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
+        from mlxrunner.cache.entry import FIRST_OF_PICTURES  # with numpy, which completion has not
 
         return max(self.rendering.tokens, default=0) >= FIRST_OF_PICTURES
 
@@ -273,7 +273,7 @@ class Session:
         `known`: the pictures of this process, by digest. A branch that has another one keeps its
         texts only.
         """
-        from mlxrunner.cache.tokens import as_tokens  # with numpy, which completion has not
+        from mlxrunner.cache.entry import as_tokens  # with numpy, which completion has not
         from mlxrunner.pictures.table import renumbered
 
         for name, branch in self.branches.items():
@@ -463,7 +463,7 @@ def _matches(history: History, tokenizer: Tokenizer, vocab: int) -> bool:
 
     White space may differ, because some tokenizers add or remove it. So may broken characters.
     """
-    from mlxrunner.cache.tokens import FIRST_OF_PICTURES  # with numpy, which completion has not
+    from mlxrunner.cache.entry import FIRST_OF_PICTURES  # with numpy, which completion has not
 
     text, tokens = history.rendering.text, history.rendering.tokens
     if vocab and any(vocab <= token < FIRST_OF_PICTURES for token in tokens):

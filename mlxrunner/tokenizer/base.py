@@ -23,7 +23,7 @@ from mlxrunner.templates.probe import turn_ends
 from mlxrunner.templates.rendering import END_OF_MESSAGE, MOST_JSON, read_json
 
 if TYPE_CHECKING:
-    from mlxrunner.cache.tokens import TokenArray
+    from mlxrunner.cache.entry import TokenArray
     from mlxrunner.results import Chunk
 
 
@@ -487,7 +487,7 @@ class AnswerTokens(NamedTuple):
 
         Those of half a character, of a stop string, and after that are left out.
         """
-        from mlxrunner.cache.tokens import as_tokens  # with numpy, which completion has not
+        from mlxrunner.cache.entry import as_tokens  # with numpy, which completion has not
 
         shown = "".join(chunk.text for chunk in chunks)
         tokens = [chunk.token for chunk in chunks if chunk.token is not None]

@@ -11,9 +11,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from mlxrunner.cache.account import ConversationName
-from mlxrunner.cache.lookup import Earlier
-from mlxrunner.cache.tokens import Shift, TokenArray, as_tokens, common_prefix, words
+from mlxrunner.cache.account import ConversationName, Earlier
+from mlxrunner.cache.entry import Shift, TokenArray, as_tokens, common_prefix, words
 from mlxrunner.config.option import shown
 from mlxrunner.errors import ContextLengthError, OptionError, PromptError
 from mlxrunner.options import GenerateOptions

@@ -15,7 +15,7 @@ from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import shared_before
 from mlxrunner.batch.store import Store
-from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.cache.entry import as_tokens, common_prefix
 from mlxrunner.engine.request import Observation
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner

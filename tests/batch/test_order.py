@@ -31,7 +31,7 @@ from mlxrunner.batch.order import (
 )
 from mlxrunner.batch.prompts import PromptCost, cost, tokenize_lines
 from mlxrunner.batch.store import InputLine, Store
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 Prompts = Sequence[Sequence[int]]

@@ -22,7 +22,7 @@ from support.checks import has, output_of
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.order import run_order, sort_key
 from mlxrunner.batch.store import VERSION, LineCounts, Store, checksum
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.errors import StoreError
 
 
@@ -329,7 +329,7 @@ import sys, time
 from pathlib import Path
 from mlxrunner.batch.store import StoredLine
 from mlxrunner.batch.store import Store
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 
 with Store.open(Path(sys.argv[1])) as store:
     if not store.is_complete:

@@ -16,7 +16,7 @@ from mlxrunner.cache.account import (
     TokenAccounting,
     moved_runs,
 )
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 
 
 def text(seed: int, count: int) -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
 
-from mlxrunner.cache.checkpoints import (
+from mlxrunner.cache.entry import (
     HEADER,
     INTERVAL,
     NEAR_END,

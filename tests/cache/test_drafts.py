@@ -35,7 +35,7 @@ ARCHITECTURES = (
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move, and checkpoints that come every few tokens."""
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 8)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 8)
 
 
 def play(drafting: Drafting, turns: int, *, interrupts: float = 0.0) -> Counter[str]:

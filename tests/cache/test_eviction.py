@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.cache.eviction import EVEN, GreedyDual, cost, eviction_score
+from mlxrunner.cache.disk.index import EVEN, GreedyDual, cost, eviction_score
 
 
 def test_the_cost_grows_with_the_square_of_the_tokens() -> None:

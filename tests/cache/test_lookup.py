@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.cache.lookup import Lookup, LostTokens, explained
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.account import Lookup, LostTokens, explained
+from mlxrunner.cache.entry import as_tokens
 
 PROMPT = as_tokens([*range(20), 99])
 

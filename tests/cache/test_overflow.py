@@ -13,10 +13,10 @@ from support.models import LLAMA3, tiny_config, tiny_model
 from support.sample import fewer
 
 from mlxrunner import ContextFullError, ContextLengthError, OptionError, Runner
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.layers.rotate import rotators, turned
-from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.chat.conversation import Conversation
+from mlxrunner.engine.backends.backend import rotators, turned
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer, oracle_runner
@@ -247,7 +247,7 @@ def test_no_checkpoint_outlives_the_tokens_that_were_moved(
     split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt that leaves the shifted text at any offset has the answer of a cold run."""
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 3)
     asked: dict[str, Any] = {"stop_tokens": [], "logprobs": 0}
     runner = one_window(rewind_slack=0, checkpoint_interval=8, checkpoint_budget=10**7)
     history = [i * 7 % 290 for i in range(58)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxrunner.cache.prefix_index import NAME, Fingerprints, PrefixIndex
-from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.cache.account import NAME, Fingerprints, PrefixIndex
+from mlxrunner.cache.entry import as_tokens, common_prefix
 
 
 def marks(index: PrefixIndex, tokens: list[int]) -> Fingerprints:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxrunner import PromptError
-from mlxrunner.cache.tokens import TokenBuffer, as_tokens, common_prefix, window_closes
+from mlxrunner.cache.entry import TokenBuffer, as_tokens, common_prefix
+from mlxrunner.cache.layers.extents import window_closes
 
 tokens = st.lists(st.integers(0, 5), max_size=40)
 

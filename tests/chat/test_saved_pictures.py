@@ -18,7 +18,7 @@ from support.seeing import write_seeing
 
 from mlxrunner import Runner, SessionError
 from mlxrunner.cache.disk.pieces import head_file
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES
+from mlxrunner.cache.entry import FIRST_OF_PICTURES
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat
 from mlxrunner.sessions.exchange import export_session

@@ -24,8 +24,8 @@ from support.models import write_model
 from support.sample import fewer
 
 from mlxrunner import MemoryPlanError, OptionError, ParallelRunner
+from mlxrunner.cache.entry import common_prefix
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.cache.tokens import common_prefix
 from mlxrunner.engine.draft_model import MOST_ANSWERS, DraftCachePool, DraftModel
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result, Usage

@@ -15,10 +15,10 @@ from support.histories import tiny_parts
 from support.models import tiny_config
 from support.sample import fewer
 
-from mlxrunner.cache.lookup import Evicted
+from mlxrunner.cache.account import Evicted
+from mlxrunner.cache.entry import TokenBuffer
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import TokenBuffer
 from mlxrunner.engine.request import Observation
 from mlxrunner.engine.scheduling.eviction import most_shared
 from mlxrunner.engine.scheduling.slots import Slot

@@ -11,7 +11,7 @@ from support.histories import tiny_parts
 
 from mlxrunner import OptionError, ParallelRunner, Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 
 SETTINGS = {"context": 400, "prefill_step": 32, "checkpoint_budget": 10**6}
 

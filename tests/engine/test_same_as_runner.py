@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {"rewind_slack": 10, "checkpoint_interval": 50, "cont
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move and checkpoints that come every few tokens."""
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 20)
 
 
 def talks(rng: random.Random, count: int) -> list[list[int]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import as_tokens
 from mlxrunner.engine.scheduling.slots import WORTH_WAITING, Slot, choose
 from mlxrunner.errors import NoFreeSlotError
 

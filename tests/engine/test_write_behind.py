@@ -20,7 +20,7 @@ from support.waiting import until
 
 from mlxrunner import ParallelRunner, Runner
 from mlxrunner.cache.disk.disk_cache import FILE, DiskCache
-from mlxrunner.cache.tokens import TokenBuffer
+from mlxrunner.cache.entry import TokenBuffer
 from mlxrunner.engine.scheduling import eviction
 from mlxrunner.engine.scheduling.eviction import IDLE_S, WriteBehind
 from mlxrunner.engine.scheduling.pacing import StepPace

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from support.models import tiny_config, write_model
 
 from mlxrunner import OptionError, Runner
-from mlxrunner.cache.checkpoints import SPACING
+from mlxrunner.cache.entry import SPACING
 from mlxrunner.cache.layers.protocol import Layout
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.plan import (

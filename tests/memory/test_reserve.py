@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from support.models import EOS, write_model
 
 from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli, loading
-from mlxrunner.cache.checkpoints import HEADER
+from mlxrunner.cache.entry import HEADER
 from mlxrunner.engine.engine import Engine
 from mlxrunner.engine.opening import EngineConfig
 from mlxrunner.loading import plan_model

@@ -17,8 +17,8 @@ from support.models import _TINY, tiny_config, tiny_model, write_model
 from support.saving import stored
 
 from mlxrunner import ModelError, Runner, cli
+from mlxrunner.cache.layers.attention import SlidingWindowCache
 from mlxrunner.cache.layers.factory import make_layer_caches
-from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.models.facts import DEPENDS, depends_on_chunks, facts_of
 from mlxrunner.models.load import PROBES, load_model
 from mlxrunner.profiling.profile import Profile

@@ -14,7 +14,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 from support.seeing import write_seeing
 
 from mlxrunner import ParallelRunner, PromptError, Runner
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES, as_tokens
+from mlxrunner.cache.entry import FIRST_OF_PICTURES, as_tokens
 from mlxrunner.pictures.table import PictureNames, PictureTable, as_json, renumbered
 
 KINDS = ("qwen2_5_vl", "gemma3", "idefics3", "mllama")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from mlxrunner.cache.tokens import FIRST_OF_PICTURES, as_tokens, words
+from mlxrunner.cache.entry import FIRST_OF_PICTURES, as_tokens, words
 from mlxrunner.errors import PromptError
 from mlxrunner.pictures.model import axes, delta
 from mlxrunner.pictures.table import PictureTable

@@ -13,10 +13,15 @@ from support.families import KINDS, Piece
 from support.models import write_tokenizer
 from support.sample import fewer
 
-from mlxrunner.cache.account import ConversationName, PriorRequest, PromptAccount
-from mlxrunner.cache.lookup import WINDOW, Lookup
-from mlxrunner.cache.prefix_index import PrefixIndex
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.account import (
+    WINDOW,
+    ConversationName,
+    Lookup,
+    PrefixIndex,
+    PriorRequest,
+    PromptAccount,
+)
+from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
 from mlxrunner.errors import PromptError
 from mlxrunner.profiling.divergence import Divergences
 from mlxrunner.profiling.schema import Divergence

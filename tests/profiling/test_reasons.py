@@ -185,7 +185,7 @@ def test_restored(events: Path) -> None:
 
 def test_verify_failed(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rewind that spoils what is stored is found, reported and mended, with its own exit code."""
-    from mlxrunner.cache.layers.full import FullAttentionCache
+    from mlxrunner.cache.layers.attention import FullAttentionCache
 
     honest = FullAttentionCache.rewind
 

@@ -54,7 +54,7 @@ def nested(depth: int) -> dict[str, Any]:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move, and checkpoints that come, every few tokens."""
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 20)
 
 
 def talk(seed: str, turns: int) -> Iterator[tuple[str, list[list[int]]]]:

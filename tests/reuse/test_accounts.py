@@ -21,9 +21,9 @@ from support.program import Running, program
 from support.threads import opened
 
 from mlxrunner import BatchRequest, run_batch
+from mlxrunner.cache.account import NAME
 from mlxrunner.cache.disk.disk_cache import DiskCache
-from mlxrunner.cache.prefix_index import NAME
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.results import Usage
 from mlxrunner.testing import oracle_runner
 

@@ -15,7 +15,7 @@ from support.sample import fewer
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.cache.account import ConversationName, TokenAccounting
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
 from mlxrunner.profiling.divergence import REMEDIES, Cause, difference
 from mlxrunner.profiling.schema import NOTHING
 from mlxrunner.results import Usage

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.strict_templates import TEMPLATES, load_strict
 
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.results import Chunk
 from mlxrunner.server.events import ServerRequest, TextDelta, ThinkingDelta, ToolCallEvent
 from mlxrunner.server.prompts.answer_tokens import (

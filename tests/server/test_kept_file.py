@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from support.sample import examples
 from support.strict_templates import TEMPLATES, load_strict
 
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.server.prompts import answer_tokens
 from mlxrunner.server.prompts.answer_tokens import (
     NAME,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlxrunner.cache.account import RUN
-from mlxrunner.cache.tokens import as_tokens, common_prefix
+from mlxrunner.cache.entry import as_tokens, common_prefix
 from mlxrunner.engine.request import Observation
 from mlxrunner.results import Usage
 from mlxrunner.tokenizer.prompt import Caller, TokenizedPrompt

@@ -19,7 +19,7 @@ from mlxrunner.batch.inputs import LONGEST, lines_of_records, read_records
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.batch.store import BriefLine, InputLine, Store, StoredLine
 from mlxrunner.batch.tables import Columns, Template
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.models.facts import facts_of
 
 

@@ -17,10 +17,9 @@ from support.architectures import VOCAB, build, settings_of
 
 from mlxrunner import Runner
 from mlxrunner.cache import EntryLease, PrefixCache
-from mlxrunner.cache.checkpoints import places_of
+from mlxrunner.cache.entry import Shift, places_of
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.layers.rotate import rotators
-from mlxrunner.cache.tokens import Shift
+from mlxrunner.engine.backends.backend import rotators
 from mlxrunner.engine.drafting import PassCosts
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer, interrupt_at

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from support.actor import calling
 
-from mlxrunner.cache.tokens import common_prefix
+from mlxrunner.cache.entry import common_prefix
 from mlxrunner.engine.request import Observation
 from mlxrunner.server.launch import CLIENTS, ServerAddress
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.entry import TokenArray
 
 PROMPT = [*map(int, "7 3 9 1 4 200 33 150 8 2 61 5 90 13 77 6 41 250 19 88 23 10 54 3 3".split())]
 """25 tokens without a pattern: longer than the oracle's window, no marks of its tokenizer."""

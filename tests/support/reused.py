@@ -78,8 +78,8 @@ mixes = mixes_of(MIXES)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that grow and move every few tokens, checkpoints that are close to each other."""
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
-    monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
+    monkeypatch.setattr("mlxrunner.cache.layers.attention.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 3)
     last_pass_of(3, monkeypatch)
 
 

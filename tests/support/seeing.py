@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlxrunner.cache.tokens import as_tokens
+from mlxrunner.cache.entry import as_tokens
 from mlxrunner.pictures.model import CrossingModel, SeeingModel
 from mlxrunner.pictures.vision_encoder import Prepared, VisionEncoder
 from mlxrunner.tokenizer.prompt import TokenizedPrompt

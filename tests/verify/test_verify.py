@@ -16,9 +16,8 @@ from support.models import save_model, tiny_config, tiny_model, write_model, wri
 
 from mlxrunner import OptionError, Runner, cli
 from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.layers.full import FullAttentionCache
+from mlxrunner.cache.layers.attention import FullAttentionCache, SlidingWindowCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
-from mlxrunner.cache.layers.sliding import SlidingWindowCache
 from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.prefix import EntryLease
@@ -73,7 +72,7 @@ def oracle_verification(*kinds: str, budget: int = 2**20) -> Verification:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that move and checkpoints that come every few tokens."""
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 8)
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 20)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 20)
 
 
 @pytest.mark.exhaustive(3)
@@ -251,7 +250,7 @@ def keep_a_wrong_guess(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shift_by_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are moved to a position beside theirs."""
-    from mlxrunner.cache.layers.rotate import rotators
+    from mlxrunner.engine.backends.backend import rotators
 
     monkeypatch.setattr(
         "mlxrunner.engine.backends.backend.rotators",

@@ -1,7 +1,7 @@
 """Write conversations of one model to disk, and bring back the one that a prompt continues.
 
 What conversations share is stored once. Within the limit, those that are cheap to evaluate again
-for their bytes go first (`mlxrunner.cache.eviction`). The files are described in
+for their bytes go first (`mlxrunner.cache.disk.index`). The files are described in
 `mlxrunner.cache.disk.index`.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxrunner.cache.account import NAME, PrefixIndex
 from mlxrunner.cache.disk.index import (
     DiskCacheIndex,
     EntryForm,
@@ -43,11 +44,9 @@ from mlxrunner.cache.disk.pieces import (
     is_piece,
     piece_files,
 )
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix
 from mlxrunner.cache.layers.protocol import Exported, Saved, SavedCheckpoint
 from mlxrunner.cache.layers.protocol import outline as outlined
-from mlxrunner.cache.prefix_index import NAME, PrefixIndex
-from mlxrunner.cache.tokens import TokenArray, common_prefix
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder

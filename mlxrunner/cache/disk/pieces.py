@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.checkpoints import ROLES, Role
 from mlxrunner.cache.disk.index import (
     RowsPiece,
     StatePiece,
@@ -23,6 +22,7 @@ from mlxrunner.cache.disk.index import (
     digests,
     file_name,
 )
+from mlxrunner.cache.entry import ROLES, Role, TokenArray, as_tokens
 from mlxrunner.cache.layers.protocol import (
     Exported,
     LayerCache,
@@ -32,7 +32,6 @@ from mlxrunner.cache.layers.protocol import (
     dtype_name,
     mismatch,
 )
-from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.pictures.table import Picture, PictureNames, renumbered
 from mlxrunner.system.folders import Folder

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from mlxrunner.cache.tokens import window_closes
-
 STEP = 256
 """Rows that a window's buffer has beyond the window and its slack."""
 
@@ -478,3 +476,14 @@ def _extent_name(line: Mapping[str, Any]) -> str:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value <= 2**53
+
+
+def window_closes(window: int, tokens: int, keep: int, discard: int) -> bool:
+    """Return True if a window has all it needs after `discard` of `tokens` tokens are dropped.
+
+    The dropped tokens lie right behind the first `keep`. The next token sees `window` tokens,
+    itself included. These are there if no token has left the window yet, or if the tokens behind
+    the gap fill it. Rows that happen to be stored beyond the window don't count: an answer must not
+    depend on reuse.
+    """
+    return tokens < window or max(0, tokens - discard - window + 1) >= keep

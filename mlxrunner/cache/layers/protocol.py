@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mlxrunner.cache.checkpoints import Role
 from mlxrunner.cache.layers.extents import Extent
-from mlxrunner.cache.tokens import TokenArray
+
+if TYPE_CHECKING:
+    from mlxrunner.cache.entry import Role, TokenArray
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from itertools import groupby
 import numpy as np
 
 from mlxrunner.cache.account import TokenAccounting
-from mlxrunner.cache.checkpoints import places_of
+from mlxrunner.cache.entry import TokenArray, goes_on, places_of
 from mlxrunner.cache.layers.protocol import SavedEntry
 from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.cells import SHORT_PREFIX
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import CopySource
-from mlxrunner.cache.tokens import TokenArray, goes_on
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer

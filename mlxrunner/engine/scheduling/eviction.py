@@ -1,7 +1,11 @@
 """Keep conversations in idle slots, offload them to disk or evict them, and end requests.
 
 An idle slot keeps its conversation until its cells, its bytes or the slot itself are needed. Then
-the one of least worth goes: see `mlxrunner.cache.worth`.
+the one of least value goes: see `GreedyDual` in `mlxrunner.cache.disk.index`.
+
+`WriteBehind` writes conversations to the disk cache while they stay in memory, so that a crash
+loses little. A turn is written once its slot has been idle for a moment, or soon while others keep
+the engine at work. The slot may go on meanwhile: the first tokens stay as they were.
 """
 
 from __future__ import annotations
@@ -16,15 +20,13 @@ from functools import partial
 from itertools import pairwise, permutations
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from mlxrunner.cache.account import TokenAccounting
-from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.eviction import GreedyDual, eviction_score
+from mlxrunner.cache.account import Evicted, LostTokens, TokenAccounting
+from mlxrunner.cache.disk.index import GreedyDual, eviction_score
+from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix, goes_on
 from mlxrunner.cache.layers.protocol import SavedEntry
-from mlxrunner.cache.lookup import Evicted, LostTokens
 from mlxrunner.cache.pool.causal import CellsLayer
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import TokenArray, common_prefix, goes_on
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.scheduling.slots import Slot

@@ -11,6 +11,8 @@ nearly as much.
 Requests of a higher priority come first; within a priority, those with a deadline, the nearest
 first. Among equal ones the request that needs fewest tokens comes first, so that a short prompt is
 done soon. One turn in FAIR is shared evenly by all, so that none starves.
+
+`Pace` sizes the pieces of a runner of one request.
 """
 
 from __future__ import annotations

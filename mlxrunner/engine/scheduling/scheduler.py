@@ -5,6 +5,8 @@ Knows nothing about prompts or loading.
 A request may wait for a prefix that another one is evaluating. Then its prompt is evaluated in
 pieces, and then it decodes. One forward pass carries a token or a piece of each request. If the
 awaited prefix does not come, the request waits for room. It never ends for lack of room.
+
+One thread owns a model and its scheduler: an `Owner` refuses calls from other threads.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from typing import Any, Self, TypeVar
 import mlx.core as mx
 
 from mlxrunner.cache.account import TokenAccounting
+from mlxrunner.cache.entry import TokenArray, as_tokens
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import TokenArray, as_tokens
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.drafting import DraftSources
 from mlxrunner.engine.request import ActiveRequest

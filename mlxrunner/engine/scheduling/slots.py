@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxrunner.cache.entry import TokenArray, TokenBuffer, as_tokens, common_prefix, goes_on
 from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.tokens import TokenArray, TokenBuffer, as_tokens, common_prefix, goes_on
 from mlxrunner.engine.scheduling.pacing import PRIORITIES, Priority
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 

@@ -18,21 +18,18 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.batch.order import order_of, sort_key
-from mlxrunner.cache.account import ConversationName
-from mlxrunner.cache.checkpoints import Checkpoint
+from mlxrunner.cache.account import ConversationName, Earlier
 from mlxrunner.cache.disk.index import (
     DiskCacheIndex,
     EntryForm,
     OnEvicted,
     StoredConversation,
 )
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.entry import CacheEntry, Checkpoint, Shift, TokenArray, TokenBuffer, as_tokens
 from mlxrunner.cache.layers.extents import Extent, Window, read_extent
 from mlxrunner.cache.layers.protocol import Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
-from mlxrunner.cache.lookup import Earlier
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
 from mlxrunner.cache.pool.interface import Batch
-from mlxrunner.cache.tokens import Shift, TokenArray, TokenBuffer, as_tokens
 from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend, PromptPasses
 from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Request, usage_of
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled

@@ -1,6 +1,6 @@
 """Replay a token log without a model, to find what would be reused with other settings.
 
-`mlxrunner.cache.entry` and `mlxrunner.cache.checkpoints` themselves make the decisions, on layers
+`mlxrunner.cache.entry` and `mlxrunner.cache.entry` themselves make the decisions, on layers
 that have an extent and store nothing. This module has only the order in which a request asks for
 them, which is that of `mlxrunner.engine.scheduling`.
 """
@@ -14,14 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.cache.account import ConversationName
-from mlxrunner.cache.checkpoints import places_of
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.account import ConversationName, Lookup
+from mlxrunner.cache.entry import (
+    CacheEntry,
+    Shift,
+    TokenArray,
+    TokenBuffer,
+    as_tokens,
+    common_prefix,
+    places_of,
+)
 from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
 from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
-from mlxrunner.cache.lookup import Lookup
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
-from mlxrunner.cache.tokens import Shift, TokenArray, TokenBuffer, as_tokens, common_prefix
 from mlxrunner.profiling.tokenlog import LoggedRequest, are_ids
 
 MOST_MARKS = 32

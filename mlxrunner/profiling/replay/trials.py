@@ -13,10 +13,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from mlxrunner.batch.order import order_of, sort_key
-from mlxrunner.cache.account import PromptAccount, TokenAccounting
-from mlxrunner.cache.lookup import Lookup
+from mlxrunner.cache.account import Lookup, PromptAccount, TokenAccounting
+from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
 from mlxrunner.cache.prefix import leaving
-from mlxrunner.cache.tokens import TokenArray, as_tokens, common_prefix
 from mlxrunner.engine.drafting import Drafting, Experience, SourceCounts
 from mlxrunner.errors import ReadError
 from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed, has_room

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from mlxrunner.cache.lookup import FEW
+from mlxrunner.cache.account import FEW
 from mlxrunner.profiling.schema import (
     BATCH,
     HABITS,

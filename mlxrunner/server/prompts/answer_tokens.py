@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlxrunner.cache.tokens import TokenArray, as_tokens
+from mlxrunner.cache.entry import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.results import logger
 from mlxrunner.server.prompts.lru import ENTRY, LRUCache, footprint

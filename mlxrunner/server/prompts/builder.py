@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from mlxrunner.cache.tokens import TokenArray, as_tokens, words
+from mlxrunner.cache.entry import TokenArray, as_tokens, words
 from mlxrunner.errors import (
     ContextLengthError,
     MlxrunnerError,

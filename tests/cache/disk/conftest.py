@@ -13,8 +13,7 @@ import pytest
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import StoredConversation
-from mlxrunner.cache.entry import CacheEntry
-from mlxrunner.cache.tokens import common_prefix
+from mlxrunner.cache.entry import CacheEntry, common_prefix
 from mlxrunner.results import Usage
 
 PARTS = {"weights": "", "settings": ""}
@@ -43,8 +42,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mlxrunner.cache.disk.index.SEGMENT", 16)
     monkeypatch.setattr("mlxrunner.cache.disk.index.SHORT", 4)
     monkeypatch.setattr("mlxrunner.cache.layers.extents.STEP", 4)
-    monkeypatch.setattr("mlxrunner.cache.layers.full.STEP", 8)
-    monkeypatch.setattr("mlxrunner.cache.checkpoints.SPACING", 3)
+    monkeypatch.setattr("mlxrunner.cache.layers.attention.STEP", 8)
+    monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

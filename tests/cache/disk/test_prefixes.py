@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxrunner.cache.disk.index import PrefixTree
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.cache.entry import TokenArray, common_prefix
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 

@@ -17,10 +17,9 @@ from support.sample import examples
 from support.saving import stored
 
 from mlxrunner import Runner
-from mlxrunner.cache.checkpoints import ROLES, CheckpointPlaces
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.pieces import StoredEntry
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.entry import ROLES, CacheEntry, CheckpointPlaces
 from mlxrunner.pictures.table import PictureNames, PictureTable, has_pictures
 from mlxrunner.sessions.caches import SessionEntry, stored_entry
 from mlxrunner.sessions.session import Session

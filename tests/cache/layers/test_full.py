@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.cache import RewindError
-from mlxrunner.cache.layers.full import STEP, FullAttentionCache
+from mlxrunner.cache.layers.attention import STEP, FullAttentionCache
 from mlxrunner.testing import interrupt_at
 
 

@@ -12,11 +12,10 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 from support.models import tiny_config, tiny_model
 
-from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.cache.entry import CacheEntry, TokenBuffer
 from mlxrunner.cache.layers.extents import STEP
 from mlxrunner.cache.layers.factory import CacheOptions, layer_cache, layouts_of, make_layer_caches
 from mlxrunner.cache.layers.protocol import LayerCache, Layout
-from mlxrunner.cache.tokens import TokenBuffer
 from mlxrunner.testing import UnknownCache
 
 SCRAPS = 16 * 1024

@@ -18,8 +18,8 @@ from support.sample import examples
 
 from mlxrunner import OptionError, Runner
 from mlxrunner.cache import RewindError
-from mlxrunner.cache.layers import full as module
-from mlxrunner.cache.layers.full import STEP, QuantizedAttentionCache
+from mlxrunner.cache.layers import attention as module
+from mlxrunner.cache.layers.attention import STEP, QuantizedAttentionCache
 from mlxrunner.loading import plan_model
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer

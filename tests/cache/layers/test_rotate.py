@@ -12,7 +12,7 @@ from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import make_layer_caches
-from mlxrunner.cache.layers.rotate import _rotator, _stay, rotators
+from mlxrunner.engine.backends.backend import _rotator, _stay, rotators
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer
 

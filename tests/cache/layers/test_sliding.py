@@ -15,9 +15,9 @@ from support.sample import examples
 
 from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers import extents as module
+from mlxrunner.cache.layers.attention import SlidingWindowCache
 from mlxrunner.cache.layers.extents import STEP
 from mlxrunner.cache.layers.protocol import Snapshot
-from mlxrunner.cache.layers.sliding import SlidingWindowCache
 
 Token = tuple[int, int]
 """A position, and a number that no other write has: a stale row is not an equal row."""

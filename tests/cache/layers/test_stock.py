@@ -15,12 +15,20 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from support.sample import examples
 
 from mlxrunner.cache import RewindError
-from mlxrunner.cache.layers.composite import CompositeCache
-from mlxrunner.cache.layers.factory import CacheOptions, layer_cache
-from mlxrunner.cache.layers.full import FullAttentionCache, QuantizedAttentionCache
+from mlxrunner.cache.layers.attention import (
+    FullAttentionCache,
+    QuantizedAttentionCache,
+    SlidingWindowCache,
+)
+from mlxrunner.cache.layers.factory import (
+    CacheOptions,
+    CompositeCache,
+    StockCache,
+    TrimmableCache,
+    chunked,
+    layer_cache,
+)
 from mlxrunner.cache.layers.recurrent import RecurrentCache
-from mlxrunner.cache.layers.sliding import SlidingWindowCache
-from mlxrunner.cache.layers.stock import StockCache, TrimmableCache, chunked
 from mlxrunner.testing import UnknownCache
 
 SCRAPS = 16 * 1024

@@ -10,14 +10,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlxrunner.engine import drafting
 from support.engine import clock_passes_by
 from support.reused import RepeatingModel
 from support.sample import fewer
 
 from mlxrunner import Runner
+from mlxrunner.cache.entry import TokenArray, common_prefix
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.cache.tokens import TokenArray, common_prefix
+from mlxrunner.engine import drafting
 from mlxrunner.engine.draft_model import DraftModel
 from mlxrunner.engine.drafting import (
     AT_FIRST,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from mlxrunner.cache.tokens import TokenArray
+from mlxrunner.cache.entry import TokenArray
 from mlxrunner.engine.drafting import FEWEST, MOST, TextLookup
 
 
