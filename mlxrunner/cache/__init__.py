@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlxrunner.cache.account import Lookup
 from mlxrunner.cache.entry import CacheEntry, TokenBuffer, common_prefix
-from mlxrunner.cache.layers.protocol import LayerCache, RewindError
-from mlxrunner.cache.pool.interface import END, Batch, Cache, WrapperCache
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.protocol import END, Batch, Cache, LayerCache, RewindError, WrapperCache
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 if TYPE_CHECKING:

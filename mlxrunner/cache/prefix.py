@@ -28,7 +28,7 @@ from mlxrunner.cache.entry import (
     as_tokens,
     common_prefix,
 )
-from mlxrunner.cache.layers.protocol import LayerCache, SavedEntry, reach
+from mlxrunner.cache.protocol import LayerCache, SavedEntry, reach
 from mlxrunner.errors import BusyError, PromptError
 
 

@@ -116,15 +116,13 @@ class Constraint:
 
 def constraint_of(
     options: GenerateOptions, tokenizer: Tokenizer, width: int, words: str = ""
-) -> Constraint | None:
-    """Return the constraint that `options` ask for, or None if they ask for no form.
+) -> Constraint:
+    """Return the constraint that `options` with a form ask for.
 
     `width`: entries of the logits. `words`: the text that the answer continues. The form holds both
     together if `words` begin it, and else the answer alone. Raise OptionError if the form is not
     valid, or if this model can't produce it.
     """
-    if not options.has_form:
-        return None
     vocabulary = tokenizer.vocabulary
     for text in options.choices:
         if not vocabulary.can_spell(text):

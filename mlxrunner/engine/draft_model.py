@@ -16,8 +16,8 @@ import numpy as np
 
 from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.protocol import LayerCache
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import LogitsError, OptionError
 from mlxrunner.results import logger

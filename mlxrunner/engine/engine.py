@@ -36,10 +36,10 @@ from mlxrunner.engine.request import (
     tell,
     usage_of,
 )
+from mlxrunner.engine.scheduling.allocation import Slot
 from mlxrunner.engine.scheduling.pacing import Priority
 from mlxrunner.engine.scheduling.pacing import check as check_turn
 from mlxrunner.engine.scheduling.scheduler import Closing, Owned, Owner, Scheduler
-from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.errors import CacheFullError, MlxrunnerError, NoFreeSlotError, OptionError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_layer_caches
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.engine.backends.batched import BatchedModel
 from mlxrunner.engine.draft_model import (

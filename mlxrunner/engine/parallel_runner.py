@@ -24,7 +24,7 @@ from mlxrunner.config.option import check_flag, check_number, warn_of_renamed, w
 from mlxrunner.engine.engine import Engine, MultiRequestRunner
 from mlxrunner.engine.opening import seeing
 from mlxrunner.engine.request import Observer
-from mlxrunner.engine.scheduling.slots import WORTH_WAITING
+from mlxrunner.engine.scheduling.allocation import WORTH_WAITING
 from mlxrunner.engine.thread import SLICE_S, EngineThread, Feed, HeldSlot, Stats
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.memory.plan import Plan

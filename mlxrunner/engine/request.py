@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,8 +26,8 @@ from mlxrunner.cache.account import (
     TokenAccounting,
 )
 from mlxrunner.cache.entry import Shift, TokenArray, TokenBuffer, as_tokens, words
-from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import EntryLease
+from mlxrunner.cache.protocol import END
 from mlxrunner.engine.constrain import constraint_of
 from mlxrunner.engine.drafting import Drafting
 from mlxrunner.engine.sampling import (
@@ -38,7 +38,6 @@ from mlxrunner.engine.sampling import (
     dispatch,
 )
 from mlxrunner.engine.scheduling.pacing import Priority
-from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.errors import ContextFullError, LogitsError, MlxrunnerError, OptionError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import STOP_IDS, GenerateOptions
@@ -56,6 +55,9 @@ from mlxrunner.tokenizer.prompt import (
     shift_of,
     tokenize_prompt,
 )
+
+if TYPE_CHECKING:
+    from mlxrunner.engine.scheduling.allocation import Slot
 
 SEED_TOKENS = 16
 """Most tokens in the last forward pass of a prefill.
@@ -367,8 +369,10 @@ def prepare(
     elif len(tokens) >= context:
         discarded = shift.discard(len(tokens))
         tokens = np.concatenate([tokens[: shift.keep], tokens[shift.keep + discarded :]])
-    constraint = constraint_of(options, tokenizer, facts.vocab, _words(tokenized, options))
-    if constraint is None and tokenized.constraint is not None:
+    constraint = None
+    if options.has_form:
+        constraint = constraint_of(options, tokenizer, facts.vocab, _words(tokenized, options))
+    elif tokenized.constraint is not None:
         constraint = tokenized.constraint(options.ends(tokenizer.stop_tokens))
     return Request(
         prompt=tokenized,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlxrunner.cache.entry import SPACING
-from mlxrunner.cache.layers.protocol import Layout
+from mlxrunner.cache.protocol import Layout
 from mlxrunner.terminal.text import size
 
 CHECKPOINTS, CHECKPOINT_SHARE = 8, 10

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxrunner.cache.entry import HEADER
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, layouts_of, run_lazily
-from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.protocol import LayerCache
 from mlxrunner.engine.request import SEED_TOKENS
 from mlxrunner.errors import MemoryPlanError
 from mlxrunner.memory.plan import (

@@ -28,8 +28,8 @@ from mlx.utils import tree_flatten
 
 from mlxrunner.cache.entry import TokenArray, TokenBuffer
 from mlxrunner.cache.layers.factory import CacheOptions, evaluate, make_layer_caches, run_lazily
-from mlxrunner.cache.layers.protocol import LayerCache, describe
 from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.protocol import LayerCache, describe
 from mlxrunner.config.option import (
     Option,
     check_callable,

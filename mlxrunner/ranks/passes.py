@@ -24,7 +24,7 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.protocol import LayerCache
 from mlxrunner.engine.request import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError, ModelError, NotSupportedError

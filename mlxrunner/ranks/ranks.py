@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.cache.layers.protocol import LayerCache, SavedEntry
+from mlxrunner.cache.protocol import LayerCache, SavedEntry
 from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.errors import ModelError
 from mlxrunner.models.files import ModelShard, ShardingWay, read_config, take_all

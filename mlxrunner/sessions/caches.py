@@ -27,7 +27,7 @@ from mlxrunner.cache.disk.pieces import (
     stored_tokens,
 )
 from mlxrunner.cache.entry import CacheEntry, common_prefix
-from mlxrunner.cache.layers.protocol import Saved
+from mlxrunner.cache.protocol import Saved
 from mlxrunner.errors import PromptError, SessionError
 from mlxrunner.pictures.table import Picture, PictureNames, PictureTable, renumbered
 from mlxrunner.sessions.store import CACHE, CACHE_FILE

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from mlxrunner.bench.harness import load_or_make
 from mlxrunner.cache.entry import as_tokens, common_prefix
 from mlxrunner.cache.layers.factory import make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache
+from mlxrunner.cache.protocol import LayerCache
 from mlxrunner.engine.engine import Engine
 from mlxrunner.errors import NotSupportedError, OptionError
 from mlxrunner.loading import plan_model

@@ -10,8 +10,8 @@ from support.drafting import Side
 
 from mlxrunner.cache import PrefixCache
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import CopySource
+from mlxrunner.cache.protocol import END
 from mlxrunner.testing import OracleModel, interrupt_at
 
 PROMPT = list(range(1, 41))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.cache.disk.index import EVEN, GreedyDual, cost, eviction_score
+from mlxrunner.cache.entry import EVEN_TOKENS, GreedyDual, evaluation_cost, eviction_score
 
 
 def test_the_cost_grows_with_the_square_of_the_tokens() -> None:
     """Attention costs as much as the rest at EVEN tokens, and parts add up to the whole."""
-    assert cost(EVEN) == 2 * EVEN
-    assert cost(3000, 1000) + cost(1000) == cost(3000)
-    assert cost(0) == cost(500, 500) == 0
+    assert evaluation_cost(EVEN_TOKENS) == 2 * EVEN_TOKENS
+    assert evaluation_cost(3000, 1000) + evaluation_cost(1000) == evaluation_cost(3000)
+    assert evaluation_cost(0) == evaluation_cost(500, 500) == 0
 
 
 def test_worth_is_the_cost_of_what_would_be_lost_for_its_bytes() -> None:
     """A longer conversation of equal bytes is worth more; so is a smaller one of equal length."""
     assert eviction_score(2000, 100) > eviction_score(1000, 100) > eviction_score(1000, 200)
     assert eviction_score(2000, 100, begin=1900) < eviction_score(100, 10)
-    assert eviction_score(10, 0) == cost(10)
+    assert eviction_score(10, 0) == evaluation_cost(10)
 
 
 def test_the_least_valuable_is_chosen() -> None:

@@ -10,7 +10,7 @@ import pytest
 from support.engine import Engine, backend, scheduler
 from support.histories import tiny_parts
 
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.engine.backends import batched
 from mlxrunner.errors import CacheFullError
 

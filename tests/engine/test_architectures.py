@@ -20,7 +20,7 @@ from support.engine import WINDOWS_KEEP, BatchedModel, Engine, engine_for
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.models.facts import facts_of, widen_windows
 from mlxrunner.testing import ByteTokenizer
 

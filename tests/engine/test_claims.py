@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.engine.scheduling.slots import (
+from mlxrunner.engine.scheduling.allocation import (
     LEAST,
     CellDemand,
     QueuePlace,

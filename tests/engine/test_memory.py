@@ -17,11 +17,11 @@ from support.sample import fewer
 
 from mlxrunner.cache.account import Evicted
 from mlxrunner.cache.entry import TokenBuffer
-from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.protocol import END
 from mlxrunner.engine.request import Observation
+from mlxrunner.engine.scheduling.allocation import Slot
 from mlxrunner.engine.scheduling.eviction import most_shared
-from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.models.load import LoadedModel
 
 SETTINGS: dict[str, Any] = {"context": 300, "prefill_step": 64, "checkpoint_interval": 40}

@@ -24,7 +24,7 @@ from support.histories import parts as parts_of
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
-from mlxrunner.engine.scheduling.slots import Slot
+from mlxrunner.engine.scheduling.allocation import Slot
 from mlxrunner.results import Usage
 from mlxrunner.testing import interrupt_at
 

@@ -6,7 +6,7 @@ import pytest
 
 from mlxrunner.cache.entry import as_tokens
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.engine.scheduling.slots import WORTH_WAITING, Slot, choose
+from mlxrunner.engine.scheduling.allocation import WORTH_WAITING, Slot, choose
 from mlxrunner.errors import NoFreeSlotError
 
 

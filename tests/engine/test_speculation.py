@@ -30,7 +30,7 @@ from support.histories import (
 from support.sample import fewer
 
 from mlxrunner import ParallelRunner
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.engine.drafting import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts, TextLookup
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result

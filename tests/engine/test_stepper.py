@@ -32,7 +32,7 @@ from mlxrunner import (
     SessionError,
 )
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result

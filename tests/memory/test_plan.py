@@ -17,7 +17,7 @@ from support.models import tiny_config, write_model
 
 from mlxrunner import OptionError, Runner
 from mlxrunner.cache.entry import SPACING
-from mlxrunner.cache.layers.protocol import Layout
+from mlxrunner.cache.protocol import Layout
 from mlxrunner.loading import plan_model
 from mlxrunner.memory.plan import (
     CHECKPOINT_SHARE,

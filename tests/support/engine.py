@@ -128,7 +128,7 @@ def move_no_keys(patch: pytest.MonkeyPatch) -> None:
 
 def claim_least(claim: int, room: int, patch: pytest.MonkeyPatch) -> None:
     """Let growing answers claim `claim` tokens at a time, and begin with room for `room`."""
-    patch.setattr("mlxrunner.engine.scheduling.slots.LEAST", claim)
+    patch.setattr("mlxrunner.engine.scheduling.allocation.LEAST", claim)
     patch.setattr("mlxrunner.engine.scheduling.allocation.LEAST", room)
 
 

@@ -19,7 +19,7 @@ from support.models import tiny_config, tiny_model
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.engine.drafting import SourceCounts
 from mlxrunner.engine.request import Observation
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, StepFailedError

@@ -19,8 +19,8 @@ from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.cache.layers.attention import FullAttentionCache, SlidingWindowCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.pool.causal import CausalCache
-from mlxrunner.cache.pool.interface import Batch
 from mlxrunner.cache.prefix import EntryLease
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.testing import oracle_runner
 from mlxrunner.verify.verification import (
     NUM_PARTS,

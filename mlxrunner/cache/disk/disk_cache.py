@@ -45,8 +45,8 @@ from mlxrunner.cache.disk.pieces import (
     piece_files,
 )
 from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix
-from mlxrunner.cache.layers.protocol import Exported, Saved, SavedCheckpoint
-from mlxrunner.cache.layers.protocol import outline as outlined
+from mlxrunner.cache.protocol import Exported, Saved, SavedCheckpoint
+from mlxrunner.cache.protocol import outline as outlined
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder

@@ -15,15 +15,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.disk.index import (
-    RowsPiece,
-    StatePiece,
-    StoredConversation,
-    digests,
-    file_name,
-)
+from mlxrunner.cache.disk.index import RowsPiece, StatePiece, StoredConversation, digests, file_name
 from mlxrunner.cache.entry import ROLES, Role, TokenArray, as_tokens
-from mlxrunner.cache.layers.protocol import (
+from mlxrunner.cache.protocol import (
     Exported,
     LayerCache,
     Saved,

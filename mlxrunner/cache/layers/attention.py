@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, crea
 
 from mlxrunner.cache.layers.base import ArrayCache, contiguous, leaves, tree_bytes
 from mlxrunner.cache.layers.extents import Everything, Extent, Unmovable, Window
-from mlxrunner.cache.layers.protocol import Layout, Saved, Snapshot
+from mlxrunner.cache.protocol import Layout, Saved, Snapshot
 from mlxrunner.system.mlx_lm_internals import rows_in_order
 
 STEP = 256

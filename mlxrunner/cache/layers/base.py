@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, Snapshot
+from mlxrunner.cache.protocol import LayerCache, Layout, Saved, Snapshot
 
 
 class ArrayCache(LayerCache):

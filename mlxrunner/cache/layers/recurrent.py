@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlxrunner.cache.layers.base import ArrayCache, contiguous, leaves, tree_bytes
 from mlxrunner.cache.layers.extents import Extent, LastPass
-from mlxrunner.cache.layers.protocol import STATES, LayerCache, Layout, Saved
+from mlxrunner.cache.protocol import STATES, LayerCache, Layout, Saved
 
 States = list[mx.array | None]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxrunner.cache.pool.cells import Bools, CellRun, Ints, KVPool, Spans, are_near, between
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 
 PART_COST = 500
 """Fixed cost of a part, in pairs of query and cell.

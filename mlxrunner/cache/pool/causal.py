@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.cache.layers.extents import Everything, Extent, Window
-from mlxrunner.cache.layers.protocol import LayerCache, Layout, Saved, Snapshot
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Forward, Split
 from mlxrunner.cache.pool.cells import (
     AttentionWindow,
@@ -29,7 +28,17 @@ from mlxrunner.cache.pool.cells import (
     PositionShift,
     runs,
 )
-from mlxrunner.cache.pool.interface import END, Batch, Cache, Commit, Lifecycle
+from mlxrunner.cache.protocol import (
+    END,
+    Batch,
+    Cache,
+    Commit,
+    LayerCache,
+    Layout,
+    Lifecycle,
+    Saved,
+    Snapshot,
+)
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 MANY_RUNS = 64

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.pool.interface import END, Batch
+from mlxrunner.cache.protocol import END, Batch
 from mlxrunner.errors import CacheFullError
 
 Ints = NDArray[np.int32]

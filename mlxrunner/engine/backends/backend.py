@@ -21,9 +21,8 @@ from mlx.utils import tree_flatten
 from mlxrunner.cache.entry import HEADER, TokenArray, as_tokens
 from mlxrunner.cache.layers.extents import Window
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
-from mlxrunner.cache.pool.interface import Batch, Cache, WrapperCache
+from mlxrunner.cache.protocol import Batch, Cache, LayerCache, WrapperCache
 from mlxrunner.engine.request import SEED_TOKENS
 from mlxrunner.system.mlx_lm_internals import with_rope
 

@@ -27,11 +27,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
 from mlxrunner.cache.pool.causal import CausalCache
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch, LayerCache
 from mlxrunner.engine.backends.attention import SplitAttention
 from mlxrunner.engine.backends.backend import (
     Backend,

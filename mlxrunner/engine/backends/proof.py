@@ -16,10 +16,9 @@ from mlx_lm.models.cache import CacheList
 
 from mlxrunner.cache.layers.extents import ChunkExtent
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache
 from mlxrunner.cache.layers.recurrent import RecurrentCache
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch, LayerCache
 from mlxrunner.engine.backends.backend import (
     BatchingMode,
     RotationProbe,

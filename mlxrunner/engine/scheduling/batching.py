@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxrunner.cache.layers.protocol import LayerCache
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch, LayerCache
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.draft_model import MOST_ANSWERS
 from mlxrunner.engine.drafting import (

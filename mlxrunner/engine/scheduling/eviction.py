@@ -18,20 +18,27 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, permutations
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from mlxrunner.cache.account import Evicted, LostTokens, TokenAccounting
-from mlxrunner.cache.disk.index import GreedyDual, eviction_score
-from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix, goes_on
-from mlxrunner.cache.layers.protocol import SavedEntry
+from mlxrunner.cache.entry import (
+    CacheEntry,
+    GreedyDual,
+    TokenArray,
+    common_prefix,
+    eviction_score,
+    goes_on,
+)
 from mlxrunner.cache.pool.causal import CellsLayer
-from mlxrunner.cache.pool.interface import END
 from mlxrunner.cache.prefix import PrefixCache
+from mlxrunner.cache.protocol import END, SavedEntry
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.request import ActiveRequest
-from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.errors import CacheFullError, MlxrunnerError, StepFailedError, TimeLimitError
 from mlxrunner.results import Chunk, FinishReason, Usage
+
+if TYPE_CHECKING:
+    from mlxrunner.engine.scheduling.allocation import Slot
 
 T = TypeVar("T")
 LOSSES = 4

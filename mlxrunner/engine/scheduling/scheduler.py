@@ -30,7 +30,7 @@ from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.drafting import DraftSources
 from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.sampling import Sampled
-from mlxrunner.engine.scheduling.allocation import KVAllocator, Preemptor, SlotAssigner
+from mlxrunner.engine.scheduling.allocation import KVAllocator, Preemptor, Slot, SlotAssigner
 from mlxrunner.engine.scheduling.batching import (
     BatchBuilder,
     BatchExecutor,
@@ -50,7 +50,6 @@ from mlxrunner.engine.scheduling.eviction import (
     step_failed,
 )
 from mlxrunner.engine.scheduling.pacing import Pace, StepPace
-from mlxrunner.engine.scheduling.slots import Slot
 from mlxrunner.errors import BusyError, CacheFullError, ClosedError, LogitsError, WrongThreadError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import EngineSettings

@@ -19,17 +19,11 @@ import numpy as np
 
 from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.account import ConversationName, Earlier
-from mlxrunner.cache.disk.index import (
-    DiskCacheIndex,
-    EntryForm,
-    OnEvicted,
-    StoredConversation,
-)
+from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, OnEvicted, StoredConversation
 from mlxrunner.cache.entry import CacheEntry, Checkpoint, Shift, TokenArray, TokenBuffer, as_tokens
 from mlxrunner.cache.layers.extents import Extent, Window, read_extent
-from mlxrunner.cache.layers.protocol import Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch, Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
 from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend, PromptPasses
 from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Request, usage_of
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled

@@ -25,8 +25,8 @@ from mlxrunner.cache.entry import (
     places_of,
 )
 from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
-from mlxrunner.cache.layers.protocol import LayerCache, Snapshot
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
+from mlxrunner.cache.protocol import LayerCache, Snapshot
 from mlxrunner.profiling.tokenlog import LoggedRequest, are_ids
 
 MOST_MARKS = 32

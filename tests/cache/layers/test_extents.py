@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from mlxrunner.cache.layers.extents import is_layer, read_extent
 from mlxrunner.cache.layers.factory import CacheOptions, layer_cache
-from mlxrunner.cache.layers.protocol import LayerCache, describe
+from mlxrunner.cache.protocol import LayerCache, describe
 from mlxrunner.testing import UnknownCache
 
 CONTEXT = 4000

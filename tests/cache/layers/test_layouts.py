@@ -15,7 +15,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner.cache.entry import CacheEntry, TokenBuffer
 from mlxrunner.cache.layers.extents import STEP
 from mlxrunner.cache.layers.factory import CacheOptions, layer_cache, layouts_of, make_layer_caches
-from mlxrunner.cache.layers.protocol import LayerCache, Layout
+from mlxrunner.cache.protocol import LayerCache, Layout
 from mlxrunner.testing import UnknownCache
 
 SCRAPS = 16 * 1024

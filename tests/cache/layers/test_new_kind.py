@@ -33,7 +33,7 @@ from support.saving import stored
 
 from mlxrunner.cache.layers import factory
 from mlxrunner.cache.layers.extents import EXTENTS, Everything, is_layer, read_extent
-from mlxrunner.cache.layers.protocol import describe
+from mlxrunner.cache.protocol import describe
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import LAYERS, PACKAGE, PRIME, OracleLayer, OracleModel, oracle_runner
 

@@ -17,7 +17,7 @@ from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers import extents as module
 from mlxrunner.cache.layers.attention import SlidingWindowCache
 from mlxrunner.cache.layers.extents import STEP
-from mlxrunner.cache.layers.protocol import Snapshot
+from mlxrunner.cache.protocol import Snapshot
 
 Token = tuple[int, int]
 """A position, and a number that no other write has: a stale row is not an equal row."""

@@ -18,7 +18,7 @@ from mlxrunner.cache.pool.cells import (
     KVPool,
     Reservation,
 )
-from mlxrunner.cache.pool.interface import Batch
+from mlxrunner.cache.protocol import Batch
 
 
 def filled(cache: CausalCache, sequence: int, first: int, count: int) -> None:

@@ -17,7 +17,7 @@ from mlxrunner.cache import (
     NotSupportedError,
     WrapperCache,
 )
-from mlxrunner.cache.pool.interface import Commit
+from mlxrunner.cache.protocol import Commit
 
 NEXT = Batch(range(4, 8), [0] * 4)
 
