@@ -129,7 +129,7 @@ def move_no_keys(patch: pytest.MonkeyPatch) -> None:
 def claim_least(claim: int, room: int, patch: pytest.MonkeyPatch) -> None:
     """Let growing answers claim `claim` tokens at a time, and begin with room for `room`."""
     patch.setattr("mlxrunner.engine.scheduling.allocation.LEAST", claim)
-    patch.setattr("mlxrunner.engine.scheduling.allocation.LEAST", room)
+    patch.setattr("mlxrunner.engine.scheduling.allocation.SOON", room)
 
 
 def park_in_pieces_of(count: int, patch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,8 @@ def _going_on(free: Sequence[Slot], shared: dict[int, int]) -> Slot | None:
 
 LEAST = 256
 """Least tokens of an answer that a request claims at once, unless its answer is shorter."""
+SOON = LEAST
+"""Tokens of each running answer for which room is made in advance."""
 LATER = "submit it again when another request has ended"
 
 
@@ -318,8 +320,8 @@ class KVAllocator:
 
     @property
     def soon(self) -> int:
-        """The most cells that the next tokens of running requests take, LEAST of each."""
-        return sum(min(LEAST, self._most(one) - one.place) for one in self._holding())
+        """The most cells that the next tokens of running requests take, SOON of each."""
+        return sum(min(SOON, self._most(one) - one.place) for one in self._holding())
 
     def steps_back(self) -> tuple[ActiveRequest, bool]:
         """Return the request that has to give its cells up, and whether no other one has any."""
@@ -332,7 +334,7 @@ class KVAllocator:
     def wait(self, request: ActiveRequest) -> None:
         """Claim only what a request that stepped back needs to go on."""
         todo = self._todo(request)
-        request.claimed = todo + min(self._most(request) - todo, LEAST)
+        request.claimed = todo + min(self._most(request) - todo, SOON)
 
     def _holding(self) -> list[ActiveRequest]:
         """Return the requests that have cells, or claim the rest of a prefix that they wait for."""
