@@ -123,7 +123,7 @@ _HOMES = {
     "Chunk": "results",
     "GenerateKwargs": "options",
     "GenerateOptions": "options",
-    "Handle": "engine.handle",
+    "Handle": "engine.parallel_runner",
     "Message": "templates.messages",
     "ParallelRunner": "engine.parallel_runner",
     "Plan": "memory.plan",

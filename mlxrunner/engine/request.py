@@ -59,15 +59,6 @@ from mlxrunner.tokenizer.prompt import (
 if TYPE_CHECKING:
     from mlxrunner.engine.scheduling.allocation import Slot
 
-SEED_TOKENS = 16
-"""Most tokens in the last forward pass of a prefill.
-
-This pass gives the logits of the answer's first token. On most devices it takes no longer than a
-pass of one token.
-"""
-CLEAR_EVERY = 256
-"""Tokens of an answer after which MLX's unused buffers are freed."""
-
 
 @dataclass
 class Clock:
@@ -89,214 +80,6 @@ class Clock:
         """Move the beginning to now, as if the prompt had just been tokenized."""
         now = time.perf_counter()
         self.began, self.tokenized = now - (self.tokenized - self.began), now
-
-
-class AnswerStream:
-    """A converter of one answer's tokens into chunks of text.
-
-    It ends at a stop token, a stop string or the limit. The last chunk has a `finish_reason`.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int
-    ) -> None:
-        """Make a stream for the answer to `prompt`, of at most `limit` tokens."""
-        self._stream = tokenizer.stream(words(prompt[-8:]).tolist())
-        self._scanner = StopScanner(options.stops(tokenizer.template_stops))
-        self._ends = options.ends(tokenizer.stop_tokens)
-        self._limit = limit
-        self.count = 0
-        """Tokens of the answer so far."""
-
-    def chunks(self, decoded: Iterator[Decoded], clock: Clock) -> Iterator[Chunk]:
-        """Yield one chunk for each token."""
-        return (self.take(one, clock) for one in decoded)
-
-    def take(self, one: Decoded, clock: Clock) -> Chunk:
-        """Return the chunk of the next token, and set its time on `clock`."""
-        clock.last = time.perf_counter()
-        if self.count == 0:
-            clock.first = clock.last
-        self.count += 1
-        reason, text = self._read(one)
-        return Chunk(text, one.token, one.logprob, one.top_logprobs, reason)
-
-    def _read(self, one: Decoded) -> tuple[FinishReason | None, str]:
-        ended = one.token in self._ends
-        text = "" if ended else self._scanner.add(self._stream.add(one.token))
-        ended = ended or one.is_last
-        if self._scanner.stopped:
-            return "stop", text
-        if not ended and self.count < self._limit:
-            return None, text
-        text += self._scanner.add(self._stream.finish())
-        return "stop" if ended or self._scanner.stopped else "length", text + self._scanner.finish()
-
-
-Finish = FinishReason | Literal["interrupted", "error"]
-Ending = Literal["own", "cancelled", "forgotten", "failed", "no room", "no token"]
-
-
-@dataclass(frozen=True)
-class SchedulingRecord:
-    """The facts about one of several parallel requests that a replay needs.
-
-    See `mlxrunner.profiling.replay.simulate`. Moments are pairs: the steps of the runner so far,
-    and the calls since the last step. A call submits a request, successfully or not, or cancels
-    one.
-    """
-
-    slot: int
-    """The number of its slot."""
-    began: tuple[int, int]
-    ended: tuple[int, int]
-    ending: Ending
-    """The cause of its end.
-
-    "own": the end of its answer; "cancelled"; "forgotten": a step was interrupted; "failed":
-    it made a step fail; "no room"; "no token": its form allows none.
-    """
-    limit: int
-    """Most tokens of its answer."""
-    keep: int | None
-    """Tokens that a full context keeps; None if the request does not shift."""
-    said: int
-    """Tokens of the answer that were read."""
-    sampled: int
-    """Tokens of the answer that were dispatched."""
-    stuck: bool
-    """True if its keys could not be moved."""
-    answer: TokenArray
-    """The tokens of the answer that were run through the model."""
-    submitted: int = 0
-    """Its number among the requests that the runner began, from 1; 0 if it is not known."""
-    evicted: Sequence[Evicted] = ()
-    """The conversations that were given up to make room for it."""
-    failures: Sequence[int] = ()
-    """The steps, by number, that carried it and failed."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """A request that has ended. Moments are on `time.perf_counter`."""
-
-    prepared: TokenizedPrompt
-    """The prompt that the caller gave."""
-    prompt: TokenArray
-    """The tokens that were evaluated or reused.
-
-    These are the tokens of `prepared` without those that a full context dropped.
-    """
-    options: GenerateOptions
-    lookup: Lookup
-    account: PromptAccount
-    """The account of the prompt's tokens."""
-    usage: Usage
-    finish: Finish
-    error: str | None
-    """The name of the exception that ended the request; None if no exception did."""
-    clock: Clock
-    chunks: Sequence[tuple[float, float, int]]
-    """Begin, end and number of tokens of each forward pass of the prefill."""
-    entry: TokenBuffer
-    """The tokens of the entry after the request, valid until the next request."""
-    active_bytes: int
-    """Bytes of MLX memory in use when the request began."""
-    checkpoints: Sequence[int] = ()
-    """The offsets of the entry's checkpoints."""
-    logits: Any = None
-    """The logits behind the entry's last token, `[1, vocab]`; None if they are not known."""
-    is_greedy: bool = False
-    """True if each token was the most likely one by the model's own logits."""
-    scheduling: SchedulingRecord | None = None
-    """The facts that a replay needs of a parallel request; None for a single request."""
-    ended: float = field(default_factory=time.perf_counter)
-
-
-def drafted(drafting: Drafting | None) -> dict[str, Any]:
-    """Return the fields of a usage that tell of drafts."""
-    if drafting is None:
-        return {}
-    uses = [{"source": name, **vars(counts)} for name, counts in drafting.by_source.items()]
-    return {"draft_passes": drafting.passes, "drafts": uses}
-
-
-class Observer(Protocol):
-    """A function that is called once for each request, after its last chunk was taken.
-
-    Its exceptions are logged. They never make a request fail.
-    """
-
-    def __call__(self, runner: Any, observation: Observation, /) -> None: ...
-
-
-def tell(observers: Sequence[Observer], runner: Any, observe: Callable[[], Observation]) -> None:
-    """Call each observer with the result of `observe`.
-
-    An error of one observer is logged and does not affect the others.
-    """
-    if not observers:
-        return
-    try:
-        observation = observe()
-    except Exception as error:
-        _not_recorded(error)
-        return
-    for observer in tuple(observers):
-        try:
-            observer(runner, observation)
-        except Exception as error:
-            _not_recorded(error)
-
-
-def _not_recorded(error: Exception) -> None:
-    logger.warning("the request was not recorded: %s: %s", type(error).__name__, error)
-
-
-def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
-    """Return how a request ended. `error`: the name of the exception that ended it, if any."""
-    return "error" if error is not None else reason or "interrupted"
-
-
-def usage_of(
-    found: Lookup,
-    clock: Clock,
-    completion: int,
-    account: PromptAccount,
-    earlier: Earlier | None = None,
-    **more: Any,
-) -> Usage:
-    """Return the usage of a request with the lookup `found` and `completion` tokens of answer.
-
-    `account`: that of its prompt. `earlier`: for a line of a batch, the part of its prompt that
-    earlier lines share. `more`: the other fields of Usage; if the prefill was interrupted,
-    `evaluated_tokens` is among them.
-    """
-    missed, displaced = account.missed, account.displaced
-    counted: dict[str, Any] = {
-        "prompt_tokens": found.prompt_tokens,
-        "matched_tokens": found.matched,
-        "cached_tokens": found.cached,
-        "prefetched_tokens": found.ahead,
-        "evaluated_tokens": found.prompt_tokens - found.cached,
-        "completion_tokens": completion,
-        "missed_tokens": missed,
-        "displaced_tokens": displaced,
-        "new_tokens": found.prompt_tokens - found.cached - missed - displaced,
-        "lost_tokens": missed + displaced,
-        "outcome": found.outcome(missed),
-        "reason": found.reason_for(
-            missed, earlier.reason if earlier else "", is_restarted=account.is_restarted
-        ),
-        "trim_limited_by": found.limited_by,
-        "checkpoint": found.checkpoint,
-        "evicted_by": found.evicted_by,
-        "tokenize_s": clock.tokenized - clock.began,
-        "lookup_s": clock.lookup_s,
-        "ttft_s": clock.first - clock.began if completion else 0.0,
-        "decode_s": clock.last - clock.first,
-    }
-    return Usage.from_dict(counted | more)
 
 
 Progress = Callable[[int, int], None]
@@ -785,3 +568,221 @@ class ActiveRequest(Request):
             evicted=self.evicted,
             failures=self.failures,
         )
+
+
+SEED_TOKENS = 16
+"""Most tokens in the last forward pass of a prefill.
+
+This pass gives the logits of the answer's first token. On most devices it takes no longer than a
+pass of one token.
+"""
+CLEAR_EVERY = 256
+"""Tokens of an answer after which MLX's unused buffers are freed."""
+
+
+class AnswerStream:
+    """A converter of one answer's tokens into chunks of text.
+
+    It ends at a stop token, a stop string or the limit. The last chunk has a `finish_reason`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: TokenArray, options: GenerateOptions, limit: int
+    ) -> None:
+        """Make a stream for the answer to `prompt`, of at most `limit` tokens."""
+        self._stream = tokenizer.stream(words(prompt[-8:]).tolist())
+        self._scanner = StopScanner(options.stops(tokenizer.template_stops))
+        self._ends = options.ends(tokenizer.stop_tokens)
+        self._limit = limit
+        self.count = 0
+        """Tokens of the answer so far."""
+
+    def chunks(self, decoded: Iterator[Decoded], clock: Clock) -> Iterator[Chunk]:
+        """Yield one chunk for each token."""
+        return (self.take(one, clock) for one in decoded)
+
+    def take(self, one: Decoded, clock: Clock) -> Chunk:
+        """Return the chunk of the next token, and set its time on `clock`."""
+        clock.last = time.perf_counter()
+        if self.count == 0:
+            clock.first = clock.last
+        self.count += 1
+        reason, text = self._read(one)
+        return Chunk(text, one.token, one.logprob, one.top_logprobs, reason)
+
+    def _read(self, one: Decoded) -> tuple[FinishReason | None, str]:
+        ended = one.token in self._ends
+        text = "" if ended else self._scanner.add(self._stream.add(one.token))
+        ended = ended or one.is_last
+        if self._scanner.stopped:
+            return "stop", text
+        if not ended and self.count < self._limit:
+            return None, text
+        text += self._scanner.add(self._stream.finish())
+        return "stop" if ended or self._scanner.stopped else "length", text + self._scanner.finish()
+
+
+Finish = FinishReason | Literal["interrupted", "error"]
+Ending = Literal["own", "cancelled", "forgotten", "failed", "no room", "no token"]
+
+
+@dataclass(frozen=True)
+class SchedulingRecord:
+    """The facts about one of several parallel requests that a replay needs.
+
+    See `mlxrunner.profiling.replay.simulate`. Moments are pairs: the steps of the runner so far,
+    and the calls since the last step. A call submits a request, successfully or not, or cancels
+    one.
+    """
+
+    slot: int
+    """The number of its slot."""
+    began: tuple[int, int]
+    ended: tuple[int, int]
+    ending: Ending
+    """The cause of its end.
+
+    "own": the end of its answer; "cancelled"; "forgotten": a step was interrupted; "failed":
+    it made a step fail; "no room"; "no token": its form allows none.
+    """
+    limit: int
+    """Most tokens of its answer."""
+    keep: int | None
+    """Tokens that a full context keeps; None if the request does not shift."""
+    said: int
+    """Tokens of the answer that were read."""
+    sampled: int
+    """Tokens of the answer that were dispatched."""
+    stuck: bool
+    """True if its keys could not be moved."""
+    answer: TokenArray
+    """The tokens of the answer that were run through the model."""
+    submitted: int = 0
+    """Its number among the requests that the runner began, from 1; 0 if it is not known."""
+    evicted: Sequence[Evicted] = ()
+    """The conversations that were given up to make room for it."""
+    failures: Sequence[int] = ()
+    """The steps, by number, that carried it and failed."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A request that has ended. Moments are on `time.perf_counter`."""
+
+    prepared: TokenizedPrompt
+    """The prompt that the caller gave."""
+    prompt: TokenArray
+    """The tokens that were evaluated or reused.
+
+    These are the tokens of `prepared` without those that a full context dropped.
+    """
+    options: GenerateOptions
+    lookup: Lookup
+    account: PromptAccount
+    """The account of the prompt's tokens."""
+    usage: Usage
+    finish: Finish
+    error: str | None
+    """The name of the exception that ended the request; None if no exception did."""
+    clock: Clock
+    chunks: Sequence[tuple[float, float, int]]
+    """Begin, end and number of tokens of each forward pass of the prefill."""
+    entry: TokenBuffer
+    """The tokens of the entry after the request, valid until the next request."""
+    active_bytes: int
+    """Bytes of MLX memory in use when the request began."""
+    checkpoints: Sequence[int] = ()
+    """The offsets of the entry's checkpoints."""
+    logits: Any = None
+    """The logits behind the entry's last token, `[1, vocab]`; None if they are not known."""
+    is_greedy: bool = False
+    """True if each token was the most likely one by the model's own logits."""
+    scheduling: SchedulingRecord | None = None
+    """The facts that a replay needs of a parallel request; None for a single request."""
+    ended: float = field(default_factory=time.perf_counter)
+
+
+def drafted(drafting: Drafting | None) -> dict[str, Any]:
+    """Return the fields of a usage that tell of drafts."""
+    if drafting is None:
+        return {}
+    uses = [{"source": name, **vars(counts)} for name, counts in drafting.by_source.items()]
+    return {"draft_passes": drafting.passes, "drafts": uses}
+
+
+class Observer(Protocol):
+    """A function that is called once for each request, after its last chunk was taken.
+
+    Its exceptions are logged. They never make a request fail.
+    """
+
+    def __call__(self, runner: Any, observation: Observation, /) -> None: ...
+
+
+def tell(observers: Sequence[Observer], runner: Any, observe: Callable[[], Observation]) -> None:
+    """Call each observer with the result of `observe`.
+
+    An error of one observer is logged and does not affect the others.
+    """
+    if not observers:
+        return
+    try:
+        observation = observe()
+    except Exception as error:
+        _not_recorded(error)
+        return
+    for observer in tuple(observers):
+        try:
+            observer(runner, observation)
+        except Exception as error:
+            _not_recorded(error)
+
+
+def _not_recorded(error: Exception) -> None:
+    logger.warning("the request was not recorded: %s: %s", type(error).__name__, error)
+
+
+def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
+    """Return how a request ended. `error`: the name of the exception that ended it, if any."""
+    return "error" if error is not None else reason or "interrupted"
+
+
+def usage_of(
+    found: Lookup,
+    clock: Clock,
+    completion: int,
+    account: PromptAccount,
+    earlier: Earlier | None = None,
+    **more: Any,
+) -> Usage:
+    """Return the usage of a request with the lookup `found` and `completion` tokens of answer.
+
+    `account`: that of its prompt. `earlier`: for a line of a batch, the part of its prompt that
+    earlier lines share. `more`: the other fields of Usage; if the prefill was interrupted,
+    `evaluated_tokens` is among them.
+    """
+    missed, displaced = account.missed, account.displaced
+    counted: dict[str, Any] = {
+        "prompt_tokens": found.prompt_tokens,
+        "matched_tokens": found.matched,
+        "cached_tokens": found.cached,
+        "prefetched_tokens": found.ahead,
+        "evaluated_tokens": found.prompt_tokens - found.cached,
+        "completion_tokens": completion,
+        "missed_tokens": missed,
+        "displaced_tokens": displaced,
+        "new_tokens": found.prompt_tokens - found.cached - missed - displaced,
+        "lost_tokens": missed + displaced,
+        "outcome": found.outcome(missed),
+        "reason": found.reason_for(
+            missed, earlier.reason if earlier else "", is_restarted=account.is_restarted
+        ),
+        "trim_limited_by": found.limited_by,
+        "checkpoint": found.checkpoint,
+        "evicted_by": found.evicted_by,
+        "tokenize_s": clock.tokenized - clock.began,
+        "lookup_s": clock.lookup_s,
+        "ttft_s": clock.first - clock.began if completion else 0.0,
+        "decode_s": clock.last - clock.first,
+    }
+    return Usage.from_dict(counted | more)
