@@ -28,20 +28,19 @@ def tiled(old: Sequence[int], new: Sequence[int]) -> int:
 
     Each token is used once. This is greedy string tiling (Wise, 1993), without hashes.
     """
-    a, b = np.asarray(old), np.asarray(new)
-    free_a, free_b = np.ones(len(a), bool), np.ones(len(b), bool)
     total = 0
-    while len(a) and len(b):
-        reach, best = np.zeros(len(b) + 1, int), (0, 0, 0)
-        for i in range(len(a) - 1, -1, -1):
-            same = (b == a[i]) & free_b & free_a[i]
-            reach = np.append(np.where(same, reach[1:] + 1, 0), 0)
-            longest = int(reach.argmax())
-            best = max(best, (int(reach[longest]), i, longest))
-        length, i, j = best
+    same = np.equal.outer(np.asarray(old), np.asarray(new)).astype(np.int32)
+    runs = np.zeros((len(old) + 1, len(new) + 1), np.int32)  # that begin at a token of each
+    while same.any():
+        for i in range(len(old) - 1, -1, -1):
+            np.multiply(runs[i + 1, 1:] + 1, same[i], out=runs[i, :-1])
+        longest = runs.max(axis=1)
+        length = int(longest.max())
         if length < RUN:
-            return total
-        free_a[i : i + length] = free_b[j : j + length] = False
+            break
+        i = int(np.flatnonzero(longest == length)[-1])
+        j = int(runs[i].argmax())
+        same[i : i + length] = same[:, j : j + length] = 0
         total += length
     return total
 
