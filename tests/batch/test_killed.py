@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.batches import TYPED, lines, resume, run, unbroken
+from support.forking import Program
 from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.store import Store
 
-KILLS = 20
+KILLS = 14
 COMMAND = ("batch", *map(str, TYPED), "--no-reserve")
 
 
@@ -31,38 +30,31 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
     Path("in.jsonl").write_text(lines(500, broken=(7, 61)))
     expected = unbroken("--context", 128)
     chosen, done = random.Random(1), []
-    with Starter(
-        ["--no-usage", "--no-reserve", "--context", "128", "--parallel", "1", "--resume", "-q"]
-    ) as starter:
-        beginning = {
-            as_user: starter.seconds("one.jsonl", as_user=as_user) for as_user in (True, False)
-        }
-        for kill in range(KILLS):
-            as_user = kill % 10 == 9
-            process = starter.start("in.jsonl", "out.jsonl", as_user=as_user)
-            wait_for_commits(
-                1 + (kill in (6, 15)),
-                Path("out.jsonl.run"),
-                at_most=PATIENCE_S
-                if kill % 5 == 3
-                else chosen.uniform(0, 1.5 * beginning[as_user]),
-            )
-            time.sleep(chosen.uniform(0, 0.05))
-            process.kill()
-            assert process.wait() == -signal.SIGKILL, (
-                "it ended before it was killed: give it more lines"
-            )
-            assert expected.startswith(
-                Path("out.jsonl").read_bytes() if Path("out.jsonl").exists() else b""
-            )
-            if (
-                kill % 3 == 2 and Path("out.jsonl.run").exists()
-            ):  # otherwise it is left to the program to look at it first
-                with Store.open(Path("out.jsonl.run")) as store:
-                    done.append(store.counts.done)
-        assert (
-            starter.start("in.jsonl", "out.jsonl", as_user=True).wait() == 3
-        )  # two lines are broken
+    options = "--no-usage --no-reserve --context 128 --parallel 1 --resume -q".split()
+    beginning = {}
+    for as_user in (True, False):
+        began = time.monotonic()
+        assert begun("one.jsonl", f"{as_user}.jsonl", *options, as_user=as_user).wait() == 0
+        beginning[as_user] = time.monotonic() - began
+    for kill in range(KILLS):
+        as_user = kill == 9
+        process = begun("in.jsonl", "out.jsonl", *options, as_user=as_user)
+        wait_for_commits(
+            1 + (kill in (6, 12)),
+            Path("out.jsonl.run"),
+            at_most=PATIENCE_S if kill % 5 == 3 else chosen.uniform(0, 1.5 * beginning[as_user]),
+        )
+        time.sleep(chosen.uniform(0, 0.05))
+        process.kill()
+        ended = process.wait()
+        assert ended == -signal.SIGKILL, "it ended before it was killed: give it more lines"
+        output = Path("out.jsonl")
+        assert expected.startswith(output.read_bytes() if output.exists() else b"")
+        # Each second time it is left to the program to look at its store first.
+        if kill % 2 and Path("out.jsonl.run").exists():
+            with Store.open(Path("out.jsonl.run")) as store:
+                done.append(store.counts.done)
+    assert begun("in.jsonl", "out.jsonl", *options, as_user=True).wait() == 3  # of broken lines
     assert Path("out.jsonl").read_bytes() == expected
     assert not Path("out.jsonl.run").exists()
     assert done == sorted(done)
@@ -76,16 +68,16 @@ def test_a_killed_shard_equals_an_unbroken_one(folder: Path) -> None:
     assert run("in.jsonl", "-o", "whole.jsonl", *options).exit_code in (0, 3)
     expected, output, done = Path("whole.jsonl").read_bytes(), Path("out.jsonl"), [0]
     output.touch()
-    with Starter([*options, "--no-reserve", "--order", "input", "--resume"]) as starter:
-        for _ in range(2):
-            process = starter.start("in.jsonl", "out.jsonl", as_user=False)
-            until(partial(has_grown, output, output.stat().st_size))
-            process.kill()
-            assert process.wait() == -signal.SIGKILL
-            assert expected.startswith(output.read_bytes())
-            with Store.open(Path("out.jsonl.run")) as store:
-                done.append(store.counts.done)
-        assert starter.start("in.jsonl", "out.jsonl", as_user=False).wait() in (0, 3)
+    options += ["--no-reserve", "--order", "input", "--resume"]
+    for _ in range(2):
+        process = begun("in.jsonl", "out.jsonl", *options)
+        until(partial(has_grown, output, output.stat().st_size))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert expected.startswith(output.read_bytes())
+        with Store.open(Path("out.jsonl.run")) as store:
+            done.append(store.counts.done)
+    assert begun("in.jsonl", "out.jsonl", *options).wait() in (0, 3)
     assert output.read_bytes() == expected
     assert done == sorted(set(done)), "each run answered more"
 
@@ -108,73 +100,10 @@ def wait_for_commits(count: int, store: Path, *, at_most: float) -> None:
         seen, last = seen + (now != last), now
 
 
-class Starter:
-    """Starts the command as a user does or as a fork.
-
-    The fork is of a process that has imported everything, which saves a second each time.
-    """
-
-    def __init__(self, options: list[str]) -> None:
-        self._options = options
-
-    def __enter__(self) -> Starter:
-        code = (
-            "import json, os, sys, mlxrunner.batch.work\n"
-            "from mlxrunner.cli import main\n"
-            "print('ready', flush=True)\n"
-            "for line in sys.stdin:\n"
-            "    pid = os.fork()\n"
-            "    if pid == 0:\n"
-            "        sys.stdin = open(os.devnull)\n"
-            "        main(json.loads(line))\n"
-            "    print(pid, flush=True)\n"
-            "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
-        )
-        self._parent = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._parent.stdout is not None
-        assert self._parent.stdout.readline() == "ready\n"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._parent.communicate()
-
-    def start(self, source: str, target: str, *, as_user: bool) -> Any:
-        arguments = ["batch", source, "-o", target, *self._options]
-        if (
-            as_user or sys.platform == "darwin"
-        ):  # where what Metal has started does not survive a fork
-            return subprocess.Popen([sys.executable, "-m", "mlxrunner", *arguments])
-        return Fork(self._parent, arguments)
-
-    def seconds(self, source: str, *, as_user: bool) -> float:
-        """Return how long it takes to the end."""
-        began = time.monotonic()
-        assert self.start(source, f"{source}.{as_user}", as_user=as_user).wait() == 0
-        return time.monotonic() - began
-
-
-class Fork:
-    """The part of Popen that is used here, for a grandchild."""
-
-    def __init__(self, parent: subprocess.Popen[str], arguments: list[str]) -> None:
-        self._parent = parent
-        assert parent.stdin is not None
-        parent.stdin.write(json.dumps(arguments) + "\n")
-        parent.stdin.flush()
-        self._pid = int(self._read())
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        return int(self._read())
-
-    def _read(self) -> str:
-        assert self._parent.stdout is not None
-        return self._parent.stdout.readline()
+def begun(source: str, target: str, *options: str, as_user: bool = False) -> Any:
+    """Start the command, as a user does or as a fork."""
+    start = subprocess.Popen if as_user else Program
+    return start([sys.executable, "-m", "mlxrunner", "batch", source, "-o", target, *options])
 
 
 def test_killed_while_it_read_the_input(folder: Path) -> None:
@@ -205,9 +134,7 @@ def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None
         "output.AnswerWriter.flush = slow\n"
         "main()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True
-    )
+    process = Program([sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True)
     until(lambda: Path("waits").exists() or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=PATIENCE_S)
@@ -227,7 +154,7 @@ def test_nohup_protects_a_run(folder: Path) -> None:
         "import main; main(sys.argv[1:])"
     )
     command = [*COMMAND, "-q"]
-    process = subprocess.Popen([sys.executable, "-c", code, *command])
+    process = Program([sys.executable, "-c", code, *command])
     until(lambda: Path("out.jsonl").exists() or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
     assert process.wait(PATIENCE_S) == 3  # of the broken line
@@ -257,7 +184,7 @@ main()
 
 def started(*arguments: str) -> subprocess.Popen[str]:
     """The command on its way: its first answers are there."""
-    process = subprocess.Popen(
+    process = Program(
         [sys.executable, "-c", TELLS, *COMMAND, *arguments], stderr=subprocess.PIPE, text=True
     )
     until(

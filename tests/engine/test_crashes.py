@@ -10,13 +10,12 @@ import json
 import logging
 import random
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from support.engine import park_in_pieces_of
+from support.forking import run_program
 from support.histories import tiny_parts
 from support.sample import fewer
 
@@ -27,7 +26,6 @@ SETTINGS = {"context": 400, "prefill_step": 32, "checkpoint_budget": 10**6}
 CHILD = """
 import json, os, random, signal, stat, sys, threading
 from pathlib import Path
-sys.path[:0] = {paths!r}
 import pytest
 from engine.test_crashes import SETTINGS, first_prompts
 from support.engine import engine_of, park_in_pieces_of
@@ -44,7 +42,7 @@ park_in_pieces_of(16, pytest.MonkeyPatch())
 eviction.QUIET_S = eviction.BUSY_S = 0.0
 
 def say(kind, value):
-    write(1, f"{{kind}} {{json.dumps(value)}}\\n".encode())
+    write(1, f"{kind} {json.dumps(value)}\\n".encode())
 
 def pass_by():
     global left, full
@@ -83,7 +81,7 @@ def deleted(self, name):
     delete(self, name)
 
 index.DiskCacheIndex.add, index.DiskCacheIndex._delete = added, deleted
-place = DiskCache(folder, {{"model": name}}, limit=limit, daily=10**9)
+place = DiskCache(folder, {"model": name}, limit=limit, daily=10**9)
 runner = ParallelRunner(*tiny_parts(name), max_sequences=3, parking=place, **SETTINGS)
 engine = engine_of(runner)
 step = engine.step
@@ -132,11 +130,8 @@ class Left:
     @classmethod
     def after(cls, name: str, folder: Path, how: str, count: int, limit: int) -> Left:
         """Let a process die at its write or step number `count`."""
-        code = CHILD.format(paths=[str(Path(__file__).parent.parent)])
         words = [name, str(folder), how, str(count), str(limit)]
-        told = subprocess.run(
-            [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, check=False, text=True
-        )
+        told = run_program("-c", CHILD, *words, text=True, imports=["engine.test_crashes"])
         assert told.returncode in (-signal.SIGKILL, -signal.SIGABRT), told.returncode
         left, files, names = cls(), set[int](), set[str]()
         for line in told.stdout.splitlines():
@@ -190,7 +185,7 @@ def test_what_was_written_survives(
     """The longest of each conversation that was whole is found; no file is refused, all fit."""
     park_in_pieces_of(16, monkeypatch)
     rng, parts = random.Random(f"{name} {how}"), tiny_parts(name)
-    for number in range(fewer(25, 1)):
+    for number in range(fewer(9, 1)):
         folder, limit = tmp_path / str(number), rng.choice([10**9, 300_000])
         left = Left.after(name, folder, how, rng.randrange(1, 900), limit)
         with caplog.at_level(logging.WARNING):

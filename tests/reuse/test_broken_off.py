@@ -23,13 +23,15 @@ def warm_request(runner: Runner) -> None:
     tokens(runner, [*PROMPT[:12], *range(60, 84)], 4)
 
 
+def first_line(mix: Mix, every: int) -> int:
+    """Return a line up to `every`, so that all mixes together try nearly every line."""
+    return 1 + crc32(repr((mix.kinds, mix.options)).encode()) % every
+
+
 def assert_interrupts_leave_a_true_entry(
     mix: Mix, request: Callable[[Runner], None], follow_up: list[int], lines: int
 ) -> None:
-    """Press Ctrl-C at `lines` lines of a request behind PROMPT. `follow_up` has to be exact.
-
-    Each mix begins at another line, so that all of them together try nearly every line.
-    """
+    """Press Ctrl-C at `lines` lines of a request behind PROMPT. `follow_up` has to be exact."""
     answer = cold(mix.kinds, follow_up)
     runner = mix.runner()
     tokens(runner, PROMPT)
@@ -37,8 +39,7 @@ def assert_interrupts_leave_a_true_entry(
         request(runner)
     interrupted = 0
     every = max(1, seen[0] // lines)
-    first = 1 + crc32(repr((mix.kinds, mix.options)).encode()) % every
-    for line in range(first, seen[0], every):
+    for line in range(first_line(mix, every), seen[0], every):
         runner = mix.runner()
         tokens(runner, PROMPT)
         with suppress(KeyboardInterrupt), interrupt_at(line):
@@ -63,7 +64,8 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
 def test_a_second_ctrl_c_while_the_first_is_mended_leaves_a_true_entry(mix: Mix) -> None:
     """It may come at any line of what ends the request and restores the entry."""
     follow_up = [*PROMPT[:12], *range(60, 80), 5]
-    for line in count(1, fewer(2, 6)):
+    every = fewer(7, 13)
+    for line in count(first_line(mix, every), every):
         runner = mix.runner()
         tokens(runner, PROMPT)
         with interrupted_twice(runner.model, line) as lines:
@@ -137,7 +139,7 @@ def test_an_answer_that_another_thread_drops_leaves_a_true_entry(mix: Mix) -> No
 def test_ctrl_c_at_any_line_of_a_close_keeps_nobody_out() -> None:
     """The next request is served while the answer that was closed is still referenced."""
     kinds, follow_up = ["recurrent", "full"], [*PROMPT, 7, 8, 9]
-    for line in count(1, fewer(1, 4)):
+    for line in count(1, fewer(2, 5)):
         runner = oracle_runner(kinds)
         answer: Any = runner.generate(PROMPT, max_tokens=20)
         next(answer), next(answer)

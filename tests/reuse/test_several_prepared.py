@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -44,10 +45,14 @@ class Prepared:
         self.answer: Any = runner.generate(prompt, max_tokens=n, stop_tokens=[], **self.options)
         self.is_running = False
 
+    @cached_property
+    def cold(self) -> list[int]:
+        """The answer of a cold runner."""
+        return cold(self.kinds, self.prompt, self.n, stop_tokens=[], **self.options)
+
     def check(self) -> None:
         """Compare what was read with a cold answer."""
-        answer = cold(self.kinds, self.prompt, self.n, stop_tokens=[], **self.options)
-        assert self.read == answer[: len(self.read)]
+        assert self.read == self.cold[: len(self.read)]
 
     def go_on(self, count: int) -> None:
         """Read `count` tokens or to the end."""

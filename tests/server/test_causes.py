@@ -26,7 +26,7 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Caller
 
 FAMILIES = "llama3 qwen3 gemma3 chatml mistral gpt-oss deepseek glm".split()
-CASES = fewer(10, 3)
+CASES = fewer(4, 2)
 """Random conversations for each cause and family."""
 WANTED = 0.98
 WORDS = (
