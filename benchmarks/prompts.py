@@ -28,10 +28,9 @@ from mlxrunner.results import Usage
 from mlxrunner.server import openai
 from mlxrunner.server.events import AnswerEnd, AnswerEvent, ServerRequest, TextDelta
 from mlxrunner.server.manager import prompt_record
-from mlxrunner.server.middleware import AccessRules
 from mlxrunner.server.models import ModelCard
 from mlxrunner.server.prompts.builder import PromptBuilder
-from mlxrunner.server.server import make_app
+from mlxrunner.server.server import AccessRules, make_app
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import Caller
 

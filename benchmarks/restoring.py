@@ -29,7 +29,7 @@ from parallel import random_llama
 from mlxrunner.bench.harness import Comparison, less_is_better
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
-from mlxrunner.sessions.saver import Saver
+from mlxrunner.sessions.caches import Saver
 from mlxrunner.sessions.session import Branch, History, Rendering, Session
 from mlxrunner.sessions.store import CACHE, SessionStore
 from mlxrunner.testing import ByteTokenizer

@@ -28,8 +28,7 @@ from mlxrunner.config.request_fields import held
 from mlxrunner.engine.constrain import check_form
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import LARGEST_TOKEN, GenerateOptions
-from mlxrunner.templates.messages import PlainMessage, check_message, has_picture
-from mlxrunner.templates.parts import picture_of
+from mlxrunner.templates.messages import PlainMessage, check_message, has_picture, picture_of
 from mlxrunner.tokenizer.prompt import Prompt
 
 OPTIONS = frozenset(names(GenerateOptions))

@@ -19,7 +19,7 @@ from mlxrunner.config.option import as_whole, names, read_json, without_nulls
 from mlxrunner.config.request_fields import is_neutral
 from mlxrunner.errors import OptionError, PromptError
 from mlxrunner.options import NO_STOP, GenerateOptions, RunnerSettings
-from mlxrunner.templates.parts import (
+from mlxrunner.templates.messages import (
     Parts,
     StandIn,
     item_text,

@@ -73,7 +73,7 @@ from mlxrunner.models.load import (
 )
 from mlxrunner.options import RunnerSettings
 from mlxrunner.runner import Runner
-from mlxrunner.system.limits import EnergyMeter, on_battery
+from mlxrunner.system.device import EnergyMeter, on_battery
 from mlxrunner.system.writing import written
 from mlxrunner.terminal.progress import Progress, loading
 from mlxrunner.terminal.signals import Interrupts, say_now

@@ -60,8 +60,8 @@ from mlxrunner.options import RunnerSettings
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.session import History
+from mlxrunner.system.device import on_battery
 from mlxrunner.system.folders import data_folder
-from mlxrunner.system.limits import on_battery
 from mlxrunner.terminal.early import INTERRUPTED
 from mlxrunner.terminal.keyboard import Keyboard, edit_outside, is_terminal
 from mlxrunner.terminal.progress import PrefillBar

@@ -18,7 +18,7 @@ from mlxrunner.errors import MlxrunnerError, OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve
 from mlxrunner.options import GenerateOptions
 from mlxrunner.pictures.table import Picture
-from mlxrunner.sessions.saver import Saver
+from mlxrunner.sessions.caches import Saver
 from mlxrunner.sessions.session import Branch, Session
 from mlxrunner.sessions.store import (
     SessionStore,

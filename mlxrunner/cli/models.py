@@ -11,7 +11,7 @@ import click
 from mlxrunner.cli.help import HelpGroup
 from mlxrunner.cli.options import debug_option, json_option, model_words, repository_words
 from mlxrunner.cli.program import line_text, visible_text
-from mlxrunner.config.known_models import hub_id_of
+from mlxrunner.config.names import hub_id_of
 from mlxrunner.errors import ModelError, OptionError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def models(ctx: click.Context, known: bool, as_json: bool) -> None:
 
 def _list_known(as_json: bool) -> None:
     """Print the models with short names, by their sizes."""
-    from mlxrunner.config.known_models import known_models
+    from mlxrunner.config.names import known_models
     from mlxrunner.models.download import repositories
     from mlxrunner.system.device import offered_bytes
     from mlxrunner.terminal.text import size

@@ -22,7 +22,7 @@ from click.shell_completion import CompletionItem
 from mlxrunner.cli.help import GOING, KEYS_ONLY, HelpCommand
 from mlxrunner.cli.program import F, set_debug, visible_text
 from mlxrunner.config.file import ASSIGNED, NAMED, read_assignments, read_config_file
-from mlxrunner.config.known_models import known_models
+from mlxrunner.config.names import known_models
 from mlxrunner.config.option import (
     MAX_SCHEMA,
     MODEL,

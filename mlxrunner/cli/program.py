@@ -157,8 +157,7 @@ def _our_flag(name: str, flags: Mapping[str, str]) -> str | None:
 
 def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
     """Return the error about an unknown command with what may be meant: ours, or a prompt."""
-    from mlxrunner.config.known_models import known_models
-    from mlxrunner.config.names import ADVICE, COMMANDS
+    from mlxrunner.config.names import ADVICE, COMMANDS, known_models
     from mlxrunner.options import EMBEDDED
 
     name, group = error.command_name, error.ctx and error.ctx.parent and error.ctx.info_name

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxrunner.config.file import read_config_file
-from mlxrunner.config.known_models import known_models
-from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.names import did_you_mean, known_models
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:

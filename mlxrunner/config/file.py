@@ -15,8 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mlxrunner.config.known_models import hub_id_of
-from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.names import did_you_mean, hub_id_of
 from mlxrunner.config.option import (
     Option,
     Setting,

@@ -31,6 +31,7 @@ from mlxrunner.models.facts import (
     has_vision_encoder,
     how_to_see,
     is_run_by_mlx_vlm,
+    ropes_of,
     usable_facts,
     weight_bytes,
     widen_windows,
@@ -51,7 +52,6 @@ from mlxrunner.models.files import (
 )
 from mlxrunner.models.fingerprint import probe_key
 from mlxrunner.models.resolve import HUB_ID, remember_use, resolve
-from mlxrunner.models.rope import ropes_of
 from mlxrunner.models.sharding import WeightFiles, is_sharing, share
 from mlxrunner.pictures.model import CrossingModel, SeeingModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer

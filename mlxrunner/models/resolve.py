@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxrunner.config.known_models import hub_id_of, suggestion_for
+from mlxrunner.config.names import hub_id_of, suggestion_for
 from mlxrunner.errors import ModelError, OptionError
 from mlxrunner.models.download import is_being_downloaded, storage_of
 from mlxrunner.models.files import (

@@ -30,7 +30,7 @@ from mlxrunner.templates.messages import (
     common_end,
     system_count,
 )
-from mlxrunner.templates.segments import Place, Rendered, is_thinking
+from mlxrunner.templates.probe import Place, Rendered, is_thinking
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 

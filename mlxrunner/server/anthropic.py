@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field
 
-from mlxrunner.server.errors import THREAD_NOT_FOUND, anthropic_error
 from mlxrunner.server.events import (
+    THREAD_NOT_FOUND,
     AnswerEnd,
     AnswerEvent,
     ApiError,
@@ -22,6 +22,7 @@ from mlxrunner.server.events import (
     ThinkingDelta,
     ToolCallEvent,
     ToolChoice,
+    anthropic_error,
     field_error,
 )
 from mlxrunner.server.manager import ModelManager
@@ -41,7 +42,7 @@ from mlxrunner.server.protocol import (
     unread,
     while_connected,
 )
-from mlxrunner.templates.parts import Parts, item_text, parts_of
+from mlxrunner.templates.messages import Parts, item_text, parts_of
 
 OWN = (None, "custom")
 """The types of a client's own tools. Anthropic's have a type that bears a date."""

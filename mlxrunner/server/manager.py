@@ -25,8 +25,9 @@ from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.profiling.divergence import PromptRecord
 from mlxrunner.results import Chunk
-from mlxrunner.server.errors import SOON, TOO_LONG, api_error_of
 from mlxrunner.server.events import (
+    SOON,
+    TOO_LONG,
     AnswerEnd,
     AnswerEvent,
     AnswerNote,
@@ -34,6 +35,7 @@ from mlxrunner.server.events import (
     EndReason,
     Ping,
     ServerRequest,
+    api_error_of,
     field_error,
 )
 from mlxrunner.server.models import (
@@ -47,9 +49,13 @@ from mlxrunner.server.models import (
     card_of,
     look_at,
 )
-from mlxrunner.server.prompts.answer_tokens import digest, message_digest
+from mlxrunner.server.prompts.answer_tokens import (
+    LRUCache,
+    MemoizedFunction,
+    digest,
+    message_digest,
+)
 from mlxrunner.server.prompts.builder import BuiltPrompt
-from mlxrunner.server.prompts.lru import LRUCache, MemoizedFunction
 from mlxrunner.server.prompts.rules import without_billing
 from mlxrunner.server.tools.reader import AnswerSplitter, joined
 from mlxrunner.tokenizer.prompt import Caller

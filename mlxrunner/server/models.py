@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrunner.config.file import read_config_file
-from mlxrunner.config.known_models import hub_id_of
-from mlxrunner.config.names import did_you_mean
+from mlxrunner.config.names import did_you_mean, hub_id_of
 from mlxrunner.config.option import MODEL, layer, names, settled, values
 from mlxrunner.engine.draft_model import check_vocabularies
 from mlxrunner.engine.opening import DraftPlan

@@ -20,12 +20,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BeforeValidator, Field
 
 from mlxrunner.batch.openai_format import ANY_OBJECT, TURN, TokenLogprob, finite
-from mlxrunner.config.known_models import hub_id_of
+from mlxrunner.config.names import hub_id_of
 from mlxrunner.config.option import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.models.resolve import HUB_ID, folder_if_here, pull
 from mlxrunner.options import GenerateOptions
-from mlxrunner.server.errors import api_error_of
 from mlxrunner.server.events import (
     AnswerEnd,
     AnswerEvent,
@@ -35,6 +34,7 @@ from mlxrunner.server.events import (
     TextDelta,
     ThinkingDelta,
     ToolCallEvent,
+    api_error_of,
     field_error,
 )
 from mlxrunner.server.manager import ModelManager
@@ -60,7 +60,7 @@ from mlxrunner.server.protocol import (
     unread,
     while_connected,
 )
-from mlxrunner.templates.parts import UNREAD_PICTURE, Parts, Shown, StandIn, parts_of
+from mlxrunner.templates.messages import UNREAD_PICTURE, Parts, Shown, StandIn, parts_of
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 """Seconds of each unit of a duration."""

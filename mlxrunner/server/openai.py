@@ -29,7 +29,6 @@ from mlxrunner.config.option import as_whole, names, shown, without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions
-from mlxrunner.server.errors import error_response, openai_error
 from mlxrunner.server.events import (
     AnswerEnd,
     AnswerEvent,
@@ -40,7 +39,9 @@ from mlxrunner.server.events import (
     ThinkingDelta,
     ToolCallEvent,
     ToolChoice,
+    error_response,
     field_error,
+    openai_error,
 )
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.models import ModelCard
@@ -60,7 +61,7 @@ from mlxrunner.server.protocol import (
     text_of,
     unread,
 )
-from mlxrunner.templates.parts import Parts, item_text, parts_of
+from mlxrunner.templates.messages import Parts, item_text, parts_of
 
 OPTIONS = frozenset(names(GenerateOptions))
 """The names of our options, which a body may have, too."""

@@ -45,8 +45,9 @@ from mlxrunner.config.names import SAME
 from mlxrunner.config.option import as_whole, names, with_whole_characters, without_nulls
 from mlxrunner.config.request_fields import is_known
 from mlxrunner.options import GenerateOptions
-from mlxrunner.server.errors import BAD_DOCUMENT, BAD_PICTURE, api_error_of, error_response
 from mlxrunner.server.events import (
+    BAD_DOCUMENT,
+    BAD_PICTURE,
     AnswerEnd,
     AnswerEvent,
     ApiError,
@@ -56,10 +57,12 @@ from mlxrunner.server.events import (
     TextDelta,
     ThinkingDelta,
     ToolCallEvent,
+    api_error_of,
+    error_response,
 )
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.tools.reader import joined
-from mlxrunner.templates.parts import PartError, arguments_of_call, parts_of, settled
+from mlxrunner.templates.messages import PartError, arguments_of_call, parts_of, settled
 from mlxrunner.terminal.text import one_line
 
 LONGEST_FIELD = 60

@@ -22,8 +22,7 @@ from mlxrunner.profiling.report import page as plots
 from mlxrunner.profiling.report.page import document, safe
 from mlxrunner.profiling.report.summary import Summary, blame_of, client_of, id_of
 from mlxrunner.profiling.schema import Event
-from mlxrunner.server.errors import PrintableResponse
-from mlxrunner.server.events import AnswerNote, ApiError
+from mlxrunner.server.events import AnswerNote, ApiError, PrintableResponse
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.models import ServedModel
 from mlxrunner.terminal.text import moment, number, percent, size

@@ -1,16 +1,21 @@
 """The prefix-cache entry of a session on disk: in pieces, as in the disk cache of conversations.
 
 A save writes the pieces that the session's folder lacks. Version 0.2 wrote one file, which is read
-and goes with the next save.
+and goes with the next save. `Saver` saves a runner's conversation: its text at once, its caches in
+a thread during the next turn.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,13 +31,19 @@ from mlxrunner.cache.disk.pieces import (
     piece_files,
     stored_tokens,
 )
-from mlxrunner.cache.entry import CacheEntry, common_prefix
+from mlxrunner.cache.entry import CacheEntry, TokenArray, as_tokens, common_prefix
 from mlxrunner.cache.protocol import Saved
-from mlxrunner.errors import PromptError, SessionError
+from mlxrunner.errors import ModelError, PromptError, SessionError
+from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.pictures.table import Picture, PictureNames, PictureTable, renumbered
-from mlxrunner.sessions.store import CACHE, CACHE_FILE
+from mlxrunner.pictures.tokenizer import SeeingTokenizer
+from mlxrunner.runner import Runner
+from mlxrunner.sessions.session import Session
+from mlxrunner.sessions.store import CACHE, CACHE_FILE, SessionStore
 from mlxrunner.system.folders import Folder
 from mlxrunner.system.tensorfile import TensorFile
+from mlxrunner.terminal.text import size
+from mlxrunner.tokenizer import Tokenizer
 
 
 def cache_writer(
@@ -143,9 +154,9 @@ class SessionEntry(RestoredEntry):
             self.pictures: Any = about.get("pictures", {})
             found, self.sizes = read_conversation(name, stored_tokens(file.arrays["tokens"]), about)
             self.nbytes = sum(array.nbytes for array in file.arrays.values())
-        for piece, size in self.sizes.items():
+        for piece, nbytes in self.sizes.items():
             with reader.file(piece) as file:
-                if folder.size(piece) != size:
+                if folder.size(piece) != nbytes:
                     raise SessionError("it has another size")
                 arrays = (file.arrays[name] for name in file.arrays.keys() - {"tokens"})
                 self.nbytes += sum(array.nbytes for array in arrays)
@@ -170,3 +181,234 @@ class SessionEntry(RestoredEntry):
         """
         self.outline = outline
         self.check_headers()
+
+
+CHANGED = (
+    "its file was changed by another program: its tokens and caches are dropped, text and "
+    "settings are used as they are"
+)
+"""The note on a session whose checksum is wrong, as after an edit by hand."""
+
+
+class Saver:
+    """Saves the conversation of one runner, in the thread that owns the runner."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: Path | Mapping[str, str],
+        store: SessionStore | None = None,
+        *,
+        caches: bool = True,
+        kv_bits: int | None = None,
+    ) -> None:
+        """Save into `store`, by default the user's.
+
+        `model` is the directory of the model, or its fingerprint. `caches=False` saves only the
+        text. `kv_bits` (4 or 8) stores keys and values in fewer bits.
+        """
+        self.store = SessionStore() if store is None else store
+        # Weak, so that a chat that changes its model frees the old one at once.
+        self._runner = weakref.ref(runner)
+        self._caches, self._kv_bits = caches, kv_bits
+        self._outline = runner.cache.outline()
+        known = fingerprint(model) if isinstance(model, Path) else model
+        self._fingerprint = with_format(known, self._outline)
+        self._writer: threading.Thread | None = None
+        self._failed: str | None = None
+        """The text of an error in the thread; the error itself would keep the folder open."""
+        self._behind: dict[str, tuple[int, ...]] = {}
+        """The tokens of each session whose caches are newer than its file."""
+
+    @property
+    def runner(self) -> Runner:
+        """The runner. Raise ModelError if it has been dropped."""
+        runner = self._runner()
+        if runner is None:
+            raise ModelError("no model is loaded: /model NAME loads one")
+        return runner
+
+    def load(
+        self,
+        name: str,
+        tokenizer: Tokenizer | None = None,
+        known: Mapping[bytes, Picture] | None = None,
+    ) -> tuple[Session, str]:
+        """Load a session and give its caches to the runner. Return it with a line about them.
+
+        The runner reads the caches in the next turn. A session made with another tokenizer or
+        template keeps its text only. `tokenizer`: the one that tokenizes the session's text, by
+        default the runner's. `known`: the pictures that the runner can be shown, by digest. Raise
+        SessionError if the text cannot be read.
+        """
+        session, known = self.store.load(name), known or {}
+        session.renumber(known)
+        self.wait()  # caches still to be written belong to the entry that is replaced now
+        different = differences(session.fingerprint, self._fingerprint)
+        if any(part in SPELLING for part in different):
+            session.forget_tokens()
+        mismatched = session.forget_mismatched(
+            tokenizer or self.runner.tokenizer, self.runner.facts.vocab
+        )
+        self.runner.reset()
+        if session.is_changed:
+            return session, CHANGED
+        return session, self._restore(name, known) + (
+            "; it is tokenized again: its tokens do not match its text" if mismatched else ""
+        )
+
+    def _restore(self, name: str, known: Mapping[bytes, Picture]) -> str:
+        try:
+            folder = self.store.folder_of(name)
+            entry = stored_entry(folder, folder.remove)  # a damaged piece is written again
+            if entry is None:
+                return "without caches: the first turn evaluates it again"
+            if different := differences(entry.fingerprint, self._fingerprint):
+                raise SessionError(", ".join(PARTS[part] for part in different))
+            if len(entry.tokens) > self.runner.context:
+                raise SessionError(
+                    f"{len(entry.tokens)} tokens, and the context is {self.runner.context}"
+                )
+            entry.check(self._outline)
+            entry.renumber(known)
+        except SessionError as error:
+            return f"its caches are dropped, its text is kept: {error}"
+        self.runner.cache.adopt(entry, f"session {name}")
+        return f"{len(entry.tokens)} tokens restored ({size(entry.nbytes)})"
+
+    def save(self, name: str, session: Session) -> None:
+        """Save a session. Its text is on the disk when this returns.
+
+        The caches of its tokens are copied now and written in a thread. If the disk is full, the
+        old caches are removed to make room for the text. Raise SessionError if the text cannot be
+        saved, or if the caches of an earlier call could not be.
+        """
+        self._describe(session)
+        try:
+            self.store.save(name, session)
+        except SessionError as error:
+            if not _is_full(error):
+                raise
+            self._save_in_their_place(name, session)
+        tokens = session.history.rendering.tokens
+        if not self._caches:
+            self.store.drop_cache(name)
+        elif (writer := self._started()) is not None and writer.is_alive():
+            # Copy one entry at a time: `write_behind`, the next save or `wait` writes this one.
+            self._behind[name] = tokens
+        else:
+            self._write(name, tokens)
+        self._raise()
+
+    def save_text(self, name: str, session: Session) -> None:
+        """Save the text of a session, and no caches. Raise SessionError if that fails."""
+        self._describe(session)
+        self.store.save(name, session)
+
+    def _describe(self, session: Session) -> None:
+        """Note in a session which model made its tokens, and which pictures are among them."""
+        session.fingerprint = dict(self._fingerprint)
+        for branch in session.branches.values():
+            tokens = as_tokens(branch.history.rendering.tokens)
+            if (names := self._pictures(tokens)) is not None:
+                session.pictures |= names.of(tokens)
+
+    def _pictures(self, tokens: TokenArray) -> PictureNames | None:
+        """Return what names the pictures among `tokens`; None if nothing does."""
+        runner = self._runner()
+        tokenizer = None if runner is None else runner.tokenizer
+        names = PictureNames(PictureTable())
+        if isinstance(tokenizer, SeeingTokenizer):
+            names = tokenizer.names
+        try:
+            names.of(tokens)
+        except KeyError:  # a model that is gone saw it
+            return None
+        return names
+
+    def _save_in_their_place(self, name: str, session: Session) -> None:
+        """Save the text on a full disk: once the caches are written, or else after removing them.
+
+        Raise SessionError if the text cannot be saved even then.
+        """
+        if (writer := self._started()) is not None:
+            writer.join()
+        try:
+            self.store.save(name, session)
+        except SessionError as error:
+            if not _is_full(error) or not self.store.nbytes(name)[1]:
+                raise
+            self.store.drop_cache(name)
+            self.store.save(name, session)
+
+    def wait(self) -> None:
+        """Wait until the caches of the last `save` are on the disk.
+
+        Raise SessionError if they could not be written.
+        """
+        writer = self._started()
+        if writer is not None:
+            writer.join()
+        if self._behind:
+            self._write(*self._behind.popitem())
+            self.wait()
+        self._raise()
+
+    def write_behind(self) -> bool:
+        """Begin to write caches that came while the thread was writing, if it has ended since.
+
+        Return True if it did. The runner's entry has then the session's tokens only.
+        """
+        writer = self._started()
+        if not self._behind or (writer is not None and writer.is_alive()):
+            return False
+        self._write(*self._behind.popitem())
+        return True
+
+    def _started(self) -> threading.Thread | None:
+        """Return the writing thread, or None.
+
+        A thread that an interrupt kept from starting is forgotten, which releases its lock.
+        """
+        if self._writer is not None and self._writer.ident is None:
+            self._writer = None
+        return self._writer
+
+    def _write(self, name: str, tokens: tuple[int, ...]) -> None:
+        self._behind.pop(name, None)
+        runner = self._runner()
+        if runner is None:  # the model is gone, and its entry with it
+            return
+        runner.cache.keep(tokens)  # drop what was typed and never sent, or taken back
+        entry = runner.entry
+        pictures = self._pictures(entry.tokens.array)
+        if not entry.tokens or pictures is None:
+            self.store.drop_cache(name)
+            return
+        with self.store.lock(name) as held:
+            write = cache_writer(
+                entry, held, self._fingerprint, bits=self._kv_bits, pictures=pictures
+            )
+            self._writer = threading.Thread(
+                target=self._run, args=(name, [write], held), name="saving a session"
+            )
+            self._writer.start()
+
+    def _run(self, name: str, write: list[Callable[[Folder], None]], held: Folder) -> None:
+        """Write the caches. This runs in the thread, which keeps the session locked meanwhile."""
+        try:
+            self.store.save_cache(name, write.pop())  # nobody else holds the copies
+        except SessionError as error:
+            self._failed = str(error)
+
+    def _raise(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise SessionError(failed)
+
+
+def _is_full(error: SessionError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+    )

@@ -2,7 +2,7 @@
 
 The docstring of each function names its expectations. tests/system/test_mlx_lm_internals.py checks
 them against the installed mlx-lm, whose version has to be one of VERSIONS. What importing mlx-lm
-does to the process is in mlxrunner.system.imports.
+does to the process is in mlxrunner.system.foreign.
 
 Public and used elsewhere: `load_model`, `load_tokenizer`, `make_prompt_cache`, the cache classes
 with their `state`, `from_state` and `offset`, `create_attention_mask`, the samplers.

@@ -16,7 +16,7 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
 from mlxrunner.cli.describe import SHELLS, VARIABLE
-from mlxrunner.config.known_models import known_models
+from mlxrunner.config.names import known_models
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxrunner.config.file import read_config_file
-from mlxrunner.config.known_models import hub_id_of, known_models, suggestion_for
+from mlxrunner.config.names import hub_id_of, known_models, suggestion_for
 
 
 def test_every_row_is_a_name_with_a_size_and_a_repository() -> None:

@@ -25,7 +25,7 @@ from mlxrunner.memory.plan import Plan, WorstCaseBatch
 from mlxrunner.models.load import load_model
 from mlxrunner.options import OpenSettings
 from mlxrunner.system import device
-from mlxrunner.system.limits import Limit
+from mlxrunner.system.device import Limit
 from mlxrunner.terminal.text import size
 
 FALCON: dict[str, Any] = {

@@ -15,9 +15,8 @@ from support.architectures import CONFIGS, settings_of
 from support.models import LLAMA3, one_line, tiny_config, write_model
 
 from mlxrunner import ModelError
-from mlxrunner.models.facts import build
+from mlxrunner.models.facts import LOCAL_THETA, build, ropes_of
 from mlxrunner.models.load import load_model
-from mlxrunner.models.rope import LOCAL_THETA, ropes_of
 from mlxrunner.system.mlx_lm_internals import model_classes
 
 FILE = Path("config.json")

@@ -28,11 +28,15 @@ from support.program import program
 from support.waiting import until
 
 from mlxrunner.errors import ContextLengthError
-from mlxrunner.server import middleware
+from mlxrunner.server import server as middleware
 from mlxrunner.server.anthropic import MessageRequest
 from mlxrunner.server.events import ApiError, ServerRequest
 from mlxrunner.server.manager import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS, check_counts
-from mlxrunner.server.middleware import (
+from mlxrunner.server.ollama import OllamaChatRequest
+from mlxrunner.server.openai import ChatCompletionRequest, CompletionRequest
+from mlxrunner.server.protocol import RequestBody
+from mlxrunner.server.responses import ResponseRequest
+from mlxrunner.server.server import (
     EVERY_S,
     KEPT,
     LOOPBACK,
@@ -46,12 +50,8 @@ from mlxrunner.server.middleware import (
     check_form,
     form_of,
     hosts_of,
+    make_app,
 )
-from mlxrunner.server.ollama import OllamaChatRequest
-from mlxrunner.server.openai import ChatCompletionRequest, CompletionRequest
-from mlxrunner.server.protocol import RequestBody
-from mlxrunner.server.responses import ResponseRequest
-from mlxrunner.server.server import make_app
 
 
 def router(seen: list[Any]) -> APIRouter:
@@ -682,7 +682,7 @@ CODE = """\
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 6000))
 from mlxrunner.cli import main
-from mlxrunner.server.middleware import HttpConnection
+from mlxrunner.server.server import HttpConnection
 connect = HttpConnection.connection_made
 def made(self, transport):
     resource.setrlimit(resource.RLIMIT_NOFILE, (60, 6000))
@@ -748,5 +748,5 @@ def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_no_limit_closes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system may have no limit."""
-    monkeypatch.setattr("mlxrunner.server.middleware.limit", lambda: -1)
+    monkeypatch.setattr("mlxrunner.server.server.limit", lambda: -1)
     assert not ConnectionLimit().closes(100_000)

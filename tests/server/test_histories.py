@@ -20,8 +20,7 @@ from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.server.events import AnswerEvent, ServerRequest, TextDelta
 from mlxrunner.server.prompts.builder import BuiltPrompt, PromptBuilder
-from mlxrunner.templates.messages import common
-from mlxrunner.templates.parts import NO_PICTURE
+from mlxrunner.templates.messages import NO_PICTURE, common
 
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5Erk"

@@ -23,9 +23,8 @@ from support.waiting import until
 
 from mlxrunner.options import ServeSettings
 from mlxrunner.server.manager import ModelManager
-from mlxrunner.server.middleware import HttpConnection
 from mlxrunner.server.models import ModelLoader, ModelNames
-from mlxrunner.server.server import UvicornServer, application
+from mlxrunner.server.server import HttpConnection, UvicornServer, application
 from mlxrunner.server.supervisor import listen
 from mlxrunner.server.watch import RequestLog
 

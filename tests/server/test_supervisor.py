@@ -25,7 +25,7 @@ from support.waiting import until
 
 from mlxrunner.errors import OutputError
 from mlxrunner.server.events import ApiError
-from mlxrunner.server.middleware import RequestGate
+from mlxrunner.server.server import RequestGate
 from mlxrunner.server.supervisor import (
     LONG,
     RequestJournal,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxrunner import Runner
-from mlxrunner.sessions.saver import Saver
+from mlxrunner.sessions.caches import Saver
 from mlxrunner.sessions.store import SessionStore
 
 MODEL = {"weights": "w", "config": "c", "tokenizer": "t", "template": "p"}

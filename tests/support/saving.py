@@ -10,8 +10,7 @@ from mlxrunner import Runner
 from mlxrunner.cache.disk.pieces import StoredEntry
 from mlxrunner.cache.entry import CacheEntry
 from mlxrunner.pictures.table import PictureNames
-from mlxrunner.sessions.caches import SessionEntry, cache_writer, stored_entry
-from mlxrunner.sessions.saver import Saver
+from mlxrunner.sessions.caches import Saver, SessionEntry, cache_writer, stored_entry
 from mlxrunner.sessions.session import Branch, History, Rendering, Session, SessionTurn
 from mlxrunner.sessions.store import CACHE_FILE, SessionStore
 

@@ -65,7 +65,7 @@ def test_transformers_files_are_read_once_and_say_the_same(own_home: Path) -> No
     assert kept.stat().st_mode & 0o777 == 0o600
     written = kept.read_bytes()
     forbid = (
-        "import mlxrunner.system.imports as mended\nimport mlxrunner.system.folders as folders\n"
+        "import mlxrunner.system.foreign as mended\nimport mlxrunner.system.folders as folders\n"
     )
     assert structure(f"{forbid}folders.CacheFile.keep = None") == own
     kept.write_bytes(written.replace(b"LlamaConfig", b"LlamaConfit"))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxrunner.system import device, limits
-from mlxrunner.system.limits import ADDRESSES, Limit
+from mlxrunner.system import device
+from mlxrunner.system.device import ADDRESSES, Limit
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 GB = 2**30
@@ -23,8 +23,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
 
     Without them there are no limits.
     """
-    monkeypatch.setattr(limits, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(limits, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(device, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(device, "CGROUPS", tmp_path / "cgroup")
 
     def write(files: dict[str, str]) -> None:
         for name, text in files.items():
@@ -37,14 +37,14 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
 
 def test_where_nothing_can_be_read_there_is_no_limit(system: object) -> None:
     """macOS has nothing to read."""
-    assert limits.limits() == []
+    assert device.limits() == []
     assert device._available(7) == 7
 
 
 def test_the_machine_offers_what_is_available(system: Callable[[dict[str, str]], None]) -> None:
     """Not what is free: files are given up."""
     system({"proc/meminfo": "MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:    5 kB\n"})
-    assert limits.limits() == [Limit("the machine", 5 * 1024)]
+    assert device.limits() == [Limit("the machine", 5 * 1024)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_cgroup_offers_what_it_has_not_taken(
             "cgroup/a/memory.max": above + "\n",
         }
     )
-    assert [limit.nbytes for limit in limits.limits()][:1] == ([] if left is None else [left])
+    assert [limit.nbytes for limit in device.limits()][:1] == ([] if left is None else [left])
 
 
 @pytest.mark.parametrize("path", ["/docker/x", "/"])
@@ -89,9 +89,9 @@ def test_version_1_of_cgroups_counts_as_well(
             "cgroup/memory/memory.usage_in_bytes": f"{GB}\n",
         }
     )
-    assert limits.limits() == [Limit("the cgroup", GB)]
+    assert device.limits() == [Limit("the cgroup", GB)]
     system({"cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
-    assert limits.limits() == []
+    assert device.limits() == []
 
 
 @pytest.mark.parametrize(("kind", "column"), [("RLIMIT_AS", 0), ("RLIMIT_DATA", 5)])
@@ -112,7 +112,7 @@ def test_the_limits_of_the_process_count_from_what_it_has_taken(
         lambda which: (GB, GB) if which == asked else (resource.RLIM_INFINITY,) * 2,
     )
     taken = 1000 * resource.getpagesize() + ADDRESSES
-    assert [limit.nbytes for limit in limits.limits()] == [GB - taken]
+    assert [limit.nbytes for limit in device.limits()] == [GB - taken]
 
 
 @linux

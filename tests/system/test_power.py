@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxrunner.system import limits
+from mlxrunner.system import device
 
 BATTERY = {"type": "Battery", "status": "Discharging"}
 MAINS = {"type": "Mains", "online": "1"}
@@ -34,8 +34,8 @@ def test_on_linux_the_supplies_say_it(
         (tmp_path / str(number)).mkdir()
         for name, value in supply.items():
             (tmp_path / str(number) / name).write_text(value + "\n")
-    assert limits._linux(tmp_path) is answer
-    assert limits._linux(tmp_path / "nowhere") is False
+    assert device._linux(tmp_path) is answer
+    assert device._linux(tmp_path / "nowhere") is False
 
 
 @pytest.mark.parametrize(("source", "answer"), [("Battery Power", True), ("AC Power", False)])
@@ -49,11 +49,11 @@ def test_on_macos_pmset_says_it(
     )
     program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(limits.sys, "platform", "darwin")
-    assert limits.on_battery() is answer
+    monkeypatch.setattr(device.sys, "platform", "darwin")
+    assert device.on_battery() is answer
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert limits.on_battery() is False
+    assert device.on_battery() is False
 
 
 def test_the_energy_of_all_packages_is_added_up(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_energy_of_all_packages_is_added_up(tmp_path: Path) -> None:
             (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
 
     count(1_000_000, 5, 9_000_000, 7)
-    meter = limits.EnergyMeter(tmp_path)
+    meter = device.EnergyMeter(tmp_path)
     assert meter.sample() == 0
     count(3_000_000, 6_000_000, 9_500_000, 8_000_000)
     assert meter.sample() == pytest.approx(2.5)
@@ -77,6 +77,6 @@ def test_the_energy_of_all_packages_is_added_up(tmp_path: Path) -> None:
 
 def test_without_a_counter_that_may_be_read_there_is_no_energy(tmp_path: Path) -> None:
     """Most systems have none, or keep it for an administrator."""
-    assert limits.EnergyMeter(tmp_path / "nowhere").sample() is None
+    assert device.EnergyMeter(tmp_path / "nowhere").sample() is None
     (tmp_path / "intel-rapl:0").mkdir()
-    assert limits.EnergyMeter(tmp_path).sample() is None
+    assert device.EnergyMeter(tmp_path).sample() is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.templates.segments import Place, Rendered
+from mlxrunner.templates.probe import Place, Rendered
 from mlxrunner.tokenizer import Tokenizer
 
 CHAT = [

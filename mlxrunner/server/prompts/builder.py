@@ -28,12 +28,13 @@ from mlxrunner.server.events import ApiError, ServerRequest, field_error
 from mlxrunner.server.prompts.answer_tokens import (
     UNKNOWN,
     AnswerTokenCache,
+    LRUCache,
+    MemoizedFunction,
     PromptEncoder,
     TokenSpan,
     chain,
     message_digest,
 )
-from mlxrunner.server.prompts.lru import LRUCache, MemoizedFunction
 from mlxrunner.server.prompts.rules import PromptDraft, apply, written
 from mlxrunner.server.tools.constraints import (
     ForcedCall,
@@ -48,13 +49,15 @@ from mlxrunner.system.picture_files import decode_picture, picture_bytes
 from mlxrunner.templates.chat_template import continued, is_continued
 from mlxrunner.templates.messages import (
     PICTURE,
+    UNREAD_PICTURE,
     CheckedMessages,
     PlainMessage,
     check_message,
     check_messages,
     has_picture,
+    own_message,
+    without_pictures,
 )
-from mlxrunner.templates.parts import UNREAD_PICTURE, own_message, without_pictures
 from mlxrunner.templates.probe import TemplateProbe
 from mlxrunner.templates.rendering import read_json, read_template
 from mlxrunner.tokenizer import Tokenizer
