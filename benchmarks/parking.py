@@ -41,7 +41,7 @@ from mlxrunner.cache.disk.pieces import PieceFile
 from mlxrunner.models.facts import facts_of
 from mlxrunner.runner import Runner
 from mlxrunner.system.folders import Folder
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 from mlxrunner.testing import ByteTokenizer
 
 TURN = 500

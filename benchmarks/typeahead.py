@@ -38,7 +38,7 @@ def serve(type_ahead: bool, progress: Path) -> None:
 
     from mlxrunner.chat import editor
     from mlxrunner.chat.conversation import Conversation
-    from mlxrunner.chat.reader import TypedText
+    from mlxrunner.chat.input import TypedText
     from mlxrunner.chat.repl import open_chat
 
     class TimedDraft(TypedText):

@@ -29,7 +29,7 @@ from mlxrunner.models.load import (
 )
 from mlxrunner.options import Reserve, RunnerKwargs, RunnerSettings
 from mlxrunner.system import device
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 if TYPE_CHECKING:
     from mlxrunner.runner import Runner

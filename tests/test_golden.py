@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from support.events import afternoon
 
 from mlxrunner import cli
-from mlxrunner.cli.help import USED
+from mlxrunner.cli.program import USED
 
 GOLDEN = Path(__file__).parent / "golden"
 IS_UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"

@@ -44,7 +44,7 @@ from mlxrunner.options import GenerateKwargs, GenerateOptions
 from mlxrunner.results import Chunk, Result, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.templates.messages import has_picture
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 from mlxrunner.tokenizer.prompt import Prompt, TokenizedPrompt
 
 GIVE_BACK_EVERY = 256

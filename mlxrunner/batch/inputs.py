@@ -38,7 +38,7 @@ from mlxrunner.batch.tables import (
 )
 from mlxrunner.errors import BrokenLineError, OptionError, PromptError, ReadError
 from mlxrunner.system.reading import no_constant, open_given, read_text, say_if_waiting
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 
 STANDARD = "-"
 """The name for standard input or standard output."""

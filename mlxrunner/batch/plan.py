@@ -26,7 +26,7 @@ from mlxrunner.batch.store import BriefLine, LineCounts, Store, StoredLine
 from mlxrunner.cache.entry import Shift, TokenArray
 from mlxrunner.errors import OptionError
 from mlxrunner.system.folders import CacheFile
-from mlxrunner.terminal.text import count_of, duration
+from mlxrunner.terminal.output import count_of, duration
 
 Read = TypeVar("Read", StoredLine, BriefLine)
 """A line of a store, as it was read."""

@@ -40,7 +40,7 @@ from mlxrunner.system.picture_files import (
 )
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.templates.messages import CheckedMessages, PlainMessage, check_messages
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
     LineOfBatch,

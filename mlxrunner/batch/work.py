@@ -75,9 +75,8 @@ from mlxrunner.options import RunnerSettings
 from mlxrunner.runner import Runner
 from mlxrunner.system.device import EnergyMeter, on_battery
 from mlxrunner.system.writing import written
-from mlxrunner.terminal.progress import Progress, loading
-from mlxrunner.terminal.signals import Interrupts, say_now
-from mlxrunner.terminal.text import count_of, duration, one_line
+from mlxrunner.terminal.control import Interrupts, say_now
+from mlxrunner.terminal.output import Progress, count_of, duration, loading, one_line
 from mlxrunner.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -47,7 +47,7 @@ from mlxrunner.models.files import read_config
 from mlxrunner.models.resolve import resolve
 from mlxrunner.runner import Runner
 from mlxrunner.system import device
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 if TYPE_CHECKING:
     from mlxrunner.ranks.ranks import Ranks

@@ -9,9 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxrunner.chat.attachments import picture_paths, read_text
-from mlxrunner.chat.command_table import PATH, Command, flagged, quoted, whole_number
 from mlxrunner.chat.conversation import POLICIES, UndoState
+from mlxrunner.chat.input import (
+    PATH,
+    Command,
+    flagged,
+    picture_paths,
+    quoted,
+    read_text,
+    whole_number,
+)
 from mlxrunner.chat.markdown import code_blocks
 from mlxrunner.config.file import NAMED, Config, read_config_file
 from mlxrunner.config.names import did_you_mean
@@ -31,8 +38,8 @@ from mlxrunner.results import Usage
 from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.system.writing import written
 from mlxrunner.templates.messages import PlainMessage, without_thinking
-from mlxrunner.terminal.keyboard import copy
-from mlxrunner.terminal.text import count_of, seconds, size
+from mlxrunner.terminal.control import copy
+from mlxrunner.terminal.output import count_of, seconds, size
 
 if TYPE_CHECKING:
     from mlxrunner.chat.conversation import Conversation

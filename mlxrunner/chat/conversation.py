@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, Literal, cast
 
 from mlxrunner.cache.entry import FIRST_OF_PICTURES, Shift, as_tokens, common_prefix, words
-from mlxrunner.chat.attachments import Album
+from mlxrunner.chat.input import Album
 from mlxrunner.config.option import MODEL, Settings, values
 from mlxrunner.engine.request import Progress
 from mlxrunner.engine.scheduling.pacing import Pace
@@ -24,7 +24,7 @@ from mlxrunner.results import Chunk, Usage
 from mlxrunner.runner import Runner
 from mlxrunner.sessions.session import MAIN, Branch, History, Rendering, SessionTurn
 from mlxrunner.templates.messages import PlainMessage, common, has_thinking, opens_thinking
-from mlxrunner.terminal.text import count_of
+from mlxrunner.terminal.output import count_of
 from mlxrunner.tokenizer import Tokenizer, encode_after
 from mlxrunner.tokenizer.base import AnswerTokens
 from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, system_tokens

@@ -30,14 +30,12 @@ from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
-from mlxrunner.chat.command_table import CommandTable, is_continued, is_open
-from mlxrunner.chat.reader import DraftInterrupt, TypedText
+from mlxrunner.chat.input import CommandTable, DraftInterrupt, TypedText, is_continued, is_open
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import open_own
-from mlxrunner.terminal.keyboard import Keyboard, edit_outside
-from mlxrunner.terminal.signals import uninterrupted
-from mlxrunner.terminal.text import SHOWN, visible
+from mlxrunner.terminal.control import Keyboard, edit_outside, uninterrupted
+from mlxrunner.terminal.output import SHOWN, visible
 
 LONGEST_HISTORY = 2**26
 """Most bytes of the file of earlier texts."""

@@ -13,7 +13,7 @@ from rich.markdown import CodeBlock, Heading, Markdown
 from rich.segment import Segment
 from rich.syntax import Syntax
 
-from mlxrunner.terminal.text import visible
+from mlxrunner.terminal.output import visible
 
 REDRAW_S = 0.05
 """Least seconds between two drawings of the block that still grows.

@@ -16,15 +16,6 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any, NoReturn
 
-from mlxrunner.chat.attachments import Attachments, picture_paths
-from mlxrunner.chat.command_table import (
-    GOODBYES,
-    Command,
-    CommandTable,
-    is_open,
-    quoted,
-    unquoted,
-)
 from mlxrunner.chat.commands import FILE_COMMANDS, REPORT_COMMANDS, SETTING_COMMANDS, TURN_COMMANDS
 from mlxrunner.chat.conversation import (
     Branches,
@@ -34,7 +25,21 @@ from mlxrunner.chat.conversation import (
     full_context,
     more_room,
 )
-from mlxrunner.chat.reader import DraftInterrupt, Reader, StdinReader, TypeAhead, TypedText
+from mlxrunner.chat.input import (
+    GOODBYES,
+    Attachments,
+    Command,
+    CommandTable,
+    DraftInterrupt,
+    Reader,
+    StdinReader,
+    TypeAhead,
+    TypedText,
+    is_open,
+    picture_paths,
+    quoted,
+    unquoted,
+)
 from mlxrunner.chat.view import (
     DIM,
     UNDIM,
@@ -62,12 +67,17 @@ from mlxrunner.runner import Runner
 from mlxrunner.sessions.session import History
 from mlxrunner.system.device import on_battery
 from mlxrunner.system.folders import data_folder
+from mlxrunner.terminal.control import (
+    Interrupts,
+    Keyboard,
+    edit_outside,
+    is_terminal,
+    orderly_end,
+    uninterrupted,
+)
 from mlxrunner.terminal.early import INTERRUPTED
-from mlxrunner.terminal.keyboard import Keyboard, edit_outside, is_terminal
-from mlxrunner.terminal.progress import PrefillBar
-from mlxrunner.terminal.progress import loading as loading_bar
-from mlxrunner.terminal.signals import Interrupts, orderly_end, uninterrupted
-from mlxrunner.terminal.text import FilteredStream, inline, shows_pictures
+from mlxrunner.terminal.output import FilteredStream, PrefillBar, inline, shows_pictures
+from mlxrunner.terminal.output import loading as loading_bar
 
 logger = logging.getLogger("mlxrunner")
 

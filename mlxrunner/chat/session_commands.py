@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mlxrunner.chat.attachments import NAME
-from mlxrunner.chat.command_table import Command
 from mlxrunner.chat.commands import SETTABLE
 from mlxrunner.chat.conversation import POLICIES, Conversation, UndoState
+from mlxrunner.chat.input import NAME, Command
 from mlxrunner.chat.repl import Chat
 from mlxrunner.errors import MlxrunnerError, OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve
@@ -28,8 +27,8 @@ from mlxrunner.sessions.store import (
     new_name,
     unnamed_chats,
 )
-from mlxrunner.terminal.keyboard import Keyboard, is_terminal
-from mlxrunner.terminal.text import count_of, visible
+from mlxrunner.terminal.control import Keyboard, is_terminal
+from mlxrunner.terminal.output import count_of, visible
 
 
 @dataclass(frozen=True)

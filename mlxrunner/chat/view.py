@@ -14,7 +14,7 @@ from logging.handlers import MemoryHandler
 from typing import Protocol
 
 from mlxrunner.templates.messages import ThinkingSplitter
-from mlxrunner.terminal.text import FilteredStream, visible
+from mlxrunner.terminal.output import FilteredStream, visible
 
 LOGGER = logging.getLogger("mlxrunner")
 MOST_LINES, MOST_CHARACTERS = 10, 1000

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 import click
 
 from mlxrunner.batch.options import FileOptions
-from mlxrunner.cli.help import HelpCommand
 from mlxrunner.cli.options import (
     LOADING,
     RECORDING,
@@ -37,7 +36,7 @@ from mlxrunner.cli.options import (
     typed_options,
     watching_options,
 )
-from mlxrunner.cli.program import F, line_text, visible_text
+from mlxrunner.cli.program import F, HelpCommand, line_text, visible_text
 from mlxrunner.cli.prompt import check_pictures
 from mlxrunner.cluster.options import ClusterOptions, Connection, check_installed
 from mlxrunner.config.option import about
@@ -103,7 +102,7 @@ def worker(address: str, **options: Any) -> None:
     """
     import asyncio
 
-    from mlxrunner.terminal.signals import orderly_end
+    from mlxrunner.terminal.control import orderly_end
 
     connection = Connection(**options)
     where = connection.check_address(address)
@@ -243,7 +242,7 @@ def batch(
     from mlxrunner.batch.inputs import STANDARD
     from mlxrunner.batch.job import Job
     from mlxrunner.batch.output import lines_path
-    from mlxrunner.terminal.signals import orderly_end
+    from mlxrunner.terminal.control import orderly_end
 
     _check_together(output, only_plan, as_json, options)
     recorded = take(options, RECORDING)
@@ -365,7 +364,7 @@ def _run(
     from mlxrunner.batch.output import write_table
     from mlxrunner.batch.work import plan_job, run_job
     from mlxrunner.errors import CutOffError
-    from mlxrunner.terminal.progress import LINE_EVERY_S, Progress
+    from mlxrunner.terminal.output import LINE_EVERY_S, Progress
 
     shares_terminal = job.output == STANDARD and _is_terminal(sys.stdout)
     has_bar = _is_terminal(sys.stderr) and not shares_terminal

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxrunner.cli.generate import generate
-from mlxrunner.cli.help import HelpCommand
 from mlxrunner.cli.options import (
     LOADING,
     Configured,
@@ -34,15 +33,16 @@ from mlxrunner.cli.options import (
     typed_options,
     usual_options,
 )
+from mlxrunner.cli.program import HelpCommand
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
-    from mlxrunner.chat.command_table import CommandTable
     from mlxrunner.chat.conversation import Conversation
+    from mlxrunner.chat.input import CommandTable
     from mlxrunner.chat.repl import Chat
     from mlxrunner.chat.session_commands import Saving
     from mlxrunner.sessions.session import Session
-    from mlxrunner.terminal.keyboard import Keyboard
+    from mlxrunner.terminal.control import Keyboard
 
 
 @click.command(cls=Configured)
@@ -131,7 +131,7 @@ def chat(
     In a terminal: line editing, /help for the commands, Ctrl-C stops an answer, Ctrl-D leaves.
     Otherwise each line of standard input is a turn, and stdout gets the answers.
     """
-    from mlxrunner.terminal.keyboard import Keyboard, is_terminal
+    from mlxrunner.terminal.control import Keyboard, is_terminal
 
     _check_begin(session, goes_on)
     given = typed_names(ctx)
@@ -244,7 +244,7 @@ def _conversation(
 
 def _run(chat: Chat, table: CommandTable, saving: Saving, *, is_resumed: bool) -> None:
     """Talk until the user leaves, save, and exit with the chat's code."""
-    from mlxrunner.terminal.signals import uninterrupted
+    from mlxrunner.terminal.control import uninterrupted
 
     conversation = chat.conversation
     if chat.interactive and not is_resumed:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from mlxrunner.cli.help import HelpCommand, key_text
 from mlxrunner.cli.options import (
     MEMORY_OPTIONS,
     debug_option,
@@ -19,7 +18,7 @@ from mlxrunner.cli.options import (
     together,
     wire_option,
 )
-from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.program import HelpCommand, key_text, visible_text
 from mlxrunner.config.file import (
     COMMANDS,
     EVERYWHERE,
@@ -45,7 +44,7 @@ def show(model: str, as_json: bool) -> None:
     from dataclasses import asdict
 
     from mlxrunner.models.load import describe, ends_of
-    from mlxrunner.terminal.text import one_line, size
+    from mlxrunner.terminal.output import one_line, size
 
     facts = describe(model)
     try:
@@ -102,8 +101,7 @@ def plan(model: str, measure: bool, as_json: bool, wire: str, **options: Any) ->
     from mlxrunner.loading import plan_model
     from mlxrunner.runner import Runner
     from mlxrunner.system import device
-    from mlxrunner.terminal.progress import loading
-    from mlxrunner.terminal.text import size
+    from mlxrunner.terminal.output import loading, size
 
     made = plan_model(model, **options)
     if measure and made.fits:

@@ -230,8 +230,8 @@ def _answers(
     """
     from mlxrunner.engine.parallel_runner import Failed, sample
     from mlxrunner.models.resolve import resolve
-    from mlxrunner.terminal.progress import loading as loading_bar
-    from mlxrunner.terminal.text import FilteredStream
+    from mlxrunner.terminal.output import FilteredStream
+    from mlxrunner.terminal.output import loading as loading_bar
 
     def watch(runner: Any) -> None:
         bar.close()
@@ -287,8 +287,7 @@ def _say_if_full(runner: Runner, last: Chunk, max_tokens: int | None) -> None:
 
 
 def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]) -> None:
-    from mlxrunner.terminal.progress import PrefillBar
-    from mlxrunner.terminal.text import FilteredStream
+    from mlxrunner.terminal.output import FilteredStream, PrefillBar
 
     output, bar = FilteredStream(), PrefillBar()
     chunks = []

@@ -13,10 +13,9 @@ from click.shell_completion import CompletionItem
 
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.generate import generate
-from mlxrunner.cli.help import HelpCommand
 from mlxrunner.cli.options import debug_option, former_option, is_given
 from mlxrunner.cli.profile import bench, verify
-from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.program import HelpCommand, visible_text
 from mlxrunner.cli.serve import serve
 from mlxrunner.errors import LaunchError, OptionError
 

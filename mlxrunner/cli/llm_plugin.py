@@ -126,7 +126,7 @@ class MlxrunnerModel(llm.Model):
         """Return the runner of this process. Load it if it has another model or settings."""
         from mlxrunner.models.resolve import resolve
         from mlxrunner.runner import Runner
-        from mlxrunner.terminal.progress import loading as loading_bar
+        from mlxrunner.terminal.output import loading as loading_bar
 
         asked = (self.name, loading)
         kept = MlxrunnerModel._loaded

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.help import HelpGroup
 from mlxrunner.cli.options import debug_option, json_option, model_words, repository_words
-from mlxrunner.cli.program import line_text, visible_text
+from mlxrunner.cli.program import HelpGroup, line_text, visible_text
 from mlxrunner.config.names import hub_id_of
 from mlxrunner.errors import ModelError, OptionError
 
@@ -58,7 +57,7 @@ def _list_known(as_json: bool) -> None:
     from mlxrunner.config.names import known_models
     from mlxrunner.models.download import repositories
     from mlxrunner.system.device import offered_bytes
-    from mlxrunner.terminal.text import size
+    from mlxrunner.terminal.output import size
 
     offered, here = offered_bytes(), set(repositories())
     rows: list[dict[str, Any]] = [
@@ -103,7 +102,7 @@ def pull(name: str | None, model: str | None, trust_remote_code: bool) -> None:
     check of the disk space. After Ctrl-C or a broken connection, the same command resumes.
     """
     from mlxrunner.models.resolve import pull
-    from mlxrunner.terminal.text import size
+    from mlxrunner.terminal.output import size
 
     if (name is None) == (model is None):
         raise click.UsageError("Give one ID: `mlxrunner models --known` lists short names.")
@@ -124,7 +123,7 @@ def rm(names: tuple[str, ...], yes: bool) -> None:
     loaded the model keeps it.
     """
     from mlxrunner.models.resolve import must_be_removable, removable_bytes, remove
-    from mlxrunner.terminal.text import size
+    from mlxrunner.terminal.output import size
 
     chosen = list(dict.fromkeys(map(hub_id_of, names)))
     for name in chosen:
@@ -147,7 +146,7 @@ def _must_agree(question: str) -> None:
 
 
 def _described(found: list[CachedModel]) -> list[dict[str, Any]]:
-    from mlxrunner.terminal.progress import PATIENCE_S, Progress
+    from mlxrunner.terminal.output import PATIENCE_S, Progress
 
     progress, rows = Progress(patience_s=PATIENCE_S), []
     try:
@@ -184,7 +183,7 @@ def _description(model: CachedModel) -> dict[str, Any]:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from mlxrunner.terminal.text import size
+    from mlxrunner.terminal.output import size
 
     lines = [
         (

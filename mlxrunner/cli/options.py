@@ -19,8 +19,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from mlxrunner.cli.help import GOING, KEYS_ONLY, HelpCommand
-from mlxrunner.cli.program import F, set_debug, visible_text
+from mlxrunner.cli.program import GOING, KEYS_ONLY, F, HelpCommand, set_debug, visible_text
 from mlxrunner.config.file import ASSIGNED, NAMED, read_assignments, read_config_file
 from mlxrunner.config.names import known_models
 from mlxrunner.config.option import (
@@ -71,7 +70,7 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None
     if value:
         import logging
 
-        from mlxrunner.terminal.progress import log_to_stderr
+        from mlxrunner.terminal.output import log_to_stderr
 
         log_to_stderr(logging.INFO if value == 1 else logging.DEBUG)
 
@@ -672,7 +671,7 @@ def load(model: str, loading: dict[str, Any], *, banner: bool) -> Runner:
     """Load `model` with a bar in a terminal, after the banner of the demo model if `banner`."""
     from mlxrunner.models.resolve import resolve
     from mlxrunner.runner import Runner
-    from mlxrunner.terminal.progress import loading as loading_bar
+    from mlxrunner.terminal.output import loading as loading_bar
 
     if (shared := loader()) is not None:
         return shared(model, loading)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.help import HelpCommand
 from mlxrunner.cli.options import (
     debug_option,
     former_option,
@@ -19,7 +18,7 @@ from mlxrunner.cli.options import (
     model_argument,
     trust_option,
 )
-from mlxrunner.cli.program import F, visible_text
+from mlxrunner.cli.program import F, HelpCommand, visible_text
 from mlxrunner.errors import OptionError
 
 if TYPE_CHECKING:
@@ -68,9 +67,8 @@ def report(
     """
     from mlxrunner.profiling.report.report import make_report, source_files
     from mlxrunner.profiling.report.screen import console, show_report
-    from mlxrunner.terminal.progress import reading
-    from mlxrunner.terminal.signals import orderly_end
-    from mlxrunner.terminal.text import number, percent
+    from mlxrunner.terminal.control import orderly_end
+    from mlxrunner.terminal.output import number, percent, reading
 
     with orderly_end(), reading("events") as progress:  # a report that is half written is removed
         made = make_report(source_files(events), html=html, csv=csv, trace=trace, progress=progress)
@@ -105,7 +103,7 @@ def explain(events: str, request: str | None, last: bool) -> None:
     """
     from mlxrunner.profiling.report.report import source_files
     from mlxrunner.profiling.report.screen import console, find_event, show_event
-    from mlxrunner.terminal.progress import reading
+    from mlxrunner.terminal.output import reading
 
     known = os.environ.get("MLXRUNNER_EVENTS")
     if known and request is None and not last and events != known:
@@ -185,7 +183,7 @@ def simulate(
     from mlxrunner.profiling.replay.trials import simulate as replay
     from mlxrunner.profiling.report.report import skipped_words, source_files
     from mlxrunner.profiling.report.screen import console, show_simulation
-    from mlxrunner.terminal.progress import reading
+    from mlxrunner.terminal.output import reading
 
     with reading("requests") as progress:
         made = replay(
@@ -241,7 +239,7 @@ def verify(model: str, as_json: bool, **options: Any) -> None:
     demo, a directory, a hub id, or random:100M for random weights. Exit code 4 if anything differs,
     5 if cold runs differ as much as one wrong token does.
     """
-    from mlxrunner.terminal.progress import Steps
+    from mlxrunner.terminal.output import Steps
     from mlxrunner.verify.verification import NUM_PARTS
 
     steps = Steps("verify", NUM_PARTS)
@@ -321,7 +319,7 @@ def bench(
     for random weights of that size. Ctrl-C prints the figures so far.
     """
     from mlxrunner.bench.bench import CONTEXTS, QUICK_CONTEXT, Bench
-    from mlxrunner.terminal.progress import Steps
+    from mlxrunner.terminal.output import Steps
 
     rounds = rounds or (1 if quick else 3)
     if quick:

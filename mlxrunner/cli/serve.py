@@ -115,7 +115,7 @@ def serve(
         if find_spec(package) is None:
             raise OptionError(f"serve needs the package {package}: {how_to_install('serve')}")
     from mlxrunner.server import supervisor
-    from mlxrunner.terminal.signals import uninterrupted
+    from mlxrunner.terminal.control import uninterrupted
 
     worker = supervisor.ServerWorker.started()
     if worker is None:
@@ -151,7 +151,7 @@ def _serve(
 ) -> None:
     """Load the first model and answer until a signal comes, on the socket of `worker` if given."""
     from mlxrunner.server import server, supervisor
-    from mlxrunner.terminal.signals import orderly_end
+    from mlxrunner.terminal.control import orderly_end
 
     settings, ranks = opening.settings, opening.ranks
     journal = None if worker is None else worker.journal
@@ -182,7 +182,7 @@ def _loaded(
     from mlxrunner.models.resolve import resolve
     from mlxrunner.server.manager import ModelManager
     from mlxrunner.server.models import ModelNames
-    from mlxrunner.terminal.progress import loading
+    from mlxrunner.terminal.output import loading
 
     is_shared = opening.ranks is not None
     for name in filter(None, (model, opening.draft_model)):

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.help import HelpGroup
 from mlxrunner.cli.options import debug_option, json_option, model_option, session_words
-from mlxrunner.cli.program import visible_text
+from mlxrunner.cli.program import HelpGroup, visible_text
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.system.reading import read_json
 
@@ -43,7 +42,7 @@ def list_(as_json: bool) -> None:
     """
     from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import SessionStore, unnamed_chats
-    from mlxrunner.terminal.text import size
+    from mlxrunner.terminal.output import size
 
     store = SessionStore()
     found: list[dict[str, Any]] = []
@@ -91,7 +90,7 @@ state_option = click.option(
 def show(name: str, branch: str | None, state: int | None, as_json: bool) -> None:
     """Show session NAME: its settings, branches and messages."""
     from mlxrunner.sessions.store import SessionStore
-    from mlxrunner.terminal.text import size
+    from mlxrunner.terminal.output import size
 
     store = SessionStore()
     session = _chosen(store, name, branch, state)

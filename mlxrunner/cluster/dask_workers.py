@@ -31,7 +31,7 @@ from mlxrunner.cluster.options import ClusterOptions, Connection
 from mlxrunner.cluster.worker import sign
 from mlxrunner.errors import CutOffError, OptionError
 from mlxrunner.system import openblas
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 
 MOST_STARTS = 4
 """The processes for each worker that may end in turn while no worker takes part."""

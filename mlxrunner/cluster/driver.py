@@ -33,7 +33,7 @@ from mlxrunner.cluster.dask_workers import DaskWorkers, LostCallError
 from mlxrunner.cluster.worker import WorkerBatch
 from mlxrunner.errors import CutOffError, MlxrunnerError
 from mlxrunner.profiling.profile import Profile
-from mlxrunner.terminal.progress import Progress
+from mlxrunner.terminal.output import Progress
 
 SILENT_S = 60.0
 """Seconds without a sign of life after which a worker's lines run elsewhere."""

@@ -42,7 +42,7 @@ from mlxrunner.models.facts import without_weights
 from mlxrunner.models.load import LoadedModel, load_model, tell_nobody
 from mlxrunner.options import GenerateOptions, OpenSettings
 from mlxrunner.system import device
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 if TYPE_CHECKING:
     from mlxrunner.cache.disk.disk_cache import DiskCache

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxrunner.cache.entry import SPACING
 from mlxrunner.cache.protocol import Layout
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 CHECKPOINTS, CHECKPOINT_SHARE = 8, 10
 """Number of checkpoints of a sequence in the default budget, if they are one part in 10 of the

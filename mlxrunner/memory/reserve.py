@@ -28,7 +28,7 @@ from mlxrunner.models.files import size_of
 from mlxrunner.options import RunnerSettings
 from mlxrunner.results import logger
 from mlxrunner.system import device
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 
 def demand_of(

@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 from mlxrunner.errors import ModelError
 from mlxrunner.models.files import INDEX, WEIGHTS, index_in, weights_among
 from mlxrunner.system.writing import open_own
-from mlxrunner.terminal.progress import Progress
-from mlxrunner.terminal.text import duration, one_line, size
+from mlxrunner.terminal.output import Progress, duration, one_line, size
 
 SETTINGS = (
     "*.json",

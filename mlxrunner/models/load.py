@@ -69,7 +69,7 @@ from mlxrunner.system.mlx_lm_internals import (
 )
 from mlxrunner.system.mlx_lm_internals import load_model as mlx_lm_load
 from mlxrunner.system.reading import is_there, read_bytes, read_json
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 LoadProgress = Callable[[str, int, int | None], None]

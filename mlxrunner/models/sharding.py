@@ -39,7 +39,7 @@ from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import cutting
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.tensorfile import TensorPlace
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """The settings of config.json that each rank has an equal part of."""

@@ -25,7 +25,7 @@ from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.mlx_vlm_internals import ProcessorOutput
 from mlxrunner.system.picture_files import DECODED_BYTES, Pixels
 from mlxrunner.templates.messages import PICTURE
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 KEPT_BYTES = 2**28
 """Most bytes of what the model saw of earlier pictures."""

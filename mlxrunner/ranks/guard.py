@@ -33,7 +33,7 @@ from mlxrunner.ranks.links import (
     start,
     terminal_kept,
 )
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 
 START_S = 120
 """Seconds that the guard waits for all ranks to start."""

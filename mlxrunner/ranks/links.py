@@ -21,8 +21,8 @@ from typing import Any
 
 from mlxrunner.errors import OptionError
 from mlxrunner.system.reading import read_text
-from mlxrunner.terminal.keyboard import SHOW_CURSOR, UNMARK_PASTES
-from mlxrunner.terminal.text import count_of, one_line
+from mlxrunner.terminal.control import SHOW_CURSOR, UNMARK_PASTES
+from mlxrunner.terminal.output import count_of, one_line
 
 MOST_BYTES = 2**16
 """Most bytes of a file of hosts."""

@@ -39,7 +39,7 @@ from mlxrunner.ranks.passes import (
 )
 from mlxrunner.results import logger
 from mlxrunner.runner import EntryControl, Runner
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 WAITING_S: float | None = 10.0
 """Seconds after which the user is told of a rank that is slow to get or read its part."""

@@ -39,7 +39,7 @@ from mlxrunner.errors import (
 from mlxrunner.profiling.divergence import Cause
 from mlxrunner.profiling.schema import NoteKind
 from mlxrunner.results import Usage, logger
-from mlxrunner.terminal.text import SHOWN
+from mlxrunner.terminal.output import SHOWN
 
 EndReason = Literal["stop", "stop_sequence", "length", "tool_calls"]
 CUT_OFF = "it was cut off"

@@ -54,7 +54,7 @@ from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.system import device
 from mlxrunner.system.folders import cache_folder
 from mlxrunner.templates.rendering import read_json, read_template
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 if TYPE_CHECKING:
     from mlxrunner.ranks.ranks import Ranks

@@ -63,7 +63,7 @@ from mlxrunner.server.events import (
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.tools.reader import joined
 from mlxrunner.templates.messages import PartError, arguments_of_call, parts_of, settled
-from mlxrunner.terminal.text import one_line
+from mlxrunner.terminal.output import one_line
 
 LONGEST_FIELD = 60
 """Most characters of a field's name in the list of what was left out."""

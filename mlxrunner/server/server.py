@@ -44,9 +44,9 @@ from mlxrunner.server.models import ServedModel, parking_folder
 from mlxrunner.server.supervisor import SUSPICIOUS, RequestJournal, digest_of, is_loopback
 from mlxrunner.server.watch import RequestLog, watch_router
 from mlxrunner.system.imports import limit
+from mlxrunner.terminal.control import say_now, uninterrupted
 from mlxrunner.terminal.early import INTERRUPTED
-from mlxrunner.terminal.signals import say_now, uninterrupted
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 LAST_S = 1.0
 """Seconds that a client has to read that its answer ends because the server stops."""

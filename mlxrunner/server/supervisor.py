@@ -36,7 +36,7 @@ from mlxrunner.options import ServeSettings
 from mlxrunner.results import logger
 from mlxrunner.server.prompts.rules import RULES
 from mlxrunner.system.writing import open_temporary
-from mlxrunner.terminal.text import count_of
+from mlxrunner.terminal.output import count_of
 
 PASSED = "MLXRUNNER_SERVE_WORKER"
 """The variable of a worker: the numbers of its socket and its journal, and of its parent."""

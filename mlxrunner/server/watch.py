@@ -25,7 +25,7 @@ from mlxrunner.profiling.schema import Event
 from mlxrunner.server.events import AnswerNote, ApiError, PrintableResponse
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.models import ServedModel
-from mlxrunner.terminal.text import moment, number, percent, size
+from mlxrunner.terminal.output import moment, number, percent, size
 from mlxrunner.tokenizer.prompt import Caller
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from mlxrunner.sessions.session import Session
 from mlxrunner.sessions.store import CACHE, CACHE_FILE, SessionStore
 from mlxrunner.system.folders import Folder
 from mlxrunner.system.tensorfile import TensorFile
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 from mlxrunner.tokenizer import Tokenizer
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxrunner.system import openblas
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 MACHINE = "the machine"

@@ -18,7 +18,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from mlxrunner.system.writing import open_temporary
-from mlxrunner.terminal.text import visible
+from mlxrunner.terminal.output import visible
 
 PANIC = "PanicException"
 """Class name of the BaseException that a panic of Rust becomes. Each library has its own class."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mlxrunner.errors import OptionError, PictureError
 from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import read_bytes
-from mlxrunner.terminal.text import one_line, size
+from mlxrunner.terminal.output import one_line, size
 
 Pixels = NDArray[np.uint8]
 """The pixels of a picture, `[height, width, 3]`."""

@@ -18,7 +18,7 @@ from mlxrunner.batch.store import InputLine
 from mlxrunner.config.names import MEANT, SAME
 from mlxrunner.config.option import names
 from mlxrunner.options import RunnerSettings
-from mlxrunner.terminal.text import LONGEST_LINE
+from mlxrunner.terminal.output import LONGEST_LINE
 
 VALUES = {
     "max_tokens": 5,

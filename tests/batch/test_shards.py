@@ -21,7 +21,7 @@ from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.store import Store
 from mlxrunner.errors import OptionError
 from mlxrunner.system.writing import sealed
-from mlxrunner.terminal.text import count_of
+from mlxrunner.terminal.output import count_of
 
 PARTS = ("part1.jsonl", "part2.jsonl", "part3.jsonl")
 

@@ -13,7 +13,7 @@ import pytest
 from support.chats import FENCED, Do
 
 from mlxrunner.chat.repl import Chat
-from mlxrunner.terminal import keyboard
+from mlxrunner.terminal import control
 
 
 def test_code_is_copied_from_the_last_answer_that_has_some(
@@ -222,7 +222,7 @@ def test_a_terminal_can_be_the_clipboard(
         "SSH_TTY", "/dev/pts/0"
     )  # programs of this machine would reach the wrong one
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert keyboard.copy("How é?") == "through the terminal (OSC 52), if it allows that"
+    assert control.copy("How é?") == "through the terminal (OSC 52), if it allows that"
     code = re.fullmatch("\x1b]52;c;(.*)\a", capsys.readouterr().out)
     assert code is not None
     assert base64.b64decode(code[1]).decode() == "How é?"

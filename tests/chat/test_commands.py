@@ -12,8 +12,7 @@ from support.chats import FENCED, TABLE, Do, Typist
 from support.models import write_model
 from support.waiting import until
 
-from mlxrunner.chat.command_table import is_open
-from mlxrunner.chat.reader import TypedText
+from mlxrunner.chat.input import TypedText, is_open
 from mlxrunner.chat.repl import Chat, commands
 from mlxrunner.config.option import MODEL, layer
 from mlxrunner.options import OVERFLOW

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from mlxrunner.chat.command_table import is_continued
+from mlxrunner.chat.input import StdinReader, TypedText, is_continued
 from mlxrunner.chat.markdown import code_blocks
-from mlxrunner.chat.reader import StdinReader, TypedText
 from mlxrunner.errors import MlxrunnerError, ReadError
-from mlxrunner.terminal.keyboard import Keyboard, edit_outside
+from mlxrunner.terminal.control import Keyboard, edit_outside
 
 CHAT = ("-m", "mlxrunner", "chat")
 CTRL_C, CTRL_X_E, TAB, UP = "\x03", "\x18\x05", "\t", "\x1b[A"

@@ -16,9 +16,8 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from mlxrunner.chat.command_table import is_open, quoted, unquoted
 from mlxrunner.chat.editor import ChatCompleter, Editor, FoldedPastes, PrivateHistory
-from mlxrunner.chat.reader import TypedText
+from mlxrunner.chat.input import TypedText, is_open, quoted, unquoted
 from mlxrunner.chat.repl import commands
 
 

@@ -17,7 +17,7 @@ from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import Chat, commands
 from mlxrunner.errors import ModelError
 from mlxrunner.sessions.session import History, SessionTurn
-from mlxrunner.terminal.signals import Interrupts
+from mlxrunner.terminal.control import Interrupts
 from mlxrunner.testing import PACKAGE, oracle_runner
 
 

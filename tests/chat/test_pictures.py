@@ -13,8 +13,8 @@ from support.chats import TABLE, Talk, Typist, cold_answer, draw
 from support.seeing import write_seeing
 
 from mlxrunner import Runner
-from mlxrunner.chat.attachments import BEGIN, END, picture_paths
 from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.input import BEGIN, END, picture_paths
 from mlxrunner.chat.repl import Chat
 
 DEMO = "demo-pictures"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from support.waiting import PATIENCE_S, until
 
-from mlxrunner.chat import reader as ahead
-from mlxrunner.chat.reader import TypeAhead, TypedText
+from mlxrunner.chat import input as ahead
+from mlxrunner.chat.input import TypeAhead, TypedText
 
 
 class Worker:

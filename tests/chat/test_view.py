@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mlxrunner.chat.markdown import StreamedMarkdown
 from mlxrunner.chat.view import ThinkingView, wrapped
-from mlxrunner.terminal.text import visible
+from mlxrunner.terminal.output import visible
 
 TEXT = """# A title
 

@@ -16,7 +16,7 @@ from support.command import run
 
 import mlxrunner
 from mlxrunner import cli
-from mlxrunner.cli.help import KEYS_ONLY
+from mlxrunner.cli.program import KEYS_ONLY
 from mlxrunner.config.file import COMMANDS, EVERYWHERE, KEYS, REQUEST
 from mlxrunner.sessions.store import SessionStore
 

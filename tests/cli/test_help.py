@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxrunner import OptionError, cli
-from mlxrunner.cli.help import COMMANDS, HEADINGS, MANY, USED, flag_of, option_record
+from mlxrunner.cli.program import COMMANDS, HEADINGS, MANY, USED, flag_of, option_record
 from mlxrunner.config.option import parse_size, size_text
 
 

@@ -34,7 +34,7 @@ from mlxrunner.memory.plan import (
 )
 from mlxrunner.memory.reserve import announce_step
 from mlxrunner.system import device
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 BYTES = st.integers(0, 2**40)
 

@@ -26,7 +26,7 @@ from mlxrunner.models.load import load_model
 from mlxrunner.options import OpenSettings
 from mlxrunner.system import device
 from mlxrunner.system.device import Limit
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 FALCON: dict[str, Any] = {
     "hidden_size": 64,

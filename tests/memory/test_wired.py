@@ -18,7 +18,7 @@ from mlxrunner.engine.engine import Engine
 from mlxrunner.loading import plan_model
 from mlxrunner.options import WIRE
 from mlxrunner.system import device
-from mlxrunner.terminal.text import size
+from mlxrunner.terminal.output import size
 
 RECOMMENDED = 10**9
 

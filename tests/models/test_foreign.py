@@ -18,7 +18,7 @@ from mlxrunner import ModelError, Runner, cli
 from mlxrunner.loading import plan_model
 from mlxrunner.models.load import describe, load_model, tokenizer_of
 from mlxrunner.system.foreign import ForeignError, failures_as_errors, foreign_code
-from mlxrunner.terminal.signals import Interrupts, orderly_end
+from mlxrunner.terminal.control import Interrupts, orderly_end
 
 
 def leave() -> None:

@@ -11,7 +11,7 @@ from support.events import afternoon, as_event, example_event
 from mlxrunner.profiling.report.screen import console, show_report, sparkline
 from mlxrunner.profiling.report.summary import NOWHERE, Summary, place_of
 from mlxrunner.profiling.schema import PARTS, place_remedy
-from mlxrunner.terminal.text import number, percent, rate, seconds
+from mlxrunner.terminal.output import number, percent, rate, seconds
 
 HOSTILE = "\x1b[31m[bold red]evil[/]\x1b]8;;http://x\x07:smile:\u202e"
 

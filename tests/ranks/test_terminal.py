@@ -8,7 +8,7 @@ import pytest
 from ptyprocess import PtyProcess
 
 from mlxrunner.ranks.links import PLAIN
-from mlxrunner.terminal.keyboard import MARK_PASTES, SHOW_CURSOR, UNMARK_PASTES
+from mlxrunner.terminal.control import MARK_PASTES, SHOW_CURSOR, UNMARK_PASTES
 
 
 @pytest.mark.parametrize("is_left", [True, False])

@@ -14,8 +14,8 @@ from PIL import Image
 
 import mlxrunner
 from mlxrunner import Runner
-from mlxrunner.chat.attachments import NAME, Album
 from mlxrunner.chat.conversation import Conversation
+from mlxrunner.chat.input import NAME, Album
 from mlxrunner.chat.repl import Chat, commands
 from mlxrunner.chat.session_commands import Saving
 from mlxrunner.sessions.session import Branch, History, SessionTurn
@@ -89,7 +89,7 @@ from pathlib import Path
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.view import PlainView
 from mlxrunner.chat.repl import open_chat
-from mlxrunner.terminal.signals import Interrupts
+from mlxrunner.terminal.control import Interrupts
 from mlxrunner.testing import OracleModel, oracle_runner
 
 heard, handle = [], Interrupts._heard

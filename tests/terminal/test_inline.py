@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mlxrunner.terminal.text import CHUNK, inline, shows_pictures
+from mlxrunner.terminal.output import CHUNK, inline, shows_pictures
 
 PNG = bytes(range(256)) * 40
 

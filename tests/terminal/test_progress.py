@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.waiting import PATIENCE_S
 
-from mlxrunner.terminal import progress
-from mlxrunner.terminal.progress import PrefillBar, Progress, Steps, loading, log_to_stderr, reading
-from mlxrunner.terminal.signals import uninterrupted
+from mlxrunner.terminal import output
+from mlxrunner.terminal.control import uninterrupted
+from mlxrunner.terminal.output import PrefillBar, Progress, Steps, loading, log_to_stderr, reading
 
 
 class Screen(io.StringIO):
@@ -51,7 +51,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("mlxrunner.terminal.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mlxrunner.terminal.output.time.monotonic", lambda: now[0])
     return now
 
 
@@ -121,14 +121,14 @@ def test_a_bar_can_go_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_patient_bar_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short work shows nothing; long work shows what it said last, though nothing more is said."""
     screen = terminal(monkeypatch)
-    monkeypatch.setattr(progress, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(output, "PATIENCE_S", 3600.0)
     with loading("short"):
         pass
     bar = PrefillBar()
     bar(0, 10)
     bar(10, 10)
     assert screen.getvalue() == ""
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(output, "PATIENCE_S", 0.01)
     with loading("\x1b"):
         screen.until("loading \\x1b")
     bar = PrefillBar()
@@ -211,10 +211,10 @@ def test_a_program_that_loads_a_model_leaves_at_once(number: signal.Signals) -> 
     """The main thread is in a step that runs no handler; the terminal is given back."""
     code = (
         "import os, time\n"
-        "from mlxrunner.terminal import progress, signals\n"
-        "signals.GIVES_BACK.append(lambda: print('given back', flush=True))\n"
-        "with signals.orderly_end(), signals.uninterrupted():\n"
-        "    with progress.loading('demo', leaves=True):\n"
+        "from mlxrunner.terminal import control, output\n"
+        "control.GIVES_BACK.append(lambda: print('given back', flush=True))\n"
+        "with control.orderly_end(), control.uninterrupted():\n"
+        "    with output.loading('demo', leaves=True):\n"
         f"        os.kill(os.getpid(), {number:d})\n"
         "        while True:\n"
         "            try: time.sleep(60)\n"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from support.waiting import PATIENCE_S
 
-from mlxrunner.terminal.signals import (
+from mlxrunner.terminal.control import (
     Interrupts,
     heard_at_once,
     orderly_end,

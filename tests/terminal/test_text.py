@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.terminal.text import FilteredStream, duration, one_line, size, visible
+from mlxrunner.terminal.output import FilteredStream, duration, one_line, size, visible
 
 
 @pytest.mark.parametrize(

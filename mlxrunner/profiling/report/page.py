@@ -25,7 +25,7 @@ from mlxrunner.profiling.report.summary import (
     words,
 )
 from mlxrunner.profiling.schema import Event
-from mlxrunner.terminal.text import moment, number, percent, rate, seconds, size, visible
+from mlxrunner.terminal.output import moment, number, percent, rate, seconds, size, visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The policy that makes a browser refuse scripts, fonts, pictures and the network."""

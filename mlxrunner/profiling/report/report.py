@@ -23,7 +23,7 @@ from mlxrunner.profiling.report.summary import Summary
 from mlxrunner.profiling.schema import Event
 from mlxrunner.system.reading import open_given
 from mlxrunner.system.writing import is_stream, open_stream, written
-from mlxrunner.terminal.text import count_of
+from mlxrunner.terminal.output import count_of
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

@@ -33,7 +33,7 @@ from mlxrunner.profiling.schema import (
     Side,
     part_of,
 )
-from mlxrunner.terminal.text import moment, number, percent, rate, seconds, visible
+from mlxrunner.terminal.output import moment, number, percent, rate, seconds, visible
 
 if TYPE_CHECKING:
     from mlxrunner.profiling.replay.trials import Guesses, Simulation

@@ -30,8 +30,8 @@ from mlxrunner.profiling.schema import (
 )
 from mlxrunner.results import CAUSED_BY_CLIENT, Rate
 from mlxrunner.system.speed import PrefillCurve
-from mlxrunner.terminal.text import number
-from mlxrunner.terminal.text import seconds as in_words
+from mlxrunner.terminal.output import number
+from mlxrunner.terminal.output import seconds as in_words
 
 COUNTED = """
 prompt matched cached prefetched saved missed displaced new evaluated lost completion

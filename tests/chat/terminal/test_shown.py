@@ -149,8 +149,8 @@ def test_the_first_line_says_how_tokens_are_chosen(open_screen: Any, tmp_path: P
 def test_a_model_that_is_loaded_again_shows_a_bar(open_screen: Any) -> None:
     """With what takes the time; here it is shown at once."""
     code = (
-        "from mlxrunner.terminal import progress\n"
-        "progress.PATIENCE_S = 0.0\n"
+        "from mlxrunner.terminal import output\n"
+        "output.PATIENCE_S = 0.0\n"
         "from mlxrunner.cli import main; main(['chat', '--set', 'no_type_ahead=true'])\n"
     )
     screen = open_screen("-c", code)
