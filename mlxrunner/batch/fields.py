@@ -2,7 +2,7 @@
 
 `read_fields` turns a line into prompts and options of `generate`. A line has either the fields of
 this project or those of OpenAI's batch files (`custom_id`, `method`, `url`, `body`). Both may have
-the names of OpenAI's and vLLM's APIs (`translate.py`).
+the names of OpenAI's and vLLM's APIs (`openai_format.py`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The caches of single layers: one file for each kind, behind one protocol."""
+"""The caches of single layers, behind one interface: `LayerCache` in `mlxrunner.cache.protocol`."""
