@@ -15,14 +15,9 @@ from support.strict_templates import TEMPLATES, load_strict
 from mlxrunner.server.events import ApiError, ServerRequest
 from mlxrunner.server.manager import prompt_record
 from mlxrunner.server.prompts import builder, rules
-from mlxrunner.server.prompts.answer_tokens import (
-    ENTRY,
-    LRUCache,
-    MemoizedFunction,
-    PromptEncoder,
-    footprint,
-)
+from mlxrunner.server.prompts.answer_tokens import PromptEncoder
 from mlxrunner.server.prompts.builder import PromptBuilder
+from mlxrunner.server.prompts.lru import ENTRY, LRUCache, MemoizedFunction, footprint
 from mlxrunner.templates.messages import check_messages
 from mlxrunner.tokenizer import Tokenizer
 

@@ -5,34 +5,30 @@ other tokens than the model did. Here its place in the rendered conversation is 
 with the model's own tokens. That is done only where the text before it is the text that the model
 continued, and where it says the same: the same text, thinking and calls. Of an answer that was cut
 off, the client may have seen any beginning: so much of it is filled as says the same to the letter.
-
-`LRUCache` and `MemoizedFunction` remember results by the plain data that they were made of, up to a
-size in bytes.
 """
 
 from __future__ import annotations
 
 import json
-import marshal
 import os
 from array import array
 from base64 import b64decode, b64encode
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from sys import getsizeof
 from threading import Lock, Timer
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mlxrunner.cache.entry import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.results import logger
+from mlxrunner.server.prompts.lru import ENTRY, LRUCache, footprint
 from mlxrunner.server.tools.reader import Calls, ParsedAnswer
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.system.writing import open_own, whole_sync, write_all, written
@@ -524,92 +520,3 @@ def chain(digests: Sequence[bytes]) -> list[bytes]:
     for one in digests:
         links.append(blake2b(links[-1] + one, digest_size=16).digest())
     return links
-
-
-T = TypeVar("T")
-ENTRY = 256
-"""Bytes that a mapping takes for an entry, beside its key and its value."""
-_SIMPLE = {str, bytes, int, float, bool, type(None)}
-"""Types of objects without others in them."""
-
-
-def sign(value: Any) -> bytes:
-    """Return bytes that two values have in common only if they are the same plain data.
-
-    The order of keys counts, and so does the type of a number. Raise ValueError for other objects.
-    """
-    return marshal.dumps(value, 0)  # version 0 has no references, which depend on more than values
-
-
-def footprint(*values: Any) -> int:
-    """Return about how many bytes plain objects take in memory, with all that is in them."""
-    size, seen, left = 0, set[int](), [*values]
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        size += getsizeof(one)
-        if type(one) in _SIMPLE:
-            continue
-        if isinstance(one, dict):
-            left += (*one, *one.values())
-        elif isinstance(one, list | tuple):
-            left += one
-        elif is_dataclass(one):
-            left += (getattr(one, part.name) for part in fields(one))
-    return size
-
-
-class LRUCache(Generic[T]):
-    """Values by their keys, up to a size; those used last stay. Any thread may use it."""
-
-    def __init__(self, most: int) -> None:
-        """Begin with nothing. `most`: the most bytes of memory of all keys and values."""
-        self._most, self._size = most, 0
-        self._known: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def get(self, key: Hashable) -> T | None:
-        """Return a value, or None if it is not known, or not any more."""
-        with self._lock:
-            found = self._known.get(key)
-            if found is None:
-                return None
-            self._known.move_to_end(key)
-            return found[0]
-
-    def put(self, key: Hashable, value: T) -> None:
-        """Remember a value, in place of an earlier one."""
-        size = ENTRY + footprint(key, value)
-        with self._lock:
-            self._size += size - self._known.pop(key, (None, 0))[1]
-            self._known[key] = value, size
-            while self._size > self._most:
-                self._size -= self._known.popitem(last=False)[1][1]
-
-
-class MemoizedFunction(Generic[T]):
-    """A function of plain data that remembers its results. Nobody may change them."""
-
-    def __init__(self, work: Callable[[Any], T], most: int) -> None:
-        """Remember results of `work` in at most `most` bytes of memory."""
-        self._work, self._known = work, LRUCache[T](most)
-
-    def __call__(self, value: Any) -> T:
-        """Return what `work` returns, and raise what it raises.
-
-        It works on a copy that is made of the key, so that no later change of `value` matters.
-        """
-        try:
-            key = sign(value)
-        except ValueError:
-            return self._work(value)
-        found = self._known.get(key)
-        if found is None:
-            found = self._work(marshal.loads(key))
-            self._known.put(key, found)
-        return found

@@ -28,13 +28,12 @@ from mlxrunner.server.events import ApiError, ServerRequest, field_error
 from mlxrunner.server.prompts.answer_tokens import (
     UNKNOWN,
     AnswerTokenCache,
-    LRUCache,
-    MemoizedFunction,
     PromptEncoder,
     TokenSpan,
     chain,
     message_digest,
 )
+from mlxrunner.server.prompts.lru import LRUCache, MemoizedFunction
 from mlxrunner.server.prompts.rules import PromptDraft, apply, written
 from mlxrunner.server.tools.constraints import (
     ForcedCall,

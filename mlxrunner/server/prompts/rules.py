@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlxrunner.server.prompts.answer_tokens import MemoizedFunction, sign
+from mlxrunner.server.prompts.lru import MemoizedFunction, sign
 from mlxrunner.templates.messages import (
     JOINT,
     SYSTEM_ROLES,
