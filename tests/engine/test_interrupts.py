@@ -67,7 +67,7 @@ def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
     options: dict[str, Any] = {"stop_tokens": [], "speculate": "lookup"}
     with opened(kinds, **settings) as runner, interrupt_at(-1) as seen:
         some_requests(runner, **options)
-    for line in range(1, seen[0], max(1, seen[0] // fewer(24, 8))):
+    for line in range(1, seen[0], max(1, seen[0] // fewer(16, 6))):
         with opened(kinds, **settings) as runner:
             runner.complete(FIRST, max_tokens=3, **options)
             with suppress(KeyboardInterrupt), interrupt_at(line):
@@ -79,7 +79,7 @@ def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
 def test_a_second_ctrl_c_while_the_first_is_mended(kinds: list[str]) -> None:
     """It may come at any line of what ends the requests."""
     options: dict[str, Any] = {"stop_tokens": [], "speculate": "off"}
-    for line in count(1, fewer(10, 50)):
+    for line in count(1, fewer(14, 50)):
         with opened(kinds) as runner:
             runner.complete(FIRST, max_tokens=3, **options)
             with interrupted_twice(backend(runner).model, line) as lines:
@@ -103,7 +103,7 @@ def test_ctrl_c_while_conversations_are_parked_leaves_all_of_them_whole(tmp_path
 
     with parked(0) as runner, interrupt_at(-1) as seen:
         some_requests(runner, **options)
-    for line in range(1, seen[0], max(1, seen[0] // fewer(32, 8))):
+    for line in range(1, seen[0], max(1, seen[0] // fewer(20, 6))):
         with parked(line) as runner:
             with suppress(KeyboardInterrupt), interrupt_at(line):
                 some_requests(runner, **options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +384,12 @@ def reads(path: str) -> set[str]:
     return {*model["properties"], *MORE.get(path, ()), *own}
 
 
+@cache
+def plain_outcome(path: str) -> Any:
+    """Return the outcome of the smallest request."""
+    return outcome(path, SMALL[path])
+
+
 @pytest.mark.parametrize("path", SMALL)
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.exhaustive(60)
@@ -390,10 +398,11 @@ def test_a_field_that_cannot_be_held_is_refused(path: str, name: str) -> None:
     if name in reads(path):
         return
     body = SMALL[path]
-    expected = outcome(path, body)
-    for value in (None, "", [], {}, *REFUSED[name].neutral):
+    chance = random.Random(f"{path} {name}")  # each value comes with each name on some path
+    expected = plain_outcome(path)
+    for value in chance.sample([None, "", [], {}, *REFUSED[name].neutral], 2):
         assert outcome(path, body | {name: value}) == expected, value
-    for value in (True, "odd", 0.25, 7, ["odd"], {"odd": 1}):
+    for value in chance.sample([True, "odd", 0.25, 7, ["odd"], {"odd": 1}], 3):
         if not is_neutral(value, REFUSED[name].neutral):
             status, said = outcome(path, body | {name: value})
             assert status == 400, value

@@ -116,7 +116,7 @@ def history(runner: Runner, whole: Runner, turns: int) -> dict[str, Any]:
 
 
 def served(runner: ParallelRunner, whole: Runner, turns: int) -> dict[str, Any]:
-    """Run `turns` times 4 rounds of up to four requests at a time, and return what was found.
+    """Run `turns` times 3 rounds, or 1, of up to four requests at a time; return what was found.
 
     Prompts go on with an answer, fork from any earlier prompt, or are new.
     """
@@ -125,7 +125,7 @@ def served(runner: ParallelRunner, whole: Runner, turns: int) -> dict[str, Any]:
     known = [[chance.randrange(VOCAB) for _ in range(90)]]
     fail_at_times(runner)
     told = count_messages(runner)
-    for _ in range(4 * turns):
+    for _ in range(3 * turns if turns > 1 else 1):
         asked = []
         for _ in range(chance.randrange(1, 5)):
             old = chance.choice(known)
