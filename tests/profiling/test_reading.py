@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,11 @@ def test_garbage_never_raises(data: bytes) -> None:
         assert list(read_events([file.name])) == []
 
 
+@cache
+def validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(event_schema())
+
+
 @given(
     st.sampled_from(sorted(example())),
     st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists),
@@ -156,7 +162,7 @@ def test_the_reader_agrees_with_the_schema(name: str, value: Any) -> None:
     import tempfile
 
     changed = example(2) | {name: value}
-    is_valid = jsonschema.Draft202012Validator(event_schema()).is_valid(changed)
+    is_valid = validator().is_valid(changed)
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         json.dump(changed, file)
         file.flush()
