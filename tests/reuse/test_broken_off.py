@@ -64,7 +64,7 @@ def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Mix) -> None:
 def test_a_second_ctrl_c_while_the_first_is_mended_leaves_a_true_entry(mix: Mix) -> None:
     """It may come at any line of what ends the request and restores the entry."""
     follow_up = [*PROMPT[:12], *range(60, 80), 5]
-    every = fewer(7, 13)
+    every = fewer(9, 13)
     for line in count(first_line(mix, every), every):
         runner = mix.runner()
         tokens(runner, PROMPT)
