@@ -1,5 +1,5 @@
 #!/bin/sh
-# Label each row of a CSV: one answer of good or bad per row, in labels.jsonl beside it.
+# Label each row of a CSV: one answer of good or bad per row, in labels.csv beside it.
 #
 #   sh examples/label_csv.sh reviews.csv [MODEL]
 #
@@ -9,11 +9,9 @@
 set -eu
 table=$1
 model=${2:-demo}
-labels=$(dirname "$table")/labels.jsonl
+labels=$(dirname "$table")/labels.csv
 
-resume=
-[ -e "$labels.run" ] && resume=--resume
-mlxrunner batch "$table" -m "$model" -o "$labels" $resume --quiet --no-usage \
+mlxrunner batch "$table" -m "$model" -o "$labels" --resume --quiet --no-usage \
   --system "Say whether the customer is happy (good) or not (bad)." \
   --row-template "{text}" --choices good,bad
-cat "$labels"
+cut -d, -f1,3 "$labels"

@@ -4,6 +4,7 @@ The command line prints each as one line and ends with its exit code.
 
 MlxrunnerError               exit code 1
 ├── ModelError               exit code 2: the model is missing, broken or not supported
+│   └── NoSuchModelError     exit code 2: no model has this name
 ├── MemoryPlanError          exit code 2: the model and its caches do not fit into the memory
 ├── OptionError              exit code 2: an option is out of range (also a ValueError)
 ├── PromptError              exit code 2: the prompt cannot be run (also a ValueError)
@@ -59,6 +60,10 @@ class ModelError(MlxrunnerError):
     """The model is missing, broken or of an unknown kind; the message names the file or id."""
 
     exit_code = 2
+
+
+class NoSuchModelError(ModelError):
+    """No model, here or on the hub, has this name, or it is not a name of a model at all."""
 
 
 class MemoryPlanError(MlxrunnerError):

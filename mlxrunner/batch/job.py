@@ -51,7 +51,7 @@ from mlxrunner.models.fingerprint import run_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.options import EngineSettings, check_raw
 from mlxrunner.system.reading import read_json
-from mlxrunner.system.writing import is_stream, sealed, write_errors_as, written
+from mlxrunner.system.writing import is_stream, missing_folder, sealed, write_errors_as, written
 
 LARGEST = 2**22
 """The most bytes of OUTPUT.done, which may hold a schema or a template of the command line."""
@@ -189,7 +189,9 @@ class Job(FileOptions):
         return Inputs(self.inputs, self, columns, self.delimiter)
 
     def _check_reports(self) -> None:
-        """Raise OptionError if a report has no file of its own."""
+        """Raise OptionError if a report has no file of its own, or if a folder is missing."""
+        if folder := missing_folder(self.output):
+            raise OptionError(f"{self.output}: can't be written: there is no folder {folder}")
         ends = ("", ".run", ".done", ".retry", RETRIED)
         taken = {*map(_real, self.inputs), *(_real(f"{self.output}{end}") for end in ends)}
         for name in ("progress_file", "summary"):
@@ -201,6 +203,8 @@ class Job(FileOptions):
                 raise OptionError(
                     f"{flag}: it does not mean standard output here: choose another name"
                 )
+            if folder := missing_folder(file):
+                raise OptionError(f"{flag}: there is no folder {folder}")
             if _real(file) in taken:
                 raise OptionError(
                     f"{flag}: choose a file of its own, which is not that of the input, the "

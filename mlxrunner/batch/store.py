@@ -398,8 +398,10 @@ class Store:
             except sqlite3.IntegrityError:
                 (first,) = self._one(FIRST_WITH_ID, line.id)
                 name = "id" if line.format == "plain" else "custom_id"
-                problem = f"{name} {line.id!r:.80} was there before, on {place_of(first)}"
-                problem = f"{place_of(line.number)}: {problem}"
+                where, earlier = place_of(line.number), place_of(first)
+                twice = "from the same file, which is given twice"
+                before = twice if earlier == where else f"on {earlier}"
+                problem = f"{where}: {name} {line.id!r:.80} was there before, {before}"
                 line = replace(line, error=problem, tokens=as_tokens([]))
                 self._insert(line)
             self._lines = self._own = self._lines + 1

@@ -74,7 +74,7 @@ from mlxrunner.models.load import (
 from mlxrunner.options import RunnerSettings
 from mlxrunner.runner import Runner
 from mlxrunner.system.device import EnergyMeter, on_battery
-from mlxrunner.system.writing import written
+from mlxrunner.system.writing import why_not, written
 from mlxrunner.terminal.control import Interrupts, say_now
 from mlxrunner.terminal.output import Progress, count_of, duration, loading, one_line
 from mlxrunner.tokenizer import Tokenizer
@@ -646,5 +646,5 @@ def _write(path: str, content: dict[str, Any]) -> str | None:
             json.dump(content, stream, indent=1)
             stream.write("\n")
     except OSError as error:
-        return f"{path}: can't be written: {error.strerror or error}"
+        return f"{path}: can't be written: {why_not(error, path)}"
     return None

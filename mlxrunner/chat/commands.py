@@ -36,7 +36,7 @@ from mlxrunner.options import (
 from mlxrunner.profiling.schema import PARTING, explain_reuse, remedy
 from mlxrunner.results import Usage
 from mlxrunner.system.speed import PrefillCurve
-from mlxrunner.system.writing import written
+from mlxrunner.system.writing import why_not, written
 from mlxrunner.templates.messages import PlainMessage, without_thinking
 from mlxrunner.terminal.control import copy
 from mlxrunner.terminal.output import count_of, seconds, size
@@ -549,7 +549,7 @@ def export(chat: Chat, argument: str) -> None:
     except FileExistsError as error:
         raise OutputError(f"{name} is there already: /export -f {name} overwrites it") from error
     except OSError as error:
-        raise OutputError(f"{name}: {error.strerror or error}") from error
+        raise OutputError(f"{name}: {why_not(error, path)}") from error
     chat.say(f"{count_of(len(conversation.history.turns), 'turn')} written to {name}")
 
 

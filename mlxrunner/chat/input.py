@@ -46,7 +46,7 @@ PATH = "PATH"
 """The word in `Command.takes` that makes completion offer paths."""
 QUOTES = '"""'
 _QUOTED = re.compile(rf"\s*(?:/[\w-]+\s+)?{QUOTES}")
-OTHER_NAMES = {"/exit": "/bye", "/quit": "/bye", "/q": "/bye", "/?": "/help"}
+OTHER_NAMES = {"/exit": "/bye", "/quit": "/bye", "/q": "/bye", "/?": "/help", "/": "/help"}
 """Names that other chats give to commands, and the commands here that they run."""
 MEANT = {
     "/show": "info status history list messages transcript",
@@ -76,7 +76,7 @@ MEANT = {
 _MEANING = {f"/{word}": name for name, words in MEANT.items() for word in words.split()}
 GOODBYES = ("exit", "quit")
 """Words that leave a chat in a terminal, if they are the whole text."""
-_COMMAND = re.compile(r"\s*(/(?:[\w-]+|\?))(?:\s+(.*))?", re.DOTALL)
+_COMMAND = re.compile(r"\s*(/(?:[\w-]+|\?|(?=\s*\Z)))(?:\s+(.*))?", re.DOTALL)
 _CONTINUED = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 
 
@@ -144,7 +144,7 @@ class CommandTable:
         return command, argument
 
     def is_command(self, text: str) -> bool:
-        """Return True if the first word is a slash and letters, digits, `-` or `_`, or `/?`.
+        """Return True for a slash, and if letters, digits, `-` or `_` follow it, or `/?`.
 
         `/usr/bin` and `/* a comment` are not commands. Several lines are a command only if their
         first word names one: `/etc` and a listing below it are a text.

@@ -13,6 +13,7 @@ from mlxrunner.chat.commands import SETTABLE
 from mlxrunner.chat.conversation import POLICIES, Conversation, UndoState
 from mlxrunner.chat.input import NAME, Command
 from mlxrunner.chat.repl import Chat
+from mlxrunner.config.names import hub_id_of
 from mlxrunner.errors import MlxrunnerError, OptionError, SessionError
 from mlxrunner.models.resolve import lasting, resolve
 from mlxrunner.options import GenerateOptions
@@ -296,7 +297,12 @@ class Saving:
                 f"the conversation is not saved ({_turns(chat)}): /save NAME saves it, /load "
                 f"-f {name} discards it"
             )
-        session = self.store.load(name)  # raise its errors before the present chat is given up
+        try:
+            session = self.store.load(name)  # raise its errors before the present chat is given up
+        except SessionError as error:
+            if hub_id_of(name) == name:
+                raise
+            raise SessionError(f"{error}; /model {name} switches models") from error
         with ExitStack() as held:
             if goes_over:
                 held.enter_context(self.store.lock(name))

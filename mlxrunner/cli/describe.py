@@ -63,7 +63,12 @@ def show(model: str, as_json: bool) -> None:
         "layers": ", ".join(f"{count} {kind}" for kind, count in facts.layers.items()),
         "context": context,
         "vocabulary": f"{facts.vocab} tokens",
-        "weights": size(facts.weight_bytes),
+        "weights": size(facts.weight_bytes)
+        + (
+            f" in files, {size(facts.loaded_bytes)} in memory"
+            if size(facts.weight_bytes) != size(facts.loaded_bytes)
+            else ""
+        ),
         "cache": f"{size(facts.cache.per_token)} per token"
         + (f" and {size(facts.cache.fixed)} whatever the length" if facts.cache.fixed else "")
         + f"; {size(facts.cache.per_token * facts.context + facts.cache.fixed)} "

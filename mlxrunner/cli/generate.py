@@ -245,7 +245,7 @@ def _answers(
     for name in filter(None, (model, loading["draft_model"])):
         resolve(name, with_code=loading["trust_remote_code"])
     with bar:
-        bar.enter_context(loading_bar(model))
+        bar.enter_context(loading_bar(model, leaves=True))
         results = sample(
             model, request, count, parallel=parallel, loading=shared, watch=watch, **options
         )
@@ -259,6 +259,8 @@ def _answers(
                 said = line_text(f"answer {number + 1} of {count}: {result.error}")
                 click.echo(f"mlxrunner: {said}", err=True)
                 first = first or result.error
+            elif not as_json:
+                _say_if_cut(result, options, f"answer {number + 1} of {count}")
     return first
 
 
@@ -275,6 +277,13 @@ def _as_dict(result: Result | Failed) -> dict[str, Any]:
     if result.logprobs is not None:
         answer["logprobs"] = [{"logprob": logprob, "top": top} for logprob, top in result.logprobs]
     return answer | {"usage": result.usage.as_dict()}
+
+
+def _say_if_cut(last: Chunk | Result, options: dict[str, Any], which: str) -> None:
+    """Say on stderr that a structured answer is not complete, so that no program parses it."""
+    if last.finish_reason == "length" and (options["schema"] or options["choices"]):
+        why = f"{which} was cut off before it was complete"
+        click.echo(f"mlxrunner: {why}: a larger --max-tokens or --context helps", err=True)
 
 
 def _say_if_full(runner: Runner, last: Chunk, max_tokens: int | None) -> None:
@@ -305,9 +314,7 @@ def _answer(runner: Runner, request: Any, as_json: bool, options: dict[str, Any]
         bar.close()
     last = chunks[-1]
     if not as_json:
-        if last.finish_reason == "length" and (options["schema"] or options["choices"]):
-            why = "the answer was cut off before it was complete"
-            click.echo(f"mlxrunner: {why}: a larger --max-tokens or --context helps", err=True)
+        _say_if_cut(last, options, "the answer")
         if sys.stderr.isatty():
             _say_if_full(runner, last, options["max_tokens"])
         return

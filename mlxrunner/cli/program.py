@@ -324,16 +324,21 @@ def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     flags |= {key: f"--set {key}=VALUE" for key in KEYS_ONLY.get(command, "").split()}
     option = error.option_name
     names = LETTERS.get(option[1:], ()) if len(option) == 2 else (option,)
+    asks = "temperature" in flags  # advice about requests is for commands that make some
     ways = [WAYS[plain(name)] for name in names if plain(name) in WAYS]
-    meant = dict.fromkeys(_our_flag(FLAGS.get(plain(name), name), flags) for name in names)
+    ways = [way for way in ways if asks or "`mlxrunner " in way or "mlxrunner launch" in way]
+    others = (FLAGS.get(plain(name), (name,)) for name in names)
+    meant = dict.fromkeys(
+        _our_flag(next((one for one in other if one in flags), other[0]), flags) for other in others
+    )
     ours = " or ".join(repr(flag) for flag in meant if flag is not None)
     hint = ways[0] if ways else f"Did you mean {ours}?" if ours else ""
     known = {*SAME, *MEANT, *FLAGS, *LETTERS}
     if not ways and plain(option) not in known:
         hint = _place_of(option, error.ctx) or hint
-    if not hint:
-        return error
-    return click.NoSuchOption(option, f"No such option {option!r}. {hint}", ctx=error.ctx)
+    # click's own proposals count the dashes as letters that are alike
+    message = f"No such option {option!r}. {hint}".rstrip()
+    return click.NoSuchOption(option, message, ctx=error.ctx)
 
 
 def _place_of(option: str, ctx: click.Context) -> str:

@@ -56,20 +56,22 @@ def list_(as_json: bool) -> None:
         click.echo(json.dumps(found))
     elif not found:
         click.echo("no sessions yet: `mlxrunner chat --session NAME` begins one", err=True)
-    width = max((len(one["name"]) for one in found), default=0)
-    for one in [] if as_json else found:
+    if as_json or not found:
+        return
+    width = max(4, *(len(one["name"]) for one in found))
+    click.echo(f"{'name':{width}}  {'turns':>5}  {'text':>7}  {'caches':>7}  {'saved':16}  model")
+    for one in found:
         caches = size(one["cache_bytes"]) if one["cache_bytes"] else "none"
-        turns = f"{one['turns']} turn{'' if one['turns'] == 1 else 's'}"
         line = (
-            f"{one['name']:{width}}  {turns:>9}  text {size(one['text_bytes']):>7}  "
-            f"caches {caches:>7}  {one['saved']}"
+            f"{one['name']:{width}}  {one['turns']:>5}  {size(one['text_bytes']):>7}  "
+            f"{caches:>7}  {one['saved']}"
         )
         others = f"  and {', '.join(one['branches'])}" if one["branches"] else ""
         click.echo(visible_text(f"{line}  {' '.join(one['model'].split())}{others}"))
 
 
 branch_option = click.option(
-    "--branch", metavar="NAME", help="The branch to take. [default: the one used last]"
+    "--branch", metavar="NAME", help="Take this branch. [default: the one used last]"
 )
 
 
@@ -77,7 +79,7 @@ state_option = click.option(
     "--state",
     type=click.IntRange(min=1),
     metavar="N",
-    help="The text before the last command that took some of it away; 2: the one before that.",
+    help="Take the text as it was before the last /undo, /clear or the like; 2: the one before.",
 )
 
 
@@ -161,16 +163,16 @@ def rm(names: tuple[str, ...]) -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
 def export(name: str, file: str, branch: str | None, state: int | None, force: bool) -> None:
-    """Write the conversation of session NAME to FILE.
+    """Write the conversation of session NAME to FILE: JSON if it ends in .json, else Markdown.
 
-    JSON for FILE.json, else Markdown; - is standard output.
+    FILE - is standard output.
     """
     from pathlib import Path
 
     from mlxrunner.chat.commands import transcript
     from mlxrunner.errors import OptionError
     from mlxrunner.sessions.store import SessionStore
-    from mlxrunner.system.writing import written
+    from mlxrunner.system.writing import why_not, written
 
     session = _chosen(SessionStore(), name, branch, state)
     text = transcript(file, session.system, session.messages, session.model)
@@ -183,7 +185,9 @@ def export(name: str, file: str, branch: str | None, state: int | None, force: b
     except FileExistsError as error:
         raise OptionError(f"{file} is there already: --force overwrites it") from error
     except OSError as error:
-        raise OptionError(f"{file}: {error.strerror or error}") from error
+        raise OptionError(f"{file}: {why_not(error, file)}") from error
+    turns = len(session.messages) // 2
+    click.echo(visible_text(f"{turns} turn{'' if turns == 1 else 's'} written to {file}"), err=True)
 
 
 def _flat(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -166,12 +166,12 @@ ADVICE: dict[str, str] = {
 }
 """The way to the same for each command of another program that none of ours replaces."""
 
-FLAGS: dict[str, str] = {
-    "format": "schema",
-    "response_format": "schema",
-    "conversation": "session",
+FLAGS: dict[str, tuple[str, ...]] = {
+    "format": ("schema", "json"),
+    "response_format": ("schema",),
+    "conversation": ("session",),
 }
-"""Our option for names of other programs that mean something else in the line of a batch."""
+"""Our options, the nearest first, for names that mean something else in the line of a batch."""
 
 
 WAYS: dict[str, str] = {
@@ -213,7 +213,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     meant = SAME.get(wanted) or MEANT.get(wanted)
     if meant is not None:
         return meant if meant.partition(":")[0] in known else None
-    close = get_close_matches(wanted, known, n=1) if len(wanted) <= LONGEST else []
+    close = get_close_matches(wanted, known, n=1, cutoff=0.65) if len(wanted) <= LONGEST else []
     return close[0] if close else None
 
 

@@ -206,7 +206,11 @@ class Plan:
 
         It has a line for each item, the sum, and the largest context that fits.
         """
-        rows = [(line.what, _detail(line), size(line.total)) for line in self.lines]
+        names = {"weights": "weights in memory"}
+        rows = [
+            (names.get(line.what, line.what), _detail(line), size(line.total))
+            for line in self.lines
+        ]
         rows += [("total", "", size(self.total)), ("device offers", "", size(self.offered))]
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
         text = [

@@ -25,6 +25,7 @@ from mlxrunner.models.facts import (
     VISION_ARCHITECTURES,
     CacheCost,
     ModelFacts,
+    Shapes,
     cache_cost,
     computes_only_nan,
     depends_on_chunks,
@@ -506,6 +507,9 @@ class Description:
     layers: dict[str, int]
     vocab: int
     weight_bytes: int
+    """Bytes in the files."""
+    loaded_bytes: int
+    """Bytes in memory, where the device may need another type of numbers."""
     cache: CacheCost
 
     def as_dict(self) -> dict[str, Any]:
@@ -553,6 +557,8 @@ def describe(name: str) -> Description:
     known = {
         name: value for name, value in vars(found.facts).items() if name != "depends_on_chunks"
     }
+    in_files = weight_bytes(resolve(name))
+    loaded = found.weight_bytes if isinstance(found, Shapes) else in_files
     return Description(
-        **known, weight_bytes=weight_bytes(resolve(name)), cache=cache_cost(found.model)
+        **known, weight_bytes=in_files, loaded_bytes=loaded, cache=cache_cost(found.model)
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxrunner.config.names import hub_id_of, suggestion_for
-from mlxrunner.errors import ModelError, OptionError
+from mlxrunner.errors import ModelError, NoSuchModelError, OptionError
 from mlxrunner.models.download import is_being_downloaded, storage_of
 from mlxrunner.models.files import (
     GGUF,
@@ -74,10 +74,10 @@ def resolve(name: str, *, with_code: bool = False) -> Path:
     if name.lower().endswith(".gguf"):
         raise ModelError(f"{shown}: {GGUF}")
     if name.startswith((".", "/", "~")):
-        raise ModelError(f"{shown}: no such model: no directory has this name")
+        raise NoSuchModelError(f"{shown}: no such model: no directory has this name")
     if HUB_ID.fullmatch(repository := hub_id_of(name)):
         return _from_hub(repository, with_code)
-    raise ModelError(
+    raise NoSuchModelError(
         f"{shown}: no such model: {suggestion_for(name)}a model is a directory, a hub id "
         f"(owner/name), {' or '.join(map(repr, EMBEDDED))}, or a name that `mlxrunner models "
         "--known` lists"
@@ -157,7 +157,7 @@ def _cached(name: str, with_code: bool, weights: Sequence[str]) -> tuple[Path | 
         found = getattr(error, "snapshot_path", None)
         return None, Path(found) if found is not None else None
     except HFValidationError as error:
-        raise ModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
+        raise NoSuchModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
 
 
 def pull(
@@ -185,23 +185,20 @@ def pull(
     from mlxrunner.models.download import download, tell_nobody
 
     if not HUB_ID.fullmatch(name):
-        raise ModelError(
-            f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME: {suggestion_for(name)}"
-            "`mlxrunner models --known` lists short names"
-        )
+        raise not_a_hub_id(name)
     try:
         return download(name, with_code=with_code, weights=weights, tell=tell or tell_nobody)
     except ModelError:
         raise
     except HFValidationError as error:
-        raise ModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
+        raise NoSuchModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
     except GatedRepoError as error:
         raise ModelError(
             f"{name}: access is restricted: accept its terms on the hub, then log in with `hf auth "
             "login`"
         ) from error
     except RepositoryNotFoundError as error:
-        raise ModelError(
+        raise NoSuchModelError(
             f"{name}: no such repository on the hub (or a private one: `hf auth login`)"
         ) from error
     except LocalEntryNotFoundError as error:
@@ -217,6 +214,14 @@ def pull(
         ) from error
     except Exception as error:  # HTTP errors, a full disk, or an answer changed by a proxy
         raise ModelError(f"{name}: the download failed: {_one_line(error)}") from error
+
+
+def not_a_hub_id(name: str) -> NoSuchModelError:
+    """Return the error about a name that has not the form of a hub id."""
+    return NoSuchModelError(
+        f"{name[:300]!r}: not a hub id, which has the form OWNER/NAME: {suggestion_for(name)}"
+        "`mlxrunner models --known` lists short names"
+    )
 
 
 def _is_whole(folder: Path) -> bool:

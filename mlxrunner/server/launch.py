@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import plistlib
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Literal, get_args
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from mlxrunner.errors import LaunchError
@@ -140,7 +143,14 @@ def find_server(url: str, key: str | None, model: str | None) -> ServerAddress:
 
     Raise LaunchError if nothing answers, if the key is wrong, or if there is no such model.
     """
-    url = url.rstrip("/")
+    given, url = url, url if "://" in url else f"http://{url}"
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        is_address = bool(re.match(r"https?://\S+$", url)) and urlsplit(url).port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise LaunchError(f"--url {given}: it has to be an address such as http://127.0.0.1:8080")
     request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or NO_KEY}"})
     try:
         # Without a proxy: the server is on this machine.
@@ -155,7 +165,7 @@ def find_server(url: str, key: str | None, model: str | None) -> ServerAddress:
         raise LaunchError(
             f"nothing answers at {url}: start a server in another terminal: mlxrunner serve MODEL"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (HTTPException, ValueError, KeyError, TypeError) as error:
         raise LaunchError(
             f"{url} is not an mlxrunner server: its list of models can't be read"
         ) from error

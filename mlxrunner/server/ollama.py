@@ -23,7 +23,7 @@ from mlxrunner.batch.openai_format import ANY_OBJECT, TURN, TokenLogprob, finite
 from mlxrunner.config.names import hub_id_of
 from mlxrunner.config.option import without_nulls
 from mlxrunner.config.request_fields import held, is_neutral
-from mlxrunner.models.resolve import HUB_ID, folder_if_here, pull
+from mlxrunner.models.resolve import HUB_ID, folder_if_here, not_a_hub_id, pull
 from mlxrunner.options import GenerateOptions
 from mlxrunner.server.events import (
     AnswerEnd,
@@ -570,7 +570,10 @@ def router(answers: ModelManager, pull: Pull = pull) -> APIRouter:
     async def pull_from_hub(body: PullRequest, request: Request) -> Response:
         """Download a model of the hub. One that is here and not of the hub succeeds at once."""
         name = hub_id_of(body.given.removesuffix(":latest"))
-        events = pulled_before() if _is_only_here(answers, name) else progress(name, pull)
+        is_here = _is_only_here(answers, name)
+        if not is_here and not HUB_ID.fullmatch(name):
+            raise ApiError(400, str(not_a_hub_id(name)), param="model", code="model_not_found")
+        events = pulled_before() if is_here else progress(name, pull)
         if body.stream:
             return await stream(request, lines(events), NDJSON, request.state.id)
 

@@ -224,6 +224,7 @@ ABSENT = {
     "/messages/batches": "`mlxrunner batch` answers files of prompts",
     "/api/delete": "`mlxrunner models rm` removes a model",
     "/api/create": "an alias in the config file gives a model another name",
+    "/api/push": "the hub's own program publishes models: `hf upload`",
     "/api/copy": "an alias in the config file gives a model another name",
 }
 """The way to the same, by the beginnings of paths of other servers without their /v1."""

@@ -173,8 +173,19 @@ def write_errors_as(kind: type[MlxrunnerError], file: Name) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        name = os.fspath(file)
-        raise kind(f"{name}: can't be written: {error.strerror or error}") from error
+        raise kind(f"{os.fspath(file)}: can't be written: {why_not(error, file)}") from error
+
+
+def why_not(error: OSError, file: Name) -> str:
+    """Return why `file` can't be written, which may be that its folder does not exist."""
+    folder = missing_folder(file) if error.errno == errno.ENOENT else ""
+    return f"there is no folder {folder}" if folder else error.strerror or str(error)
+
+
+def missing_folder(file: Name) -> str:
+    """Return the name of the folder of `file` if there is no such folder, else ""."""
+    folder = os.path.dirname(os.fspath(file))
+    return folder if folder and not os.path.isdir(folder) else ""
 
 
 @contextmanager

@@ -172,7 +172,7 @@ def test_exports_are_whole_private_and_overwrite_nothing(
     )
     assert "Hello!" in (tmp_path / "talk.md").read_text()
     assert do(f"/export {tmp_path}/nowhere/talk.md") == [
-        f"error: {tmp_path}/nowhere/talk.md: No such file or directory"
+        f"error: {tmp_path}/nowhere/talk.md: there is no folder {tmp_path}/nowhere"
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["talk.json", "talk.md"]
 

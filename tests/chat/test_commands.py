@@ -64,6 +64,7 @@ def test_help_has_every_command(do: Do) -> None:
         ),
         ("/exi", "error: no such command: /exi (did you mean /exit? /help lists them)"),
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
+        (" / ", "/bye                     leave (also /exit, /quit, Ctrl-D)"),
         (
             "/clear the table please",
             'error: /clear takes no argument; """ around a text sends it unchanged',

@@ -175,6 +175,13 @@ def test_answers_become_a_parquet_file_when_all_are_there() -> None:
     ends(run("in.jsonl", "-o", "out.parquet"), 2, "out.parquet: is there already")
 
 
+@pytest.mark.parametrize("option", ["-o", "--summary", "--progress-file"])
+def test_a_folder_that_is_missing_is_named_before_anything_runs(option: str) -> None:
+    write({"prompt": "Hi"})
+    ends(run("in.jsonl", "-o", "out.jsonl", option, "nowhere/out.csv"), 2, "no folder nowhere")
+    assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
+
+
 @pytest.mark.parametrize("name", ["out.csv", "out.TSV"])
 def test_answers_become_a_text_table_when_all_are_there(name: str) -> None:
     """It needs no package; a file of lines from before is never replaced."""
@@ -218,6 +225,9 @@ def test_several_inputs_are_one_batch_that_can_be_resumed_with_the_same_ones() -
     first, again, last = answers()
     assert (first["id"], last["id"], first["text"]) == ("a", "b", last["text"])
     assert again["error"] == "more.csv line 2: id 'a' was there before, on in.jsonl line 1"
+    ends(run("more.csv", "more.csv", "-o", "twice.jsonl", *names[4:], "--id-column", "key"), 3)
+    said = "id 'b' was there before, from the same file, which is given twice"
+    assert answers("twice.jsonl")[3]["error"].endswith(said)
     assert run(*names, "--id-column", "key", "--resume").exit_code == 3
     ends(run(*names, "--resume"), 2, 'another --id-column: "key" then')
     Path("more.csv").write_text("key,question\na,Hello!\n")

@@ -40,6 +40,8 @@ def test_an_answer_that_was_cut_off_is_told() -> None:
     """The rest is no JSON; the object of --json has the reason."""
     cut = ("--schema", json.dumps(SCHEMA), "--max-tokens", "2")
     assert "cut off before it was complete" in generate(*cut).stderr
+    several = generate(*cut, "--n", "2").stderr
+    assert "answer 2 of 2 was cut off before it was complete" in several
     whole = generate(*cut, "--json")
     assert (json.loads(whole.stdout)["finish_reason"], whole.stderr) == ("length", "")
 

@@ -189,6 +189,10 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
         (["--model", "demo", "chat"], "It comes after a command that has it: mlxrunner chat"),
         (["-m", "demo"], "It comes after a command that has it: mlxrunner chat -m ..."),
         (["chat", "--workers", "2"], "No such option '--workers'. batch has it.\n"),
+        (["report", "--since", "1h", "x"], "No such option '--since'.\n"),
+        (["report", "--force", "x"], "No such option '--force'.\n"),
+        (["report", "--format", "json", "x"], "No such option '--format'. Did you mean '--json'?"),
+        (["serve", "--format", "json"], "No such option '--format'.\n"),
         (["chat", "--schema", "{}"], "generate and batch have it.\n"),
         (["show", "--context", "9"], "chat, generate, batch and other commands have it.\n"),
         (["plan", "--context", "8k"], "'8k' is not a whole number: write 8192.\n"),
@@ -245,7 +249,7 @@ def test_the_names_of_other_programs_lead_to_ours() -> None:
         if isinstance(option, click.Option)
     }
     ours |= {"prompt", "messages", "response_format", "reasoning_effort", "stop_tokens"}
-    for table in (SAME, MEANT, FLAGS):
+    for table in (SAME, MEANT):
         assert {name.partition(":")[0] for name in table.values()} <= ours
     flags = {
         flag.lstrip("-").replace("-", "_")
@@ -253,7 +257,7 @@ def test_the_names_of_other_programs_lead_to_ours() -> None:
         for one in command.params
         for flag in one.opts
     }
-    for names in LETTERS.values():
+    for names in (*LETTERS.values(), *FLAGS.values()):
         assert {*names} <= flags | {*WAYS}
 
 

@@ -33,6 +33,7 @@ from mlxrunner.memory.plan import (
     make_plan,
 )
 from mlxrunner.memory.reserve import announce_step
+from mlxrunner.models.load import describe
 from mlxrunner.system import device
 from mlxrunner.terminal.output import size
 
@@ -470,6 +471,7 @@ def test_weights_are_planned_as_they_will_be_loaded(folder: Path, stored: str) -
     runner = Runner.load(str(folder))
     fill(runner)
     assert plan.lines[0].total == parameter_bytes(runner)
+    assert describe(str(folder)).loaded_bytes == parameter_bytes(runner)
     assert caches(plan) == runner.entry.nbytes
 
 

@@ -79,6 +79,20 @@ def test_print_shows_settings_for_a_shell(server: ThreadingHTTPServer, client: s
     assert last.endswith("--version -- --print")
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:{}", "http://127.0.0.1:{}/v1/"])
+def test_an_address_is_taken_as_people_write_it(server: ThreadingHTTPServer, url: str) -> None:
+    """Without its scheme, or as the base URL of an OpenAI client."""
+    result = launch(url.format(server.server_port), "--print", "codex")
+    assert f'http://127.0.0.1:{server.server_port}/v1"' in result.stdout
+
+
+@pytest.mark.parametrize("url", ["", "http://", "ftp://127.0.0.1", "127.0.0.1:port", "[::1", "a b"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    result = launch(url, "--print", "codex")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"--url {url}: it has to be an address such as http://127.0.0.1:8080" in result.stderr
+
+
 @pytest.mark.parametrize(("model", "sees"), [("first/model", False), ("eyes", True)])
 def test_opencode_is_told_that_a_model_takes_pictures(
     server: ThreadingHTTPServer, model: str, sees: bool

@@ -5,11 +5,14 @@ The output may be wide or narrow, in colour or piped. It shows all figures at ev
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -73,7 +76,7 @@ def show_simulation(simulation: Simulation, to: Console) -> None:
         counts = ("-" if count is None else number(count) for count in row.counts.values())
         change = _change(row.evaluated, first.evaluated) if row is not first else ""
         table.add_row(_text(row.what.name), percent(row.hit_rate), *counts, change)
-    to.print(table)
+    _print(table, to)
     to.print(_text("Counts are prompt tokens. change: of those evaluated (all but cached)."))
     to.print()
     if simulation.side_by_side:
@@ -230,6 +233,7 @@ def _batches(runs: Sequence[BatchRun], to: Console) -> None:
         failed = number(run.failed.total() + run.refused)
         figures = percent(run.reuse), percent(run.best), failed, number(run.cut)
         table.add_row(_text(name_of(run)), *figures)
+    to.print()
     _print(table, to)
     to.print()
     for run in runs:
@@ -244,6 +248,7 @@ def _first_tokens(summary: Summary, to: Console) -> None:
             times = (seconds(row[name]) for name in ("p50", "p90", "p99"))
             count = number(int(row["requests"] or 0))
             table.add_row(_text(outcome, COLOURS[outcome]), count, *times)
+    to.print()
     _print(table, to)
 
 
@@ -267,6 +272,7 @@ def _diagnosis(summary: Summary, to: Console) -> None:
         for one in findings:
             figures = number(one.tokens), seconds(one.seconds), number(one.requests)
             table.add_row(_text(one.client), _text(one.cause), one.kind, *figures)
+        to.print()
         _print(table, to)
         to.print()
         named = {one.cause: one.remedy for one in findings if first and one.cause != first.cause}
@@ -290,10 +296,11 @@ def _costliest(misses: list[Miss], to: Console) -> None:
     for miss in misses:
         figures = seconds(miss.seconds), number(miss.tokens)
         table.add_row(_text(miss.id), *figures, _text(miss.client), _text(miss.cause))
+    to.print()
     _print(table, to)
 
 
-def _grid(rows: list[tuple[str, str]]) -> RenderableType:
+def _grid(rows: list[tuple[str, str]]) -> Table:
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -328,8 +335,22 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 
 def _print(table: Table, to: Console) -> None:
-    to.print()
-    to.print(table)
+    """Print a table. On a screen that would cut figures off, print a line for each of them."""
+    for column in table.columns:
+        if column.no_wrap:
+            column.min_width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    unbounded = to.options.update(max_width=sys.maxsize)
+    if Measurement.get(to, unbounded, table).minimum <= to.width:
+        to.print(table)
+        return
+    grid = _grid([])
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        for column, cell in zip(table.columns, cells, strict=True):
+            grid.add_row(column.header, cell)
+        grid.add_row("", "")
+    if table.title:
+        to.print(Text(str(table.title), "bold"))
+    to.print(grid)
 
 
 def _text(text: str, style: str = "") -> Text:
