@@ -650,8 +650,9 @@ def table(conversation: Conversation, usages: Sequence[Usage]) -> Iterator[tuple
         f"({cached / prompt:.0%}), {sum(u.missed_tokens for u in usages)} missed, "
         f"{sum(u.displaced_tokens for u in usages)} displaced",
     )
-    saved, is_all = saved_seconds(usages, conversation.runner.prefill_step)
-    yield "", f"which saved {'about' if is_all else 'at least'} {seconds(saved)}"
+    if cached:
+        saved, is_all = saved_seconds(usages, conversation.runner.prefill_step)
+        yield "", f"which saved {'about' if is_all else 'at least'} {seconds(saved)}"
     entry = conversation.runner.entry
     yield "KV cache", f"{len(entry.tokens)} of {conversation.runner.context} tokens"
     yield "", f"{size(entry.used_bytes)} used, {size(entry.nbytes)} allocated"

@@ -242,7 +242,8 @@ class _Reader:
         try:
             found = tomllib.loads(self._text)
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-            raise OptionError(f"{self._path}: not readable as TOML: {error}") from error
+            hint = '; a text is in quotes, as in model = "demo"' if "value" in str(error) else ""
+            raise OptionError(f"{self._path}: not readable as TOML: {error}{hint}") from error
         self.check_numbers(found)
         self._check_keys((), found, KEYS[""])
         model = found.get("model")
@@ -400,6 +401,11 @@ class _Reader:
             plain = former.get(_plain(name), _plain(name))
             if plain not in known:
                 where = f" in [{'.'.join(section)}]" if section else ""
+                holders = [one for one, keys in KEYS.items() if one and plain in keys]
+                if not section and holders:
+                    others = ", or that of a command, such as [chat]" if len(holders) > 1 else ""
+                    told = f"the key {name!r:.60} belongs below [{holders[0]}]{others}"
+                    raise self._error((name,), told)
                 raise self._error(
                     (*section, name),
                     f"there is no key {name!r:.60}{where}: {did_you_mean(name, known)}"

@@ -109,6 +109,8 @@ def test_a_named_prompt_without_a_config_file(monkeypatch: pytest.MonkeyPatch) -
     ("text", "line", "problem"),
     [
         ("\nmodl = 'a'", 2, "there is no key 'modl': did you mean 'model'? known are aliases"),
+        ("temperature = 0.5", 1, "the key 'temperature' belongs below [options], or that "),
+        ("\nport = 8000", 2, "the key 'port' belongs below [serve]"),
         ("[options]\n\ntemp = 1", 3, "no key 'temp' in [options]: did you mean 'temperature'?"),
         ("[chat]\nnum_ctx = 1", 2, "no key 'num_ctx' in [chat]: did you mean 'context'?"),
         ("[generate]\nplain = true", 2, "there is no key 'plain' in [generate]"),
