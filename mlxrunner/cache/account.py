@@ -21,7 +21,7 @@ import secrets
 import struct
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,7 +163,14 @@ class PriorRequest:
     def begins(self, tokens: TokenArray) -> bool:
         """Return True if a prompt begins with this one."""
         count = len(self.fingerprints)
-        return count <= len(tokens) and _common(self.tokens[:count], tokens) == count
+        if not 0 < count <= len(tokens) or self.tokens[count - 1] != tokens[count - 1]:
+            return False
+        return _common(self.tokens[:count], tokens) == count
+
+    def extend(self, answer: TokenArray) -> None:
+        """Append the answer to its tokens."""
+        self.tokens = np.concatenate([self.tokens, answer])
+        self.__dict__.pop("samples", None)  # those of the prompt alone
 
     @cached_property
     def samples(self) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
@@ -189,6 +196,63 @@ class PriorRequest:
         if begin or end < len(self.tokens):
             hashes = hashes[(places >= begin) & (places <= end - RUN)]
         return hashes, len(self.tokens) >= _SHORT
+
+
+class RunFilter:
+    """Tells which of some short texts surely have no run in common with another, at little cost.
+
+    Each text has a number, and a bit in each bucket that a hash of its runs falls into.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no text."""
+        self._buckets = np.zeros(1 << 16, np.uint32)
+        self._held: dict[PriorRequest, tuple[int, int]] = {}
+        """The number of each text, and its tokens."""
+
+    def update(self, requests: Collection[PriorRequest]) -> None:
+        """Hold these requests, `MOST_REQUESTS` at most, as far as their texts are short."""
+        for one in [one for one in self._held if one not in requests]:
+            self._buckets &= ~np.uint32(1 << self._held.pop(one)[0])
+        for one in requests:
+            number, length = self._held.get(one, (-1, 0))
+            if length < len(one.tokens) < _SHORT:
+                if number < 0:
+                    used = {number for number, _ in self._held.values()}
+                    number = min(set(range(MOST_REQUESTS)) - used)
+                self._held[one] = number, len(one.tokens)
+                self._buckets[_bucket(one.samples[0])] |= np.uint32(1 << number)
+
+    def may_share(
+        self, request: PriorRequest, others: Iterable[tuple[PriorRequest, int, int]]
+    ) -> Iterator[bool]:
+        """Tell for each of the `others` if it may have a run in common with a request.
+
+        With each: the first place in it, and the first one in the request, from which on they are
+        compared.
+        """
+        is_known = request in self._held
+        hashes, places = request.samples if is_known else _NONE
+        owners = self._buckets[_bucket(hashes)]
+        every = int(np.bitwise_or.reduce(owners))
+        for one, theirs, ours in others:
+            number, _ = self._held.get(one, (-1, 0))
+            if not is_known or number < 0 or len(one.tokens) >= _SHORT:
+                yield True
+            elif not every >> number & 1:
+                yield False
+            else:
+                same = hashes[(owners >> np.uint32(number) & 1 > 0) & (places >= ours)]
+                found, at = one.samples
+                last = np.searchsorted(found, same, "right") - 1
+                yield bool(((found[last] == same) & (at[last] >= theirs)).any())
+
+
+_NONE = np.empty(0, np.uint64), np.empty(0, np.intp)
+
+
+def _bucket(hashes: NDArray[np.uint64]) -> NDArray[np.intp]:
+    return (hashes & np.uint64(0xFFFF)).astype(np.intp)
 
 
 @dataclass(eq=False)
@@ -236,6 +300,7 @@ class TokenAccounting:
         self.index = PrefixIndex() if index is None else index
         self._history: deque[PriorRequest] = deque(maxlen=MOST_REQUESTS)
         self._running: list[OpenAccount] = []
+        self._runs = RunFilter()
 
     def begin(
         self,
@@ -299,15 +364,14 @@ class TokenAccounting:
         others = (min(shared, one.reached) for one, shared in account.running)
         known = max(account.known, known, max(others, default=0))
         known = max(cached, min(known, len(prompt) - 1))
-        earlier, shared, moved = (
-            self._compared(account, known) if account.is_compared else (None, 0, [])
-        )
         marks = request.fingerprints[:reached]
         if reached == len(prompt) and len(answer):
             more, _ = self.index.fingerprints(answer, reached, request.total)
             marks = np.concatenate([marks, more])
-            request.tokens = np.concatenate([prompt, answer])
-            request.__dict__.pop("samples", None)  # those of the prompt alone
+            request.extend(answer)
+        earlier, shared, moved = (
+            self._compared(account, prompt, known) if account.is_compared else (None, 0, [])
+        )
         self.index.add(marks)
         return PromptAccount(
             known - cached,
@@ -320,23 +384,27 @@ class TokenAccounting:
         )
 
     def _compared(
-        self, account: OpenAccount, known: int
+        self, account: OpenAccount, prompt: TokenArray, known: int
     ) -> tuple[PriorRequest | None, int, list[MovedRun]]:
         """Return the earlier request, the first tokens that both have, and the displaced ones.
 
         These are behind the first `known` tokens of the prompt.
         """
         request, best, most, at = account.request, None, (0, 0), 0
-        prompt = request.tokens
-        for one, count in reversed(_of_conversation(account.earlier, request.conversation)):
-            shared = common_fingerprints(one.fingerprints, request.fingerprints)
-            if shared == len(one.fingerprints):
-                shared += _common(one.tokens[shared:count], prompt[shared:])
+        likely = reversed(_of_conversation(account.earlier, request.conversation))
+        candidates = [
+            (one, count, self._shared(one, count, prompt, request)) for one, count in likely
+        ]
+        self._runs.update(self._history)
+        may_share = self._runs.may_share(
+            request, [(one, shared, max(shared, known)) for one, _, shared in candidates]
+        )
+        for (one, count, shared), has_runs in zip(candidates, may_share, strict=True):
             begin, both = max(shared, known), 0
             room = min(count - shared, len(prompt) - begin)
             if (shared + room, room) <= most:
                 continue
-            if room >= RUN:
+            if room >= RUN and has_runs:
                 both = _estimated(one.hashes(shared, count), request.hashes(begin, len(prompt)))
             if (shared + both, both) > most:
                 best, most, at = (one, count), (shared + both, both), shared
@@ -351,6 +419,15 @@ class TokenAccounting:
         if at >= len(old.fingerprints) - SHORT_TAIL:
             self._forget(old)
         return old, at, moved
+
+    def _shared(
+        self, one: PriorRequest, count: int, prompt: TokenArray, request: PriorRequest
+    ) -> int:
+        """Return how many first tokens a prompt has in common with the first `count` of another."""
+        shared = common_fingerprints(one.fingerprints, request.fingerprints)
+        if shared == len(one.fingerprints):
+            shared += _common(one.tokens[shared:count], prompt[shared:])
+        return shared
 
     def _forget(self, old: PriorRequest) -> None:
         """Forget a request of which a later one has the whole prompt."""
@@ -452,6 +529,8 @@ class Fingerprinter:
 def common_fingerprints(a: Fingerprints, b: Fingerprints) -> int:
     """Return how many first tokens two texts have in common."""
     low, high = 0, min(len(a), len(b))
+    if not high or a[0] != b[0]:
+        return 0
     while low < high:  # they differ from the first different token on
         middle = (low + high) // 2
         low, high = (middle + 1, high) if a[middle] == b[middle] else (low, middle)
