@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import mlx.core as mx
@@ -254,6 +255,52 @@ def test_a_pass_that_fails_is_repaired_by_a_rewind(
             stacked.rewind(sequence, offset)
             assert {cache.offset for cache in stacked.engine.caches(sequence)} == {offset}
         stacked.pass_({0: [70], 1: [71], 2: [72]})
+
+
+@pytest.mark.exhaustive(2, "qwen3_5")
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_prompts_of_several_lengths_run_in_stages(architecture: str) -> None:
+    """Beside answers, those that begin and those that were begun; each can undo the pass."""
+    stacked, random = Stacked(model_of(architecture)), Random(0)
+    for _ in range(4):
+        for one in (3, 4, 5):
+            if stacked.tokens.setdefault(one, []):
+                stacked.rewind(one, 0)
+        lengths = {one: random.choice([1, 2, 2, 3, 5, 9]) for one in stacked.tokens}
+        work = {one: random.choices(range(5, 90), k=size) for one, size in lengths.items()}
+        before = {one: len(stacked.tokens[one]) for one in work}
+        stacked.pass_(work)
+        for one in random.sample(sorted(work), 3):
+            stacked.rewind(one, before[one])
+        again = [one for one in work if len(stacked.tokens[one]) == before[one]]
+        stacked.pass_({one: random.choices(range(5, 90), k=random.choice([1, 4])) for one in again})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_that_fails_is_repaired_by_a_rewind(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All members are where they were before the pass, whichever stage it reached."""
+    stacked = Stacked(model_of("qwen3_5"))
+    before = {one: len(tokens) for one, tokens in stacked.tokens.items()}
+    work = {0: [60, 61], 1: [62, 63, 64], 2: [65, 66, 67, 68, 69]}
+    stages = Stack.stages
+
+    def fail(self: Stack, firsts: Any) -> Any:
+        for number, cache in enumerate(stages(self, firsts)):
+            if number == stage:
+                raise RuntimeError("no memory")
+            yield cache
+
+    monkeypatch.setattr(Stack, "stages", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        forward(stacked.engine, work)
+    monkeypatch.undo()
+    for sequence, offset in before.items():
+        stacked.rewind(sequence, offset)
+        assert {cache.offset for cache in stacked.engine.caches(sequence)} == {offset}
+    stacked.pass_({0: [70], 1: [71], 2: [72]})
+    stacked.pass_(work)
 
 
 @pytest.mark.exhaustive(2, "qwen3_5")

@@ -53,14 +53,15 @@ class RecurrentCache(ArrayCache):
     @property
     def offset(self) -> int:
         place = self._place
-        return self._offset if place is None else place.base + place.stack.passed
+        return self._offset if place is None else place.base + place.stack.passed(place.row)
 
     @property
     def extent(self) -> Extent:
         place = self._place
         if place is None:
             return LastPass(self._offset, self._before[0])
-        return LastPass(place.base + place.stack.passed, place.base + place.stack.began)
+        stack, row, base = place
+        return LastPass(base + stack.passed(row), base + stack.began(row))
 
     @property
     def state(self) -> Any:
@@ -115,11 +116,15 @@ class RecurrentCache(ArrayCache):
 
     @property
     def shape(self) -> tuple[Any, ...] | None:
-        """Sizes and types that the members of a stack share; None if the layer can't be in one."""
+        """Sizes and types that the members of a stack share: none before the first token.
+
+        None if the layer can't be in a stack.
+        """
         states = self.inner.cache if self._place is None else self._place.stack.inner.cache
-        if any(state is None for state in states):
+        there = [state for state in states if state is not None]
+        if there and len(there) < len(states):
             return None
-        return tuple((state.shape[1:], state.dtype) for state in states)
+        return tuple((state.shape[1:], state.dtype) for state in there)
 
     @property
     def stack(self) -> Stack | None:
@@ -134,7 +139,7 @@ class RecurrentCache(ArrayCache):
         now, before = self._states(), self._states_before()
         _dispatch(leaves([now, before]))  # until then they keep the whole stack alive
         self.inner.cache, self._offset = now, self.offset
-        self._before = (place.base + place.stack.began, before)
+        self._before = (place.base + place.stack.began(place.row), before)
         self._place = None
         place.stack.lose()
 
@@ -171,11 +176,11 @@ class Stack:
     def __init__(self, members: Sequence[RecurrentCache]) -> None:
         """Move the present states of `members`, whose shapes agree, into one batch."""
         self.members = list(members)
-        self.inner = ArraysCache(len(members[0].inner.cache))
-        self.inner.cache = _together(members)
-        self.passed = 0
-        """Tokens that passed since the stack was made."""
-        self._before: tuple[int, States] = (0, list(self.inner.cache))
+        self.inner = _cache_of(_together(members))
+        self._passed: tuple[int, Sequence[int]] = (0, (0,) * len(members))
+        """Tokens that passed since the stack was made: those of all, and what each has more."""
+        self._before: tuple[tuple[int, Sequence[int]], States]
+        self._before = (self._passed, list(self.inner.cache))
         self.is_whole = True
         """False once a member's states are elsewhere. Then the stack takes no more passes."""
         left = {id(member.stack): member.stack for member in members if member.stack}
@@ -200,10 +205,13 @@ class Stack:
     def state(self) -> list[mx.array]:
         return leaves(self.inner.cache)
 
-    @property
-    def began(self) -> int:
-        """Tokens that had passed before the last pass."""
-        return self._before[0]
+    def passed(self, row: int) -> int:
+        """Return the tokens of a member that passed since the stack was made."""
+        return self._passed[0] + self._passed[1][row]
+
+    def began(self, row: int) -> int:
+        """Return its tokens that had passed before the last pass."""
+        return self._before[0][0] + self._before[0][1][row]
 
     @property
     def before(self) -> States:
@@ -211,12 +219,35 @@ class Stack:
         return self._before[1]
 
     def begin_forward(self) -> None:
-        self._before = (self.passed, list(self.inner.cache))
+        self._before = (self._passed, list(self.inner.cache))
 
-    def end_forward(self, tokens: int) -> None:
-        if tokens > 1:
+    def end_forward(self, tokens: Sequence[int]) -> None:
+        """End a pass with the `tokens` of each member."""
+        least = min(tokens)
+        if tokens[-1] > 1:
             _cut_loose(self.inner)
-        self.passed += tokens
+        every, more = self._passed
+        if any(count > least for count in tokens):
+            more = [had + count - least for had, count in zip(more, tokens, strict=True)]
+        self._passed = (every + least, more)
+
+    def stages(self, firsts: Sequence[int]) -> Iterator[ArraysCache]:
+        """Yield a cache of the members from each of `firsts` on, for one stage of a pass each.
+
+        The members before them have ended their pass. `firsts` ascend, and begin with 0.
+        """
+        ended, rest, at = list[States](), self.inner, 0
+        for first in firsts:
+            if first > at:
+                ended.append([_rows(state, 0, first - at) for state in rest.cache])
+                rest = _cache_of([_rows(state, first - at, None) for state in rest.cache])
+            at = first
+            yield rest
+        if ended:
+            parts = zip(*ended, rest.cache, strict=True)
+            self.inner.cache = [
+                None if part[0] is None else mx.concatenate(list(part)) for part in parts
+            ]
 
     def lose(self, *, settle: bool = True) -> None:
         """Note that a member has gone.
@@ -244,8 +275,20 @@ def _row(states: Sequence[mx.array | None], row: int) -> States:
     return [None if state is None else contiguous(state[row : row + 1]) for state in states]
 
 
+def _rows(state: mx.array | None, begin: int, end: int | None) -> mx.array | None:
+    return None if state is None else state[begin:end]
+
+
+def _cache_of(states: States) -> ArraysCache:
+    cache = ArraysCache(len(states))
+    cache.cache = states
+    return cache
+
+
 def _together(members: Sequence[RecurrentCache]) -> States:
     """Return the states of `members` as batches: one gather for each stack that they come from."""
+    if not members[0].shape:
+        return list(members[0]._empty)
     pieces = list(_pieces(members))
     return [
         parts[0] if len(parts) == 1 else mx.concatenate(list(parts))

@@ -8,8 +8,9 @@ the right answers: nothing follows from a model's name.
 
 A layer whose caches are no rows of shared cells is a `PerSequenceLayer`: each sequence has layer
 caches of its own for it. Everything around such a layer's mixer runs once over the row; the mixer
-runs once for each sequence. Recurrent mixers run once for all sequences that have as many tokens in
-a step: their states are a batch then (`cache.layers.recurrent.Stack`).
+runs once for each sequence. Recurrent mixers run once for all answers of a step, and in stages for
+its prompts, each with as many tokens of all that have so many left: their states are a batch then
+(`cache.layers.recurrent.Stack`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
-from typing import Any
+from functools import cached_property, partial
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
@@ -514,33 +516,68 @@ Tree = Any
 """An array, or a tuple or list of trees; anything else is left as it is."""
 
 
+class Stage(NamedTuple):
+    """Tokens that some sequences of a group have at once: as many of each."""
+
+    first: int
+    """The first of these sequences. The others are all behind it."""
+    places: mx.array
+    """The places of their tokens in the row."""
+    num_tokens: int
+    """Tokens of each of them."""
+    starts: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Group:
-    """Sequences that have `count` tokens each in a step, side by side in the row."""
+    """Sequences side by side in the row, with ascending numbers of tokens in a step."""
 
     sequences: tuple[int, ...]
-    count: int
+    counts: tuple[int, ...]
     begin: int
     starts: tuple[int, ...]
     """The position of the first token of each sequence."""
 
-    @property
+    @cached_property
     def end(self) -> int:
-        return self.begin + self.count * len(self.sequences)
+        return self.begin + sum(self.counts)
 
-    def singles(self) -> Iterator[Group]:
-        """Yield one group for each sequence."""
-        for index, (sequence, start) in enumerate(zip(self.sequences, self.starts, strict=True)):
-            yield Group((sequence,), self.count, self.begin + index * self.count, (start,))
+    @cached_property
+    def singles(self) -> list[Group]:
+        """One group for each sequence."""
+        begins = accumulate(self.counts, initial=self.begin)
+        parts = zip(self.sequences, self.counts, begins, self.starts, strict=False)
+        return [Group((one,), (count,), begin, (start,)) for one, count, begin, start in parts]
 
-    def take(self, row: mx.array) -> mx.array:
-        """Return this group's tokens of a row: `[1, T, ...]` to `[sequences, count, ...]`."""
-        own = row[:, self.begin : self.end]
-        return own.reshape(len(self.sequences), self.count, *row.shape[2:])
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The tokens of sequences of several lengths, as many of each at once."""
+        begins = np.array([one.begin for one in self.singles])
+        found, before = list[Stage](), 0
+        for count in sorted(set(self.counts)):
+            first = self.counts.index(count)
+            places = begins[first:, None] + np.arange(before, count)
+            starts = tuple(start + before for start in self.starts[first:])
+            found.append(Stage(first, mx.array(places.reshape(-1)), count - before, starts))
+            before = count
+        return found
 
-    def give(self, batch: mx.array) -> mx.array:
-        """Return a part of a row: `[sequences, count, ...]` to `[1, tokens, ...]`."""
-        return batch.reshape(1, -1, *batch.shape[2:])
+    @cached_property
+    def order(self) -> mx.array:
+        """The place of each token of the group among those of all stages."""
+        places = np.concatenate([np.array(stage.places) for stage in self.stages])
+        return mx.array(np.argsort(places))
+
+    def take(self, row: mx.array, stage: Stage | None) -> mx.array:
+        """Return tokens of a row: `[1, T, ...]` to `[sequences, count, ...]`."""
+        own = row[:, self.begin : self.end] if stage is None else row[:, stage.places]
+        count = self.counts[0] if stage is None else stage.num_tokens
+        return own.reshape(-1, count, *row.shape[2:])
+
+    def give(self, batches: Sequence[mx.array]) -> mx.array:
+        """Return a part of a row: `[sequences, count, ...]` of each stage to `[1, tokens, ...]`."""
+        rows = [batch.reshape(1, -1, *batch.shape[2:]) for batch in batches]
+        return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)[:, self.order]
 
 
 @dataclass(frozen=True)
@@ -554,18 +591,27 @@ class StepPlan:
 
     @classmethod
     def of(cls, sequences: Sequence[int], positions: Sequence[int]) -> StepPlan:
-        """Plan a step of tokens of `sequences` at `positions`, ascending in each sequence."""
+        """Plan a step of tokens of `sequences` at `positions`, ascending in each sequence.
+
+        A group has answers, prompts that begin, or prompts that were begun.
+        """
         places: dict[int, list[int]] = {}
         for index, sequence in enumerate(sequences):
             places.setdefault(sequence, []).append(index)
+
+        def kind(sequence: int) -> tuple[bool, bool]:
+            own = places[sequence]
+            return len(own) > 1, positions[own[0]] == 0
+
         # Sorted by number, a stack stays the same if requests come in another order.
-        by_count = sorted(places, key=lambda sequence: (len(places[sequence]), sequence))
+        ascending = sorted(places, key=lambda one: (kind(one), len(places[one]), one))
         order: list[int] = []
         groups = []
-        for count, found in groupby(by_count, key=lambda sequence: len(places[sequence])):
+        for _, found in groupby(ascending, key=kind):
             members = tuple(found)
             starts = tuple(positions[places[sequence][0]] for sequence in members)
-            groups.append(Group(members, count, len(order), starts))
+            counts = tuple(len(places[sequence]) for sequence in members)
+            groups.append(Group(members, counts, len(order), starts))
             order += [index for sequence in members for index in places[sequence]]
         is_sorted = order == list(range(len(order)))
         return cls(groups, None if is_sorted else order, len(order))
@@ -650,13 +696,16 @@ class PerSequenceLayer:
     def end_forward(self) -> list[Any]:
         """End the pass, and return the arrays that it stored."""
         for group, cache in self.groups:
-            cache.end_forward(group.count)
+            if isinstance(cache, Stack):
+                cache.end_forward(group.counts)
+            else:
+                cache.end_forward(group.counts[0])
         return [cache.state for _, cache in self.groups]
 
     def make_mask(self, n: int, **how: Any) -> Masks | None:
         """Return a mask for each group. Models call it before their layers run."""
         masks = {
-            group.sequences: self.given(cache).make_mask(group.count, **how)
+            group.sequences: self.given(cache).make_mask(group.counts[-1], **how)
             for group, cache in self.groups
         }
         return Masks(masks) if any(mask is not None for mask in masks.values()) else None
@@ -678,7 +727,7 @@ class PerSequenceLayer:
         if len(caches) > 1 and self.can_stack and _can_stack(caches):
             yield group, Stack.of(caches)
         else:
-            yield from zip(group.singles(), caches, strict=True)
+            yield from zip(group.singles, caches, strict=True)
 
 
 class Chunks(PerSequenceLayer):
@@ -696,8 +745,8 @@ class Chunks(PerSequenceLayer):
 
     def mask(self, mask: Any, group: Group, cache: LayerCache | Stack) -> Any:
         inner: ChunkedKVCache = cache.model_cache
-        seen = mx.arange(inner.start_position, inner.offset + group.count)
-        own = mx.arange(inner.offset, inner.offset + group.count)[:, None]
+        seen = mx.arange(inner.start_position, inner.offset + group.counts[0])
+        own = mx.arange(inner.offset, inner.offset + group.counts[0])[:, None]
         return (seen // inner.chunk_size == own // inner.chunk_size) & (seen <= own)
 
 
@@ -774,7 +823,10 @@ def class_apart(module: Any) -> type:
         if view is None:
             return whole(self, *args, **more)
         results = [
-            whole(self, **{name: _part(view, name, given[name], *pair) for name in given})
+            [
+                whole(self, **{name: _part(view, name, given[name], *run) for name in given})
+                for run in _runs(view, *pair)
+            ]
             for pair in view.groups
         ]
         return _joined(view, results)
@@ -782,32 +834,58 @@ def class_apart(module: Any) -> type:
     return type(old.__name__, (old,), {"__call__": call, "__module__": old.__module__})
 
 
+Run = tuple[Group, Stage | None, Any, Any]
+"""A group, a stage of it (None: the whole of it), its cache, and what a mixer gets in its place."""
+
+
+def _runs(view: PerSequenceLayer, group: Group, cache: LayerCache | Stack) -> Iterator[Run]:
+    """Yield what runs at once, one after the other: each begins with the states of the last."""
+    if group.counts[0] == group.counts[-1]:
+        yield group, None, cache, view.given(cache)
+        return
+    assert isinstance(cache, Stack)
+    firsts = [stage.first for stage in group.stages]
+    for stage, part in zip(group.stages, cache.stages(firsts), strict=True):  # ends both
+        yield group, stage, cache, part
+
+
 def _part(
-    view: PerSequenceLayer, name: str, value: Any, group: Group, cache: LayerCache | Stack
+    view: PerSequenceLayer,
+    name: str,
+    value: Any,
+    group: Group,
+    stage: Stage | None,
+    cache: Any,
+    given: Any,
 ) -> Any:
-    """Return the part of a mixer's argument that belongs to `group`."""
+    """Return the part of a mixer's argument that belongs to a run."""
     if isinstance(value, PerSequenceLayer):
-        return value.given(cache)
+        return given
     if name == "mask" or isinstance(value, Masks):
         return view.mask(value, group, cache)
     if value is view.step.offset:
-        return group.starts[0] if len(group.starts) == 1 else mx.array(group.starts, mx.int32)
-    return _mapped(lambda array: _taken(view, name, array, group), value)
+        starts = group.starts if stage is None else stage.starts
+        return starts[0] if len(starts) == 1 else mx.array(starts, mx.int32)
+    return _mapped(lambda array: _taken(view, name, array, group, stage), value)
 
 
-def _taken(view: PerSequenceLayer, name: str, array: mx.array, group: Group) -> mx.array:
+def _taken(
+    view: PerSequenceLayer, name: str, array: mx.array, group: Group, stage: Stage | None
+) -> mx.array:
     if array.ndim < 2 or array.shape[:2] != (1, view.step.tokens):
         raise TypeError(f"{name}: an array of shape {array.shape} is not a row of tokens")
-    return group.take(array)
+    return group.take(array, stage)
 
 
-def _joined(view: PerSequenceLayer, results: list[Tree]) -> Tree:
+def _joined(view: PerSequenceLayer, results: list[list[Tree]]) -> Tree:
     """Return results of all groups, which have the same structure, as rows."""
-    if isinstance(results[0], tuple | list):
-        return type(results[0])(_joined(view, list(parts)) for parts in zip(*results, strict=True))
-    if not isinstance(results[0], mx.array):
-        return results[0]
-    rows = [group.give(part) for (group, _), part in zip(view.groups, results, strict=True)]
+    first = results[0][0]
+    if isinstance(first, tuple | list):
+        parts = [[[tree[at] for tree in own] for own in results] for at in range(len(first))]
+        return type(first)(_joined(view, part) for part in parts)
+    if not isinstance(first, mx.array):
+        return first
+    rows = [group.give(own) for (group, _), own in zip(view.groups, results, strict=True)]
     return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)
 
 

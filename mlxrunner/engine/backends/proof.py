@@ -1,9 +1,9 @@
 """Choose the engine of a model: prove that its answers do not depend on who else is in a step.
 
 Each way of sharing runs a few steps of several sequences, which have to agree with the same
-sequences run alone: pieces of equal and of unequal length, a stack of single tokens, one sequence
-alone, attention as one product and in parts, the end of a chunk, and positions far from the first.
-A model for which none agrees runs one sequence at a time.
+sequences run alone: pieces of unequal length, a stack of single tokens, one sequence alone,
+attention as one product and in parts, the end of a chunk, and positions far from the first. A model
+for which none agrees runs one sequence at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Half-precision sums in another order differ by less. A wrong position makes a fa
 """
 STEPS: list[dict[int, list[int]]] = [
     {0: [5, 6, 8], 1: [9, 10]},  # unequal pieces, from nothing
-    {1: [11, 5], 0: [7, 12]},  # pieces of the same length, in another order
+    {1: [11, 5], 0: [7, 12, 10]},  # they go on, in another order
     {0: [13], 1: [14], 2: [15, 5, 9]},  # single tokens beside a piece
     {1: [6]},  # one sequence alone
     {0: [8], 2: [7]},
