@@ -110,11 +110,13 @@ class BatchBuilder:
         budget = self._budget(kept, others)
         if self._engine.most_sequences == 1 and len(kept) + len(others) > 1:
             return [_whole(*one) for one in self._alone(kept, others, budget)]
-        if budget:
-            undone = sum(request.waiting - 1 for request in decoding)
-            budget = min(budget, self.most - len(kept) - undone)
+        undone = sum(request.waiting - 1 for request in decoding)
+        budget = budget and min(budget, self.most - len(kept) - undone)
         wants = [self._want(request) for request in others]
-        shares = self._turns.deal(budget, wants) if budget and others else [0] * len(others)
+        shares = [0] * len(others)
+        if budget and others:
+            most = self.most - len(kept) - undone
+            shares = self._turns.deal(budget, wants, self._pace.costs.share, most)
         carried = [(one, count) for one, count in zip(others, shares, strict=True) if count]
         return [_whole(*one) for one in [(request, 1) for request in kept] + carried]
 
@@ -175,8 +177,10 @@ class BatchBuilder:
         interactive = [request for request in rows if request.priority == "interactive"]
         others = [one for one in row if one[0] not in (interactive or rows)]
         cells = max((request.place for request, _ in others), default=0)
-        tokens = sum(count for _, count in others)
-        return self._pace.plan(len(row) - len(others), tokens, cells, kept=self._num_kept())
+        pieces = [count for _, count in others] or [0]
+        return self._pace.plan(
+            len(row) - len(others), sum(pieces), cells, longest=max(pieces), kept=self._num_kept()
+        )
 
     def _num_kept(self) -> int:
         """Return the number of answers that must not stall."""

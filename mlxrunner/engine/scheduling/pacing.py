@@ -12,6 +12,10 @@ Requests of a higher priority come first; within a priority, those with a deadli
 first. Among equal ones the request that needs fewest tokens comes first, so that a short prompt is
 done soon. One turn in FAIR is shared evenly by all, so that none starves.
 
+Where recurrent layers run several prompts as one batch, a step takes little longer with more of
+them: its work is counted so (`StepCosts.work`), and prompts that are done sooner together than one
+after the other are evaluated side by side.
+
 `Pace` sizes the pieces of a runner of one request.
 """
 
@@ -41,23 +45,54 @@ FAR = 128
 class StepCosts:
     """The costs of steps, as medians of the last ones. A single slow step changes little."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stacks: bool = False) -> None:
+        """Begin without measurements. `stacks`: some layers run several prompts as one batch."""
         self._decode: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._pieces: dict[int, _Line] = {}
         self._surprises: list[float] = []
         """The times of the last pieces in relation to what was expected, if they were far off."""
+        self._stacks = stacks
+        self._shares: deque[float] = deque(maxlen=RECENT)
+        self._alone = set[int]()
+        """The sizes of pieces that were measured with one prompt, which tell what a token costs."""
 
-    def measure(self, rows: int, prefill: int, cells: int, seconds: float) -> None:
+    @property
+    def share(self) -> float:
+        """Cost of a token beside a longer piece, as a share of its cost alone."""
+        if not self._stacks:
+            return 1.0
+        return median(self._shares) if self._shares else FIRST_SHARE
+
+    def work(self, tokens: int, longest: int) -> int:
+        """Return how many tokens of one prompt cost as much as pieces of `tokens` in all.
+
+        `longest`: the tokens of the longest piece.
+        """
+        return _work(tokens, longest, self.share)
+
+    def measure(
+        self, rows: int, prefill: int, cells: int, seconds: float, beside: tuple[int, int] = (0, 0)
+    ) -> None:
         """Note that a step took `seconds`.
 
-        `rows`: its decoding rows. `prefill`: its prefill tokens, which saw up to `cells` cells.
+        `rows`: its decoding rows. `prefill`: the work of its pieces, which saw up to `cells` cells.
+        `beside`: the tokens of the longest piece, and those of all others.
         """
         if prefill:
-            own = seconds - (self.decode(rows) or 0.0)
-            self._compare(own, self.piece(prefill, cells))
-            line = self._pieces.get(_size(prefill)) or _Line()
+            own, size = seconds - (self.decode(rows) or 0.0), _size(prefill)
+            expected, line = self.piece(prefill, cells), self._pieces.get(size)
+            longest, others = beside
+            if others and size in self._alone and expected:
+                share = (prefill * own / expected - longest) / others
+                self._shares.append(min(max(share, 0.0), 1.0))
+                return
+            self._compare(own, expected)
+            if line is None or (self._stacks and not others and size not in self._alone):
+                line = _Line()  # what other shapes told of this size counts no more
             line.add(prefill, cells, max(own, 0.0) / prefill)
-            self._pieces[_size(prefill)] = line  # an interrupt leaves no line without a sample
+            self._pieces[size] = line  # an interrupt leaves no line without a sample
+            if not others:
+                self._alone.add(size)
         elif rows:
             self._decode[_size(rows)].append(seconds)
 
@@ -184,6 +219,8 @@ EXPLORE = 16
 """One in EXPLORE pieces is twice as large as the best known size, to measure that."""
 STALE = 32
 """Steps with prefill after which one that only decodes is measured again."""
+FIRST_SHARE = 0.4
+"""The share of `StepCosts.share` until it is measured: low enough that it will be."""
 TIE = 1.05
 """Sizes whose costs differ by less than this factor are alike; the smallest is taken."""
 
@@ -204,18 +241,24 @@ class PlannedStep:
     """Seconds of a step with these rows only, as known when it was planned."""
     expected: float
     """Seconds that it was expected to take."""
+    longest: int = 0
+    """Tokens of its longest piece."""
+    work: int = 0
+    """That of all pieces: see `StepCosts.work`."""
 
 
 class StepPace:
     """The pace of a runner. It outlives requests and learns from each step."""
 
-    def __init__(self, most: int, max_step_ms: float | None = None) -> None:
-        """Plan steps of at most `most` tokens.
+    def __init__(
+        self, most: int, max_step_ms: float | None = None, *, stacks: bool = False
+    ) -> None:
+        """Plan steps of at most `most` tokens. `stacks`: that of `StepCosts`.
 
         `max_step_ms`: milliseconds that a step may take while something decodes, whatever its
         answers lose by it; 0: any number; None: as `SPEED` and `LONGEST` say.
         """
-        self.costs = StepCosts()
+        self.costs = StepCosts(stacks=stacks)
         self._most, self._max_step_ms = most, max_step_ms
         self._owed = -math.inf
         """Seconds that answers got less than their share; below 0: more."""
@@ -225,10 +268,10 @@ class StepPace:
         """Steps with prefill since one that only decoded, and all pieces beside answers."""
 
     def allowance(self, rows: int, cells: int, wanted: int | None = None) -> int:
-        """Return how many tokens the next step may carry beside `rows` decoding rows.
+        """Return how much work the next step may carry beside `rows` decoding rows.
 
-        `cells`: the most cells that one of these tokens sees. `wanted`: how many there are; None:
-        any number.
+        `cells`: the most cells that one of its tokens sees. `wanted`: what there is; None: any
+        number.
         """
         room = max(0, self._most - rows)
         if self._max_step_ms == 0:
@@ -269,26 +312,37 @@ class StepPace:
         if rows and (normal := self.costs.decode(rows)) is not None:
             self._owe(normal, SPEED * seconds)
 
-    def plan(self, rows: int, prefill: int, cells: int, *, kept: int | None = None) -> PlannedStep:
+    def plan(
+        self,
+        rows: int,
+        prefill: int,
+        cells: int,
+        *,
+        longest: int | None = None,
+        kept: int | None = None,
+    ) -> PlannedStep:
         """Note that a step is dispatched now, and return what `measure` needs.
 
-        `kept`: the answers that must not stall, whether they are in this step or not; by default
-        its rows.
+        `longest`: tokens of the longest piece; by default there is one. `kept`: the answers that
+        must not stall, whether they are in this step or not; by default its rows.
         """
+        longest = prefill if longest is None else longest
+        work = self.costs.work(prefill, longest)
         kept, self._spent = rows if kept is None else kept, 0.0
         normal = self.costs.decode(rows or min(kept, 1)) or 0.0
-        expected = (normal if rows else 0.0) + (self.costs.piece(prefill, cells) or 0.0)
+        expected = (normal if rows else 0.0) + (self.costs.piece(work, cells) or 0.0)
         if not kept:
             self._owed = -math.inf
         else:
             self._since = self._since + 1 if prefill else 0
             self._pieces += prefill > 0
             self._owe(normal, SPEED * expected - (normal if rows else 0.0))
-        return PlannedStep(rows, kept, prefill, cells, normal, expected)
+        return PlannedStep(rows, kept, prefill, cells, normal, expected, longest, work)
 
     def measure(self, step: PlannedStep, seconds: float) -> None:
         """Note how many seconds a step took."""
-        self.costs.measure(step.rows, step.prefill, step.cells, seconds)
+        beside = step.longest, step.prefill - step.longest
+        self.costs.measure(step.rows, step.work, step.cells, seconds, beside)
         if step.kept and step.normal:
             self._owe(step.normal, SPEED * (seconds - step.expected))
 
@@ -390,8 +444,17 @@ class FairShare:
     def __init__(self) -> None:
         self._count = 0
 
-    def deal(self, budget: int, wants: Sequence[TokenDemand]) -> list[int]:
-        """Return how many of `budget` tokens each request gets."""
+    def deal(
+        self,
+        budget: int,
+        wants: Sequence[TokenDemand],
+        share: float = 1.0,
+        most: int | None = None,
+    ) -> list[int]:
+        """Return how many tokens each request gets of a step with a `budget` of work.
+
+        `share`: that of `StepCosts`. `most`: tokens of the step; by default the budget.
+        """
         self._count += 1
         everyone = list(range(len(wants)))
         if self._count % FAIR == 0:
@@ -399,9 +462,15 @@ class FairShare:
         given = [0] * len(wants)
         everyone.sort(key=lambda i: wants[i].order)
         for _, equals in groupby(everyone, key=lambda i: wants[i].order):
-            for i in sorted(equals, key=lambda i: (wants[i].left, (i - self._count) % len(wants))):
-                given[i] = min(wants[i].tokens, budget)
-                budget -= given[i]
+            order = sorted(equals, key=lambda i: (wants[i].left, (i - self._count) % len(wants)))
+            width = best_width([wants[i].left for i in order if wants[i].left], share)
+            if width > 1:
+                _level(given, wants, order, width, budget, budget if most is None else most, share)
+            if width == 1 or not any(given):
+                left = budget - _work(sum(given), max(given), share)
+                for i in order:
+                    given[i] = min(wants[i].tokens, left)
+                    left -= given[i]
         return given
 
     def _shared(self, budget: int, wants: Sequence[TokenDemand], some: list[int]) -> list[int]:
@@ -411,6 +480,60 @@ class FairShare:
         for i, tokens in zip(some, shares, strict=True):
             given[i] = tokens
         return given
+
+
+def best_width(lefts: Sequence[int], share: float) -> int:
+    """Return how many prompts, each with its tokens left, are best evaluated side by side.
+
+    Their answers begin soonest on average if the shortest come first, as many at once, and then the
+    next ones. `lefts` ascend. `share`: that of `StepCosts`.
+    """
+    best, least = 1, math.inf
+    if share >= 1:
+        return best
+    for width in sorted(
+        {min(2**power, len(lefts)) for power in range(len(lefts).bit_length() + 1)}
+    ):
+        begin = waited = 0.0
+        for first in range(0, len(lefts), max(width, 1)):
+            group, done, end = lefts[first : first + width], 0, begin
+            for number, left in enumerate(group):
+                end = begin + _work(done + left * (len(group) - number), left, share)
+                waited += end
+                done += left
+            begin = end
+        if waited * TIE < least:
+            best, least = width, waited
+    return best
+
+
+def _level(
+    given: list[int],
+    wants: Sequence[TokenDemand],
+    order: Sequence[int],
+    width: int,
+    budget: int,
+    most: int,
+    share: float,
+) -> None:
+    """Give the first `width` requests of `order` as many tokens each, and then the next ones."""
+    for first in range(0, len(order), width):
+        group = order[first : first + width]
+        there, longest = sum(given), max(given)
+        low, high = 0, max(wants[i].tokens for i in group)
+        while low < high:
+            level = (low + high + 1) // 2
+            pieces = [min(wants[i].tokens, level) for i in group]
+            tokens = there + sum(pieces)
+            fits = tokens <= most and _work(tokens, max(longest, *pieces), share) <= budget
+            low, high = (level, high) if fits else (low, level - 1)
+        for i in group:
+            given[i] = min(wants[i].tokens, low)
+
+
+def _work(tokens: int, longest: int, share: float) -> int:
+    """Return what pieces cost that have so many tokens in all: see `StepCosts.work`."""
+    return longest + math.ceil(share * (tokens - longest))
 
 
 def share(budget: int, wants: Sequence[int], first: int) -> list[int]:

@@ -106,7 +106,10 @@ class Scheduler:
         self._maker = Preemptor(
             engine, self.requests, room, self._assigner, self._endings, capacity
         )
-        pace = StepPace(settings.step, settings.max_step_ms if is_reusable else 0)
+        longest_ms = settings.max_step_ms if is_reusable else 0
+        pace = StepPace(
+            settings.step, longest_ms, stacks=any("stacked" in way for way in engine.ways)
+        )
         self._composer = BatchBuilder(engine, self.requests, settings.step, pace)
         spare = None if engine.is_single else settings.step - settings.max_sequences
         self._drafts = DraftScheduler(facts, spare)
