@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,9 +13,11 @@ from mlxrunner.engine.scheduling.pacing import (
     FEWEST,
     LONGEST,
     SPEED,
+    FairShare,
     PlannedStep,
     StepCosts,
     StepPace,
+    TokenDemand,
 )
 
 Cost = Callable[[int, int, int], float]
@@ -204,9 +206,93 @@ def test_one_slow_step_changes_no_cost() -> None:
     assert costs.piece(30, 500) == pytest.approx(0.03)
 
 
+def test_a_slow_first_step_of_answers_makes_no_piece_cheaper() -> None:
+    """It may build kernels: then pieces beside it seem to take less than no time."""
+    costs = StepCosts()
+    for _ in range(3):
+        costs.measure(0, 64, 0, 0.064)
+    costs.measure(1, 0, 0, 9.0)
+    for _ in range(3):
+        costs.measure(1, 64, 0, 0.084)
+    assert (costs.piece(64, 0) or 0.0) >= 0.0
+    for _ in range(40):
+        costs.measure(1, 0, 0, 0.02)
+        costs.measure(1, 64, 0, 0.084)
+    assert costs.piece(64, 0) == pytest.approx(0.064)
+
+
 def test_pieces_that_see_less_than_any_before_are_not_taken_for_free() -> None:
     """A line through far histories may fall to nothing before it reaches near ones."""
     costs = StepCosts()
     for cells in (1400, 1600, 1800):
         costs.measure(0, 192, cells, 192 * (cells - 1300) / 1e5)
     assert (costs.piece(192, 0) or 0.0) >= 192 * 100 / 1e5 / 2
+
+
+@dataclass
+class Stacks:
+    """A device whose layers run several prompts as one batch; more of them cost a share."""
+
+    share: float
+    pace: StepPace = field(default_factory=lambda: StepPace(2048, stacks=True))
+    turns: FairShare = field(default_factory=FairShare)
+    gaps: list[float] = field(default_factory=list)
+
+    def evaluate(self, prompts: Sequence[int], rows: int = 0) -> list[float]:
+        """Evaluate prompts beside `rows` answers; return the seconds until each ended."""
+        lefts, ends, now = list(prompts), [0.0] * len(prompts), 0.0
+        self.gaps = []
+        while any(lefts):
+            budget = min(self.pace.allowance(rows, 0, sum(lefts)), 2048 - rows)
+            wants = [TokenDemand(left, left=left) for left in lefts if left]
+            given = self.turns.deal(budget, wants, self.pace.costs.share, 2048 - rows)
+            pieces = iter(given if budget else [0] * len(wants))
+            step = [next(pieces) if left else 0 for left in lefts]
+            assert sum(step) <= 2048 - rows
+            longest = max(step)
+            work = longest + self.share * (sum(step) - longest)
+            took = DECODE * (rows > 0) + 0.001 * work + 0.0001
+            self.pace.measure(self.pace.plan(rows, sum(step), 0, longest=longest), took)
+            self.gaps.append(took)
+            now += took
+            for number, tokens in enumerate(step):
+                lefts[number] -= tokens
+                if tokens and not lefts[number]:
+                    ends[number] = now
+        return ends
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 1.0])
+def test_prompts_are_evaluated_side_by_side_where_that_is_sooner(share: float) -> None:
+    """The share is learnt, and first tokens come about as soon as with the best fixed width."""
+    device, prompts, rng = Stacks(share), [800] * 5 + [160] * 5, random.Random(2)
+    for _ in range(4):
+        device.evaluate([rng.choice([30, 160, 500, 900])])
+    for _ in range(4):
+        device.evaluate(prompts)
+    ends, lefts = device.evaluate(prompts), sorted(prompts)
+
+    def mean(width: int) -> float:
+        begin = waited = 0.0
+        for first in range(0, len(lefts), width):
+            group, end = lefts[first : first + width], begin
+            for number, left in enumerate(group):
+                tokens = sum(group[:number]) + left * (len(group) - number)
+                end = begin + 0.001 * (left + share * (tokens - left))
+                waited += end
+            begin = end
+        return waited / len(lefts)
+
+    assert abs(device.pace.costs.share - share) < 0.15
+    assert sum(ends) / len(ends) < 1.2 * min(map(mean, (1, 2, 4, 8, 10)))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.6])
+def test_an_answer_has_no_gap_beside_prompts_of_any_shape(share: float) -> None:
+    """One prompt after many, and many after one: none takes the other's cost for its own."""
+    device = Stacks(share)
+    for _ in range(10):
+        device.pace.measure(device.pace.plan(1, 0, 0), DECODE)
+    for prompts in ([100], [400], [300] * 8, [900], [64, 900], [200] * 4, [1500]):
+        device.evaluate(prompts, rows=1)
+        assert max(device.gaps) < 5 * DECODE, prompts

@@ -61,7 +61,7 @@ class StepCosts:
         """Cost of a token beside a longer piece, as a share of its cost alone."""
         if not self._stacks:
             return 1.0
-        return median(self._shares) if self._shares else FIRST_SHARE
+        return median([FIRST_SHARE, *self._shares])
 
     def work(self, tokens: int, longest: int) -> int:
         """Return how many tokens of one prompt cost as much as pieces of `tokens` in all.
@@ -79,7 +79,7 @@ class StepCosts:
         `beside`: the tokens of the longest piece, and those of all others.
         """
         if prefill:
-            own, size = seconds - (self.decode(rows) or 0.0), _size(prefill)
+            own, size = max(seconds - (self.decode(rows) or 0.0), 0.0), _size(prefill)
             expected, line = self.piece(prefill, cells), self._pieces.get(size)
             longest, others = beside
             if others and size in self._alone and expected:
@@ -89,7 +89,7 @@ class StepCosts:
             self._compare(own, expected)
             if line is None or (self._stacks and not others and size not in self._alone):
                 line = _Line()  # what other shapes told of this size counts no more
-            line.add(prefill, cells, max(own, 0.0) / prefill)
+            line.add(prefill, cells, own / prefill)
             self._pieces[size] = line  # an interrupt leaves no line without a sample
             if not others:
                 self._alone.add(size)
@@ -98,7 +98,7 @@ class StepCosts:
 
     def _compare(self, own: float, expected: float | None) -> None:
         """Note how far a piece is off. Scale the costs of all sizes if the device has changed."""
-        ratio = own / expected if expected else 1.0
+        ratio = own / expected if expected and own else 1.0  # a step that only decoded was slow
         is_far = not 1 / FACTOR <= ratio <= FACTOR
         self._surprises = [*self._surprises, ratio] if is_far else []
         if len(self._surprises) == SURPRISES:
@@ -457,15 +457,17 @@ class FairShare:
         """
         self._count += 1
         everyone = list(range(len(wants)))
+        given, most = [0] * len(wants), budget if most is None else most
         if self._count % FAIR == 0:
-            return self._shared(budget, wants, everyone)
-        given = [0] * len(wants)
+            if share < 1 and wants:
+                _level(given, wants, everyone, len(wants), budget, most, share)
+            return given if any(given) else self._shared(budget, wants, everyone)
         everyone.sort(key=lambda i: wants[i].order)
         for _, equals in groupby(everyone, key=lambda i: wants[i].order):
             order = sorted(equals, key=lambda i: (wants[i].left, (i - self._count) % len(wants)))
             width = best_width([wants[i].left for i in order if wants[i].left], share)
             if width > 1:
-                _level(given, wants, order, width, budget, budget if most is None else most, share)
+                _level(given, wants, order, width, budget, most, share)
             if width == 1 or not any(given):
                 left = budget - _work(sum(given), max(given), share)
                 for i in order:
