@@ -25,7 +25,7 @@ def test_memory_is_flat() -> None:
             played = play(
                 runner, Trace(seed, conversations=8, requests=requests, context=200, scale=0.2)
             )
-            assert played.requests == requests
+            assert played.requests >= requests  # a conversation begun is played to its end
             assert not played.failures
             runner.observers.clear()
             del played

@@ -244,7 +244,7 @@ class PlannedStep:
     longest: int = 0
     """Tokens of its longest piece."""
     work: int = 0
-    """That of all pieces: see `StepCosts.work`."""
+    """The work of all pieces: see `StepCosts.work`."""
 
 
 class StepPace:
