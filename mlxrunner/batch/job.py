@@ -137,7 +137,7 @@ class Job(FileOptions):
                 "output"
             )
         for name in self.inputs:
-            if name != STANDARD and is_same_or_within(self.output, name):
+            if STANDARD not in (name, self.output) and is_same_or_within(self.output, name):
                 within = "in the input" if os.path.isdir(name) else "the input"
                 raise OptionError(f"{self.output}: is {within}; choose another file for the output")
         self._check_reports()

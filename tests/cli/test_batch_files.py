@@ -175,6 +175,16 @@ def test_answers_become_a_parquet_file_when_all_are_there() -> None:
     ends(run("in.jsonl", "-o", "out.parquet"), 2, "out.parquet: is there already")
 
 
+def test_the_folder_that_one_is_in_goes_to_standard_output() -> None:
+    """`-o -` is no file in it, and neither is it the input `./-`; a name in it is refused."""
+    Path("a.txt").write_text("Hi")
+    result = run(".", "-o", "-", "--no-usage")
+    assert json.loads(result.stdout)["id"] == "a.txt"
+    ends(run(".", "-o", "out.jsonl"), 2, "out.jsonl: is in the input")
+    Path("-").write_text('{"id": 1, "prompt": "Hi"}\n')
+    assert json.loads(run("./-", "-o", "-", "--no-usage").stdout)["id"] == 1
+
+
 @pytest.mark.parametrize("option", ["-o", "--summary", "--progress-file"])
 def test_a_folder_that_is_missing_is_named_before_anything_runs(option: str) -> None:
     write({"prompt": "Hi"})
