@@ -307,7 +307,7 @@ def _table(output: str | None, only_plan: bool, options: dict[str, Any]) -> str 
     if options["shard"]:
         raise OptionError(
             f"-o {line_text(output)}: shards are written as JSON lines, such as part.jsonl; "
-            "`mlxrunner batch merge ... -o {line_text(output)}` makes the table"
+            f"`mlxrunner batch merge ... -o {line_text(output)}` makes the table"
         )
     if not only_plan:
         check_table(output, goes_on=options["resume"] or options["retry_failed"])

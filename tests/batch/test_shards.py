@@ -324,7 +324,7 @@ def test_a_shard_has_a_number_and_a_count(text: str) -> None:
 
 OTHER_OPTIONS = {
     ("--shard", "1/2", "-o", "-"): "--shard needs an output file",
-    ("--shard", "1/2", "-o", "a.parquet"): "shards are written as JSON lines",
+    ("--shard", "1/2", "-o", "a.parquet"): "merge ... -o a.parquet` makes the table",
     ("--shard", "1/2", "-o", "a.jsonl", "--output-order", "done"): "needs --output-order input",
     ("--shard", "1/2", "--workers", "2", "--plan"): "use one of the two",
     ("--shard", "1/2", "--dask", "tcp://localhost", "-o", "a.jsonl"): "use one of the two",
