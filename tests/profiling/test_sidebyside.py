@@ -330,9 +330,7 @@ def conversations(
         ) as runner,
     ):
         profile.watch(runner)
-        return play(
-            runner, Trace(conversations=10, requests=fewer(300, 160), context=600, scale=0.6)
-        )
+        return play(runner, Trace(conversations=10, requests=160, context=600, scale=0.6))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +338,7 @@ def conversations(
     [(None, 2**30), (ROW * 1300, 2**30), (ROW * 1300, ROW * 2000)],
     ids=["plenty", "little memory", "little memory and disk"],
 )
-@pytest.mark.exhaustive(3)
+@pytest.mark.exhaustive(1, "little memory")
 def test_what_other_slots_reuse_of_conversations_is_predicted(
     tmp_path: Path, memory: int | None, park_bytes: int
 ) -> None:
