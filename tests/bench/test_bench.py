@@ -233,6 +233,7 @@ def test_nothing_measured_is_an_empty_table() -> None:
     assert Measurements({"model": "demo"}).table() == "model demo"
 
 
+@pytest.mark.exhaustive(0)
 def test_a_model_with_experts_gets_figures_without_shares(tmp_path: Path) -> None:
     """Figures have no share where experts or windows decide how much a token takes."""
     write_model(tmp_path / "m", "gpt_oss", max_position_embeddings=512)

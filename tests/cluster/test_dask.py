@@ -219,6 +219,7 @@ def at_third_line(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], 
     return choose
 
 
+@pytest.mark.exhaustive(0)
 def test_local_workers_that_dask_gave_up_come_back(
     folder: Path, at_third_line: Callable[[Callable[[Any], None]], None]
 ) -> None:

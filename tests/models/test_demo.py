@@ -33,6 +33,7 @@ def test_it_recalls_what_it_was_told() -> None:
     assert score.share("unseen name") >= 0.9, score.wrong
 
 
+@pytest.mark.exhaustive(0)
 def test_it_answers_small_talk() -> None:
     """At least 90 of 100 lines that strangers may type first get a sensible, short answer."""
     odd = odd_answers(Runner.load("demo", reserve=False, context=512))

@@ -52,7 +52,7 @@ ASK = ("generate", "--tensor-parallel", "--raw", "-m")
         pytest.param(2, PIPELINE, ("qwen2", "qwen3_moe"), id="2, pipeline"),
     ],
 )
-@pytest.mark.exhaustive(2, "2", "2, pipeline")
+@pytest.mark.exhaustive(1, "2, pipeline")
 def test_warm_histories_are_equal_after_every_ending(
     ranks: int, way: str, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:

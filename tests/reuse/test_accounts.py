@@ -189,6 +189,7 @@ def over_http(server: Running, talk: Writer) -> Usage | None:
     return usage_of(**found["mlxrunner"], prompt_tokens=found["usage"]["prompt_tokens"])
 
 
+@pytest.mark.exhaustive(0)
 def test_a_server_tells_it_over_http_also_after_kills(tmp_path: Path) -> None:
     """Three clients, two slots, a small disk cache, SIGKILL of the worker and of the program.
 

@@ -693,6 +693,7 @@ main()
 """A server whose limit falls to 60 files with the first connection."""
 
 
+@pytest.mark.exhaustive(0)
 def test_more_connections_than_files() -> None:
     """One line names the limit and the remedy. Later connections are answered."""
     with program("demo", "--no-disk-cache", code=CODE) as server:

@@ -109,6 +109,7 @@ def running(folder: Path, **settings: Any) -> Iterator[Running]:
         server.stop()
 
 
+@pytest.mark.exhaustive(0)
 def test_clients_of_all_kinds(folder: Path) -> None:
     """No answer is wrong, nothing is left of those who went away, and the budgets hold."""
     with running(

@@ -378,6 +378,7 @@ class RetryTransport(httpx.HTTPTransport):
                 pass
 
 
+@pytest.mark.exhaustive(0)
 def test_libraries_ask_again_by_themselves(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
