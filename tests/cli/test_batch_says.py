@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[list[object], str]] = {
     ),
     "no folder": (
         ["in.jsonl", "-o", "no/out.jsonl"],
-        "mlxrunner: no/out.jsonl: can't be written: no/out.jsonl.run: can't be made: No such",
+        "mlxrunner: no/out.jsonl: can't be written: there is no folder no",
     ),
     "a folder": (["in.jsonl", "-o", "/"], "mlxrunner: /: can't be written: Is a directory"),
     "output is there": (["in.jsonl", "-o", "list.json"], "list.json: is there already"),
