@@ -327,7 +327,7 @@ class CausalCache(Cache):
 
     def num_own(self, sequence: int) -> int:
         """Return the number of cells that no other sequence owns."""
-        return int(np.count_nonzero(self._cells.owners[sequence] & self._cells.unshared))
+        return self._cells.num_own(sequence)
 
     @property
     def row_bytes(self) -> int:

@@ -238,9 +238,9 @@ def reserve(
     if not 0 < count <= most:
         return None
     size = _reserved_size(count, most)
-    begins = np.arange(0, len(free) - size + 1, size)
-    total = np.concatenate([[0], np.cumsum(_without(free, reservations))])
-    fitting = begins[total[begins + size] - total[begins] == size]
+    pieces = len(free) // size
+    free = _without(free, reservations)[: pieces * size]
+    fitting = size * np.flatnonzero(free.reshape(pieces, size).all(axis=1))
     if not len(fitting):
         return None
     beside = _begins(near, size)
@@ -278,7 +278,9 @@ def reserve_at(
 ) -> Reservation | None:
     """Return a reservation of `count` cells from `begin` on; None if one of them is taken."""
     end = begin + count
-    if count <= 0 or end > len(free) or not _without(free, reservations)[begin:end].all():
+    if count <= 0 or end > len(free) or not free[begin:end].all():
+        return None
+    if any(max(one.next, begin) < min(one.run.end, end) for one in reservations):
         return None
     return Reservation(CellRun(begin, end), begin)
 
@@ -380,11 +382,10 @@ class KVPool:
         used: Bools = np.logical_or.reduce(self.owners, axis=0)
         return used
 
-    @cached_property
-    def unshared(self) -> Bools:
-        """True for cells with one owner, `[cells]`."""
-        unshared: Bools = self.owners.sum(axis=0, dtype=np.int32) == 1
-        return unshared
+    def num_own(self, sequence: int) -> int:
+        """Return the number of cells that no other sequence owns."""
+        owners = self.owners[:, np.flatnonzero(self.owners[sequence])]
+        return int(np.count_nonzero(np.count_nonzero(owners, axis=0) == 1))
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -486,10 +487,12 @@ class KVPool:
             raise ValueError(f"there are no positions {begin} .. {end}")
         if begin == end or not self.holds(sequence, begin):
             return self, None
-        own, positions, owners = self.owners[sequence], self.positions.copy(), self.owners.copy()
-        lifted = own & (positions >= end)
-        owners[sequence] = own & (positions < begin)
-        sources = np.flatnonzero(lifted).astype(np.int32)
+        own, owners = self.owners[sequence], self.owners.copy()
+        sources = np.flatnonzero(own & (self.positions >= end)).astype(np.int32)
+        owners[sequence] = own & (self.positions < begin)
+        if not len(sources):
+            return self._changed(sequence, owners=owners), None
+        positions = self.positions.copy()
         shared = owners[:, sources].any(axis=0)
         owners[sequence, sources[~shared]] = True
         free = np.flatnonzero(~owners.any(axis=0))
@@ -501,7 +504,7 @@ class KVPool:
         owners[sequence, targets] = True
         positions[targets] = self.positions[sources] - (end - begin)
         after = self._changed(sequence, positions=positions, owners=owners)
-        return after, PositionShift(sources, targets, begin - end) if len(sources) else None
+        return after, PositionShift(sources, targets, begin - end)
 
     def expecting(self, sequence: int, count: int, beside: Sequence[int] = ()) -> KVPool:
         """Give the sequence a reservation of at least `count` cells in place of the one it had.
@@ -600,9 +603,12 @@ class KVPool:
         numbers stay.
         """
         held = self.owners[sequence]
-        n, own = int(np.count_nonzero(held)), int(np.count_nonzero(held & self.unshared))
+        n = int(np.count_nonzero(held))
+        if not 0 < n <= min(MOST_MOVED, self.num_free):
+            return None
+        own = self.num_own(sequence)
         most = MOST_MOVED if own else SHORT_PREFIX
-        if not 0 < n <= min(most, self.num_free) or 0 < own < n or self.stored(sequence) != (0, n):
+        if n > most or 0 < own < n or self.stored(sequence) != (0, n):
             return None
         others, near = self._reservations_of(sequence, beside)
         in_place = self._in_place(sequence, count) if own else None
