@@ -221,6 +221,17 @@ def test_a_slow_first_step_of_answers_makes_no_piece_cheaper() -> None:
     assert costs.piece(64, 0) == pytest.approx(0.064)
 
 
+def test_noise_of_pieces_that_cost_nothing_makes_no_other_dearer() -> None:
+    """A step takes as long with few tokens as without: what they seem to take is noise."""
+    costs, rng = StepCosts(), random.Random(0)
+    for _ in range(200):
+        costs.measure(2, 0, 0, 0.003 * rng.uniform(0.8, 1.2))
+        costs.measure(2, 12, 0, 0.003 * rng.uniform(0.8, 1.6))
+        if rng.random() < 0.1:
+            costs.measure(0, 100, 0, 0.01 * rng.uniform(0.9, 1.1))
+    assert costs.piece(100, 0) == pytest.approx(0.01, rel=0.3)
+
+
 def test_pieces_that_see_less_than_any_before_are_not_taken_for_free() -> None:
     """A line through far histories may fall to nothing before it reaches near ones."""
     costs = StepCosts()

@@ -86,7 +86,7 @@ class StepCosts:
                 share = (prefill * own / expected - longest) / others
                 self._shares.append(min(max(share, 0.0), 1.0))
                 return
-            self._compare(own, expected)
+            self._compare(own, expected, rows)
             if line is None or (self._stacks and not others and size not in self._alone):
                 line = _Line()  # what other shapes told of this size counts no more
             line.add(prefill, cells, own / prefill)
@@ -96,9 +96,15 @@ class StepCosts:
         elif rows:
             self._decode[_size(rows)].append(seconds)
 
-    def _compare(self, own: float, expected: float | None) -> None:
-        """Note how far a piece is off. Scale the costs of all sizes if the device has changed."""
-        ratio = own / expected if expected and own else 1.0  # a step that only decoded was slow
+    def _compare(self, own: float, expected: float | None, rows: int) -> None:
+        """Note how far a step is off. Scale the costs of all sizes if the device has changed.
+
+        The whole step counts: of a piece that takes next to nothing beside answers, nothing but
+        noise is known.
+        """
+        known = self.decode(rows) if rows else None
+        base = known or min(map(median, self._decode.values()), default=0.0)
+        ratio = (own + base) / (expected + base) if expected and own else 1.0
         is_far = not 1 / FACTOR <= ratio <= FACTOR
         self._surprises = [*self._surprises, ratio] if is_far else []
         if len(self._surprises) == SURPRISES:
