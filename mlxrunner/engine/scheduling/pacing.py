@@ -79,7 +79,7 @@ class StepCosts:
         `beside`: the tokens of the longest piece, and those of all others.
         """
         if prefill:
-            own, size = max(seconds - (self.decode(rows) or 0.0), 0.0), _size(prefill)
+            own, size = max(seconds - self._base(rows), 0.0), _size(prefill)
             expected, line = self.piece(prefill, cells), self._pieces.get(size)
             longest, others = beside
             if others and size in self._alone and expected:
@@ -102,8 +102,7 @@ class StepCosts:
         The whole step counts: of a piece that takes next to nothing beside answers, nothing but
         noise is known.
         """
-        known = self.decode(rows) if rows else None
-        base = known or min(map(median, self._decode.values()), default=0.0)
+        base = self._base(rows)
         ratio = (own + base) / (expected + base) if expected and own else 1.0
         is_far = not 1 / FACTOR <= ratio <= FACTOR
         self._surprises = [*self._surprises, ratio] if is_far else []
@@ -112,6 +111,16 @@ class StepCosts:
             self._surprises = []
             for line in self._pieces.values():
                 line.scale(factor)
+
+    def _base(self, rows: int) -> float:
+        """Return the seconds of a step without its pieces, as far as they are known."""
+        known = self.decode(rows) if rows else None
+        return known or min(map(median, self._decode.values()), default=0.0)
+
+    def num_samples(self, prefill: int) -> int:
+        """Return how many pieces of about a size were measured lately."""
+        line = self._pieces.get(_size(prefill))
+        return 0 if line is None else line.num_samples
 
     def decode(self, rows: int) -> float | None:
         """Return the seconds of a step of `rows` decoding rows; None if they are unknown."""
@@ -153,6 +162,10 @@ class _Line:
         """The usual size of the pieces, and the line: its start and its slope."""
         self._least = 0.0
         """Seconds of a token at fewer cells than were measured, at least."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
 
     def add(self, prefill: int, cells: int, seconds: float) -> None:
         """Add the `seconds` of each token of a piece.
@@ -222,7 +235,9 @@ SHORTEST_S = 1e-3
 FIRST_ALONE = 256
 """Tokens of the first piece while nothing decodes."""
 EXPLORE = 16
-"""One in EXPLORE pieces is twice as large as the best known size, to measure that."""
+"""One in EXPLORE pieces is larger than the best known size, to measure that."""
+FEW = 4
+"""Pieces of a size that tell its cost; until there are as many, it is tried sooner."""
 STALE = 32
 """Steps with prefill after which one that only decodes is measured again."""
 FIRST_SHARE = 0.4
@@ -376,11 +391,18 @@ class StepPace:
         return self._explored(best, normal, cells, room)
 
     def _explored(self, size: int, normal: float, cells: int, room: int) -> int:
-        """Return twice `size` from time to time, if that is not too long."""
-        double = 2 * size
-        is_due = self._pieces % EXPLORE == EXPLORE - 1 and double <= room
-        too_long = normal + (self.costs.piece(double, cells) or 0.0) > _longest(normal)
-        return double if is_due and not too_long else size
+        """Return a larger size from time to time, if that is not too long.
+
+        That is the next one that was measured in few pieces only, or twice `size`.
+        """
+        larger, every, longest = 2 * size, EXPLORE, _longest(normal)
+        sizes = (size << power for power in range(1, room.bit_length()))
+        few = (one for one in sizes if 0 < self.costs.num_samples(one) < FEW)
+        if (found := next(few, None)) is not None:
+            larger, every, longest = found, EXPLORE // FEW, longest / 2
+        is_due = self._pieces % every == every - 1 and larger <= room
+        too_long = normal + (self.costs.piece(larger, cells) or 0.0) > longest
+        return larger if is_due and not too_long else size
 
     def _fitting(self, normal: float, limit: float, cells: int, room: int, least: int) -> int:
         """Return the most tokens with which a step takes at most `limit` seconds."""
