@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import itertools
 import logging
@@ -41,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sample.deselect(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and the thousands of tests out of each later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
