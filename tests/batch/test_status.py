@@ -143,7 +143,7 @@ def test_while_lines_run_it_has_counts_and_the_time_left(monkeypatch: pytest.Mon
     assert all((one["seconds_left"] is None) == (one["done"] == 0) for one in running)
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "link", "fifo", "folder"])
+@pytest.mark.parametrize("name", ["link", "fifo", "folder"])
 def test_a_file_that_can_t_be_written_ends_no_batch(name: str) -> None:
     """One warning for each, whatever the name means; the answers are there."""
     Path("folder").mkdir()
@@ -157,6 +157,13 @@ def test_a_file_that_can_t_be_written_ends_no_batch(name: str) -> None:
         Path("out.jsonl").unlink()
     assert not Path("elsewhere").exists()
     assert list(Path("folder").iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--progress-file", "--summary"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(option: str) -> None:
+    """Before a line is answered."""
+    ends(run(option, "no/such/file.json"), 2, "there is no folder")
+    assert not Path("out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
