@@ -187,6 +187,7 @@ ELSEWHERE = {
     "chat/conversation.py": "it says which limit has cut an answer off",
     "cli/llm_plugin.py": "it says which settings llm knows",
     "cli/generate.py": "it refuses the option beside --n, and passes it on to nobody",
+    "cli/program.py": "it tells by one option whether a command makes requests",
     "memory": "a plan counts the tokens of a step and the bytes of checkpoints",
     "engine/pipeline.py": "it does the steps",
     "engine/parallel_runner.py": "it has settings of its own",

@@ -163,9 +163,9 @@ def rm(names: tuple[str, ...]) -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @debug_option
 def export(name: str, file: str, branch: str | None, state: int | None, force: bool) -> None:
-    """Write the conversation of session NAME to FILE: JSON if it ends in .json, else Markdown.
+    """Write the conversation of session NAME to a file.
 
-    FILE - is standard output.
+    FILE.json is JSON, anything else is Markdown, and - is standard output.
     """
     from pathlib import Path
 

@@ -64,7 +64,6 @@ def test_help_has_every_command(do: Do) -> None:
         ),
         ("/exi", "error: no such command: /exi (did you mean /exit? /help lists them)"),
         ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
-        (" / ", "/bye                     leave (also /exit, /quit, Ctrl-D)"),
         (
             "/clear the table please",
             'error: /clear takes no argument; """ around a text sends it unchanged',
@@ -141,7 +140,6 @@ def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
     [
         "/usr/bin",
         "/* a comment */",
-        "/",
         "//",
         "/etc/hosts is a file",
         "1/2",

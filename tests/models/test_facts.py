@@ -162,8 +162,10 @@ def test_a_description_reads_no_weights(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(mx, "eval", None)
     described = describe(str(tmp_path)).as_dict()
     monkeypatch.undo()
-    facts = Runner.load(str(tmp_path)).facts
-    assert described | {"depends_on_chunks": False} == vars(facts) | {
+    runner = Runner.load(str(tmp_path))
+    parameters: Any = tree_flatten(runner.model.parameters())
+    assert described | {"depends_on_chunks": False} == vars(runner.facts) | {
         "weight_bytes": weight_bytes(tmp_path),
+        "loaded_bytes": sum(array.nbytes for _, array in parameters),
         "cache": {"per_token": 512, "fixed": 0},
     }

@@ -183,6 +183,8 @@ class BatchingMode:
     """See `Step.adds_starts`."""
     cuts_head: bool = True
     """True if the last norm gets only the rows whose logits are wanted."""
+    stages: bool = True
+    """True if recurrent layers run prompts of several lengths together: see `StepPlan`."""
 
 
 def shares(like: LayerCache, sharing: Sharing) -> bool:

@@ -191,7 +191,8 @@ class BatchedModel(Backend):
     def _pass(
         self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
     ) -> mx.array:
-        plan = StepPlan.of(batch.sequences, batch.positions) if self._apart else None
+        where = batch.sequences, batch.positions
+        plan = StepPlan.of(*where, in_stages=self.mode.stages) if self._apart else None
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
@@ -590,18 +591,21 @@ class StepPlan:
     tokens: int
 
     @classmethod
-    def of(cls, sequences: Sequence[int], positions: Sequence[int]) -> StepPlan:
+    def of(
+        cls, sequences: Sequence[int], positions: Sequence[int], *, in_stages: bool = True
+    ) -> StepPlan:
         """Plan a step of tokens of `sequences` at `positions`, ascending in each sequence.
 
-        A group has answers, prompts that begin, or prompts that were begun.
+        A group has answers, prompts that begin, or prompts that were begun. Unless the mixers run
+        `in_stages`, all of it have as many tokens: there are states whose shape depends on that.
         """
         places: dict[int, list[int]] = {}
         for index, sequence in enumerate(sequences):
             places.setdefault(sequence, []).append(index)
 
-        def kind(sequence: int) -> tuple[bool, bool]:
+        def kind(sequence: int) -> tuple[int, bool]:
             own = places[sequence]
-            return len(own) > 1, positions[own[0]] == 0
+            return min(len(own), 2) if in_stages else len(own), positions[own[0]] == 0
 
         # Sorted by number, a stack stays the same if requests come in another order.
         ascending = sorted(places, key=lambda one: (kind(one), len(places[one]), one))

@@ -96,9 +96,11 @@ def _candidates(model: Any, options: CacheOptions) -> Iterator[BatchedModel]:
             BatchingMode(sharing, splits=False),
             BatchingMode(sharing, adds_starts=True),
             BatchingMode(sharing, cuts_head=False),
+            BatchingMode(sharing, stages=False),
         ):
             adapted = BatchedModel(model, options, mode)
-            what = (*adapted.ways, adapted.can_split, mode.adds_starts, mode.cuts_head)
+            in_stages = mode.stages and any("stacked" in way for way in adapted.ways)
+            what = (*adapted.ways, adapted.can_split, mode.adds_starts, mode.cuts_head, in_stages)
             if what not in tried:
                 tried.add(what)
                 yield adapted
