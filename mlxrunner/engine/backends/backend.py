@@ -105,6 +105,11 @@ class Backend(ABC):
         """
         return []
 
+    @property
+    def stacks(self) -> bool:
+        """True if some layers run the states of several sequences as one batch."""
+        return any("stacked" in way for way in self.ways)
+
     @abstractmethod
     def rotate(
         self, caches: Sequence[LayerCache], by: int

@@ -8,9 +8,9 @@ the right answers: nothing follows from a model's name.
 
 A layer whose caches are no rows of shared cells is a `PerSequenceLayer`: each sequence has layer
 caches of its own for it. Everything around such a layer's mixer runs once over the row; the mixer
-runs once for each sequence. Recurrent mixers run once for all answers of a step, and in stages for
-its prompts, each with as many tokens of all that have so many left: their states are a batch then
-(`cache.layers.recurrent.Stack`).
+runs once for each sequence. Recurrent mixers hold the states of several sequences as one batch
+(`cache.layers.recurrent.Stack`). They run once for all answers of a step, and in stages for its
+prompts: a stage has the same number of tokens of each prompt, up to the end of the shortest.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _candidates(model: Any, options: CacheOptions) -> Iterator[BatchedModel]:
             BatchingMode(sharing, stages=False),
         ):
             adapted = BatchedModel(model, options, mode)
-            in_stages = mode.stages and any("stacked" in way for way in adapted.ways)
+            in_stages = mode.stages and adapted.stacks
             what = (*adapted.ways, adapted.can_split, mode.adds_starts, mode.cuts_head, in_stages)
             if what not in tried:
                 tried.add(what)

@@ -562,7 +562,7 @@ def _level(
 
 
 def _work(tokens: int, longest: int, share: float) -> int:
-    """Return what pieces cost that have so many tokens in all: see `StepCosts.work`."""
+    """Return the cost of pieces with `tokens` in all, in tokens of one prompt."""
     return longest + math.ceil(share * (tokens - longest))
 
 

@@ -107,9 +107,7 @@ class Scheduler:
             engine, self.requests, room, self._assigner, self._endings, capacity
         )
         longest_ms = settings.max_step_ms if is_reusable else 0
-        pace = StepPace(
-            settings.step, longest_ms, stacks=any("stacked" in way for way in engine.ways)
-        )
+        pace = StepPace(settings.step, longest_ms, stacks=engine.stacks)
         self._composer = BatchBuilder(engine, self.requests, settings.step, pace)
         spare = None if engine.is_single else settings.step - settings.max_sequences
         self._drafts = DraftScheduler(facts, spare)
@@ -121,8 +119,7 @@ class Scheduler:
         """A function that is called when answers have begun, before the next step is dispatched."""
         self.ticks = 0
         """Number of steps so far."""
-        self._calls = 0
-        self._is_whole = True
+        self._calls, self._is_whole = 0, True
 
     @property
     def moment(self) -> tuple[int, int]:
