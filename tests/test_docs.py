@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +14,12 @@ import click
 import pytest
 
 import mlxrunner
+from doc_tables import with_tables
 from mlxrunner import cli
 from mlxrunner.profiling.schema import REASONS
+from record_docs import PAGES, agree, examples, plain, typed_examples
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-from doc_tables import with_tables  # noqa: E402
-from record_docs import PAGES, agree, examples, plain, typed_examples  # noqa: E402
 
 DOCS = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
 ALL = "\n".join(DOCS.values())

@@ -43,7 +43,7 @@ def _chat_commands(before: str) -> str:
 
 def _event_fields(before: str) -> str:
     """List the fields of an event with their units."""
-    from mlxrunner.profiling.schema import field_rows
+    from event_schema import field_rows
 
     rows = [f"| `{name}` | {unit} | {_escaped(text)} |" for name, unit, text in field_rows()]
     return _table("field | unit | what it is", rows)

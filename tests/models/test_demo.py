@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from support.sample import fewer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from demo_corpus import dialogue
 from demo_facts import FACTS, is_held_out

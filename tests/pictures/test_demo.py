@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from support.sample import fewer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from eval_picture_demo import QUESTIONS, judge
 from mlxrunner import Runner

@@ -19,10 +19,11 @@ from support.checks import ends, read_lines
 from support.engine import Engine
 from support.waiting import PATIENCE_S, until
 
+from event_schema import event_schema
 from mlxrunner import cli
 from mlxrunner.errors import BusyError, ContextFullError
 from mlxrunner.profiling.profile import Profile, logfmt
-from mlxrunner.profiling.schema import Event, event_schema
+from mlxrunner.profiling.schema import Event
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from support.checks import read_lines
 from support.events import example_event
 
+from event_schema import event_schema, field_rows
 from mlxrunner.errors import ReadError
 from mlxrunner.profiling.logs import read_events, with_rotated
 from mlxrunner.profiling.profile import as_line
 from mlxrunner.profiling.report.report import COLUMNS, NESTED
-from mlxrunner.profiling.schema import Event, event_schema, field_rows
+from mlxrunner.profiling.schema import Event
 from mlxrunner.results import with_new_names
 
 EXAMPLES = Path(__file__).with_name("example.jsonl")

@@ -13,9 +13,10 @@ from support.checks import ends, has, read_lines
 from support.events import run, said
 from support.models import write_model
 
+from event_schema import event_schema
 from mlxrunner import cli
 from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.schema import PARTS, REASONS, Event, event_schema
+from mlxrunner.profiling.schema import PARTS, REASONS, Event
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 

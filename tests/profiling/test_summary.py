@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from support.events import afternoon, as_event, example_event
 
+from event_schema import event_schema
 from mlxrunner.profiling.report.summary import (
     BINS,
     MOST_PLACES,
@@ -19,7 +20,6 @@ from mlxrunner.profiling.report.summary import (
     by_tokens,
     place_of,
 )
-from mlxrunner.profiling.schema import event_schema
 
 
 def summary_of(*events: dict[str, Any]) -> Summary:
