@@ -384,11 +384,11 @@ def _several(
     """Return a runner for several lines at a time, or the reason why it has to be one."""
     loaded = load_model(job.model, trust_remote_code=job.trust_remote_code, progress=progress)
     while lanes > 1:
-        progress(f"trying the longest step of {lanes} lines", 0, None)
         try:
             runner = Engine.of(
                 loaded,
                 max_sequences=lanes,
+                progress=progress,
                 context=context,
                 kv_cache_tokens=found.cells(lanes, context),
                 prefill_step=max(job.loading.get("prefill_step") or MAX_BATCH, lanes),

@@ -44,7 +44,7 @@ from mlxrunner.errors import CacheFullError, MlxrunnerError, NoFreeSlotError, Op
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts, is_run_by_mlx_vlm
-from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import (
     EngineKwargs,
@@ -234,24 +234,33 @@ class Engine(MultiRequestRunner):
         max_sequences: int,
         trust_remote_code: bool = False,
         pictures: bool = False,
+        progress: LoadProgress = tell_nobody,
         **settings: Unpack[OpenKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
-        `pictures`: see `Runner.load`. Raise ModelError, which names the missing or broken file, and
-        the errors of `of`.
+        `pictures` and `progress`: see `Runner.load`. Raise ModelError, which names the missing or
+        broken file, and the errors of `of`.
         """
         check_flag("trust_remote_code", trust_remote_code)
         check_flag("pictures", pictures)
         asked = OpenSettings.of(max_sequences=max_sequences, **settings)
         if pictures or is_run_by_mlx_vlm(name_of(model)):
-            loaded = seeing(name_of(model), asked, trust_remote_code=trust_remote_code)
+            loaded = seeing(name_of(model), asked, progress, trust_remote_code=trust_remote_code)
         else:
-            loaded = load_model(name_of(model), trust_remote_code=trust_remote_code)
-        return cls.of(loaded, max_sequences=max_sequences, **settings)
+            trusts = trust_remote_code
+            loaded = load_model(name_of(model), trust_remote_code=trusts, progress=progress)
+        return cls.of(loaded, max_sequences=max_sequences, progress=progress, **settings)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[OpenKwargs]) -> Self:
+    def of(
+        cls,
+        loaded: LoadedModel,
+        *,
+        max_sequences: int,
+        progress: LoadProgress = tell_nobody,
+        **settings: Unpack[OpenKwargs],
+    ) -> Self:
         """Make a runner for a loaded model. The settings are those of OpenSettings.
 
         `max_step_ms` is as for `Engine`. With `reserve` the runner allocates all cells now and
@@ -278,6 +287,8 @@ class Engine(MultiRequestRunner):
         runner.guess_with(seats)
         try:
             if chosen.reserve:
+                cells = runner.kv_cache_tokens
+                progress(f"trying the longest step, at the end of {cells} tokens", 0, None)
                 opening = replace(opening, asked=chosen)
                 runner.plan = opening.reserve(runner._adapted, runner.kv_cache_tokens)
                 runner.prefill_step = runner.plan.prefill_step

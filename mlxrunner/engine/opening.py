@@ -39,7 +39,7 @@ from mlxrunner.memory.reserve import (
     reserve,
 )
 from mlxrunner.models.facts import without_weights
-from mlxrunner.models.load import LoadedModel, load_model, tell_nobody
+from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
 from mlxrunner.options import GenerateOptions, OpenSettings
 from mlxrunner.system import device
 from mlxrunner.terminal.output import size
@@ -195,7 +195,13 @@ def _row(tokens: int) -> tuple[mx.array, Batch]:
     return mx.zeros((tokens,), mx.int32), Batch(list(range(tokens)), [0] * tokens)
 
 
-def seeing(name: str, asked: OpenSettings, *, trust_remote_code: bool) -> LoadedModel:
+def seeing(
+    name: str,
+    asked: OpenSettings,
+    progress: LoadProgress = tell_nobody,
+    *,
+    trust_remote_code: bool,
+) -> LoadedModel:
     """Load the model `name` with its encoder of pictures.
 
     Raise ModelError if it can't be used, OptionError for settings that it can't have, and
@@ -208,7 +214,7 @@ def seeing(name: str, asked: OpenSettings, *, trust_remote_code: bool) -> Loaded
         EngineConfig.of(loaded, asked, is_read=False).settings()
 
     _refuse({"trust_remote_code": trust_remote_code, **_unseen(asked)})
-    return load_vision_model(name, progress=tell_nobody, check=check)
+    return load_vision_model(name, progress=progress, check=check)
 
 
 def check_seeing(model: Any, asked: OpenSettings) -> None:

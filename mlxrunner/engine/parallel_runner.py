@@ -29,7 +29,7 @@ from mlxrunner.engine.thread import SLICE_S, EngineThread, Feed, HeldSlot, Stats
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.memory.plan import Plan
 from mlxrunner.models.facts import ModelFacts
-from mlxrunner.models.load import LoadedModel, load_model
+from mlxrunner.models.load import LoadedModel, LoadProgress, load_model, tell_nobody
 from mlxrunner.models.resolve import name_of
 from mlxrunner.options import (
     EngineKwargs,
@@ -92,12 +92,13 @@ class ParallelRunner(MultiRequestRunner):
         max_sequences: int,
         trust_remote_code: bool = False,
         pictures: bool = False,
+        progress: LoadProgress = tell_nobody,
         **settings: Unpack[OpenKwargs],
     ) -> Self:
         """Load "demo", a model directory or a hub id, and make a runner as `of` does.
 
-        `pictures`: see `Runner.load`. Raise ModelError, which names the missing or broken file, and
-        the errors of `of`.
+        `pictures` and `progress`: see `Runner.load`; the runner's thread calls `progress`. Raise
+        ModelError, which names the missing or broken file, and the errors of `of`.
         """
         check_flag("trust_remote_code", trust_remote_code)
         chosen = {"max_step_ms": None, **with_current_names(OpenSettings, settings)}
@@ -107,12 +108,20 @@ class ParallelRunner(MultiRequestRunner):
                 max_sequences=max_sequences,
                 trust_remote_code=trust_remote_code,
                 pictures=pictures,
+                progress=progress,
                 **chosen,
             )
         )
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, max_sequences: int, **settings: Unpack[OpenKwargs]) -> Self:
+    def of(
+        cls,
+        loaded: LoadedModel,
+        *,
+        max_sequences: int,
+        progress: LoadProgress = tell_nobody,
+        **settings: Unpack[OpenKwargs],
+    ) -> Self:
         """Make a runner for a loaded model. The settings are those of OpenSettings.
 
         With `reserve` (the default) the runner allocates all cells now and runs the largest step
@@ -123,7 +132,9 @@ class ParallelRunner(MultiRequestRunner):
         """
         _evaluate(loaded.model)
         chosen = {"max_step_ms": None, **with_current_names(OpenSettings, settings)}
-        return cls._started(lambda: Engine.of(loaded, max_sequences=max_sequences, **chosen))
+        return cls._started(
+            lambda: Engine.of(loaded, max_sequences=max_sequences, progress=progress, **chosen)
+        )
 
     @classmethod
     def _started(cls, open_stepper: Callable[[], Engine]) -> Self:

@@ -448,10 +448,10 @@ class ModelLoader:
         beside = 0 if draft is None else self._of_draft(loaded)
         cells, memory, step = self._cells(loaded, room - beside)
         parks = self.settings.disk_cache
-        progress(f"trying the longest step, at the end of {cells} tokens", 0, None)
         runner = ParallelRunner.of(
             loaded,
             max_sequences=self.slots_of(loaded),
+            progress=progress,
             kv_cache_tokens=cells,
             cache_memory=memory,
             reserve=self.ranks is None,

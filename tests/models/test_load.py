@@ -19,7 +19,7 @@ from support.architectures import build as build_model
 from support.architectures import settings_of
 from support.models import BOS, EOS, save_model, tiny_config, write_model, write_tokenizer
 
-from mlxrunner import ModelError, Runner
+from mlxrunner import ModelError, ParallelRunner, Runner
 from mlxrunner.cache.layers.base import tree_bytes
 from mlxrunner.models.load import describe, load_model, tokenizer_of, unread_model
 
@@ -298,11 +298,17 @@ def test_the_tokenizer_alone_prints_nothing() -> None:
     assert (said.stdout, said.stderr) == ("", "")
 
 
-def test_loading_tells_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Runner, ParallelRunner], ids=["one", "several"])
+def test_loading_tells_its_steps(
+    kind: type[Runner | ParallelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes of the weights in groups, up to nearly all; then the longest step, for a runner."""
     monkeypatch.setattr("mlxrunner.models.load.GROUP", 2**20)
     told: list[tuple[str, int, int | None]] = []
-    with Runner.load("demo", 300, progress=lambda *step: told.append(step)) as runner:
+    slots: dict[str, Any] = {"max_sequences": 1} if kind is ParallelRunner else {}
+    with kind.load(
+        "demo", context=300, progress=lambda *step: told.append(step), **slots
+    ) as runner:
         weights = tree_bytes(runner.model.parameters())
     *groups, last = told
     assert last == ("trying the longest step, at the end of 300 tokens", 0, None)
