@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,7 +44,6 @@ def list_(as_json: bool) -> None:
     """
     from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import SessionStore, unnamed_chats
-    from mlxrunner.terminal.output import size
 
     store = SessionStore()
     found: list[dict[str, Any]] = []
@@ -58,16 +59,30 @@ def list_(as_json: bool) -> None:
         click.echo("no sessions yet: `mlxrunner chat --session NAME` begins one", err=True)
     if as_json or not found:
         return
-    width = max(4, *(len(one["name"]) for one in found))
-    click.echo(f"{'name':{width}}  {'turns':>5}  {'text':>7}  {'caches':>7}  {'saved':16}  model")
+    _print_table(found, get_terminal_size().columns if sys.stdout.isatty() else 10**6)
+
+
+def _print_table(found: list[dict[str, Any]], width: int) -> None:
+    """Print a line of at most `width` characters for each session, if the names leave room."""
+    from mlxrunner.terminal.output import size
+
+    long = max(4, *(len(one["name"]) for one in found))
+    is_wide = width - long >= 61
+    room = max(12, width - long - (45 if is_wide else 27))
+    form = f"{{:{long}}}  {{:>5}}  {'{:>7}  {:>7}  ' if is_wide else '{:.0}{:.0}'}{{:16}}  {{}}"
+    click.echo(form.format("name", "turns", "text", "caches", "saved", "model"))
     for one in found:
         caches = size(one["cache_bytes"]) if one["cache_bytes"] else "none"
-        line = (
-            f"{one['name']:{width}}  {one['turns']:>5}  {size(one['text_bytes']):>7}  "
-            f"{caches:>7}  {one['saved']}"
-        )
         others = f"  and {', '.join(one['branches'])}" if one["branches"] else ""
-        click.echo(visible_text(f"{line}  {' '.join(one['model'].split())}{others}"))
+        model = f"{' '.join(one['model'].split())}{others}"
+        if len(model) > room:
+            model = model.rpartition("/")[2]
+        if len(model) > room:
+            model = f"{model[: room - 9]}...{model[-6:]}"
+        sizes = size(one["text_bytes"]), caches
+        click.echo(
+            visible_text(form.format(one["name"], one["turns"], *sizes, one["saved"], model))
+        )
 
 
 branch_option = click.option(

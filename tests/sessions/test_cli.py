@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 from shutil import copytree
 
+import pexpect
 import pytest
 from click.testing import Result
 from support.command import run
@@ -60,6 +63,20 @@ def test_list_and_show() -> None:
         json.loads(run("sessions", "show", "ana", "--json").stdout)["messages"][0]["content"]
         == "My name is Ana."
     )
+
+
+@pytest.mark.parametrize("name", ["zor", "n" * 28, "n" * 41])
+def test_a_session_is_one_line_of_a_terminal(name: str, tmp_path: Path) -> None:
+    """The model is shortened and the least important columns go; a pipe gets everything."""
+    model = tmp_path / "Llama-3.2-1B-Instruct-of-a-very-long-name-4bit"
+    copytree(DEMO_FOLDER, model)
+    run("chat", "--no-reserve", "--session", name, "-m", model, stdin="Hi\n")
+    command = [sys.executable, "-m", "mlxrunner", "sessions"]
+    shown = pexpect.run(shlex.join(command), dimensions=(24, 80), encoding="utf-8").splitlines()
+    assert len(shown) == 2
+    assert max(map(len, shown)) <= 80
+    assert re.match(rf"{name} .* Lla.*\.\.\..*4bit$", shown[1])
+    assert run("sessions").stdout.endswith(f"  {model}\n")
 
 
 def test_a_broken_session_does_not_hide_the_others(data: Path) -> None:
