@@ -169,6 +169,16 @@ class HelpCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), help_all_option(is_hidden=str(self.name) not in USED)]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments. A file `./-` gets its whole path, since Path("./-") is "-"."""
+        rest = super().parse_args(ctx, args)
+        for one in self.params:
+            value = ctx.params.get(str(one.name))
+            is_file = one.metavar == "FILE" or isinstance(one.type, click.Path)
+            if is_file and isinstance(value, str) and value != "-" == os.path.normpath(value):
+                ctx.params[str(one.name)] = os.path.abspath(value)
+        return rest
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         options = [one for one in options if not one.hidden]

@@ -57,6 +57,16 @@ def test_csv_end_to_end() -> None:
     assert not Path("other.jsonl.run").exists()
 
 
+@pytest.mark.parametrize("option", ["-o", "--events"])
+def test_a_file_may_be_called_a_dash(option: str) -> None:
+    """With a folder, as for other programs: `./-`. Without one it is standard output."""
+    write({"prompt": "Hello!", "max_tokens": 2})
+    outputs = ["./-"] if option == "-o" else ["out.jsonl", "--events", "./-"]
+    result = run("in.jsonl", "-o", *outputs)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert Path.cwd().joinpath("-").read_text().startswith('{"')
+
+
 def test_standard_input_and_output() -> None:
     """`-` for each; what is on stdout is the answers and nothing else."""
     text = json.dumps({"prompt": "Hello!"}) + "\n"
