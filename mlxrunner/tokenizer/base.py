@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import sys
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
@@ -235,14 +236,15 @@ def left_over(tokenizer: Tokenizer, before: str, text: str) -> str:
 def checked_text(text: str) -> str:
     """Return `text` if it is valid Unicode, and raise PromptError otherwise.
 
-    Half characters (lone surrogates) come from files that are not UTF-8.
+    Half characters (lone surrogates) come from text that is not in the encoding of the locale.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
         raise PromptError(
             f"the text is not valid Unicode: {error.reason} at character {error.start}; "
-            "is it UTF-8?"
+            + ("is it UTF-8?" if encoding == "utf-8" else f"read as {encoding}: set PYTHONUTF8=1")
         ) from error
     return text
 

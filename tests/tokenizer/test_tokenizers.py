@@ -90,6 +90,12 @@ def test_half_a_character_is_a_prompt_error(tokenizer: Tokenizer, text: str) -> 
             encode(text)
 
 
+def test_a_locale_that_is_not_utf_8_is_named(tokenizer: Tokenizer, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(PromptError, match=r"; read as ascii: set PYTHONUTF8=1$"):
+        tokenizer.encode(b"Zo\xc3\xab".decode("ascii", "surrogateescape"))
+
+
 def test_a_long_text_is_encoded_without_a_word(
     tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
