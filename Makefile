@@ -1,8 +1,13 @@
-# make chat: talk with the demo model.  make lint: ruff, import-linter and mypy.  make bench: measure this machine.
-# make clients: send requests of many clients to this server and to mlx_lm.server (ARGS=--help).
-# make test: a sample of the tests, in a few minutes.  make test-all: every test, whole.
-# make test-agents: let Claude Code, Codex and opencode do a job (installs them with npm).
-# make docs: build the documentation into site/.
+# make chat         talk with the demo model (plain `make` does the same)
+# make test         run a sample of the tests, in a few minutes
+# make test-all     run every test, whole
+# make test-agents  let Claude Code, Codex and opencode do a job (installs them with npm)
+# make lint         run ruff, import-linter and mypy
+# make docs         build the documentation: site/index.html
+# make bench        measure this machine
+# make clients      compare this server and mlx_lm.server under many clients (ARGS=--help)
+# make demo         train a new demo model in place of the package's, and judge it (40 minutes)
+# make clean        remove .venv and all that was built
 # Each makes .venv first, with uv where it is installed, else with python3: `chat` with what the
 # program needs, the others with what development needs, too. PYTHON=... takes another Python.
 
@@ -17,10 +22,14 @@ OWN_BLAS := .venv/lib/mlxrunner/libopenblas.so
 OPENBLAS = $(firstword $(SYSTEM_BLAS) $(wildcard $(CURDIR)/$(OWN_BLAS)))
 RUN = $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1)
 
-.PHONY: chat test test-all agents test-agents lint docs bench clients demo clean
+.PHONY: chat help test test-all agents test-agents lint docs bench clients demo clean
 
 chat: $(STAMP)
 	@$(BIN)/mlxrunner chat
+
+# The head of this file, up to its first empty line.
+help:
+	@sed -n '/^$$/q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 # A process per core, at most 8, and at least 3, since a test often waits for a program that it has
 # started. One that has nothing left to do takes tests from another.
@@ -62,8 +71,8 @@ bench: $(DEV)
 clients: $(DEV)
 	$(RUN) PYTHONPATH=tests $(BIN)/python benchmarks/clients.py $(ARGS)
 
-# Train the demo model again (about 40 minutes on two cores) and judge it. It goes on from where it
-# was stopped.
+# It goes on from where it was stopped. The weights differ from those of the package, which come
+# from several runs: see tools/train_demo.py.
 demo: $(DEV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -e ".[train]"
 	$(BIN)/python tools/train_demo.py
