@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlxrunner.cache.pool.cells import Bools, CellRun, Ints, KVPool, Spans, are_near, between
+from mlxrunner.cache.pool.cell_table import Bools, CellRun, Ints, Spans, between, cells_in
+from mlxrunner.cache.pool.cells import KVPool, are_near
 from mlxrunner.cache.protocol import Batch
 
 PART_COST = 500
@@ -169,7 +170,7 @@ def gather_scattered(cells: KVPool, blocks: Sequence[Block]) -> Found | None:
         if block.seen is None:
             if block.num_queries > 1:
                 return None
-            found[number] = cells.seen_by(block.sequence, block.position)
+            found[number] = cells.seen_by(block.sequence, block.position, block.position)
     parts = _by_length(blocks, found)
     if not parts:
         return []
@@ -285,13 +286,12 @@ def _own(cells: KVPool, block: Block) -> Own:
     queries = np.arange(block.position, block.position + block.num_queries, dtype=np.int32)
     first = cells.window.first_seen(queries)
     if block.seen is None:
-        held, positions = cells.owners[block.sequence], cells.positions
-        found = np.flatnonzero(held & (positions >= first[0]) & (positions <= queries[-1]))
-        found = found[np.argsort(positions[found], kind="stable")]
+        found = cells.seen_by(block.sequence, int(queries[0]), int(queries[-1]))
+        found = found[np.argsort(cells.positions_of(found), kind="stable")]
     else:
         in_order = sorted(block.seen, key=lambda span: span.position)
-        found = np.concatenate([np.arange(each.begin, each.end) for each in in_order])
-    positions = cells.positions[found]
+        found = cells_in(in_order)
+    positions = cells.positions_of(found)
     is_causal = (np.diff(positions) == 1).all() and first[-1] <= positions[0]
     visible = None if is_causal else (positions <= queries[:, None]) & (positions >= first[:, None])
     return Own(block.begin, block.end, found.astype(np.int32), visible)

@@ -18,16 +18,8 @@ from numpy.typing import NDArray
 
 from mlxrunner.cache.layers.extents import Everything, Extent, Window
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Forward, Split
-from mlxrunner.cache.pool.cells import (
-    AttentionWindow,
-    CellRun,
-    Ints,
-    KVPool,
-    Move,
-    Placement,
-    PositionShift,
-    runs,
-)
+from mlxrunner.cache.pool.cell_table import CellRun, Ints, runs
+from mlxrunner.cache.pool.cells import AttentionWindow, KVPool, Move, Placement, PositionShift
 from mlxrunner.cache.protocol import (
     END,
     Batch,
@@ -176,7 +168,7 @@ class CausalCache(Cache):
         self._shift, self._attention_window = shift, AttentionWindow(window, memory, chunk)
         self._lifecycle = Lifecycle()
         self._dtype, self._max_batch, self._rows = mx.float32, 0, CellRun(0, 0)
-        self._cells = self._no_cells = KVPool.empty(0, 0, self._attention_window)
+        self._cells = KVPool.empty(0, 0, self._attention_window)
         self._layers: dict[int, Layer] = {}
         self._layer = 0
         self._pass: Pass | None = None
@@ -285,17 +277,11 @@ class CausalCache(Cache):
 
         `prefix`: another sequence, and how many of its first tokens count.
         """
-        other, length = prefix
-        used = self._cells.owners[list(sequences)].any(axis=0)
-        return int(
-            np.count_nonzero(used | (self._cells.owners[other] & (self._cells.positions < length)))
-        )
+        return self._cells.num_used_by(sequences, prefix)
 
     def num_shared(self, sequence: int, others: Sequence[int], begin: int = 0) -> int:
         """Return how many tokens of `sequence`, from `begin` on, any of `others` shares."""
-        owners = self._cells.owners
-        shared = owners[sequence] & owners[list(others)].any(axis=0)
-        return int(np.count_nonzero(shared & (self._cells.positions >= begin)))
+        return self._cells.num_shared(sequence, others, begin)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -323,7 +309,7 @@ class CausalCache(Cache):
 
     def owners_of(self, cells: NDArray[np.bool_]) -> set[int]:
         """Return the sequences that own any of `cells`."""
-        return {*map(int, np.flatnonzero((self._cells.owners & cells).any(axis=1)))}
+        return self._cells.owners_of(np.flatnonzero(cells).astype(np.int32))
 
     def num_own(self, sequence: int) -> int:
         """Return the number of cells that no other sequence owns."""
@@ -377,9 +363,7 @@ class CausalCache(Cache):
         self._dtype, self._max_batch = dtype, max_batch
         num_cells = self._attention_window.num_cells(max_sequences, capacity, max_batch)
         self._rows = CellRun(0, num_cells)
-        self._cells = self._no_cells = KVPool.empty(
-            num_cells, max_sequences, self._attention_window
-        )
+        self._cells = KVPool.empty(num_cells, max_sequences, self._attention_window)
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         self._undo = None
@@ -480,7 +464,7 @@ class CausalCache(Cache):
     def close(self) -> None:
         self._lifecycle.close()
         self._layers.clear()
-        self._cells = self._no_cells = KVPool.empty(0, 0, self._attention_window)
+        self._cells = KVPool.empty(0, 0, self._attention_window)
         self._pass = self._undo = None
 
     def _current(self) -> Pass:
@@ -509,7 +493,8 @@ class CausalCache(Cache):
         self._cells, self._undo = after, None
 
     def _forget(self) -> None:
-        self._cells, self._pass, self._undo = self._no_cells, None, None
+        empty = KVPool.empty(self.num_cells, self._cells.max_sequences, self._attention_window)
+        self._cells, self._pass, self._undo = empty, None, None
 
     def _move(self, move: Move, after: KVPool) -> None:
         self._forget()

@@ -11,19 +11,32 @@ one span, or two: the prefix that it shares, and its own tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mlxrunner.cache.pool.cell_table import (
+    Bools,
+    CellChange,
+    CellRun,
+    CellSpan,
+    CellTable,
+    CellVersion,
+    Ints,
+    Spans,
+    between,
+    breaks,
+    cells_in,
+    grown,
+    num_covered,
+    pieces,
+    runs,
+    runs_of,
+    spans_of,
+)
 from mlxrunner.cache.protocol import END, Batch
 from mlxrunner.errors import CacheFullError
-
-Ints = NDArray[np.int32]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -86,13 +99,6 @@ class AttentionWindow:
         )
 
 
-class CellRun(NamedTuple):
-    """Cells `begin .. end - 1`."""
-
-    begin: int
-    end: int
-
-
 class Move(NamedTuple):
     """Rows to move: those of the cells `sources`, in this order, to the cells from `begin` on.
 
@@ -117,75 +123,6 @@ class PositionShift(NamedTuple):
         """The tokens that get another cell."""
         moved = self.sources != self.targets
         return PositionShift(self.sources[moved], self.targets[moved], self.by)
-
-
-def runs(cells: Ints) -> list[CellRun]:
-    """Return the cells as runs of neighbours."""
-    if len(cells) == 1:
-        return [CellRun(int(cells[0]), int(cells[0]) + 1)]
-    ends = [*(np.flatnonzero(cells[1:] != cells[:-1] + 1) + 1).tolist(), len(cells)]
-    bounds = pairwise([0, *ends]) if len(cells) else ()
-    return [CellRun(int(cells[begin]), int(cells[end - 1]) + 1) for begin, end in bounds]
-
-
-MAX_SPANS = 32
-"""Most spans that are listed. A sequence that lies in more pieces is scattered."""
-
-
-class CellSpan(NamedTuple):
-    """Cells `begin .. end - 1` with the tokens at `position`, `position + 1`, ..."""
-
-    begin: int
-    end: int
-    position: int
-
-    def between(self, low: int, high: int) -> CellSpan:
-        """Return the cells at positions `low .. high - 1`; they may be none."""
-        begin = self.begin + max(0, low - self.position)
-        end = min(self.end, self.begin + high - self.position)
-        return CellSpan(begin, max(begin, end), self.position + begin - self.begin)
-
-
-Spans = tuple[CellSpan, ...]
-"""Spans in the order of their cells."""
-
-
-def spans_of(cells: Ints, positions: Ints) -> Spans | None:
-    """Return `cells`, which hold the tokens at `positions`, as spans; None if scattered."""
-    begins = breaks(cells, positions)
-    return tuple(pieces(cells, positions, begins)) if len(begins) <= MAX_SPANS else None
-
-
-def breaks(cells: Ints, positions: Ints, sequences: Ints | None = None) -> Ints:
-    """Return the indices at which another span begins: of one of `sequences`, if given."""
-    are = np.ones(len(cells), np.bool_)
-    are[1:] = (cells[1:] != cells[:-1] + 1) | (positions[1:] != positions[:-1] + 1)
-    if sequences is not None:
-        are[1:] |= sequences[1:] != sequences[:-1]
-    return np.flatnonzero(are).astype(np.int32)
-
-
-def pieces(cells: Ints, positions: Ints, begins: Ints) -> list[CellSpan]:
-    """Return the spans that begin at the indices `begins`."""
-    bounds = pairwise([*begins.tolist(), len(cells)])
-    first = zip(cells[begins].tolist(), positions[begins].tolist(), bounds, strict=True)
-    return [CellSpan(cell, cell + end - begin, at) for cell, at, (begin, end) in first]
-
-
-def grown(old: Spans, new: CellSpan) -> Spans | None:
-    """Return the spans of a sequence that had `old` and got `new`; None if scattered."""
-    for index, other in enumerate(old):
-        if other.end == new.begin and other.position + other.end - other.begin == new.position:
-            return (*old[:index], CellSpan(other.begin, new.end, other.position), *old[index + 1 :])
-    return tuple(sorted((*old, new))) if len(old) < MAX_SPANS else None
-
-
-def between(spans: Iterable[CellSpan], low: int, high: int) -> Spans:
-    """Return the spans with the tokens at positions `low .. high - 1`."""
-    if all(low <= at and at + end - begin <= high for begin, end, at in spans):
-        return tuple(spans)
-    clipped = (span.between(low, high) for span in spans)
-    return tuple(span for span in clipped if span.end > span.begin)
 
 
 SHORT_PREFIX = 64
@@ -274,11 +211,11 @@ def are_near(begins: Sequence[int], size: int) -> bool:
 
 
 def reserve_at(
-    free: Bools, reservations: Iterable[Reservation], count: int, begin: int
+    used: Bools, reservations: Iterable[Reservation], count: int, begin: int
 ) -> Reservation | None:
     """Return a reservation of `count` cells from `begin` on; None if one of them is taken."""
     end = begin + count
-    if count <= 0 or end > len(free) or not free[begin:end].all():
+    if count <= 0 or end > len(used) or used[begin:end].any():
         return None
     if any(max(one.next, begin) < min(one.run.end, end) for one in reservations):
         return None
@@ -348,19 +285,32 @@ class Placement(NamedTuple):
     """Rows to move first; None if no row has to move."""
 
 
-@dataclass(frozen=True, eq=False)
-class KVPool:
-    """The tokens in the cells. The arrays are never written to."""
+Cells = tuple[int, Ints]
+"""A sequence, and some cells."""
 
-    positions: Ints
-    """The position of the token in each cell, `[cells]`."""
-    owners: Bools
-    """True where a sequence owns a cell, `[sequences, cells]`. A cell without owners is free."""
-    window: AttentionWindow = field(default_factory=AttentionWindow)
-    reservations: Mapping[int, Reservation] = field(default_factory=dict)
-    """The reservations of some sequences. They are given up if a batch finds no other room."""
-    _known: dict[int, Spans] = field(default_factory=dict, init=False, repr=False)
-    """The spans that were asked for."""
+
+class KVPool:
+    """The tokens in the cells: a value, whose arrays lie in a table that its successors share."""
+
+    def __init__(
+        self,
+        positions: Ints,
+        owners: Bools,
+        window: AttentionWindow | None = None,
+        reservations: Mapping[int, Reservation] | None = None,
+    ) -> None:
+        """Make a pool whose table takes over the arrays.
+
+        `positions [cells]`: the position of the token in each cell. `owners [sequences, cells]`:
+        True where a sequence owns a cell. A cell without owners is free. `reservations` of some
+        sequences are given up if a batch finds no other room.
+        """
+        self.window = window or AttentionWindow()
+        self.reservations = reservations or {}
+        self._cells, self._version = CellTable(positions, owners), CellVersion()
+        self._counts: Ints = np.count_nonzero(owners, axis=1).astype(np.int32)
+        self._num_used = int(np.count_nonzero(self._cells.used))
+        self._known: dict[int, Spans] = {}
 
     @classmethod
     def empty(cls, num_cells: int, max_sequences: int, window: AttentionWindow) -> KVPool:
@@ -370,47 +320,108 @@ class KVPool:
 
     @property
     def num_cells(self) -> int:
-        return len(self.positions)
+        return len(self._cells.positions)
+
+    @property
+    def max_sequences(self) -> int:
+        return len(self._counts)
 
     @property
     def num_free(self) -> int:
-        return self.num_cells - int(np.count_nonzero(self.used))
+        return self.num_cells - self._num_used
 
-    @cached_property
-    def used(self) -> Bools:
-        """True for cells with an owner, `[cells]`."""
-        used: Bools = np.logical_or.reduce(self.owners, axis=0)
-        return used
+    @property
+    def positions(self) -> Ints:
+        """A copy of the position in each cell, `[cells]`."""
+        return self._table.positions.copy()
+
+    @property
+    def owners(self) -> Bools:
+        """A copy of the owners, `[sequences, cells]`."""
+        return self._table.owners.copy()
+
+    @property
+    def _table(self) -> CellTable:
+        """The arrays, which hold this value until another one is asked for its own."""
+        if not self._cells.holds(self._version):
+            self._cells.become(self._version)
+        return self._cells
+
+    def positions_of(self, cells: Ints) -> Ints:
+        """Return the positions of the tokens in `cells`."""
+        return self._table.positions[cells]
 
     def num_own(self, sequence: int) -> int:
         """Return the number of cells that no other sequence owns."""
-        owners = self.owners[:, np.flatnonzero(self.owners[sequence])]
-        return int(np.count_nonzero(np.count_nonzero(owners, axis=0) == 1))
+        return int(np.count_nonzero(self._table.num_owners[self._own(sequence)] == 1))
+
+    def num_used_by(self, sequences: Iterable[int], prefix: tuple[int, int]) -> int:
+        """Return the number of cells with tokens of any of `sequences`, or of a prefix.
+
+        `prefix`: another sequence, and how many of its first tokens count.
+        """
+        other, length = prefix
+        used = [run for sequence in sequences for run in self._runs(sequence)]
+        return num_covered([*used, *self._runs(other, length)])
+
+    def num_shared(self, sequence: int, others: Sequence[int], begin: int) -> int:
+        """Return how many tokens of `sequence`, from `begin` on, any of `others` shares."""
+        own = self._own(sequence)
+        own = own[self.positions_of(own) >= begin]
+        owners = self._table.owners[np.ix_(np.array(others, np.int32), own)]
+        return int(np.count_nonzero(owners.any(axis=0)))
+
+    def owners_of(self, cells: Ints) -> set[int]:
+        """Return the sequences that own any of `cells`."""
+        return {*map(int, np.flatnonzero(self._table.owners[:, cells].any(axis=1)))}
 
     @property
     def sequences(self) -> tuple[int, ...]:
         """The sequences that have tokens."""
-        return tuple(np.flatnonzero(self.owners.any(axis=1)).tolist())
+        return tuple(np.flatnonzero(self._counts).tolist())
 
     def next_positions(self) -> Ints:
         """Return the next position of each sequence `[sequences]`; 0 for one without tokens."""
-        ends: Ints = (self.owners * (self.positions + 1)).max(axis=1)
-        return ends
+        return np.array([self._end(each) for each in range(self.max_sequences)], np.int32)
 
     def spans(self, sequence: int) -> Spans | None:
         """Return the cells of the sequence as spans; None if it is scattered."""
-        found = self._known.get(sequence)
-        if found is None:
-            own = np.flatnonzero(self.owners[sequence]).astype(np.int32)
-            found = spans_of(own, self.positions[own])
-            if found is not None:
-                self._known[sequence] = found
-        return found
+        if sequence not in self._known:
+            self._own(sequence)
+        return self._known.get(sequence)
+
+    def _own(self, sequence: int) -> Ints:
+        """Return the cells of a sequence, in their order."""
+        known = self._known.get(sequence)
+        if known is not None:
+            return cells_in(known)
+        own = np.flatnonzero(self._table.owners[sequence]).astype(np.int32)
+        found = spans_of(own, self._table.positions[own])
+        if found is not None:
+            self._known[sequence] = found
+        return own
+
+    def _runs(self, sequence: int, length: int = END) -> list[CellRun]:
+        """Return the cells of the first `length` tokens of a sequence."""
+        known = self.spans(sequence)
+        if known is not None:
+            return runs_of(between(known, 0, length))
+        own = self._own(sequence)
+        return runs(own[self.positions_of(own) < length])
+
+    def _end(self, sequence: int) -> int:
+        """Return the position behind the last token of a sequence; 0 if it has none."""
+        if not self._counts[sequence]:
+            return 0
+        known = self.spans(sequence)
+        if known is not None:
+            return max([at + end - begin for begin, end, at in known])
+        return int(self.positions_of(self._own(sequence)).max()) + 1
 
     def holds(self, sequence: int, begin: int) -> bool:
         """Return True if the sequence has tokens at positions >= `begin`."""
         self.check_sequences(sequence)
-        return bool((self.owners[sequence] & (self.positions >= begin)).any())
+        return self._end(sequence) > begin
 
     def stored(self, sequence: int) -> tuple[int, int]:
         """Return the positions `first, end` of the last run of tokens of `sequence`.
@@ -418,7 +429,7 @@ class KVPool:
         Both are 0 if it has none.
         """
         self.check_sequences(sequence)
-        stored = self.positions[self.owners[sequence]]
+        stored = self.positions_of(self._own(sequence))
         if not len(stored):
             return 0, 0
         first, end = int(stored.min()), int(stored.max()) + 1
@@ -434,33 +445,32 @@ class KVPool:
         Raise ValueError unless all of them are stored.
         """
         self.check_sequences(sequence)
-        own = np.flatnonzero(
-            self.owners[sequence] & (self.positions >= begin) & (self.positions < end)
-        )
+        own = self._own(sequence)
+        positions = self.positions_of(own)
+        is_wanted = (positions >= begin) & (positions < end)
+        own, positions = own[is_wanted], positions[is_wanted]
         if len(own) != max(0, end - begin):
             raise ValueError(
                 f"{len(own)} of the tokens {begin} .. {end - 1} of sequence {sequence} are stored"
             )
-        cells: Ints = own[np.argsort(self.positions[own])].astype(np.int32)
-        return cells
+        return own[np.argsort(positions)]
 
-    def seen_by(self, sequence: int, position: int) -> Ints:
-        """Return the cells that a query at `position` of a placed batch sees, in any order."""
-        query = np.array([position], np.int32)
-        seen: Ints = np.flatnonzero(
-            self.visible(query, np.array([sequence]), CellRun(0, self.num_cells))[0]
-        ).astype(np.int32)
+    def seen_by(self, sequence: int, first: int, last: int) -> Ints:
+        """Return the cells that queries at positions `first .. last` see, by their order."""
+        low = int(self.window.first_seen(np.array([first], np.int32))[0])
+        own = self._own(sequence)
+        positions = self.positions_of(own)
+        seen: Ints = own[(positions >= low) & (positions <= last)]
         return seen
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """Return True if all tokens that a query at `position` may see are stored."""
         self.check_sequences(sequence)
-        own = self.owners[sequence]
-        stored = self.positions[own]
-        if not 0 <= position <= stored.max(initial=-1) + 1:
+        if not 0 <= position <= self._end(sequence):
             return False
         if self.window.memory is None:
             return True
+        stored = self.positions_of(self._own(sequence))
         first = int(self.window.first_seen(np.array([position], np.int32))[0])
         return len(np.unique(stored[(stored >= first) & (stored < position)])) == position - first
 
@@ -472,9 +482,14 @@ class KVPool:
         self.check_sequences(source, target)
         if length < 0:
             raise ValueError(f"the length of a prefix can't be {length}")
-        owners = self.owners.copy()
-        owners[target] = self.owners[source] & (self.positions < length)
-        return self._changed(target, owners=owners)
+        old, new, owners = self._own(target), self._own(source), self._table.owners
+        new = new[self.positions_of(new) < length]
+        is_kept = owners[source, old] & (self.positions_of(old) < length)
+        added = new[~owners[target, new]]
+        after = self._edited([(target, old[~is_kept])], [(target, added)])
+        if source in self._known:
+            after._known[target] = between(self._known[source], 0, length)
+        return after
 
     def without(self, sequence: int, begin: int, end: int) -> tuple[KVPool, PositionShift | None]:
         """Drop the tokens of `sequence` at positions `begin .. end - 1`, and move up those behind.
@@ -487,23 +502,25 @@ class KVPool:
             raise ValueError(f"there are no positions {begin} .. {end}")
         if begin == end or not self.holds(sequence, begin):
             return self, None
-        own, owners = self.owners[sequence], self.owners.copy()
-        sources = np.flatnonzero(own & (self.positions >= end)).astype(np.int32)
-        owners[sequence] = own & (self.positions < begin)
-        if not len(sources):
-            return self._changed(sequence, owners=owners), None
-        positions = self.positions.copy()
-        shared = owners[:, sources].any(axis=0)
-        owners[sequence, sources[~shared]] = True
-        free = np.flatnonzero(~owners.any(axis=0))
-        if (needed := int(np.count_nonzero(shared))) > len(free):
+        if not self.holds(sequence, end):
+            return self.with_prefix(sequence, sequence, begin), None
+        own, table = self._own(sequence), self._table
+        positions = table.positions[own]
+        dropped, sources = own[(positions >= begin) & (positions < end)], own[positions >= end]
+        is_shared = table.num_owners[sources] > 1
+        is_free = ~table.used
+        is_free[dropped[table.num_owners[dropped] == 1]] = True
+        free = np.flatnonzero(is_free).astype(np.int32)
+        if (needed := int(np.count_nonzero(is_shared))) > len(free):
             what = f"removing positions {begin} .. {end - 1} of sequence {sequence}"
             raise CacheFullError(what, needed, len(free), self.num_cells)
         targets = sources.copy()
-        targets[shared] = free[:needed]
-        owners[sequence, targets] = True
-        positions[targets] = self.positions[sources] - (end - begin)
-        after = self._changed(sequence, positions=positions, owners=owners)
+        targets[is_shared] = free[:needed]
+        after = self._edited(
+            [(sequence, dropped), (sequence, sources[is_shared])],
+            [(sequence, targets[is_shared])],
+            (targets, table.positions[sources] - (end - begin)),
+        )
         return after, PositionShift(sources, targets, begin - end)
 
     def expecting(self, sequence: int, count: int, beside: Sequence[int] = ()) -> KVPool:
@@ -517,23 +534,23 @@ class KVPool:
         others, near = self._reservations_of(sequence, beside)
         end, reservation = self._own_end(sequence), self._in_place(sequence, count)
         if reservation is None and end is not None and count <= self._most_reserved:
-            reservation = reserve_at(~self.used, others.values(), count, end)
+            reservation = reserve_at(self._table.used, others.values(), count, end)
         if reservation is None:
             reservation = self._reserved(others, count, near)
         if reservation is not None:
             others[sequence] = reservation
-        return self._changed(None, reservations=others)
+        return self._next(self._version, reservations=others)
 
     @property
     def _most_reserved(self) -> int:
         """Most cells of a reservation: an even share."""
-        return self.num_cells // len(self.owners)
+        return self.num_cells // self.max_sequences
 
     def _reserved(
         self, others: Mapping[int, Reservation], count: int, near: Sequence[Reservation]
     ) -> Reservation | None:
         """Return a reservation of free cells; None if there is no room. See `reserve`."""
-        free, most, together = ~self.used, self._most_reserved, len(self.owners)
+        free, most, together = ~self._table.used, self._most_reserved, self.max_sequences
         return reserve(free, others.values(), count, most, near=near, together=together)
 
     def _reservations_of(
@@ -553,7 +570,7 @@ class KVPool:
         if begin % size or begin + size < end + count:
             return None
         others, _ = self._reservations_of(sequence, ())
-        behind = reserve_at(~self.used, others.values(), begin + size - end, end)
+        behind = reserve_at(self._table.used, others.values(), begin + size - end, end)
         return None if behind is None else Reservation(CellRun(begin, begin + size), end)
 
     def _own_end(self, sequence: int) -> int | None:
@@ -562,7 +579,7 @@ class KVPool:
         if not spans:
             return None
         end = max(spans, key=lambda span: span.position).end
-        return end if np.count_nonzero(self.owners[:, end - 1]) == 1 else None
+        return end if self._table.num_owners[end - 1] == 1 else None
 
     def place(self, batch: Batch) -> Placement:
         """Find cells for the batch, after dropping the tokens beyond each memory.
@@ -575,10 +592,10 @@ class KVPool:
         if n > kept.num_free:
             raise CacheFullError(f"a batch of {n} tokens", n, kept.num_free, self.num_cells)
         before, move = self, None
-        placed = place_tokens(batch, kept.used, kept.reservations)
+        placed = place_tokens(batch, kept._table.used, kept.reservations)
         if placed is None:
-            before, kept = replace(before, reservations={}), replace(kept, reservations={})
-            placed = place_tokens(batch, kept.used, kept.reservations)
+            before, kept = (each._next(each._version, reservations={}) for each in (before, kept))
+            placed = place_tokens(batch, kept._table.used, kept.reservations)
         if placed is None:
             order, move = self._packing(kept)
             before, kept, start = (
@@ -602,8 +619,7 @@ class KVPool:
         copied, never their places, which a replay does not know; where a conversation moves, the
         numbers stay.
         """
-        held = self.owners[sequence]
-        n = int(np.count_nonzero(held))
+        n = int(self._counts[sequence])
         if not 0 < n <= min(MOST_MOVED, self.num_free):
             return None
         own = self.num_own(sequence)
@@ -617,8 +633,9 @@ class KVPool:
         reservation = self._reserved(others, n + count, near)
         if own and not (reservation and (in_place is None or self._is_near(reservation, near))):
             return None
-        cells = np.flatnonzero(~self.used)[:n].astype(np.int32)
-        if reservation is not None:
+        if reservation is None:
+            cells = np.flatnonzero(~self._table.used)[:n].astype(np.int32)
+        else:
             cells = np.arange(reservation.run.begin, reservation.run.begin + n, dtype=np.int32)
             others[sequence] = reservation._replace(next=reservation.run.begin + n)
         empty = self.with_prefix(sequence, sequence, 0)
@@ -633,13 +650,17 @@ class KVPool:
         return are_near([reservation.run.begin, *_begins(near, size)], size)
 
     def _with(self, batch: Batch, cells: Ints, reservations: Mapping[int, Reservation]) -> KVPool:
-        """Return the pool once the batch is in `cells`."""
-        positions, owners, used = self.positions.copy(), self.owners.copy(), self.used.copy()
-        positions[cells], used[cells] = batch.positions, True
-        owners[batch.sequences, cells] = True
-        after = KVPool(positions, owners, self.window, dict(reservations))
-        after._known.update(self._grown(batch, cells))
-        after.__dict__["used"] = used
+        """Return the pool once the batch is in `cells`, which are free."""
+        positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
+        ones = np.ones(len(cells), np.uint16)
+        change = CellChange(cells, positions, ones, sequences, cells, ones > 0)
+        after = self._next(CellVersion((self._version, change)), reservations=reservations)
+        after._counts = self._counts + np.bincount(sequences, minlength=self.max_sequences)
+        after._num_used += len(cells)
+        for sequence, span in _spans(batch, cells):
+            old = after._known.pop(sequence, None)
+            if old is not None and (more := grown(old, span)) is not None:
+                after._known[sequence] = more
         return after
 
     def packed(self) -> tuple[KVPool, Move | None]:
@@ -649,10 +670,14 @@ class KVPool:
 
     def history(self, batch: Batch) -> CellRun:
         """Return the cells from the first to the last that a placed batch may see."""
-        sequences, lowest = _lowest_positions(batch)
-        seen = self.owners[sequences] & (self.positions >= self.window.first_seen(lowest)[:, None])
-        cells = np.flatnonzero(seen.any(axis=0))
-        return CellRun(int(cells[0]), int(cells[-1]) + 1)
+        seen = [
+            self.seen_by(sequence, first, END)
+            for sequence, first in zip(*_lowest_positions(batch), strict=True)
+        ]
+        return CellRun(
+            min(int(cells[0]) for cells in seen if len(cells)),
+            max(int(cells[-1]) + 1 for cells in seen if len(cells)),
+        )
 
     def mask(self, batch: Batch, history: CellRun) -> Bools:
         """Return the mask `[n_tokens, history]` of the batch: True where a token sees a cell."""
@@ -661,8 +686,8 @@ class KVPool:
 
     def visible(self, queries: Ints, sequences: Ints, run: CellRun) -> Bools:
         """Return which cells of `run` tokens at positions `queries` of `sequences` look back at."""
-        positions = self.positions[run.begin : run.end]
-        visible: Bools = self.owners[:, run.begin : run.end][sequences]
+        positions = self._table.positions[run.begin : run.end]
+        visible: Bools = self._table.owners[:, run.begin : run.end][sequences]
         visible &= positions <= queries[:, None]
         if self.window.is_limited:
             visible &= positions >= self.window.first_seen(queries)[:, None]
@@ -670,19 +695,53 @@ class KVPool:
 
     def check_sequences(self, *sequences: int) -> None:
         """Raise ValueError for a sequence that does not exist."""
-        if not 0 <= min(sequences) <= max(sequences) < len(self.owners):
-            wrong = next(sequence for sequence in sequences if not 0 <= sequence < len(self.owners))
+        most = self.max_sequences
+        if not 0 <= min(sequences) <= max(sequences) < most:
+            wrong = next(sequence for sequence in sequences if not 0 <= sequence < most)
             raise ValueError(
                 f"there is no sequence {wrong}: "
-                f"the cache was initialized for {len(self.owners)}, counted from 0"
+                f"the cache was initialized for {most}, counted from 0"
             )
 
-    def _changed(self, sequence: int | None, **fields: Any) -> KVPool:
-        """Replace `fields`, which changes the tokens of no sequence but `sequence`."""
-        after = replace(self, **fields)
-        after._known.update(self._known)
-        if sequence is not None:
+    def _next(
+        self, version: CellVersion, *, reservations: Mapping[int, Reservation] | None = None
+    ) -> KVPool:
+        """Return a pool with other arrays, whose other fields are those of this one."""
+        after = KVPool.__new__(KVPool)
+        after.window, after._cells, after._version = self.window, self._cells, version
+        after.reservations = self.reservations if reservations is None else reservations
+        after._counts, after._num_used = self._counts, self._num_used
+        after._known = dict(self._known)
+        return after
+
+    def _edited(
+        self,
+        dropped: Sequence[Cells],
+        added: Sequence[Cells],
+        moved: tuple[Ints, Ints] | None = None,
+    ) -> KVPool:
+        """Let sequences drop cells, then own others. `moved`: cells, and their new positions."""
+        table, edits = self._table, [*dropped, *added]
+        lost, won = (_joined(part) for part in (dropped, added))
+        cells = np.unique(np.concatenate([lost, won, *(moved or ())[:1]]))
+        positions, before = table.positions[cells], table.num_owners[cells]
+        num_owners = before.copy()
+        np.subtract.at(num_owners, np.searchsorted(cells, lost), 1)
+        np.add.at(num_owners, np.searchsorted(cells, won), 1)
+        if moved is not None:
+            positions[np.searchsorted(cells, moved[0])] = moved[1]
+        sequences = np.repeat([each for each, _ in edits], [len(one) for _, one in edits])
+        owned, is_owner = np.concatenate([lost, won]), np.arange(len(lost) + len(won)) >= len(lost)
+        change = CellChange(cells, positions, num_owners, sequences, owned, is_owner)
+        after = self._next(CellVersion((self._version, change)))
+        after._counts = self._counts.copy()
+        for sequence, one in dropped:
+            after._counts[sequence] -= len(one)
+        for sequence, one in added:
+            after._counts[sequence] += len(one)
+        for sequence, _ in edits:
             after._known.pop(sequence, None)
+        after._num_used += int(np.count_nonzero(num_owners)) - int(np.count_nonzero(before))
         return after
 
     def _kept_for(self, batch: Batch) -> KVPool:
@@ -692,27 +751,31 @@ class KVPool:
         begins = self.next_positions()
         sequences, lowest = _lowest_positions(batch)
         begins[sequences] = lowest
-        first = self.window.first_kept(begins)
-        kept = replace(self, owners=self.owners & (self.positions >= first[:, None]))
-        for sequence, found in self._known.items():
-            kept._known[sequence] = between(found, int(first[sequence]), END)
+        dropped = []
+        for sequence, first in enumerate(self.window.first_kept(begins).tolist()):
+            known = self._known.get(sequence)
+            if known is not None and all(at >= first for _, _, at in known):
+                continue
+            own = self._own(sequence)
+            too_old = self.positions_of(own) < first
+            if too_old.any():
+                dropped.append((sequence, own[too_old]))
+        if not dropped:
+            return self
+        kept = self._edited(dropped, [])
+        for sequence, _ in dropped:
+            if sequence in self._known:
+                first = int(self.window.first_kept(begins[sequence : sequence + 1])[0])
+                kept._known[sequence] = between(self._known[sequence], first, END)
         return kept
-
-    def _grown(self, batch: Batch, cells: Ints) -> dict[int, Spans]:
-        """Return the known spans once the batch is in `cells`."""
-        known = dict(self._known)
-        for sequence, span in _spans(batch, cells):
-            old = known.pop(sequence, None)
-            if old is not None and (more := grown(old, span)) is not None:
-                known[sequence] = more
-        return known
 
     def _packing(self, kept: KVPool) -> tuple[Ints, Move | None]:
         """Return the order in which all cells would be packed, and the move that does it.
 
         Cells that are also used in `kept` come first.
         """
-        rank = np.where(kept.used, 0, np.where(self.used, 1, 2))
+        first = kept._table.used.copy()
+        rank = np.where(first, 0, np.where(self._table.used, 1, 2))
         order = np.argsort(rank, kind="stable").astype(np.int32)
         displaced = np.flatnonzero((order != np.arange(self.num_cells)) & (rank[order] < 2))
         if not len(displaced):
@@ -721,9 +784,13 @@ class KVPool:
         return order, Move(begin, order[begin:end])
 
     def _in_order(self, order: Ints) -> KVPool:
-        return replace(
-            self, positions=self.positions[order], owners=self.owners[:, order], reservations={}
-        )
+        table = self._table
+        return KVPool(table.positions[order], table.owners[:, order], self.window)
+
+
+def _joined(parts: Sequence[Cells]) -> Ints:
+    """Return the cells of all `parts`, one after the other."""
+    return np.concatenate([np.zeros(0, np.int32), *(cells for _, cells in parts)])
 
 
 def _spans(batch: Batch, cells: Ints) -> Iterable[tuple[int, CellSpan]]:

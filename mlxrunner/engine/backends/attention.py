@@ -22,7 +22,7 @@ from mlxrunner.cache.pool.attention_split import (
     SplitPart,
     StackedParts,
 )
-from mlxrunner.cache.pool.cells import Bools, runs
+from mlxrunner.cache.pool.cell_table import Bools, runs
 from mlxrunner.system.mlx_lm_internals import Attention
 
 MANY_RUNS = 8

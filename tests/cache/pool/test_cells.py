@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,15 +18,8 @@ from hypothesis import strategies as st
 from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
-from mlxrunner.cache.pool.cells import (
-    MAX_SPANS,
-    AttentionWindow,
-    CellRun,
-    CellSpan,
-    KVPool,
-    Reservation,
-    runs,
-)
+from mlxrunner.cache.pool.cell_table import MAX_SPANS, CellRun, CellSpan, runs
+from mlxrunner.cache.pool.cells import AttentionWindow, KVPool, Reservation
 
 
 def placed(cells: KVPool, *tokens: tuple[int, int]) -> KVPool:
@@ -397,8 +389,9 @@ def test_lanes_give_way_where_there_is_no_other_room() -> None:
 def test_a_lane_whose_cells_were_taken_is_no_lane() -> None:
     """Copies that a shift needs may land in it."""
     cells = KVPool.empty(64, 2, AttentionWindow()).expecting(0, 6)
-    taken = replace(cells, owners=cells.owners.copy())
-    taken.owners[1, 1] = True
+    owners = cells.owners
+    owners[1, 1] = True
+    taken = KVPool(cells.positions, owners, cells.window, cells.reservations)
     placement = taken.place(Batch([0, 1], [0, 0]))
     assert placement.cells.tolist() == [2, 3]
     assert placement.after.reservations == {}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxrunner.cache.pool.causal import CausalCache
+from mlxrunner.cache.pool.cell_table import CellRun
 from mlxrunner.cache.pool.cells import (
     MOST_MOVED,
     SHORT_PREFIX,
     AttentionWindow,
-    CellRun,
     KVPool,
     Reservation,
 )
@@ -85,7 +84,8 @@ def held(length: int, running: Reservation) -> KVPool:
     """A pool in which sequence 0 has its first cells, and sequence 1 runs elsewhere."""
     pool = KVPool.empty(8192, 4, AttentionWindow()).expecting(0, length)
     pool = pool.place(Batch(range(length), [0] * length)).after
-    return replace(pool, reservations={**pool.reservations, 1: running})
+    reservations = {**pool.reservations, 1: running}
+    return KVPool(pool.positions, pool.owners, pool.window, reservations)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,20 @@ def test_a_short_conversation_moves_to_those_that_run(
 def test_a_conversation_stays_where_no_other_place_is_better() -> None:
     """No cells are free beside those that run."""
     pool = held(200, lane(3072, 256))
-    owners = pool.owners.copy()
+    owners = pool.owners
     owners[2, 1024:] = True
-    assert replace(pool, owners=owners).relocated(0, 20, [1]) is None
+    assert (
+        KVPool(pool.positions, owners, pool.window, pool.reservations).relocated(0, 20, [1]) is None
+    )
 
 
 def test_requests_that_begin_together_lie_together() -> None:
     """Between conversations that stay: where most of them find room side by side."""
     pool = KVPool.empty(4096, 8, AttentionWindow())
     for begin in (256, 1024):
-        owners = pool.owners.copy()
+        owners = pool.owners
         owners[7, begin : begin + 256] = True
-        pool = replace(pool, owners=owners)
+        pool = KVPool(pool.positions, owners)
     for sequence in range(6):
         pool = pool.expecting(sequence, 200, [*range(sequence)])
     assert [pool.reservations[each].run.begin for each in range(6)] == [*range(1280, 2816, 256)]

@@ -28,7 +28,8 @@ from mlxrunner.cache.pool.attention_split import (
     blocks_of,
     split,
 )
-from mlxrunner.cache.pool.cells import AttentionWindow, Bools, CellRun, KVPool
+from mlxrunner.cache.pool.cell_table import Bools, CellRun
+from mlxrunner.cache.pool.cells import AttentionWindow, KVPool
 
 SEQUENCES = 6
 SIGHTS = [
