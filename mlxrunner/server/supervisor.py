@@ -72,10 +72,15 @@ class ServerWorker:
 
     @classmethod
     def started(cls) -> Self | None:
-        """Return this process as a worker; None if no `Supervisor` has started it."""
-        listening, journal, parent = (int(one) for one in environ.pop(PASSED, "-1 -1 -1").split())
-        if parent != os.getppid():
+        """Return this process as a worker; None if no `Supervisor` has started it.
+
+        Exit if the supervisor has died since, rather than serve in its place.
+        """
+        if (passed := environ.pop(PASSED, None)) is None:
             return None
+        listening, journal, parent = map(int, passed.split())
+        if parent != os.getppid():
+            sys.exit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it writes to a terminal from the background
         worker = cls(socket.socket(fileno=listening), RequestJournal(journal), parent)
         threading.Thread(target=worker._end_with_parent, daemon=True, name="parent").start()

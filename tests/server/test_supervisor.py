@@ -19,6 +19,7 @@ import httpx
 import ollama
 import openai
 import pytest
+from support.forking import run_program
 from support.models import write_model, write_tokenizer
 from support.program import Running, program
 from support.waiting import until
@@ -28,6 +29,7 @@ from mlxrunner.server.events import ApiError
 from mlxrunner.server.server import RequestGate
 from mlxrunner.server.supervisor import (
     LONG,
+    PASSED,
     RequestJournal,
     Supervisor,
     Suspicions,
@@ -407,6 +409,16 @@ def test_libraries_ask_again_by_themselves(
         )
         assert last.done_reason in ("stop", "length")
         assert {path.name for path in tmp_path.iterdir()} >= {"first", "second", "third"}
+
+
+def test_a_worker_whose_parent_has_died_before_it_looked_ends() -> None:
+    """It is no server of its own, which nobody could stop."""
+    told = run_program(
+        *("-m", "mlxrunner", "serve", "--port", "0"),
+        env=os.environ | {PASSED: f"3 4 {os.getpid()}"},
+        timeout=300,
+    )
+    assert (told.returncode, told.stdout, told.stderr) == (128 + signal.SIGTERM, b"", b"")
 
 
 def test_a_worker_ends_with_its_parent(model: Path) -> None:
