@@ -112,7 +112,6 @@ COMMANDS: dict[str, str] = {
     "list": "models",
     "ls": "models",
     "rm": "models rm",
-    "create": "config",
     # llm
     "prompt": "generate",
     "logs": "sessions",
@@ -154,6 +153,8 @@ ADVICE: dict[str, str] = {
     "status": "`mlxrunner doctor` checks the machine; a server answers at "
     "http://127.0.0.1:8080/health.",
     "push": "mlxrunner does not publish models; the hub's own program is `hf upload`.",
+    "create": 'For a Modelfile, the config file has [models."ID"]; `mlxrunner config` shows '
+    "where that file is.",
     "cp": "An alias in the config file gives a model another name; `mlxrunner config` shows where "
     "that file is.",
     "signin": "No account is needed; for restricted models of the hub: hf auth login.",
@@ -183,6 +184,8 @@ WAYS: dict[str, str] = {
     "pipeline": "It belongs after mlxrunner launch --hosts FILE --, with the command.",
     "option": "stdout gets the answer: `> FILE` keeps it. Each option of a request has its own "
     "flag, such as --temperature 0.8.",
+    "output": "stdout gets the answer: `> FILE` keeps it, and --json prints it as JSON.",
+    "no_color": "NO_COLOR=1 in the environment turns colours off.",
     "think": "--chat-template-var enable_thinking=true turns thinking on, and =false turns it off.",
     "format": 'In the file of --schema FILE, {"type": "object"} allows any JSON object.',
     "keepalive": "A command unloads its model when it ends; `mlxrunner serve` has --keep-alive.",
@@ -190,6 +193,7 @@ WAYS: dict[str, str] = {
     "hidethinking": "In a chat, /think hide does that.",
     "template": "Variables of the chat template: --chat-template-var NAME=VALUE; the rows of a "
     "table: batch --row-template TEXT; a prompt of the config file: generate -t NAME.",
+    "prompt_file": "A prompt can come from standard input: mlxrunner generate < FILE.",
     "file": "A prompt can come from standard input (mlxrunner generate < FILE); the files of a "
     "batch are its arguments; in a chat, /file FILE adds a text.",
 }
