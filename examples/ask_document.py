@@ -18,7 +18,7 @@ parser.add_argument("-m", "--model", default="demo")
 parser.add_argument("--context", type=int, default=8192)
 parser.add_argument("--choices", help="the allowed answers, such as yes,no")
 given = parser.parse_args()
-choices = given.choices.split(",") if given.choices else ()
+choices = given.choices.split(",") if given.choices else None
 
 try:
     document = given.file.read_text()

@@ -6,7 +6,7 @@
 # A coding agent needs a model that calls tools, such as qwen3-coder:30b, and a context window of
 # 32,768 tokens or more. The server keeps the agent's conversations on disk for the next start.
 set -eu
-model=$1
+model=${1:?give a model: sh examples/claude_code.sh qwen3-coder:30b}
 shift
 port=${PORT:-8080}
 url=http://127.0.0.1:$port

@@ -7,7 +7,7 @@
 # crash, the same command continues where it stopped. The table needs the columns id and text;
 # --choices needs the extra `serve`.
 set -eu
-table=$1
+table=${1:?give a table: sh examples/label_csv.sh reviews.csv}
 model=${2:-demo}
 labels=$(dirname "$table")/labels.csv
 

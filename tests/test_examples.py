@@ -67,13 +67,21 @@ def test_a_batch_labels_a_table(programs: Path) -> None:
     assert run("sh", EXAMPLES / "label_csv.sh", table) == printed
 
 
-def test_questions_about_a_document_evaluate_it_once(programs: Path) -> None:
+@pytest.mark.parametrize("choices", [["--choices", "yes,no"], []], ids=["choices", "free"])
+def test_questions_about_a_document_evaluate_it_once(programs: Path, choices: list[str]) -> None:
     (programs / "book.txt").write_text("The river is wide. " * 60)
     (programs / "asked.txt").write_text("Is it wide?\nIs it long?\nIs it blue?\n")
     words = [EXAMPLES / "ask_document.py", programs / "book.txt", programs / "asked.txt"]
-    text = run(sys.executable, *words, "--choices", "yes,no")
-    reused = [line.split() for line in text.splitlines()[1::2]]
+    text = run(sys.executable, *words, *choices)
+    reused = [line.split() for line in text.splitlines() if "tokens reused" in line]
     assert [int(words[0]) / int(words[2]) > 0.9 for words in reused] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["claude_code.sh", "label_csv.sh"])
+def test_a_script_without_arguments_says_which_it_takes(name: str) -> None:
+    done = subprocess.run(["sh", str(EXAMPLES / name)], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f": give a {'model' if name.startswith('claude') else 'table'}: sh" in done.stderr
 
 
 def test_claude_code_is_started_on_a_server_of_its_own(

@@ -358,7 +358,8 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "missing" and first["loc"] == ("body",):
         return ApiError(400, "the body is empty, it has to be a JSON object")
     if first["type"] == "model_attributes_type" and isinstance(first["input"], bytes):
-        return ApiError(400, "the body has to come with Content-Type: application/json")
+        header = "Content-Type: application/json"
+        return ApiError(400, f"the body has to come with {header}: curl -H '{header}'")
     field = _path(first)
     several = [one for one in errors if _path(one)[: len(field)] == field]
     path = _path(max(several, key=_depth))

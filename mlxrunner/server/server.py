@@ -239,7 +239,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
 def _error_of(request: Request, error: Exception) -> ApiError:
     path, method = request.url.path, request.method
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        said = f"{path:.200} does not take {method}"
+        allowed = (error.headers or {}).get("Allow", "another method")
+        said = f"{path:.200} does not take {method}: send {allowed}"
         if error.status_code == 404:
             there = _elsewhere(path[:200], request.app.state.paths)
             said = f"there is nothing at {path:.200}: {there}"
