@@ -310,7 +310,10 @@ class KVPool:
         self._cells, self._version = CellTable(positions, owners), CellVersion()
         self._counts: Ints = np.count_nonzero(owners, axis=1).astype(np.int32)
         self._num_used = int(np.count_nonzero(self._cells.used))
-        self._known: dict[int, Spans] = {}
+        self._known: dict[int, Spans | None] = {}
+        """The spans that were asked for; None: the sequence is scattered."""
+        self._scattered: dict[int, Ints] = {}
+        """The cells of scattered sequences that were asked for."""
 
     @classmethod
     def empty(cls, num_cells: int, max_sequences: int, window: AttentionWindow) -> KVPool:
@@ -388,17 +391,19 @@ class KVPool:
         """Return the cells of the sequence as spans; None if it is scattered."""
         if sequence not in self._known:
             self._own(sequence)
-        return self._known.get(sequence)
+        return self._known[sequence]
 
     def _own(self, sequence: int) -> Ints:
         """Return the cells of a sequence, in their order."""
-        known = self._known.get(sequence)
-        if known is not None:
+        if (known := self._known.get(sequence)) is not None:
             return cells_in(known)
+        if (own := self._scattered.get(sequence)) is not None:
+            return own
         own = np.flatnonzero(self._table.owners[sequence]).astype(np.int32)
-        found = spans_of(own, self._table.positions[own])
-        if found is not None:
-            self._known[sequence] = found
+        if sequence not in self._known:
+            self._known[sequence] = spans_of(own, self._table.positions[own])
+        if self._known[sequence] is None:
+            self._scattered[sequence] = own
         return own
 
     def _runs(self, sequence: int, length: int = END) -> list[CellRun]:
@@ -487,8 +492,8 @@ class KVPool:
         is_kept = owners[source, old] & (self.positions_of(old) < length)
         added = new[~owners[target, new]]
         after = self._edited([(target, old[~is_kept])], [(target, added)])
-        if source in self._known:
-            after._known[target] = between(self._known[source], 0, length)
+        if (known := self._known.get(source)) is not None:
+            after._known[target] = between(known, 0, length)
         return after
 
     def without(self, sequence: int, begin: int, end: int) -> tuple[KVPool, PositionShift | None]:
@@ -658,9 +663,8 @@ class KVPool:
         after._counts = self._counts + np.bincount(sequences, minlength=self.max_sequences)
         after._num_used += len(cells)
         for sequence, span in _spans(batch, cells):
-            old = after._known.pop(sequence, None)
-            if old is not None and (more := grown(old, span)) is not None:
-                after._known[sequence] = more
+            if (old := after._known.get(sequence)) is not None:
+                after._known[sequence] = grown(old, span)
         return after
 
     def packed(self) -> tuple[KVPool, Move | None]:
@@ -711,7 +715,7 @@ class KVPool:
         after.window, after._cells, after._version = self.window, self._cells, version
         after.reservations = self.reservations if reservations is None else reservations
         after._counts, after._num_used = self._counts, self._num_used
-        after._known = dict(self._known)
+        after._known, after._scattered = dict(self._known), {}
         return after
 
     def _edited(
@@ -764,9 +768,9 @@ class KVPool:
             return self
         kept = self._edited(dropped, [])
         for sequence, _ in dropped:
-            if sequence in self._known:
+            if (known := self._known.get(sequence)) is not None:
                 first = int(self.window.first_kept(begins[sequence : sequence + 1])[0])
-                kept._known[sequence] = between(self._known[sequence], first, END)
+                kept._known[sequence] = between(known, first, END)
         return kept
 
     def _packing(self, kept: KVPool) -> tuple[Ints, Move | None]:
