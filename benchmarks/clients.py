@@ -268,7 +268,7 @@ def endpoints_of(
         folder = Path(place) / kind
         write_untrained(folder, kind, layers=size[0], width=size[1])
         print(f"\n{kind}, {size[0]} layers of {size[1]}", flush=True)
-        with served(folder, names, **more) as endpoints:
+        with served(folder, names, context=given.context, **more) as endpoints:
             yield endpoints
 
 
@@ -653,7 +653,9 @@ def play_faults(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         write_untrained(folder, given.kind[0], layers=given.size[0], width=given.size[1])
-        server = Served(ours(slots=given.slots, **limits), folder, Path(place) / "kept")
+        server = Served(
+            ours(context=given.context, slots=given.slots, **limits), folder, Path(place) / "kept"
+        )
         try:
             sockets = connections(server)
             tally, samples = asyncio.run(load_with_faults(server, clients, given.faults))
@@ -694,6 +696,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=2, help="rounds before")
     parser.add_argument("--step-ms", nargs="+", default=["chosen"], help="of the engine, beside")
     parser.add_argument("--parked", action="store_true", help="beside: a conversation on disk")
+    parser.add_argument("--context", type=int, default=4096, help="of a slot of our server")
     parser.add_argument("--slots", type=int, default=8, help="of our server, with faults")
     parser.add_argument("--max-queue", type=int, default=48, help="of our server, with faults")
     given = parser.parse_args()

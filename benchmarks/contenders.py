@@ -98,11 +98,10 @@ class Contender:
 
 def ours(**options: Any) -> Contender:
     """Return `mlxrunner serve` with options of its command line."""
-    given = {"context": 4096, **options}
 
     def command(folder: Path, kept: Path) -> list[str]:
         words = [sys.executable, "-m", "mlxrunner", "serve", str(folder)]
-        for name, value in given.items():
+        for name, value in options.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
         return ["env", f"XDG_CACHE_HOME={kept}", *words]
 
@@ -231,11 +230,12 @@ def served(
     names: Sequence[str],
     slots: int | None = None,
     step_ms: Sequence[float | None] = (),
+    context: int = 4096,
 ) -> Iterator[list[Endpoint]]:
     """Serve the model in `folder` with each of the named contenders.
 
     `slots`: of our server and engine; None: as many as they choose, and 16. `step_ms`: the limits
-    of the steps of the engine, one for each.
+    of the steps of the engine, one for each. `context`: of a slot of our server.
     """
     found = list[Endpoint]()
     try:
@@ -244,7 +244,7 @@ def served(
             if name == ENGINE:
                 found += [EngineEndpoint(folder, kept, slots or 16, ms) for ms in step_ms or [None]]
                 continue
-            options = {} if slots is None else {"slots": slots}
+            options = {"context": context} | ({} if slots is None else {"slots": slots})
             contender = ours(**options) if name == "mlxrunner" else CONTENDERS[name]
             found.append(Served(contender, folder, kept))
         yield found
