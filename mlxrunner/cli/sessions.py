@@ -74,8 +74,10 @@ def _print_table(found: list[dict[str, Any]], width: int) -> None:
     for one in found:
         caches = size(one["cache_bytes"]) if one["cache_bytes"] else "none"
         others = f"  and {', '.join(one['branches'])}" if one["branches"] else ""
-        model = f"{' '.join(one['model'].split())}{others}"
-        if len(model) > room:
+        model = " ".join(one["model"].split())
+        if len(model + others) <= room:
+            model += others
+        elif len(model) > room:
             model = model.rpartition("/")[2]
         if len(model) > room:
             model = f"{model[: room - 9]}...{model[-6:]}"
