@@ -110,6 +110,7 @@ def load_model(
     """
     folder = resolve(name, with_code=trust_remote_code)
     config = _check(folder)
+    device.warn_of_slow_blas()
     tokenizer = tokenizer_in(folder, config, trust_remote_code=trust_remote_code)
     model, config = _load_unread(folder, trust_remote_code, progress)
     read_weights(folder, model, progress)

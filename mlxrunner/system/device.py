@@ -18,12 +18,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlxrunner.results import logger
 from mlxrunner.system import openblas
 from mlxrunner.terminal.output import size
 
@@ -385,16 +387,26 @@ def blas() -> Finding:
         return Finding("BLAS", loaded[0])
     library = openblas.find()
     if library is not None:
-        advice = (
-            f"about 16 times faster: unset MLXRUNNER_OPENBLAS; in programs of your own, set "
-            f"LD_PRELOAD={library} OPENBLAS_NUM_THREADS=1"
+        remedy = (
+            "unset MLXRUNNER_OPENBLAS; in programs of your own, set"
+            if openblas.is_off()
+            else "start this program with"
         )
+        advice = f"about 16 times faster: {remedy} LD_PRELOAD={library} OPENBLAS_NUM_THREADS=1"
     else:
         advice = (
             "about 16 times faster with OpenBLAS: apt-get install libopenblas0-pthread, or make in "
             "a clone, then run mlxrunner doctor again"
         )
     return Finding("BLAS", "the wheel's own reference BLAS, slow", ok=False, advice=advice)
+
+
+@cache
+def warn_of_slow_blas() -> None:
+    """Log once that matrix products are slow here, unless the user wants it so."""
+    found = blas()
+    if not (found.ok or openblas.is_off()):
+        logger.warning("matrix products run on %s: %s", found.value, found.advice)
 
 
 def compiler() -> Finding:

@@ -48,6 +48,11 @@ def find() -> str | None:
     )
 
 
+def is_off() -> bool:
+    """Return True if the user wants no OpenBLAS."""
+    return os.environ.get("MLXRUNNER_OPENBLAS") in ("0", "off", "no")
+
+
 _is_ours = False
 """True in a program that `prefer` started again."""
 
@@ -85,8 +90,7 @@ def prefer() -> None:
                 environment[name] = value
         return
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-    switch = os.environ.get("MLXRUNNER_OPENBLAS")
-    if switch in ("0", "off", "no") or sys.platform != "linux" or command not in COMMANDS:
+    if is_off() or sys.platform != "linux" or command not in COMMANDS:
         return
     if "blas" in environment.get(PRELOAD, ""):
         return

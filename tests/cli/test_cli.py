@@ -20,6 +20,7 @@ from support.engine import Engine
 from support.waiting import PATIENCE_S
 
 from mlxrunner import Profile, Runner, cli
+from mlxrunner.models.load import load_model
 from mlxrunner.server import supervisor
 
 
@@ -408,8 +409,27 @@ def test_the_doctor_notices_a_slow_blas(monkeypatch: pytest.MonkeyPatch) -> None
     assert device.blas().advice.endswith(
         "LD_PRELOAD=/usr/lib/libopenblas.so.0 OPENBLAS_NUM_THREADS=1"
     )
+    monkeypatch.setenv("MLXRUNNER_OPENBLAS", "0")
+    assert "unset MLXRUNNER_OPENBLAS" in device.blas().advice
     monkeypatch.setattr(device.shutil, "which", lambda name: None)
     assert device.compiler().advice.endswith("install g++")
+
+
+@pytest.mark.parametrize(("switch", "count"), [("1", 1), ("0", 0)])
+def test_a_program_of_the_user_is_told_of_a_slow_blas(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, switch: str, count: int
+) -> None:
+    """Once, unless it was turned off."""
+    from mlxrunner.system import device
+
+    slow = device.Finding("BLAS", "slow ones", ok=False, advice="LD_PRELOAD=this")
+    monkeypatch.setattr(device, "blas", lambda: slow)
+    monkeypatch.setenv("MLXRUNNER_OPENBLAS", switch)
+    device.warn_of_slow_blas.cache_clear()
+    for _ in range(2):
+        load_model("demo")
+    told = ["matrix products run on slow ones: LD_PRELOAD=this"] * count
+    assert [one.getMessage() for one in caplog.records if "matrix" in one.getMessage()] == told
 
 
 def test_models_lists_an_empty_cache(tmp_path: Path) -> None:
