@@ -39,6 +39,8 @@ from mlxrunner import (
     TimeLimitError,
     run_batch,
 )
+from mlxrunner.cache.pool.cells import KVPool, Placement
+from mlxrunner.cache.protocol import Batch
 from mlxrunner.engine import thread
 from mlxrunner.models.load import tokenizer_of
 from mlxrunner.tokenizer import load_tokenizer
@@ -65,6 +67,28 @@ WAYS: list[Callable[[Handle], list[int | None]]] = [
     lambda handle: [chunk.token for chunk in handle.poll()] if handle.wait() else [],
 ]
 """Ways to read a whole answer."""
+
+
+def test_a_look_at_the_slots_in_the_middle_of_a_step_changes_no_cells(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread looks when the cells of a batch are taken, and the step goes on with them."""
+    place, looks, kept = KVPool.place, list[int](), list[bool]()
+    with opened(llama, 3) as runner, ThreadPoolExecutor(1) as other:
+
+        def placed(pool: KVPool, batch: Batch) -> Placement:
+            placement = place(pool, batch)
+            looks.append(sum(held.bytes for held in other.submit(runner.held).result()))
+            kept.append(placement.after._version.origin is None)
+            return placement
+
+        monkeypatch.setattr(KVPool, "place", placed)
+        handles = [runner.submit([1, 2, 3, end], max_tokens=6) for end in (4, 5)]
+        for handle in handles:
+            handle.result()
+    assert looks[-1] > 0
+    assert len(kept) >= 6
+    assert all(kept)
 
 
 def test_eight_threads_get_the_answers_of_a_runner_alone(llama: Any) -> None:

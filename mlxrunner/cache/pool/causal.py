@@ -315,6 +315,10 @@ class CausalCache(Cache):
         """Return the number of cells that no other sequence owns."""
         return self._cells.num_own(sequence)
 
+    def glance(self, sequence: int) -> int:
+        """Return `num_own` of the moment. Any thread may ask, while a step runs, too."""
+        return self._cells.glance(sequence)
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one cell in all layers; 0 before the first forward pass."""
@@ -542,8 +546,8 @@ class CellsLayer(LayerCache):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the cells that only this sequence owns."""
-        return self.group.row_bytes * self.group.num_own(self.sequence)
+        """Bytes of the cells that only this sequence owns, at the moment."""
+        return self.group.row_bytes * self.group.glance(self.sequence)
 
     def go_back(self, to: int) -> None:
         self.group.remove(self.sequence, to, END)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
-Counts = NDArray[np.uint16]
 
 
 class CellRun(NamedTuple):
@@ -124,7 +123,7 @@ class CellChange(NamedTuple):
     cells: Ints
     """The cells whose positions and numbers of owners are given."""
     positions: Ints
-    num_owners: Counts
+    num_owners: Ints
     sequences: Ints
     """The sequence of each of `owned`."""
     owned: Ints
@@ -150,12 +149,9 @@ class CellTable:
     def __init__(self, positions: Ints, owners: Bools) -> None:
         """`positions [cells]`, `owners [sequences, cells]`: see `KVPool`."""
         self.positions, self.owners = positions, owners
-        self.num_owners: Counts = np.count_nonzero(owners, axis=0).astype(np.uint16)
+        self.num_owners: Ints = np.count_nonzero(owners, axis=0).astype(np.int32)
         self.used: Bools = self.num_owners > 0
         self._unwritten: tuple[CellVersion, CellVersion, CellChange, CellChange] | None = None
-
-    def holds(self, version: CellVersion) -> bool:
-        return version.origin is None and self._unwritten is None
 
     def become(self, version: CellVersion) -> None:
         """Write what differs, so that the arrays hold `version`."""

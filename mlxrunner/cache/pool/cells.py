@@ -345,9 +345,8 @@ class KVPool:
 
     @property
     def _table(self) -> CellTable:
-        """The arrays, which hold this value until another one is asked for its own."""
-        if not self._cells.holds(self._version):
-            self._cells.become(self._version)
+        """The arrays, which hold this value until another one is made, or asked for its own."""
+        self._cells.become(self._version)
         return self._cells
 
     def positions_of(self, cells: Ints) -> Ints:
@@ -357,6 +356,11 @@ class KVPool:
     def num_own(self, sequence: int) -> int:
         """Return the number of cells that no other sequence owns."""
         return int(np.count_nonzero(self._table.num_owners[self._own(sequence)] == 1))
+
+    def glance(self, sequence: int) -> int:
+        """Return `num_own` of the value that the table has. Any thread may ask: nothing changes."""
+        table = self._cells
+        return int(np.count_nonzero(table.num_owners[table.owners[sequence]] == 1))
 
     def num_used_by(self, sequences: Iterable[int], prefix: tuple[int, int]) -> int:
         """Return the number of cells with tokens of any of `sequences`, or of a prefix.
@@ -657,7 +661,7 @@ class KVPool:
     def _with(self, batch: Batch, cells: Ints, reservations: Mapping[int, Reservation]) -> KVPool:
         """Return the pool once the batch is in `cells`, which are free."""
         positions, sequences = np.array(batch.positions, np.int32), np.array(batch.sequences)
-        ones = np.ones(len(cells), np.uint16)
+        ones = np.ones(len(cells), np.int32)
         change = CellChange(cells, positions, ones, sequences, cells, ones > 0)
         after = self._next(CellVersion((self._version, change)), reservations=reservations)
         after._counts = self._counts + np.bincount(sequences, minlength=self.max_sequences)
@@ -713,6 +717,7 @@ class KVPool:
         """Return a pool with other arrays, whose other fields are those of this one."""
         after = KVPool.__new__(KVPool)
         after.window, after._cells, after._version = self.window, self._cells, version
+        self._cells.become(version)  # now, so that a glance finds it
         after.reservations = self.reservations if reservations is None else reservations
         after._counts, after._num_used = self._counts, self._num_used
         after._known, after._scattered = dict(self._known), {}
@@ -739,10 +744,7 @@ class KVPool:
         change = CellChange(cells, positions, num_owners, sequences, owned, is_owner)
         after = self._next(CellVersion((self._version, change)))
         after._counts = self._counts.copy()
-        for sequence, one in dropped:
-            after._counts[sequence] -= len(one)
-        for sequence, one in added:
-            after._counts[sequence] += len(one)
+        np.add.at(after._counts, sequences, np.where(is_owner, 1, -1))
         for sequence, _ in edits:
             after._known.pop(sequence, None)
         after._num_used += int(np.count_nonzero(num_owners)) - int(np.count_nonzero(before))
@@ -778,8 +780,7 @@ class KVPool:
 
         Cells that are also used in `kept` come first.
         """
-        first = kept._table.used.copy()
-        rank = np.where(first, 0, np.where(self._table.used, 1, 2))
+        rank = np.where(kept._table.used.copy(), 0, np.where(self._table.used, 1, 2))
         order = np.argsort(rank, kind="stable").astype(np.int32)
         displaced = np.flatnonzero((order != np.arange(self.num_cells)) & (rank[order] < 2))
         if not len(displaced):

@@ -42,6 +42,7 @@ def counts(pool: KVPool, cells: Contents) -> None:
     for sequence, own in enumerate(owners):
         others = [number for number in range(len(owners)) if number != sequence]
         assert pool.num_own(sequence) == np.count_nonzero(own & ~owners[others].any(axis=0))
+        assert pool.glance(sequence) == pool.num_own(sequence)
         for at in (0, 4):
             shared = own & owners[others].any(axis=0) & (positions >= at)
             assert pool.num_shared(sequence, others, at) == np.count_nonzero(shared)
@@ -130,6 +131,27 @@ def test_a_value_that_nobody_holds_is_forgotten() -> None:
         pool = pool.place(Batch([position], [0])).after
     assert pool.num_own(0) == 2000
     assert pool._version.origin is None
+
+
+def test_a_new_value_is_seen_at_a_glance() -> None:
+    """A glance is another thread's, which may not write the arrays."""
+    before = KVPool.empty(64, 2, AttentionWindow())
+    pool = before.place(Batch(range(9), [0] * 9)).after
+    assert [before.glance(0), pool.glance(0)] == [9, 9]
+    shared = pool.with_prefix(0, 1, 4)
+    assert [pool.glance(0), shared.glance(1)] == [5, 0]
+    assert before.num_own(0) == 0
+    assert [pool.glance(0), pool.num_own(0), pool.glance(0)] == [0, 9, 9]
+
+
+def test_a_cell_may_have_as_many_owners_as_there_are_sequences() -> None:
+    most = 2**16
+    owners = np.zeros((most + 1, 3), np.bool_)
+    owners[:most, 0] = True
+    pool = KVPool(np.zeros(3, np.int32), owners)
+    assert pool.num_free == 2
+    assert pool.with_prefix(0, most, 1).num_free == 2
+    assert pool.with_prefix(0, 0, 0).num_own(1) == 0
 
 
 @pytest.mark.parametrize(
