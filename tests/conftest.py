@@ -23,8 +23,11 @@ from ptyprocess import PtyProcess
 from support import forking, sample
 from support.screen import Screen, end
 
-OF_THE_USER = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "HF_HOME"}
-"""Variables that change what a test sees, beside those that begin with MLXRUNNER_ or XDG_."""
+OF_THE_USER = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "HF_HOME", "PYTHONDONTWRITEBYTECODE"}
+"""Variables that change what a test sees, beside those that begin with MLXRUNNER_ or XDG_.
+
+The last one would have each process compile the package and its tests anew.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Forget how and by whom the suite was started."""
     sample.configure(config)
     heed_signals()
+    sys.dont_write_bytecode = False
     for name in [*os.environ]:
         if name.startswith(("MLXRUNNER_", "XDG_")) or name in OF_THE_USER:
             del os.environ[name]
