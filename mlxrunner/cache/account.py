@@ -393,7 +393,7 @@ class TokenAccounting:
         request, best, most, at = account.request, None, (0, 0), 0
         likely = reversed(_of_conversation(account.earlier, request.conversation))
         candidates = [
-            (one, count, self._shared(one, count, prompt, request)) for one, count in likely
+            (one, count, _common_prefix(one, count, prompt, request)) for one, count in likely
         ]
         self._runs.update(self._history)
         may_share = self._runs.may_share(
@@ -420,19 +420,18 @@ class TokenAccounting:
             self._forget(old)
         return old, at, moved
 
-    def _shared(
-        self, one: PriorRequest, count: int, prompt: TokenArray, request: PriorRequest
-    ) -> int:
-        """Return how many first tokens a prompt has in common with the first `count` of another."""
-        shared = common_fingerprints(one.fingerprints, request.fingerprints)
-        if shared == len(one.fingerprints):
-            shared += _common(one.tokens[shared:count], prompt[shared:])
-        return shared
-
     def _forget(self, old: PriorRequest) -> None:
         """Forget a request of which a later one has the whole prompt."""
         if old in self._history and len(self._history) > 1:
             self._history.remove(old)
+
+
+def _common_prefix(one: PriorRequest, count: int, prompt: TokenArray, request: PriorRequest) -> int:
+    """Return how many first tokens a prompt has in common with the first `count` of another."""
+    shared = common_fingerprints(one.fingerprints, request.fingerprints)
+    if shared == len(one.fingerprints):
+        shared += _common(one.tokens[shared:count], prompt[shared:])
+    return shared
 
 
 Candidates = Sequence[tuple[PriorRequest, int]]

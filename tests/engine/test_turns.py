@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxrunner.engine.scheduling.pacing import FAIR, FairShare, TokenDemand, check, share
+from mlxrunner.engine.scheduling.pacing import FAIR, FairShare, TokenDemand, check, deal_evenly
 from mlxrunner.errors import OptionError
 
 
@@ -15,7 +15,7 @@ def test_a_step_is_shared_without_waste_and_nobody_starves(
     budget: int, wants: list[int], first: int
 ) -> None:
     """All of the budget is used while anybody wants more; shares differ by a token at most."""
-    given_ = share(budget, wants, first)
+    given_ = deal_evenly(budget, wants, first)
     assert all(0 <= got <= want for got, want in zip(given_, wants, strict=True))
     assert sum(given_) == min(budget, sum(wants))
     short = [got for got, want in zip(given_, wants, strict=True) if got < want]
@@ -25,7 +25,7 @@ def test_a_step_is_shared_without_waste_and_nobody_starves(
 
 def test_turns_go_round() -> None:
     """With one token to give, each is first once."""
-    assert [share(1, [5, 5, 5], turn).index(1) for turn in range(3)] == [0, 1, 2]
+    assert [deal_evenly(1, [5, 5, 5], turn).index(1) for turn in range(3)] == [0, 1, 2]
 
 
 def dealt(budget: int, *wants: TokenDemand, turns: int = 1) -> list[int]:

@@ -489,7 +489,8 @@ class FairShare:
         if self._count % FAIR == 0:
             if share < 1 and wants:
                 _level(given, wants, everyone, len(wants), budget, most, share)
-            return given if any(given) else self._shared(budget, wants, everyone)
+            wanted = [one.tokens for one in wants]
+            return given if any(given) else deal_evenly(budget, wanted, self._count)
         everyone.sort(key=lambda i: wants[i].order)
         for _, equals in groupby(everyone, key=lambda i: wants[i].order):
             order = sorted(equals, key=lambda i: (wants[i].left, (i - self._count) % len(wants)))
@@ -501,14 +502,6 @@ class FairShare:
                 for i in order:
                     given[i] = min(wants[i].tokens, left)
                     left -= given[i]
-        return given
-
-    def _shared(self, budget: int, wants: Sequence[TokenDemand], some: list[int]) -> list[int]:
-        """Share `budget` evenly among `some` of the wants."""
-        given = [0] * len(wants)
-        shares = share(budget, [wants[i].tokens for i in some], self._count)
-        for i, tokens in zip(some, shares, strict=True):
-            given[i] = tokens
         return given
 
 
@@ -566,7 +559,7 @@ def _work(tokens: int, longest: int, share: float) -> int:
     return longest + math.ceil(share * (tokens - longest))
 
 
-def share(budget: int, wants: Sequence[int], first: int) -> list[int]:
+def deal_evenly(budget: int, wants: Sequence[int], first: int) -> list[int]:
     """Return the tokens of a step's `budget` that each of several prefills gets.
 
     `wants`: the tokens that each has left. They take turns, beginning with number `first`, so that
