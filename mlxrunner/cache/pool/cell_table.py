@@ -146,11 +146,10 @@ class CellTable:
     An interrupt at any line leaves a table that the next call brings in order.
     """
 
-    def __init__(self, positions: Ints, owners: Bools) -> None:
-        """`positions [cells]`, `owners [sequences, cells]`: see `KVPool`."""
-        self.positions, self.owners = positions, owners
-        self.num_owners: Ints = np.count_nonzero(owners, axis=0).astype(np.int32)
-        self.used: Bools = self.num_owners > 0
+    def __init__(self, positions: Ints, owners: Bools, num_owners: Ints) -> None:
+        """`positions [cells]`, `owners [sequences, cells]`: see `KVPool`; `num_owners [cells]`."""
+        self.positions, self.owners, self.num_owners = positions, owners, num_owners
+        self.used: Bools = num_owners > 0
         self._unwritten: tuple[CellVersion, CellVersion, CellChange, CellChange] | None = None
 
     def become(self, version: CellVersion) -> None:

@@ -307,7 +307,8 @@ class KVPool:
         """
         self.window = window or AttentionWindow()
         self.reservations = reservations or {}
-        self._cells, self._version = CellTable(positions, owners), CellVersion()
+        num_owners: Ints = np.count_nonzero(owners, axis=0).astype(np.int32)
+        self._cells, self._version = CellTable(positions, owners, num_owners), CellVersion()
         self._counts: Ints = np.count_nonzero(owners, axis=1).astype(np.int32)
         self._num_used = int(np.count_nonzero(self._cells.used))
         self._known: dict[int, Spans | None] = {}
@@ -317,9 +318,11 @@ class KVPool:
 
     @classmethod
     def empty(cls, num_cells: int, max_sequences: int, window: AttentionWindow) -> KVPool:
-        return cls(
-            np.zeros(num_cells, np.int32), np.zeros((max_sequences, num_cells), np.bool_), window
-        )
+        pool = cls(np.zeros(0, np.int32), np.zeros((max_sequences, 0), np.bool_), window)
+        positions, num_owners = np.zeros((2, num_cells), np.int32)
+        owners = np.zeros((max_sequences, num_cells), np.bool_)
+        pool._cells = CellTable(positions, owners, num_owners)
+        return pool
 
     @property
     def num_cells(self) -> int:
@@ -359,8 +362,9 @@ class KVPool:
 
     def glance(self, sequence: int) -> int:
         """Return `num_own` of the value that the table has. Any thread may ask: nothing changes."""
-        table = self._cells
-        return int(np.count_nonzero(table.num_owners[table.owners[sequence]] == 1))
+        table, known = self._cells, self._known.get(sequence)
+        own = table.owners[sequence] if known is None else cells_in(known)
+        return int(np.count_nonzero(table.num_owners[own] == 1))
 
     def num_used_by(self, sequences: Iterable[int], prefix: tuple[int, int]) -> int:
         """Return the number of cells with tokens of any of `sequences`, or of a prefix.
