@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from datetime import datetime
 from pathlib import Path
 from threading import Thread
+from typing import TextIO, cast
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import run_in_terminal
@@ -29,6 +30,7 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
+from prompt_toolkit.patch_stdout import StdoutProxy
 
 from mlxrunner.chat.input import CommandTable, DraftInterrupt, TypedText, is_continued, is_open
 from mlxrunner.errors import MlxrunnerError, ReadError
@@ -157,7 +159,8 @@ class Editor:
         try:
             with uninterrupted():
                 self._thread.start()
-            idle(draft)
+            with _errors_above():
+                idle(draft)
             self._thread.join()
         except KeyboardInterrupt:  # a signal that came before the editor had the keyboard
             self._end()
@@ -191,6 +194,16 @@ class Editor:
                         lambda: app.is_done or app.exit(exception=KeyboardInterrupt)
                     )
             self._thread.join(0.05)
+
+
+@contextmanager
+def _errors_above() -> Iterator[None]:
+    """Print what is logged to the terminal above the line that is edited, not into it."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    with StdoutProxy() as above, redirect_stderr(cast(TextIO, above)):
+        yield
 
 
 def _given_up(text: str) -> KeyboardInterrupt:

@@ -191,3 +191,29 @@ def test_a_resize_while_typing_and_while_answering(open_screen: Any, tmp_path: P
     screen.resize(90, 20)
     screen.until("Your name is Ana.").prompt()
     assert screen.leave() == 0
+
+
+WARNS = """
+import logging, time
+from mlxrunner.chat.editor import Editor
+from mlxrunner.chat.repl import commands
+from mlxrunner.terminal.output import log_to_stderr
+def idle(draft):
+    while draft.text != "hello":
+        time.sleep(0.01)
+    logging.getLogger("mlxrunner").warning("a warning")
+    draft.wait_until_over()
+log_to_stderr(logging.WARNING)
+editor = Editor(commands(), lambda name, before: [])
+print("read:", editor.read(idle))
+"""
+
+
+def test_what_is_logged_while_the_user_types_goes_above_the_line(open_screen: Any) -> None:
+    """Not into it, where it would look like a part of the text."""
+    screen = open_screen("-c", WARNS).prompt()
+    screen.child.send("hello")
+    screen.until(lambda: screen.lines == ["a warning", ">>> hello"])
+    screen.child.send("\r")
+    screen.until(lambda: screen.lines[-1:] == ["read: hello"])
+    assert screen.lines == ["a warning", ">>> hello", "read: hello"]
