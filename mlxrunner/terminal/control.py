@@ -306,6 +306,8 @@ def _programs() -> Iterator[list[str]]:
         yield ["xclip", "-selection", "clipboard"]
 
 
+AGAIN_S = 0.02
+"""Seconds after which an exit that was dropped comes again."""
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command in order."""
 
@@ -508,21 +510,44 @@ def orderly_end() -> Iterator[None]:
     nothing. A signal that the parent ignores, as nohup does, stays ignored.
     """
     handlers = {number: signal.getsignal(number) for number in ENDS}
+    _Leaving.is_over = False
     for number in ENDS:
         if handlers[number] is not signal.SIG_IGN:
             signal.signal(number, _leave)
     try:
         yield
     finally:
+        _Leaving.is_over = True
         for number in ENDS:
             if signal.getsignal(number) is _leave:
                 signal.signal(number, handlers[number])
 
 
+class _Leaving(SystemExit):
+    """An exit that comes again if it is dropped before `orderly_end` has seen it.
+
+    C++ code that converts a numpy array to an array of MLX drops what a signal's handler raises
+    meanwhile, and tries another way to convert it.
+    """
+
+    is_over = True
+
+    def __del__(self) -> None:
+        if not _Leaving.is_over:
+            code = self.code
+            signal.signal(signal.SIGALRM, lambda *_: _leave_with(code))
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+
+
+def _leave_with(code: Any) -> None:
+    if not _Leaving.is_over:
+        raise _Leaving(code)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     for one in ENDS:
         signal.signal(one, _do_nothing)
-    raise SystemExit(128 + number)
+    _leave_with(128 + number)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

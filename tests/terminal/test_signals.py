@@ -7,10 +7,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, until
 
 from mlxrunner.terminal.control import (
     Interrupts,
@@ -199,6 +199,20 @@ def test_what_a_handler_says_is_a_line(capfd: pytest.CaptureFixture[str]) -> Non
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def test_an_exit_that_native_code_drops_comes_again() -> None:
+    """Each time that happens, but not once the command is over."""
+    dropped = 0
+    with pytest.raises(SystemExit) as caught, orderly_end():
+        with suppress(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        while dropped < 3:
+            with suppress(SystemExit):
+                until(lambda: False)
+            dropped += 1
+        until(lambda: False)
+    assert (caught.value.code, dropped) == (128 + signal.SIGTERM, 3)
 
 
 def test_a_signal_to_end_is_an_exit_once() -> None:
