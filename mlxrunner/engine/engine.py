@@ -248,8 +248,9 @@ class Engine(MultiRequestRunner):
         if pictures or is_run_by_mlx_vlm(name_of(model)):
             loaded = seeing(name_of(model), asked, progress, trust_remote_code=trust_remote_code)
         else:
-            trusts = trust_remote_code
-            loaded = load_model(name_of(model), trust_remote_code=trusts, progress=progress)
+            loaded = load_model(
+                name_of(model), trust_remote_code=trust_remote_code, progress=progress
+            )
         return cls.of(loaded, max_sequences=max_sequences, progress=progress, **settings)
 
     @classmethod

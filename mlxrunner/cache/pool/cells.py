@@ -784,6 +784,7 @@ class KVPool:
 
         Cells that are also used in `kept` come first.
         """
+        # A copy: both values have one table.
         rank = np.where(kept._table.used.copy(), 0, np.where(self._table.used, 1, 2))
         order = np.argsort(rank, kind="stable").astype(np.int32)
         displaced = np.flatnonzero((order != np.arange(self.num_cells)) & (rank[order] < 2))
