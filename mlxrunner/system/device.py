@@ -388,11 +388,11 @@ def blas() -> Finding:
     library = openblas.find()
     if library is not None:
         remedy = (
-            "unset MLXRUNNER_OPENBLAS; in programs of your own, set"
+            ": unset MLXRUNNER_OPENBLAS; in programs of your own, set"
             if openblas.is_off()
-            else "start this program with"
+            else " when this program is started with"
         )
-        advice = f"about 16 times faster: {remedy} LD_PRELOAD={library} OPENBLAS_NUM_THREADS=1"
+        advice = f"about 16 times faster{remedy} LD_PRELOAD={library} OPENBLAS_NUM_THREADS=1"
     else:
         advice = (
             "about 16 times faster with OpenBLAS: apt-get install libopenblas0-pthread, or make in "
@@ -406,7 +406,7 @@ def warn_of_slow_blas() -> None:
     """Log once that matrix products are slow here, unless the user wants it so."""
     found = blas()
     if not (found.ok or openblas.is_off()):
-        logger.warning("matrix products run on %s: %s", found.value, found.advice)
+        logger.warning("matrix products run on %s; %s", found.value, found.advice)
 
 
 def compiler() -> Finding:

@@ -428,7 +428,7 @@ def test_a_program_of_the_user_is_told_of_a_slow_blas(
     device.warn_of_slow_blas.cache_clear()
     for _ in range(2):
         load_model("demo")
-    told = ["matrix products run on slow ones: LD_PRELOAD=this"] * count
+    told = ["matrix products run on slow ones; LD_PRELOAD=this"] * count
     assert [one.getMessage() for one in caplog.records if "matrix" in one.getMessage()] == told
 
 
