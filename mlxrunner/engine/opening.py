@@ -134,8 +134,8 @@ class EngineConfig:
     def reserve(self, engine: BatchedModel | SequentialModel, cells: int) -> Plan:
         """Allocate all cells, run the largest step once to measure it, and return the plan.
 
-        The step sees every cell. If it needs more than the device offers, smaller ones are tried.
-        Raise MemoryPlanError if none fits.
+        The step sees as much as any. If it needs more than the device offers, smaller ones are
+        tried. Raise MemoryPlanError if none fits.
         """
         step = replace(self.asked, kv_cache_tokens=cells).complete(cells).step
         while True:
@@ -151,12 +151,15 @@ class EngineConfig:
     def _measured(
         self, engine: BatchedModel | SequentialModel, cells: int, step: int
     ) -> WorstCaseBatch:
-        """Run a step of `step` tokens that sees every cell, and return the memory that it takes."""
+        """Run a step of `step` tokens that sees as much as any, and return what memory it takes."""
         with device.no_garbage_collected():
             before = mx.get_active_memory() - sum(group.nbytes for group in engine.groups)
             mx.reset_peak_memory()
             # As in a run, the second step is dispatched before the first is read.
-            in_flight = [largest_step(engine, step, self.asked.max_sequences) for _ in range(2)]
+            context = self.asked.context or cells
+            in_flight = [
+                largest_step(engine, step, self.asked.max_sequences, context) for _ in range(2)
+            ]
             mx.eval(in_flight, engine.state())
             peak, stored = mx.get_peak_memory(), sum(group.nbytes for group in engine.groups)
             del in_flight
@@ -167,15 +170,19 @@ class EngineConfig:
         return replace(self.demand.batch, fixed=batch, per_token=0, is_measured=True, step=step)
 
 
-def largest_step(engine: BatchedModel | SequentialModel, tokens: int, slots: int) -> list[mx.array]:
-    """Dispatch a row of `tokens` tokens that sees every cell, and sample tokens for the slots.
+def largest_step(
+    engine: BatchedModel | SequentialModel, tokens: int, slots: int, context: int
+) -> list[mx.array]:
+    """Dispatch a row of `tokens` tokens that sees as much as any, and sample for the slots.
 
     Where all layers lie in shared cells, the row runs through one of each kind: the memory of a
-    layer's work is free again before the next one starts. All layers get a row of the slots. The
-    sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
+    layer's work is free again before the next one starts. Each token sees what one of a sequence
+    of `context` tokens may see, in the costliest ways. All layers get a row of the slots that sees
+    every cell. The sampling is the costliest possible, for SAMPLED slots at most. Nothing is
+    stored.
     """
     wanted = min(slots, engine.most_sequences or slots)
-    first = engine.first_layers(*_row(tokens)) if isinstance(engine, BatchedModel) else ()
+    first = engine.first_layers(*_row(tokens), context) if isinstance(engine, BatchedModel) else ()
     tokens = wanted if first else tokens
     logits = engine.forward(*_row(tokens), range(tokens - wanted, tokens), reserve=True)
     costliest = NextToken(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import re
 import subprocess
 import sys
@@ -441,10 +442,30 @@ def test_the_step_of_several_requests_shrinks_if_it_takes_more_than_was_estimate
         assert (few.plan.fits, few.plan.batch_is_measured) == (True, True)
         assert 256 <= few.prefill_step == few.plan.prefill_step < 1024
         assert few.complete(prompt, max_tokens=20, stop_tokens=[]).tokens == expected
-    assert caplog.text.count("prefill step: ") == 1
+    assert f"prefill step: {few.prefill_step} tokens" in caplog.text
     offer(few.plan.total - batch_of(few.plan))
     with pytest.raises(MemoryPlanError, match="batch of 256 tokens \\(measured\\)"):
         Engine.load(str(folder), **several)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_steps_of_several_requests_take_no_more_than_was_measured(folder: Path, kind: str) -> None:
+    """Full slots, prompts that share a part, and cells that are scattered by many answers."""
+    family, config, _ = MODELS[kind]
+    write_model(folder, family, **config, max_position_embeddings=1024, vocab_size=300)
+    rng = random.Random(0)
+    shared = [rng.randrange(250) for _ in range(500)]
+    several: dict[str, Any] = {"max_sequences": 8, "context": 1024, "prefill_step": 256}
+    with Engine.load(str(folder), **several) as engine:
+        assert engine.plan is not None
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for number in range(6):
+            new = [[rng.randrange(250) for _ in range(rng.choice([9, 200]))] for _ in range(8)]
+            prompts = [shared[: rng.randrange(500)] + one for one in new[number:]]
+            prompts += [[*one, *one, *one, *one] for one in new[:number]]
+            engine.run(prompts, max_tokens=30 + number, stop_tokens=[])
+        assert mx.get_peak_memory() - before <= batch_of(engine.plan)
 
 
 # One request.

@@ -10,6 +10,7 @@ one size are one part: such a span of the buffer is a batch already, without any
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class Block(NamedTuple):
     @property
     def num_queries(self) -> int:
         return self.end - self.begin
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the queries attend by themselves: they are many, or their cells are scattered."""
+        return self.num_queries >= (LONG if self.seen is not None else 2)
 
 
 class Own(NamedTuple):
@@ -160,26 +166,30 @@ def gather(blocks: Sequence[Block], seen: Sequence[SeenCells]) -> tuple[Found, l
     return _by_length(blocks, short), [one for one in rest if one.blocks]
 
 
-def gather_scattered(cells: KVPool, blocks: Sequence[Block]) -> Found | None:
-    """Gather all that the blocks see which lie in too many pieces to list.
+def gather_scattered(cells: KVPool, blocks: Sequence[Block]) -> list[tuple[int, AnyPart]]:
+    """Return parts for the single queries whose cells lie in too many pieces to list.
 
-    Return None if one product of all blocks is faster, or if one of these has several queries.
+    The cells are gathered, unless one product over all from the first to the last is faster or they
+    are too many.
     """
-    found: dict[int, Ints] = {}
-    for number, block in enumerate(blocks):
-        if block.seen is None:
-            if block.num_queries > 1:
-                return None
-            found[number] = cells.seen_by(block.sequence, block.position, block.position)
-    parts = _by_length(blocks, found)
-    if not parts:
+    found = {
+        number: cells.seen_by(block.sequence, block.position, block.position)
+        for number, block in enumerate(blocks)
+        if block.seen is None
+    }
+    if not found:
         return []
-    first = min(int(own[0]) for own in found.values())
-    end = max(int(own[-1]) + 1 for own in found.values())
-    in_one = PART_COST + sum(block.num_queries for block in blocks) * (end - first)
+    parts = _by_length(blocks, found)
+    run = CellRun(
+        min(int(own[0]) for own in found.values()), max(int(own[-1]) + 1 for own in found.values())
+    )
     copied = sum(part.cells.size for _, part in parts)
-    is_faster = sum(cost_of(part) for _, part in parts) < in_one
-    return parts if is_faster and copied <= MOST_GATHERED else None
+    in_one = PART_COST + len(found) * (run.end - run.begin)
+    if copied <= MOST_GATHERED and sum(cost_of(part) for _, part in parts) < in_one:
+        return [*parts]
+    visible = np.concatenate([_visible(cells, blocks[number], run) for number in found])
+    queries = tuple(blocks[number].begin for number in found)
+    return [(sum(1 << number for number in found), SplitPart(queries, run, visible))]
 
 
 def cost_of(part: Gathered) -> int:
@@ -262,14 +272,34 @@ def split(
 
     `worth`: the smallest ratio of costs at which the product is split.
     """
-    own = tuple(_own(cells, block) for block in blocks if block.num_queries >= LONG)
-    levels = _levels(cells, [block for block in blocks if block.num_queries < LONG])
+    own = tuple(_own(cells, block) for block in blocks if block.is_alone)
+    levels = _levels(cells, [block for block in blocks if not block.is_alone])
     parts = [part for level in levels for part in level]
     if not own and len(parts) == 1 and isinstance(parts[0], SplitPart):
         return None
     span = history_of(cells, batch, blocks)
     cost = sum(_cost_of_own(piece) for piece in own) + sum(map(_cost_of, parts))
     return None if len(batch) * (span.end - span.begin) < worth * cost else Split(own, levels)
+
+
+def largest_splits(tokens: int, sequences: int, num_cells: int, longest: int) -> list[Split]:
+    """Return splits that take at least the memory of any other of a step.
+
+    `tokens`: those of the step. `sequences`: most that it carries. `num_cells`: those of the pool.
+    `longest`: most cells that a token sees, of its own sequence.
+    """
+    # A product over all parts is taken where it costs less than WORTH_SPLITTING times the parts.
+    pairs = tokens * longest + sequences * (num_cells + PART_COST) + (1 + COPY_COST) * MOST_GATHERED
+    seen = min(num_cells, math.ceil(WORTH_SPLITTING * pairs / tokens))
+    cells = np.arange(seen - 1, -1, -1, dtype=np.int32)
+    own = Own(0, tokens, cells, np.ones((tokens, seen), np.bool_))
+    longest = min(longest, num_cells)
+    most = min(tokens, sequences * (LONG - 1), max(1, MOST_SHARED // longest))
+    sharing = tuple(range(most))
+    run, rest = CellRun(0, longest), Own(most, tokens, cells[:1], None)
+    part = SplitPart(sharing, run, np.ones((most, longest), np.bool_))
+    shared = Split((rest,) if most < tokens else (), ((part,), (part,)))
+    return [Split((own,), ()), shared]
 
 
 def history_of(cells: KVPool, batch: Batch, blocks: Sequence[Block] | None) -> CellRun:
@@ -315,8 +345,6 @@ def _levels(cells: KVPool, blocks: Sequence[Block]) -> tuple[Level, ...]:
 def _all_parts(cells: KVPool, blocks: Sequence[Block]) -> list[tuple[int, AnyPart]]:
     """Return the parts, each with its blocks as the bits of a number."""
     scattered = gather_scattered(cells, blocks)
-    if scattered is None:
-        return [_all_at_once(cells, blocks)]
     seen = [[CellRun(each.begin, each.end) for each in block.seen or ()] for block in blocks]
     rows = RowCounts(blocks)
     stacks, rest = _stacks(cells, blocks, _overlaps(seen))
@@ -506,16 +534,6 @@ def _part(
 def _visible(cells: KVPool, block: Block, run: CellRun) -> Bools:
     queries = np.arange(block.position, block.position + block.num_queries, dtype=np.int32)
     return cells.visible(queries, np.full_like(queries, block.sequence), run)
-
-
-def _all_at_once(cells: KVPool, blocks: Sequence[Block]) -> tuple[int, SplitPart]:
-    """Return one part for all blocks, where the cells of some are scattered."""
-    masks = [_visible(cells, block, CellRun(0, cells.num_cells)) for block in blocks]
-    visible = np.concatenate(masks)
-    seen = np.flatnonzero(visible.any(axis=0))
-    run = CellRun(int(seen[0]), int(seen[-1]) + 1)
-    queries = tuple(query for block in blocks for query in range(block.begin, block.end))
-    return (1 << len(blocks)) - 1, SplitPart(queries, run, visible[:, run.begin : run.end])
 
 
 def _cost_of(part: AnyPart) -> int:

@@ -17,7 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.cache.layers.extents import Everything, Extent, Window
-from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Forward, Split
+from mlxrunner.cache.pool.attention_split import (
+    WORTH_SPLITTING,
+    Forward,
+    Split,
+    largest_splits,
+)
 from mlxrunner.cache.pool.cell_table import CellRun, Ints, runs
 from mlxrunner.cache.pool.cells import AttentionWindow, KVPool, Move, Placement, PositionShift
 from mlxrunner.cache.protocol import (
@@ -223,6 +228,14 @@ class CausalCache(Cache):
     def split(self, worth: float = WORTH_SPLITTING) -> Split | None:
         """Split the attention of the pass under way; return None if one product is faster."""
         return self._current().forward.split(worth)
+
+    def largest_splits(self, tokens: int, context: int) -> list[Split]:
+        """Return splits for the worst-case memory of `tokens` tokens; see `largest_splits` there.
+
+        `context`: most tokens of a sequence.
+        """
+        longest = context if self.window is None else min(context, self.window + tokens)
+        return largest_splits(tokens, self._cells.max_sequences, self.num_cells, longest)
 
     def attention_mask(self, *, is_split: bool, as_array: bool) -> mx.array | str | None:
         """Return the mask of the pass under way as mlx-lm's attention takes it.

@@ -30,7 +30,7 @@ from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
-from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
+from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Split
 from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.protocol import Batch, LayerCache
 from mlxrunner.engine.backends.attention import SplitAttention
@@ -169,10 +169,11 @@ class BatchedModel(Backend):
         wanted = set(rows)
         return [index for index in range(len(batch)) if index not in wanted]
 
-    def first_layers(self, tokens: mx.array, batch: Batch) -> tuple[mx.array, ...]:
-        """Begin a reserve pass. Return unevaluated arrays that need a layer of each kind.
+    def first_layers(self, tokens: mx.array, batch: Batch, context: int) -> tuple[mx.array, ...]:
+        """Begin reserve passes. Return unevaluated arrays that need a layer of each kind.
 
-        There are none if layers are apart: the whole pass tells what it needs then.
+        `context`: most tokens of a sequence. Attention that can't be split sees every cell. There
+        are no arrays if layers are apart: the whole pass tells what it needs then.
         """
         layers = getattr(self.model, "layers", ())
         if [row.layer for row in self._rows] != list(range(len(layers))):
@@ -180,16 +181,32 @@ class BatchedModel(Backend):
         rows = zip(self._rows, layers, strict=True)
         kinds = [(row.group, shapes_of(layer)) for row, layer in rows]
         self.stops_at = max(map(kinds.index, kinds), default=-1) + 1
+        passes: Sequence[Sequence[Split | None]] = [[None] * len(self.groups)]
+        if self.can_split:
+            each = [group.largest_splits(len(batch), context) for group in self.groups]
+            passes = [*zip(*each, strict=True)]
         try:
-            self._pass(tokens, batch, [0], reserve=True)
-        except Enough as enough:
-            return enough.arrays
+            return tuple(array for splits in passes for array in self._first(tokens, batch, splits))
         finally:
             self.stops_at = -1
+
+    def _first(
+        self, tokens: mx.array, batch: Batch, splits: Sequence[Split | None]
+    ) -> tuple[mx.array, ...]:
+        try:
+            self._pass(tokens, batch, [0], reserve=True, splits=splits)
+        except Enough as enough:
+            return enough.arrays
         return ()
 
     def _pass(
-        self, tokens: mx.array, batch: Batch, rows: Sequence[int], *, reserve: bool = False
+        self,
+        tokens: mx.array,
+        batch: Batch,
+        rows: Sequence[int],
+        *,
+        reserve: bool = False,
+        splits: Sequence[Split | None] | None = None,
     ) -> mx.array:
         where = batch.sequences, batch.positions
         plan = StepPlan.of(*where, in_stages=self.mode.stages) if self._apart else None
@@ -197,9 +214,11 @@ class BatchedModel(Backend):
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
         self.step.begin(batch)
-        splits = [
-            group.split(self.worth_splitting) if self.can_split else None for group in self.groups
-        ]
+        if splits is None:
+            splits = [
+                group.split(self.worth_splitting) if self.can_split else None
+                for group in self.groups
+            ]
         self.parts = [None if split is None else SplitAttention(split) for split in splits]
         self.masks_parts = [(reserve and self.can_split) or bool(parts) for parts in self.parts]
         is_all = list(rows) == list(range(len(batch)))

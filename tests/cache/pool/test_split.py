@@ -26,6 +26,7 @@ from mlxrunner.cache.pool.attention_split import (
     SplitPart,
     StackedParts,
     blocks_of,
+    largest_splits,
     split,
 )
 from mlxrunner.cache.pool.cell_table import Bools, CellRun
@@ -152,6 +153,50 @@ def test_attention_in_parts_is_that_of_the_mask(
             scaled_dot_product_attention, queries, keys, values, scale=0.5, sinks=sinks, cache=None
         )
         assert mx.abs(ours - expected).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("window", SIGHTS, ids=str)
+@examples(60)
+@given(st.randoms())
+def test_no_step_takes_more_than_the_largest_splits(
+    window: AttentionWindow, rng: random.Random
+) -> None:
+    """The memory of a server is measured with these: pairs of query and cell, and copied cells."""
+    history = History(rng, window, num_cells=900)
+    for _ in range(rng.randint(1, 30)):
+        history.change()
+        found = history.step(rng.randint(1, SEQUENCES), rng.choice([4, 4, LONG + 40]))
+        if found is None:
+            continue
+        batch, visible = found
+        parts = split(history.cells, batch, _blocks(history.cells, batch))
+        if parts is None:
+            seen = np.flatnonzero(visible.any(axis=0))
+            pairs, copied = len(batch) * int(seen[-1] + 1 - seen[0]), 0
+        else:
+            pairs, copied = pairs_of(parts), sum(len(own.cells) for own in parts.own)
+        longest = max(
+            len(np.flatnonzero(visible[rows].any(axis=0)))
+            for block in _blocks(history.cells, batch)
+            for rows in [slice(block.begin, block.end)]
+        )
+        whole, _ = largest_splits(len(batch), SEQUENCES, 900, longest)
+        assert pairs <= pairs_of(whole)
+        assert copied <= SEQUENCES * len(whole.own[0].cells)
+
+
+def pairs_of(parts: Split) -> int:
+    """Return the pairs of query and cell in all products."""
+    own = sum((one.end - one.begin) * len(one.cells) for one in parts.own)
+    sizes = [
+        part.cells.size
+        if isinstance(part, Gathered)
+        else len(part.queries)
+        * (part.length if isinstance(part, StackedParts) else part.cells.end - part.cells.begin)
+        for level in parts.levels
+        for part in level
+    ]
+    return own + sum(sizes)
 
 
 def _blocks(cells: KVPool, batch: Batch) -> list[Block]:
@@ -348,6 +393,16 @@ def test_scattered_sequences_have_a_mask() -> None:
         f"own 0-{LONG - 1}: {50 + LONG} cells",
         f"level 0: {LONG}: 51 gathered x 1",
     ]
+
+
+def test_a_short_piece_of_a_scattered_sequence_attends_by_itself() -> None:
+    """All cells of the pool are more than it sees; the others are read as without it."""
+    cells = KVPool.empty(9000, 4, AttentionWindow())
+    for _ in range(50):
+        cells, _ = apart(cells, (0, 1), (1, 1), (2, 1), worth=0)
+    cells, _ = apart(cells, (3, 600))
+    cells, found = apart(cells, (0, 3), (3, 1), worth=0)
+    assert drawn(found) == ["own 0-2: 53 cells", "level 0: 3: 150-753 masked"]
 
 
 @pytest.mark.parametrize(
