@@ -1,4 +1,7 @@
-"""The plugin for `llm`, tried with the real program in processes of its own."""
+"""The plugin for `llm`, tried with the real program in processes of its own.
+
+One test starts it as a user does. The others are forks, without the second that its imports take.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forking import run_program
 from support.models import write_model, write_tokenizer
 from support.tokenizers import CHATML
 from support.waiting import PATIENCE_S
@@ -20,6 +24,15 @@ from mlxrunner.config.option import about
 from mlxrunner.options import chat_options
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+IMPORTS = ("llm.default_plugins.openai_models", "mlxrunner.cli.llm_plugin")
+"""Most of what `llm` imports. Importing them registers no plugin."""
+AS_STARTED = """
+import os, sys
+from huggingface_hub import constants
+constants.HF_HUB_CACHE = os.environ["HF_HUB_CACHE"]
+sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+"""
+"""Read in a fork the variables that Python and the hub read when they start."""
 
 
 class Llm:
@@ -41,9 +54,19 @@ class Llm:
         }
 
     def __call__(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return self.code("from llm.cli import cli; cli(prog_name='llm')", *arguments, stdin=stdin)
+
+    def code(self, code: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run Python code in the place of `llm`."""
+        given: dict[str, Any] = {"input": stdin, "text": True, "env": self.env}
+        return run_program(
+            "-c", AS_STARTED + code, *arguments, **given, timeout=PATIENCE_S, imports=IMPORTS
+        )
+
+    def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Start `llm`, not a fork."""
         return subprocess.run(
             [sys.executable, "-m", "llm", *arguments],
-            input=stdin,
             capture_output=True,
             text=True,
             env=self.env,
@@ -65,7 +88,7 @@ def cached(usage: str) -> int:
 
 def test_a_prompt_is_answered_with_its_usage(run: Llm) -> None:
     """The answer on stdout, and the counts that `llm -u` shows; the log has both."""
-    result = run("-m", "mlxrunner/demo", "My name is Ana. What is my name?", "-u")
+    result = run.start("-m", "mlxrunner/demo", "My name is Ana. What is my name?", "-u")
     assert (result.returncode, result.stdout) == (0, "Your name is Ana.\n")
     assert "Token usage: 29 input, 9 output" in result.stderr
     (logged,) = json.loads(run("logs", "--json").stdout)
@@ -199,9 +222,7 @@ def test_another_model_takes_the_place_of_the_first(run: Llm, tmp_path: Path) ->
         "assert ask('demo', context=300).text() == first\n"
         "print(len(loads))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=run.env
-    )
+    result = run.code(code)
     assert (result.stdout, result.stderr) == ("3\n", "")
 
 
