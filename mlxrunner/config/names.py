@@ -13,129 +13,80 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 
-SAME: dict[str, str] = {
-    # OpenAI
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    # vLLM
-    "chat_template_kwargs": "template",
-    "guided_choice": "choices",
-    "guided_json": "schema",
-    "prompt_token_ids": "prompt",
-    # llama.cpp and ollama
-    "json_schema": "schema",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "repeat_last_n": "penalty_context",
-    "repeat_penalty": "repetition_penalty",
-    # mlx-lm
-    "repetition_context_size": "penalty_context",
-    # transformers, Anthropic, Mistral
-    "max_new_tokens": "max_tokens",
-    "stop_sequences": "stop",
-    "random_seed": "seed",
-}
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """Return ours for each name of others; a line of the table has ours, and theirs by commas."""
+    return {name: ours for ours, names in table.items() for name in names.split(", ")}
+
+
+SAME = _by_name(
+    {
+        "max_tokens": "max_completion_tokens, max_output_tokens, n_predict, num_predict, "
+        "max_new_tokens",
+        "template": "chat_template_kwargs",
+        "choices": "guided_choice",
+        "schema": "guided_json, json_schema",
+        "prompt": "prompt_token_ids",
+        "penalty_context": "repeat_last_n, repetition_context_size",
+        "repetition_penalty": "repeat_penalty",
+        "stop": "stop_sequences",
+        "seed": "random_seed",
+    }
+)
 """Our name for each name of another program that means the same."""
 
-MEANT: dict[str, str] = {
-    "temp": "temperature",
-    "seeds": "seed",
-    "predict": "max_tokens",
-    "length": "max_tokens",
-    "max_length": "max_tokens",
-    "max_gen_len": "max_tokens",
-    "stop_strings": "stop",
-    "format": "response_format",
-    "enable_thinking": 'template: {"enable_thinking": false}',
-    "think": 'template: {"enable_thinking": true}',
-    "thinking": 'template: {"enable_thinking": true}',
-    "reasoning": "reasoning_effort",
-    "functions": "tools",
-    "text": "prompt",
-    "input": "prompt",
-    "question": "prompt",
-    "instruction": "prompt",
-    "query": "prompt",
-    "content": "prompt",
-    "instructions": "system",
-    "system_prompt": "system",
-    "sys": "system",
-    "conversation": "messages",
-    "conversations": "messages",
-    "chat": "messages",
-    "ctx_size": "context",
-    "n_ctx": "context",
-    "num_ctx": "context",
-    "max_model_len": "context",
-    "max_kv_size": "context",
-    "max_seq_len": "context",
-    "cache_type_k": "kv_bits",
-    "cache_type_v": "kv_bits",
-    "kv_cache_dtype": "kv_bits",
-    "batch_size": "prefill_step",
-    "ubatch_size": "prefill_step",
-    "num_batch": "prefill_step",
-    "prefill_step_size": "prefill_step",
-    "max_num_batched_tokens": "prefill_step",
-    "n_keep": "keep",
-    "num_keep": "keep",
-    "context_shift": "overflow",
-    "truncate": "overflow",
-    "truncation": "overflow",
-    "max_num_seqs": "parallel",
-    "np": "parallel",
-    "guided_grammar": "schema",
-    "guided_regex": "schema",
-    "grammar": "schema",
-    "regex": "schema",
-    "chat_template": "template",
-    "top_logprobs": "logprobs",
-    "n_probs": "logprobs",
-    "reverse_prompt": "stop",
-    "json_schema_file": "schema",
-    "hf_repo": "model",
-    "model_path": "model",
-    "prompt_cache": "session",
-    "ignore_chat_template": "raw",
-}
+MEANT = _by_name(
+    {
+        "temperature": "temp",
+        "seed": "seeds",
+        "max_tokens": "predict, length, max_length, max_gen_len",
+        "stop": "stop_strings, reverse_prompt",
+        "response_format": "format",
+        'template: {"enable_thinking": false}': "enable_thinking",
+        'template: {"enable_thinking": true}': "think, thinking",
+        "reasoning_effort": "reasoning",
+        "tools": "functions",
+        "prompt": "text, input, question, instruction, query, content",
+        "system": "instructions, system_prompt, sys",
+        "messages": "conversation, conversations, chat",
+        "context": "ctx_size, n_ctx, num_ctx, max_model_len, max_kv_size, max_seq_len",
+        "kv_bits": "cache_type_k, cache_type_v, kv_cache_dtype",
+        "prefill_step": "batch_size, ubatch_size, num_batch, prefill_step_size, "
+        "max_num_batched_tokens",
+        "keep": "n_keep, num_keep",
+        "overflow": "context_shift, truncate, truncation",
+        "parallel": "max_num_seqs, np",
+        "schema": "guided_grammar, guided_regex, grammar, regex, json_schema_file",
+        "template": "chat_template",
+        "logprobs": "top_logprobs, n_probs",
+        "model": "hf_repo, model_path",
+        "session": "prompt_cache",
+        "raw": "ignore_chat_template",
+    }
+)
 """Our nearest name for a name of another program that does not mean the same."""
 
 
-COMMANDS: dict[str, str] = {
-    # ollama
-    "pull": "models pull",
-    "list": "models",
-    "ls": "models",
-    "rm": "models rm",
-    # llm
-    "prompt": "generate",
-    "logs": "sessions",
-    "aliases": "config",
-    "templates": "config",
-    "start": "serve",
-    # others
-    "server": "serve",
-    "complete": "generate",
-    "download": "models pull",
-    "info": "show",
-    "ask": "generate",
-    "version": "--version",
-    # within a group of ours
-    "models show": "show",
-    "models download": "models pull",
-    "models remove": "models rm",
-    "models delete": "models rm",
-    "sessions remove": "sessions rm",
-    "sessions delete": "sessions rm",
-    "models known": "models --known",
-    "models search": "models --known",
-    "search": "models --known",
-}
+COMMANDS = _by_name(
+    {
+        "models pull": "pull, download, models download",
+        "models": "list, ls",
+        "models rm": "rm, models remove, models delete",
+        "generate": "prompt, complete, ask",
+        "sessions": "logs",
+        "config": "aliases, templates",
+        "serve": "start, server",
+        "show": "info, models show",
+        "--version": "version",
+        "sessions rm": "sessions remove, sessions delete",
+        "models --known": "models known, models search, search",
+    }
+)
 """Our command for each command of another program."""
 
 ADVICE: dict[str, str] = {
