@@ -55,34 +55,32 @@ class MlxrunnerError(Exception):
     is_table = False
     """True if the message has several lines, none of which comes from a file."""
 
+    def __init_subclass__(cls, exit_code: int | None = None) -> None:
+        """Give a class its `exit_code`, by default that of its base."""
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
-class ModelError(MlxrunnerError):
+
+class ModelError(MlxrunnerError, exit_code=2):
     """The model is missing, broken or of an unknown kind; the message names the file or id."""
-
-    exit_code = 2
 
 
 class NoSuchModelError(ModelError):
     """No model, here or on the hub, has this name, or it is not a name of a model at all."""
 
 
-class MemoryPlanError(MlxrunnerError):
+class MemoryPlanError(MlxrunnerError, exit_code=2):
     """The plan does not fit; the message is its table, with settings that would fit."""
 
-    exit_code = 2
     is_table = True
 
 
-class OptionError(MlxrunnerError, ValueError):
+class OptionError(MlxrunnerError, ValueError, exit_code=2):
     """An option is unknown, of the wrong type or out of its range."""
 
-    exit_code = 2
 
-
-class PromptError(MlxrunnerError, ValueError):
+class PromptError(MlxrunnerError, ValueError, exit_code=2):
     """The prompt cannot be run: it is empty, not made of tokens, or refused by the template."""
-
-    exit_code = 2
 
 
 class ContextLengthError(PromptError):
@@ -111,36 +109,28 @@ class BrokenLineError(PromptError):
         """The fields of the line that could be read, such as its id."""
 
 
-class ReadError(MlxrunnerError):
+class ReadError(MlxrunnerError, exit_code=2):
     """A file cannot be read. The message begins with the path and says what to do."""
-
-    exit_code = 2
 
 
 class MissingFileError(ReadError):
     """No file has this name; it may be a link to nothing."""
 
 
-class OutputClosedError(MlxrunnerError):
+class OutputClosedError(MlxrunnerError, exit_code=2):
     """Standard output is closed or full."""
 
-    exit_code = 2
 
-
-class PictureError(MlxrunnerError):
+class PictureError(MlxrunnerError, exit_code=2):
     """A picture is damaged, too large, or of an unknown format; the message names it."""
-
-    exit_code = 2
 
 
 class PicturesFullError(PictureError):
     """The pictures of a request find no room beside those of running requests: send it again."""
 
 
-class SessionError(MlxrunnerError):
+class SessionError(MlxrunnerError, exit_code=2):
     """A saved session is missing, damaged, open elsewhere, or cannot be written."""
-
-    exit_code = 2
 
 
 class ContextFullError(MlxrunnerError):
@@ -191,10 +181,8 @@ class CacheFullError(MlxrunnerError):
         self.needed, self.free, self.total = needed, free, total
 
 
-class NotSupportedError(MlxrunnerError):
+class NotSupportedError(MlxrunnerError, exit_code=2):
     """A cache or model cannot do that at all; nothing was changed."""
-
-    exit_code = 2
 
 
 class NoFreeSlotError(MlxrunnerError):
@@ -220,10 +208,8 @@ class RequestError(MlxrunnerError):
         """True if the request itself is at fault, so that it was not run."""
 
 
-class StoreError(MlxrunnerError):
+class StoreError(MlxrunnerError, exit_code=2):
     """A store cannot be made, opened or written to. Answers committed before are safe."""
-
-    exit_code = 2
 
 
 class DamagedStoreError(StoreError):
@@ -236,10 +222,8 @@ class DamagedStoreError(StoreError):
         )
 
 
-class OutputError(MlxrunnerError):
+class OutputError(MlxrunnerError, exit_code=2):
     """A file cannot be written, or another run wrote it; the message names the file."""
-
-    exit_code = 2
 
     @classmethod
     def of(cls, file: str, error: OSError) -> OutputError:
@@ -261,16 +245,12 @@ class TimeLimitError(MlxrunnerError):
         )
 
 
-class DifferentRunError(MlxrunnerError):
+class DifferentRunError(MlxrunnerError, exit_code=2):
     """The run to resume was begun with other options, another model or another input."""
 
-    exit_code = 2
 
-
-class VerifyError(MlxrunnerError):
+class VerifyError(MlxrunnerError, exit_code=4):
     """A request gave another answer when it was run again without the entry."""
-
-    exit_code = 4
 
     def __init__(self, failed: int, verified: int) -> None:
         super().__init__(
