@@ -236,14 +236,6 @@ class HelpGroup(click.Group):
         return list(self.commands)
 
 
-def write_commands(formatter: click.HelpFormatter) -> None:
-    """Write the commands of the program with their summaries, under headings."""
-    wide = max(len(name) for commands in COMMANDS.values() for name in commands)
-    for heading, commands in COMMANDS.items():
-        with formatter.section(heading):
-            formatter.write_dl([(f"{name:{wide}}", text) for name, text in commands.items()])
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -251,7 +243,10 @@ class Program(HelpGroup):
     """A click group that prints each error as one line; `--debug` adds the traceback."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        write_commands(formatter)
+        wide = max(len(name) for commands in COMMANDS.values() for name in commands)
+        for heading, commands in COMMANDS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(f"{name:{wide}}", text) for name, text in commands.items()])
         click.Command.format_options(self, ctx, formatter)
 
     def main(self, *arguments: Any, **extra: Any) -> Any:
@@ -270,7 +265,7 @@ class Program(HelpGroup):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            raise with_our_name(error) from error
+            raise reworded(error) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         is_early = early.hand_over()
@@ -285,16 +280,8 @@ class Program(HelpGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except click.NoSuchOption as error:
-            raise with_our_name(error) from error
-        except click.NoSuchCommand as error:
-            raise with_our_command(error) from error
-        except click.MissingParameter as error:
-            raise with_its_meaning(error) from error
-        except click.BadParameter as error:
-            raise with_our_number(error) from error
         except click.UsageError as error:
-            raise with_our_way(error) from error
+            raise reworded(error) from error
         except (
             click.ClickException,
             click.exceptions.Exit,
@@ -320,7 +307,28 @@ class Program(HelpGroup):
             sys.exit(1)
 
 
-def with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
+def reworded(error: click.UsageError) -> click.UsageError:
+    """Return an error of click with what the user may have meant."""
+    match error:
+        case click.NoSuchOption():
+            return _with_our_name(error)
+        case click.NoSuchCommand():
+            return _with_our_command(error)
+        case click.MissingParameter():
+            name = "" if error.param is None else (error.param.metavar or str(error.param.name))
+            name = name.strip("[].").upper() if isinstance(error.param, click.Argument) else ""
+            if name in MEANINGS:
+                return click.UsageError(f"Missing {name}: {MEANINGS[name]}.", ctx=error.ctx)
+        case click.BadParameter():
+            return _with_our_number(error)
+        case click.UsageError(ctx=click.Context(info_name="chat")):
+            if "extra argument" in error.message:
+                hint = "mlxrunner run MODEL PROMPT answers one prompt."
+                return click.UsageError(f"{error.message}. {hint}", ctx=error.ctx)
+    return error
+
+
+def _with_our_name(error: click.NoSuchOption) -> click.NoSuchOption:
     """Return the error about an unknown option with the option of ours that may be meant."""
     from mlxrunner.config.names import FLAGS, LETTERS, MEANT, SAME, WAYS, plain
 
@@ -380,7 +388,7 @@ def _our_flag(name: str, flags: Mapping[str, str]) -> str | None:
     return flags[ours] + (f" {_as_pair(value)}" if value else "")
 
 
-def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
+def _with_our_command(error: click.NoSuchCommand) -> click.UsageError:
     """Return the error about an unknown command with what may be meant: ours, or a prompt."""
     from mlxrunner.config.names import ADVICE, COMMANDS, known_models
     from mlxrunner.options import EMBEDDED
@@ -406,7 +414,7 @@ def with_our_command(error: click.NoSuchCommand) -> click.UsageError:
 _COUNT = re.compile(r"'(\d+(?:\.\d+)?)([km])i?b?' ", re.IGNORECASE)
 
 
-def with_our_number(error: click.BadParameter) -> click.BadParameter:
+def _with_our_number(error: click.BadParameter) -> click.BadParameter:
     """Return an error about a number in our words; one such as 8k says what to write instead."""
     message = error.message.replace("is not a valid integer", "is not a whole number")
     message = message.replace("is not a valid float", "is not a number")
@@ -429,23 +437,6 @@ MEANINGS = {
     "FILE": "the file to write, or to read",
 }
 """The meaning of each argument, for the error about one that is missing."""
-
-
-def with_its_meaning(error: click.MissingParameter) -> click.UsageError:
-    """Return the error about a missing argument with what it may be."""
-    name = "" if error.param is None else (error.param.metavar or str(error.param.name))
-    name = name.strip("[].").upper() if isinstance(error.param, click.Argument) else ""
-    if name not in MEANINGS:
-        return error
-    return click.UsageError(f"Missing {name}: {MEANINGS[name]}.", ctx=error.ctx)
-
-
-def with_our_way(error: click.UsageError) -> click.UsageError:
-    """Return the error about a prompt after `chat MODEL` with the command that takes one."""
-    if error.ctx is None or error.ctx.info_name != "chat" or "extra argument" not in error.message:
-        return error
-    hint = "mlxrunner run MODEL PROMPT answers one prompt."
-    return click.UsageError(f"{error.message}. {hint}", ctx=error.ctx)
 
 
 def _as_pair(value: str) -> str:
