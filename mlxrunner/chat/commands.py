@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from mlxrunner.chat.input import (
     read_text,
     whole_number,
 )
-from mlxrunner.chat.markdown import code_blocks
+from mlxrunner.chat.view import code_blocks
 from mlxrunner.config.file import NAMED, Config, read_config_file
 from mlxrunner.config.names import did_you_mean
 from mlxrunner.config.option import DEFAULT, HERE, about, layer, settled, values
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mlxrunner.chat.repl import Chat
 
 
+Run = Callable[["Chat", str], None]
 SETTABLE = dict(chat_options())
 """The options of a request that `/set` knows, by name."""
 CONTEXT = about(RunnerSettings.__dataclass_fields__["context"])
@@ -78,6 +79,155 @@ def parse_settings(text: str) -> dict[str, Any]:
     return options
 
 
+COMMANDS: list[Command] = []
+"""The commands of this module, in the order of /help."""
+
+
+def command(
+    name: str,
+    takes: str,
+    help: str,
+    words: Callable[[Chat, str], Iterable[str]] = lambda chat, before: (),
+    *,
+    is_daily: bool = False,
+) -> Callable[[Run], Run]:
+    """Add a function to `COMMANDS`; the arguments are fields of `Command`."""
+
+    def add(run: Run) -> Run:
+        COMMANDS.append(Command(name, takes, help, run, words, is_daily))
+        return run
+
+    return add
+
+
+@command("/undo", "[N]", "remove the last turn, or the last N", is_daily=True)
+def undo(chat: Chat, argument: str) -> None:
+    taken = chat.conversation.undo(whole_number(argument, default=1))
+    if not taken:
+        raise OptionError("there is no turn to remove")
+    left = count_of(len(chat.conversation.history.turns), "turn")
+    chat.say(
+        f"{count_of(len(taken), 'turn')} removed, {left} left: "
+        f"{chat.conversation.outlook()}; /redo restores {'it' if len(taken) == 1 else 'them'}"
+    )
+
+
+@command("/redo", "", "undo the last /undo, /clear, /edit, /retry or /system", is_daily=True)
+def redo(chat: Chat, argument: str) -> None:
+    conversation, name = chat.conversation, chat.branches.current
+    present = conversation.branch
+    branch = chat.undo_history.pop(name, present)
+    if branch is None:
+        raise OptionError(f"there is nothing to restore on branch {name}")
+    chat.branches.drop_kept_within(branch)
+    kept = ""
+    if UndoState(name, present).is_lost_in(branch):
+        kept = f"; the previous conversation is branch {chat.branches.keep(name, present)}"
+    conversation.switch_to(branch)
+    turns = count_of(len(branch.history.turns), "turn")
+    chat.say(f"restored, {turns}: {conversation.outlook()}{kept}")
+
+
+@command("/edit", "[N]", "edit message N, or your last, and continue there", is_daily=True)
+def edit(chat: Chat, argument: str) -> None:
+    """Edit the message with a number of /show: the user's are odd, the answers even."""
+    messages, history = chat.conversation.messages, chat.conversation.history
+    if not messages:
+        raise OptionError("there is nothing to edit yet")
+    number = whole_number(argument, default=len(messages) - 1)
+    if number > len(messages):
+        raise OptionError(
+            f"there is no message {number}: the last one is {len(messages)}, see /show"
+        )
+    turn, before = (number - 1) // 2, messages[number - 1]["content"]
+    is_answer = number % 2 == 0
+    text = chat.edit(before, None if is_answer else history.cut(turn))
+    if text is None:
+        chat.say("nothing changed")
+    elif is_answer:
+        chat.conversation.answer_with(turn, text)
+        left = count_of(turn + 1, "turn")
+        chat.say(
+            f"the answer of turn {turn + 1} is changed, {left} left: {chat.conversation.outlook()}"
+        )
+    else:
+        chat.send(text, history.cut(turn))
+
+
+@command(
+    "/retry",
+    "[NAME=VALUE ...]",
+    "answer the last message again, with these settings",
+    lambda chat, before: (GREEDILY, *(f"{name}=" for name in SETTABLE)),
+    is_daily=True,
+)
+def retry(chat: Chat, argument: str) -> None:
+    history = chat.conversation.history
+    if not history.turns:
+        raise OptionError("there is no answer to repeat")
+    options = parse_settings(argument)
+    merged: dict[str, Any] = chat.conversation.effective | options
+    if not merged.get("temperature") and not options:
+        chat.say("the temperature is 0, so the answer will be the same: try /retry temperature=0.8")
+    elif merged.get("seed") is not None and not options:
+        seed = merged["seed"]
+        chat.say(f"the seed is {seed}, so the answer will be the same: try /retry seed={seed + 1}")
+    *earlier, last = history.turns
+    chat.answer(last.user, history.cut(len(earlier)), **options)
+
+
+@command(
+    "/branch",
+    "[-d] [NAME]",
+    "continue as branch NAME; alone: list; -d: delete one",
+    lambda chat, before: chat.branches,
+)
+def branch(chat: Chat, argument: str) -> None:
+    drop, name = flagged(argument, "-d")
+    if drop:
+        dropped = count_of(len(chat.branches.drop(name).history.turns), "turn")
+        chat.say(f"branch {name} deleted, with {dropped}")
+    elif argument:
+        chat.branches.fork(argument, chat.conversation.branch)
+        chat.say(f"on branch {argument}: {chat.conversation.outlook()}")
+    else:
+        for name in chat.branches:
+            chat.say(f"{'*' if name == chat.branches.current else ' '} {name}")
+
+
+@command("/switch", "NAME", "switch to another branch", lambda chat, before: chat.branches)
+def switch(chat: Chat, argument: str) -> None:
+    conversation = chat.conversation
+    conversation.switch_to(chat.branches.switch(argument, conversation.branch))
+    turns = count_of(len(conversation.history.turns), "turn")
+    chat.say(f"on branch {argument}, {turns}: {conversation.outlook()}")
+
+
+@command("/clear", "", "clear the conversation, but not the system prompt", is_daily=True)
+def clear(chat: Chat, argument: str) -> None:
+    had_turns = bool(chat.conversation.history.turns)
+    chat.conversation.clear()
+    chat.attachments.clear()
+    back = "; /redo restores it" if had_turns else ""
+    chat.say(f"conversation cleared{back}")
+
+
+def setting_words(chat: Chat, before: str) -> Iterable[str]:
+    """Return the names of all settings, or the values of the one that `before` names."""
+    names = (*SETTABLE, GREEDILY, "context", "history")
+    if not before:
+        return names
+    values = {"history": POLICIES, "overflow": (*OVERFLOW, DEFAULT)}
+    name = before.strip().replace("-", "_")
+    return values.get(name, (DEFAULT,)) if name in names and name != GREEDILY else ()
+
+
+def _model_names(chat: Chat, before: str) -> Iterable[str]:
+    from mlxrunner.models.resolve import cached_models
+
+    return [*EMBEDDED, *read_config_file().aliases, *(found.name for found in cached_models())]
+
+
 OTHER_WAYS = {
     "think": "/think on turns thinking on",
     "nothink": "/think off turns thinking off",
@@ -87,6 +237,13 @@ OTHER_WAYS = {
 """The way here to what ollama has after /set."""
 
 
+@command(
+    "/set",
+    "[NAME VALUE]",
+    "change it (default: reset; or greedy); alone: list",
+    setting_words,
+    is_daily=True,
+)
 def set_(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if name == "parameter" and value:  # as ollama has it
@@ -132,6 +289,7 @@ def show_settings(chat: Chat) -> None:
         chat.say(f"{name:20}{_shown(chat, name):16}({_source(chat, name)})")
 
 
+@command("/show", "[N]", "show settings and messages; N: the whole message N", is_daily=True)
 def show(chat: Chat, argument: str) -> None:
     if argument:
         show_message(chat, argument)
@@ -179,6 +337,13 @@ def show_message(chat: Chat, argument: str) -> None:
     chat.say(message["content"], is_verbatim=True)
 
 
+@command(
+    "/system",
+    "[TEXT]",
+    "set the system prompt; @NAME: one of the config file",
+    lambda chat, before: [f"{NAMED}{name}" for name in read_config_file().prompts],
+    is_daily=True,
+)
 def system(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
     if argument:
@@ -189,6 +354,12 @@ def system(chat: Chat, argument: str) -> None:
         chat.say(f"the conversation stays: {conversation.outlook()}")
 
 
+@command(
+    "/think",
+    "[show|hide|on|off]",
+    "show or hide thinking; turn it on or off",
+    lambda chat, before: ("show", "hide", "on", "off"),
+)
 def think(chat: Chat, argument: str) -> None:
     conversation = chat.conversation
     if argument in ("show", "hide"):
@@ -211,6 +382,9 @@ def _has_switch(chat: Chat) -> bool:
     )
 
 
+@command(
+    "/model", "[NAME]", "switch models (rereads the conversation)", _model_names, is_daily=True
+)
 def model(chat: Chat, argument: str) -> None:
     if argument:
         config = read_config_file()
@@ -272,334 +446,7 @@ def _known(name: str, names: tuple[str, ...]) -> str:
     return name
 
 
-def setting_words(chat: Chat, before: str) -> Iterable[str]:
-    """Return the names of all settings, or the values of the one that `before` names."""
-    names = (*SETTABLE, GREEDILY, "context", "history")
-    if not before:
-        return names
-    values = {"history": POLICIES, "overflow": (*OVERFLOW, DEFAULT)}
-    name = before.strip().replace("-", "_")
-    return values.get(name, (DEFAULT,)) if name in names and name != GREEDILY else ()
-
-
-def _model_names(chat: Chat, before: str) -> Iterable[str]:
-    from mlxrunner.models.resolve import cached_models
-
-    return [*EMBEDDED, *read_config_file().aliases, *(found.name for found in cached_models())]
-
-
-def _prompt_names(chat: Chat, before: str) -> Iterable[str]:
-    return [f"{NAMED}{name}" for name in read_config_file().prompts]
-
-
-def _think_words(chat: Chat, before: str) -> Iterable[str]:
-    return ("show", "hide", "on", "off")
-
-
-SETTING_COMMANDS = (
-    Command(
-        "/system",
-        "[TEXT]",
-        "set the system prompt; @NAME: one of the config file",
-        system,
-        _prompt_names,
-        is_daily=True,
-    ),
-    Command(
-        "/set",
-        "[NAME VALUE]",
-        "change it (default: reset; or greedy); alone: list",
-        set_,
-        setting_words,
-        is_daily=True,
-    ),
-    Command(
-        "/show",
-        "[N]",
-        "show settings and messages; N: the whole message N",
-        show,
-        is_daily=True,
-    ),
-    Command(
-        "/think",
-        "[show|hide|on|off]",
-        "show or hide thinking; turn it on or off",
-        think,
-        _think_words,
-    ),
-    Command(
-        "/model",
-        "[NAME]",
-        "switch models (rereads the conversation)",
-        model,
-        _model_names,
-        is_daily=True,
-    ),
-)
-
-
-def undo(chat: Chat, argument: str) -> None:
-    taken = chat.conversation.undo(whole_number(argument, default=1))
-    if not taken:
-        raise OptionError("there is no turn to remove")
-    left = count_of(len(chat.conversation.history.turns), "turn")
-    chat.say(
-        f"{count_of(len(taken), 'turn')} removed, {left} left: "
-        f"{chat.conversation.outlook()}; /redo restores {'it' if len(taken) == 1 else 'them'}"
-    )
-
-
-def redo(chat: Chat, argument: str) -> None:
-    conversation, name = chat.conversation, chat.branches.current
-    present = conversation.branch
-    branch = chat.undo_history.pop(name, present)
-    if branch is None:
-        raise OptionError(f"there is nothing to restore on branch {name}")
-    chat.branches.drop_kept_within(branch)
-    kept = ""
-    if UndoState(name, present).is_lost_in(branch):
-        kept = f"; the previous conversation is branch {chat.branches.keep(name, present)}"
-    conversation.switch_to(branch)
-    turns = count_of(len(branch.history.turns), "turn")
-    chat.say(f"restored, {turns}: {conversation.outlook()}{kept}")
-
-
-def edit(chat: Chat, argument: str) -> None:
-    """Edit the message with a number of /show: the user's are odd, the answers even."""
-    messages, history = chat.conversation.messages, chat.conversation.history
-    if not messages:
-        raise OptionError("there is nothing to edit yet")
-    number = whole_number(argument, default=len(messages) - 1)
-    if number > len(messages):
-        raise OptionError(
-            f"there is no message {number}: the last one is {len(messages)}, see /show"
-        )
-    turn, before = (number - 1) // 2, messages[number - 1]["content"]
-    is_answer = number % 2 == 0
-    text = chat.edit(before, None if is_answer else history.cut(turn))
-    if text is None:
-        chat.say("nothing changed")
-    elif is_answer:
-        chat.conversation.answer_with(turn, text)
-        left = count_of(turn + 1, "turn")
-        chat.say(
-            f"the answer of turn {turn + 1} is changed, {left} left: {chat.conversation.outlook()}"
-        )
-    else:
-        chat.send(text, history.cut(turn))
-
-
-def retry(chat: Chat, argument: str) -> None:
-    history = chat.conversation.history
-    if not history.turns:
-        raise OptionError("there is no answer to repeat")
-    options = parse_settings(argument)
-    merged: dict[str, Any] = chat.conversation.effective | options
-    if not merged.get("temperature") and not options:
-        chat.say("the temperature is 0, so the answer will be the same: try /retry temperature=0.8")
-    elif merged.get("seed") is not None and not options:
-        seed = merged["seed"]
-        chat.say(f"the seed is {seed}, so the answer will be the same: try /retry seed={seed + 1}")
-    *earlier, last = history.turns
-    chat.answer(last.user, history.cut(len(earlier)), **options)
-
-
-def branch(chat: Chat, argument: str) -> None:
-    drop, name = flagged(argument, "-d")
-    if drop:
-        dropped = count_of(len(chat.branches.drop(name).history.turns), "turn")
-        chat.say(f"branch {name} deleted, with {dropped}")
-    elif argument:
-        chat.branches.fork(argument, chat.conversation.branch)
-        chat.say(f"on branch {argument}: {chat.conversation.outlook()}")
-    else:
-        for name in chat.branches:
-            chat.say(f"{'*' if name == chat.branches.current else ' '} {name}")
-
-
-def switch(chat: Chat, argument: str) -> None:
-    conversation = chat.conversation
-    conversation.switch_to(chat.branches.switch(argument, conversation.branch))
-    turns = count_of(len(conversation.history.turns), "turn")
-    chat.say(f"on branch {argument}, {turns}: {conversation.outlook()}")
-
-
-def clear(chat: Chat, argument: str) -> None:
-    had_turns = bool(chat.conversation.history.turns)
-    chat.conversation.clear()
-    chat.attachments.clear()
-    back = "; /redo restores it" if had_turns else ""
-    chat.say(f"conversation cleared{back}")
-
-
-def _names(chat: Chat, before: str) -> Iterable[str]:
-    return chat.branches
-
-
-def _retry_words(chat: Chat, before: str) -> Iterable[str]:
-    return (GREEDILY, *(f"{name}=" for name in SETTABLE))
-
-
-TURN_COMMANDS = (
-    Command("/undo", "[N]", "remove the last turn, or the last N", undo, is_daily=True),
-    Command(
-        "/redo", "", "undo the last /undo, /clear, /edit, /retry or /system", redo, is_daily=True
-    ),
-    Command(
-        "/edit",
-        "[N]",
-        "edit message N, or your last, and continue there",
-        edit,
-        is_daily=True,
-    ),
-    Command(
-        "/retry",
-        "[NAME=VALUE ...]",
-        "answer the last message again, with these settings",
-        retry,
-        _retry_words,
-        is_daily=True,
-    ),
-    Command(
-        "/branch",
-        "[-d] [NAME]",
-        "continue as branch NAME; alone: list; -d: delete one",
-        branch,
-        _names,
-    ),
-    Command("/switch", "NAME", "switch to another branch", switch, _names),
-    Command(
-        "/clear", "", "clear the conversation, but not the system prompt", clear, is_daily=True
-    ),
-)
-
-
-def attach(chat: Chat, argument: str) -> None:
-    drop, name = flagged(argument, "-d")
-    attached = chat.attachments.texts
-    if drop and name and name not in attached:
-        raise OptionError(
-            f"{name} is not attached to the next message: /file lists the attached ones"
-        )
-    if drop:
-        for one in [name] if name else list(attached):
-            del attached[one]
-    elif name:
-        attached[name] = read_text(name, chat.runner)
-    for one, text in attached.items():
-        chat.say(f"{one} ({size(len(text.encode()))}) is attached to the next message")
-    if not attached:
-        chat.say("no file is attached to the next message")
-
-
-def show_picture(chat: Chat, argument: str) -> None:
-    drop, given = flagged(argument, "-d")
-    waiting = chat.attachments.pictures
-    if drop:
-        waiting.clear()
-    elif given:
-        for path in picture_paths(given) or [given]:
-            name = chat.see(path)
-            if name not in waiting:
-                waiting.append(name)
-    for name in waiting:
-        chat.say(f"{name} is attached to the next message")
-    if not waiting:
-        chat.say("no picture is attached to the next message")
-
-
-def copy_answer(chat: Chat, argument: str) -> None:
-    if argument not in ("", "code"):
-        raise OptionError(f"/copy {argument}: /copy copies the last answer, /copy code its code")
-    turns = len(chat.conversation.history.turns)
-    if not turns:
-        raise OptionError("there is no answer to copy yet")
-    if not argument:
-        text = _answer(chat, turns - 1)
-        chat.say(f"copied {len(text)} characters {copy(text)}")
-        return
-    for number in reversed(range(turns)):
-        if blocks := code_blocks(_answer(chat, number)):
-            lines = count_of(len(blocks[-1].splitlines()), "line")
-            chat.say(f"copied {lines} of code in message {2 * number + 2} {copy(blocks[-1])}")
-            return
-    raise OptionError("no answer has a block of code: /copy copies the whole last answer")
-
-
-def _answer(chat: Chat, number: int) -> str:
-    """Return the answer of turn `number` (from 0) without its thinking."""
-    history = chat.conversation.history
-    asked = chat.conversation.renderer.asked(history, number)
-    return without_thinking(history.turns[number].answer, asked.text)
-
-
-def write_outside(chat: Chat, argument: str) -> None:
-    chat.begun = quoted(chat.write(argument))
-
-
-def export(chat: Chat, argument: str) -> None:
-    force, name = flagged(argument, "-f")
-    if not name:
-        raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
-    path, conversation = Path(os.path.expanduser(name)), chat.conversation
-    text = transcript(name, conversation.system, conversation.messages, chat.model)
-    try:
-        with written(path, force=force) as stream:
-            stream.write(text)
-    except FileExistsError as error:
-        raise OutputError(f"{name} is there already: /export -f {name} overwrites it") from error
-    except OSError as error:
-        raise OutputError(f"{name}: {why_not(error, path)}") from error
-    chat.say(f"{count_of(len(conversation.history.turns), 'turn')} written to {name}")
-
-
-def transcript(file: str, system: str | None, messages: Sequence[PlainMessage], model: str) -> str:
-    """Return the text of a conversation: JSON if the name `file` ends in .json, else Markdown."""
-    if file.endswith(".json"):
-        content = {"model": model, "system": system, "messages": messages}
-        return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-    prompt = [f"## System\n\n{system}\n"] if system else []
-    headed = (f"## {one['role'].capitalize()}\n\n{one['content']}\n" for one in messages)
-    return "\n".join([*prompt, *headed])
-
-
-FILE_COMMANDS = (
-    Command(
-        "/file",
-        f"[-d] [{PATH}]",
-        "add a file to the next text; alone: list; -d: remove",
-        attach,
-        is_daily=True,
-    ),
-    Command(
-        "/image",
-        f"[-d] [{PATH}]",
-        "add a picture to the text; alone: list; -d: remove",
-        show_picture,
-    ),
-    Command(
-        "/editor",
-        "[TEXT]",
-        "write the next text in $EDITOR; Enter then sends it",
-        write_outside,
-    ),
-    Command(
-        "/copy",
-        "[code]",
-        "copy the last answer; code: its last block of code",
-        copy_answer,
-        lambda chat, before: ("code",),
-        is_daily=True,
-    ),
-    Command(
-        "/export",
-        f"[-f] {PATH}",
-        "write Markdown, or JSON for PATH.json; -f: overwrite",
-        export,
-    ),
-)
-
-
+@command("/stats", "", "show reuse and speed of the last turn and the session", is_daily=True)
 def stats(chat: Chat, argument: str) -> None:
     conversation, usages = chat.conversation, chat.conversation.usages
     if not usages:
@@ -692,6 +539,7 @@ def drafted(usage: Usage) -> str:
     return f", {right} of them guessed right in {passes}"
 
 
+@command("/explain", "", "show why the last turn did not reuse more", is_daily=True)
 def explain(chat: Chat, argument: str) -> None:
     if not chat.conversation.usages:
         chat.say("no turn yet")
@@ -737,13 +585,103 @@ def explanation(usage: Usage, parted_by: str = "") -> list[str]:
     return lines
 
 
-REPORT_COMMANDS = (
-    Command(
-        "/stats",
-        "",
-        "show reuse and speed of the last turn and the session",
-        stats,
-        is_daily=True,
-    ),
-    Command("/explain", "", "show why the last turn did not reuse more", explain, is_daily=True),
+@command(
+    "/file", f"[-d] [{PATH}]", "add a file to the next text; alone: list; -d: remove", is_daily=True
 )
+def attach(chat: Chat, argument: str) -> None:
+    drop, name = flagged(argument, "-d")
+    attached = chat.attachments.texts
+    if drop and name and name not in attached:
+        raise OptionError(
+            f"{name} is not attached to the next message: /file lists the attached ones"
+        )
+    if drop:
+        for one in [name] if name else list(attached):
+            del attached[one]
+    elif name:
+        attached[name] = read_text(name, chat.runner)
+    for one, text in attached.items():
+        chat.say(f"{one} ({size(len(text.encode()))}) is attached to the next message")
+    if not attached:
+        chat.say("no file is attached to the next message")
+
+
+@command("/image", f"[-d] [{PATH}]", "add a picture to the text; alone: list; -d: remove")
+def show_picture(chat: Chat, argument: str) -> None:
+    drop, given = flagged(argument, "-d")
+    waiting = chat.attachments.pictures
+    if drop:
+        waiting.clear()
+    elif given:
+        for path in picture_paths(given) or [given]:
+            name = chat.see(path)
+            if name not in waiting:
+                waiting.append(name)
+    for name in waiting:
+        chat.say(f"{name} is attached to the next message")
+    if not waiting:
+        chat.say("no picture is attached to the next message")
+
+
+@command(
+    "/copy",
+    "[code]",
+    "copy the last answer; code: its last block of code",
+    lambda chat, before: ("code",),
+    is_daily=True,
+)
+def copy_answer(chat: Chat, argument: str) -> None:
+    if argument not in ("", "code"):
+        raise OptionError(f"/copy {argument}: /copy copies the last answer, /copy code its code")
+    turns = len(chat.conversation.history.turns)
+    if not turns:
+        raise OptionError("there is no answer to copy yet")
+    if not argument:
+        text = _answer(chat, turns - 1)
+        chat.say(f"copied {len(text)} characters {copy(text)}")
+        return
+    for number in reversed(range(turns)):
+        if blocks := code_blocks(_answer(chat, number)):
+            lines = count_of(len(blocks[-1].splitlines()), "line")
+            chat.say(f"copied {lines} of code in message {2 * number + 2} {copy(blocks[-1])}")
+            return
+    raise OptionError("no answer has a block of code: /copy copies the whole last answer")
+
+
+def _answer(chat: Chat, number: int) -> str:
+    """Return the answer of turn `number` (from 0) without its thinking."""
+    history = chat.conversation.history
+    asked = chat.conversation.renderer.asked(history, number)
+    return without_thinking(history.turns[number].answer, asked.text)
+
+
+@command("/editor", "[TEXT]", "write the next text in $EDITOR; Enter then sends it")
+def write_outside(chat: Chat, argument: str) -> None:
+    chat.begun = quoted(chat.write(argument))
+
+
+@command("/export", f"[-f] {PATH}", "write Markdown, or JSON for PATH.json; -f: overwrite")
+def export(chat: Chat, argument: str) -> None:
+    force, name = flagged(argument, "-f")
+    if not name:
+        raise OptionError("/export FILE: which file? FILE.json for JSON, anything else is Markdown")
+    path, conversation = Path(os.path.expanduser(name)), chat.conversation
+    text = transcript(name, conversation.system, conversation.messages, chat.model)
+    try:
+        with written(path, force=force) as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise OutputError(f"{name} is there already: /export -f {name} overwrites it") from error
+    except OSError as error:
+        raise OutputError(f"{name}: {why_not(error, path)}") from error
+    chat.say(f"{count_of(len(conversation.history.turns), 'turn')} written to {name}")
+
+
+def transcript(file: str, system: str | None, messages: Sequence[PlainMessage], model: str) -> str:
+    """Return the text of a conversation: JSON if the name `file` ends in .json, else Markdown."""
+    if file.endswith(".json"):
+        content = {"model": model, "system": system, "messages": messages}
+        return json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+    prompt = [f"## System\n\n{system}\n"] if system else []
+    headed = (f"## {one['role'].capitalize()}\n\n{one['content']}\n" for one in messages)
+    return "\n".join([*prompt, *headed])

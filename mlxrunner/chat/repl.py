@@ -16,7 +16,7 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any, NoReturn
 
-from mlxrunner.chat.commands import FILE_COMMANDS, REPORT_COMMANDS, SETTING_COMMANDS, TURN_COMMANDS
+from mlxrunner.chat.commands import COMMANDS
 from mlxrunner.chat.conversation import (
     Branches,
     Conversation,
@@ -44,11 +44,11 @@ from mlxrunner.chat.view import (
     DIM,
     UNDIM,
     PlainView,
+    StreamedMarkdown,
     ThinkingView,
     View,
     beginning,
     held_log,
-    wrapped,
 )
 from mlxrunner.errors import (
     ContextLengthError,
@@ -76,7 +76,7 @@ from mlxrunner.terminal.control import (
     uninterrupted,
 )
 from mlxrunner.terminal.early import INTERRUPTED
-from mlxrunner.terminal.output import FilteredStream, PrefillBar, inline, shows_pictures
+from mlxrunner.terminal.output import FilteredStream, PrefillBar, inline, shows_pictures, wrapped
 from mlxrunner.terminal.output import loading as loading_bar
 
 logger = logging.getLogger("mlxrunner")
@@ -534,8 +534,6 @@ def open_chat(
     if chat.interactive and not plain and os.environ.get("TERM", "dumb") != "dumb":
         from rich.console import Console
 
-        from mlxrunner.chat.markdown import StreamedMarkdown
-
         chat.view = lambda: StreamedMarkdown(Console())
     return chat, table
 
@@ -566,10 +564,7 @@ def commands(*more: Command) -> CommandTable:
 
     table = CommandTable(
         (
-            *TURN_COMMANDS,
-            *SETTING_COMMANDS,
-            *REPORT_COMMANDS,
-            *FILE_COMMANDS,
+            *COMMANDS,
             *more,
             Command(
                 "/help",

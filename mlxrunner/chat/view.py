@@ -1,4 +1,4 @@
-"""Print an answer: plain text, thinking apart from it, and notes that fit the width.
+"""Print an answer: plain text or Markdown, and thinking apart from it.
 
 This knows nothing about models.
 """
@@ -6,12 +6,20 @@ This knows nothing about models.
 from __future__ import annotations
 
 import logging
-import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from logging.handlers import MemoryHandler
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from markdown_it import MarkdownIt
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import CodeBlock, Heading, Markdown
+from rich.segment import Segment
+from rich.syntax import Syntax
 
 from mlxrunner.templates.messages import ThinkingSplitter
 from mlxrunner.terminal.output import FilteredStream, visible
@@ -116,21 +124,6 @@ def beginning(text: str, rest: str) -> str:
     return text if first == text else f"{first}\n{rest}"
 
 
-def wrapped(text: str, width: int | None = None) -> str:
-    """Return a note broken between words into lines of `width`, by default the terminal's.
-
-    Text after a gap of two spaces stays a column of its own.
-    """
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(width=width)
-    gap = re.match(r"\s*\S+(?: \S+)*\s{2,}|\s*", text)
-    indent = gap.end() if gap and gap.end() < console.width // 2 else 0
-    lines = Text(visible(text[indent:])).wrap(console, console.width - indent)
-    return text[:indent] + f"\n{' ' * indent}".join(line.plain.rstrip() for line in lines)
-
-
 @contextmanager
 def held_log() -> Iterator[None]:
     """Hold back log lines until the block ends, and then print them in order.
@@ -151,3 +144,176 @@ def held_log() -> Iterator[None]:
         LOGGER.handlers = before
         for handler in held:
             handler.close()
+
+
+REDRAW_S = 0.05
+"""Least seconds between two drawings of the block that still grows.
+
+If a drawing takes long, the time is ten times as long as the drawing.
+"""
+
+
+class StreamedMarkdown:
+    """A view that prints complete blocks for good, and draws the last one again as it grows.
+
+    If the last block is taller than the screen, only its end is drawn.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._text, self._is_first = "", True
+        self._live: Live | None = None
+        self._drawn, self._cost = 0.0, 0.0
+
+    def write(self, text: str) -> None:
+        self._text += visible(text)
+        if not self._text.strip() or time.monotonic() - self._drawn < max(
+            REDRAW_S, 10 * self._cost
+        ):
+            return
+        began = time.monotonic()
+        *finished, self._text = _blocks(self._text)
+        for block in finished:
+            self._stop()
+            self._print(block)
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.update(
+            _Block(self._text, newest=max(self._console.height - 2, 1), gap=not self._is_first),
+            refresh=True,
+        )
+        self._drawn = time.monotonic()
+        self._cost = self._drawn - began
+
+    def pause(self) -> None:
+        self._stop()
+        self._drawn = 0.0
+
+    def close(self) -> None:
+        self._stop()
+        for block in _blocks(self._text):
+            if block.strip() or self._is_first:
+                self._print(block)
+        self._text = ""
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, text: str) -> None:
+        self._console.print(_Block(text, gap=not self._is_first), end="")
+        self._is_first = False
+
+
+def code_blocks(text: str) -> list[str]:
+    """Return the code in the fences of `text`, or in its indented blocks, in order."""
+    kinds = ("fence", "code_block")
+    return [token.content for token in _parser().parse(text) if token.type in kinds]
+
+
+class _Block:
+    """Markdown without the spaces that would fill its lines."""
+
+    def __init__(self, text: str, newest: int | None = None, gap: bool = False) -> None:
+        """Show `text`, only its last `newest` lines if given, after an empty line if `gap`."""
+        self._text, self._newest, self._gap = text, newest, gap
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [
+            _trimmed(line)
+            for line in console.render_lines(_markdown(self._text), options, pad=False)
+        ]
+        first = next((index for index, line in enumerate(lines) if line), 0)
+        lines = [[], *lines[first:]] if self._gap else lines[first:]
+        for line in lines[-self._newest :] if self._newest else lines:
+            yield from line
+            yield Segment.line()
+
+
+def _trimmed(line: list[Segment]) -> list[Segment]:
+    line = list(line)
+    while (
+        line and not line[-1].text.rstrip(" ") and not (line[-1].style and line[-1].style.bgcolor)
+    ):
+        line.pop()
+    if line and not (line[-1].style and line[-1].style.bgcolor):
+        line[-1] = Segment(line[-1].text.rstrip(" "), line[-1].style)
+    return line
+
+
+def _parser() -> MarkdownIt:
+    """Return a parser that takes angle brackets for text, because models write code."""
+    return (
+        MarkdownIt("commonmark", {"html": False})
+        .enable(["strikethrough", "table"])
+        .disable("reference")
+    )
+
+
+class _LeftHeading(Heading):
+    """A heading at the left margin, so that copied text has no spaces before it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self.text.justify = "left"
+        yield self.text
+
+
+class _BareCode(CodeBlock):
+    """A block of code without margin and background, so that it is copied as it is."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).rstrip()
+        yield Syntax(
+            code, self.lexer_name, theme="ansi_light", word_wrap=True, background_color="default"
+        )
+
+
+class _CopiedMarkdown(Markdown):
+    """Markdown whose headings and code are copied without padding."""
+
+    elements: ClassVar = {
+        **Markdown.elements,
+        "heading_open": _LeftHeading,
+        "fence": _BareCode,
+        "code_block": _BareCode,
+    }
+
+
+def _markdown(text: str) -> Markdown:
+    """Return parsed Markdown whose lines end where the model ended them.
+
+    Links and images show their address. Entities show their character, unless that could control
+    the terminal.
+    """
+    markdown = _CopiedMarkdown("", hyperlinks=False)
+    markdown.parsed = _parser().parse(text)
+    for token in markdown.parsed:
+        token.content = visible(token.content)
+        for child in token.children or ():
+            child.content = visible(child.content)
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+            elif child.type == "image":
+                child.type, child.children = "text", None
+                child.content = f"{child.content} ({child.attrs['src']})".lstrip()
+    return markdown
+
+
+def _blocks(text: str) -> list[str]:
+    """Return the blocks of `text` in order; the last one may still grow."""
+    begins = [
+        token.map[0]
+        for token in _parser().parse(text)
+        if token.level == 0 and token.map and token.nesting >= 0
+    ]
+    lines = text.split("\n")
+    cuts = [0, *begins[1:], len(lines)]
+    return ["\n".join(lines[begin:end]) for begin, end in pairwise(cuts)]

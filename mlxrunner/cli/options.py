@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 from os import environ
 from typing import TYPE_CHECKING, Any, cast
 
@@ -253,17 +253,15 @@ def _repositories() -> list[str]:
     return repositories()
 
 
-def _models() -> list[str]:
-    return [*EMBEDDED, *read_config_file().aliases, *_repositories(), *known_models()]
-
-
 def _sessions() -> list[str]:
     from mlxrunner.sessions.store import SessionStore
 
     return SessionStore().names()
 
 
-model_words = _words(_models, "dir")
+model_words = _words(
+    lambda: [*EMBEDDED, *read_config_file().aliases, *_repositories(), *known_models()], "dir"
+)
 """For a parameter that takes every kind of model."""
 repository_words = _words(_repositories)
 """For a parameter that takes a repository of the hub cache."""
@@ -539,7 +537,14 @@ def sampling_options(command: F) -> F:
     return together((greedy, temperature, *_options_of(GenerateOptions, others)))(command)
 
 
-def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], None]) -> str | None:
+def _read_json(
+    flag: str,
+    most: int,
+    check: Callable[[str], None],
+    ctx: click.Context,
+    parameter: click.Parameter,
+    file: str | None,
+) -> str | None:
     """Return the text of `file`, at most `most` bytes, if `check` finds nothing wrong with it.
 
     A text in its place, which begins as JSON does, is taken as it is.
@@ -557,14 +562,6 @@ def _read_json(flag: str, file: str | None, most: int, check: Callable[[str], No
             f"{flag}{'' if is_text else f' {file}'}: {str(error).partition(': ')[2]}"
         ) from error
     return text
-
-
-def _read_schema(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
-    return _read_json("--schema", file, 4 * MAX_SCHEMA, check_schema)
-
-
-def _read_tools(ctx: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
-    return _read_json("--tools", file, MOST_TOOLS, check_tools)
 
 
 def _split_choices(
@@ -589,9 +586,10 @@ def _split_choices(
 def form_options(command: F) -> F:
     """Add the options that hold the answer to a form."""
     schema, choices = FORM
+    read = partial(_read_json, "--schema", 4 * MAX_SCHEMA, check_schema)
     return together(
         (
-            option_of(GenerateOptions, schema, callback=_read_schema),
+            option_of(GenerateOptions, schema, callback=read),
             option_of(GenerateOptions, choices, multiple=False, callback=_split_choices),
         )
     )(command)
@@ -622,7 +620,8 @@ def template_var_option(command: F) -> F:
 
 def template_options(command: F) -> F:
     """Add the options for what the chat template is given besides the messages."""
-    tools = option_of(GenerateOptions, "tools", callback=_read_tools)
+    read = partial(_read_json, "--tools", MOST_TOOLS, check_tools)
+    tools = option_of(GenerateOptions, "tools", callback=read)
     return template_var_option(tools(command))
 
 
@@ -690,7 +689,7 @@ def _for_the_terminal(text: str) -> str:
 
     if not sys.stderr.isatty():
         return text
-    from mlxrunner.chat.view import wrapped
+    from mlxrunner.terminal.output import wrapped
 
     return "\n".join(wrapped(line) for line in text.splitlines())
 

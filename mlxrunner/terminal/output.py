@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import Lock, Timer
 from typing import IO, TYPE_CHECKING, TextIO
@@ -22,52 +23,24 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
+def _shown(ranges: str) -> dict[int, str]:
+    """Return what is shown for each character of `ranges`, as 7F-9F or AD."""
+    bounds = ([int(end, 16) for end in one.split("-")] for one in ranges.split())
+    codes = (code for ends in bounds for code in range(ends[0], ends[-1] + 1))
+    return {code: ascii(chr(code))[1:-1] for code in codes}
+
+
 # C0 without newline and tab, DEL, C1, and characters that reorder or hide text: bidirectional
 # controls, line separators, tags, and characters without a width. The table leaves out characters
 # that writing systems and emoji need.
-_RANGES = (
-    (0x00, 0x08),
-    (0x0B, 0x1F),
-    (0x7F, 0x9F),
-    (0xAD, 0xAD),
-    (0x34F, 0x34F),
-    (0x61C, 0x61C),
-    (0x115F, 0x1160),
-    (0x17B4, 0x17B5),
-    (0x180B, 0x180F),
-    (0x200B, 0x200B),
-    (0x200E, 0x200F),
-    (0x2028, 0x202E),
-    (0x2060, 0x206F),
-    (0x3164, 0x3164),
-    (0xFEFF, 0xFEFF),
-    (0xFFA0, 0xFFA0),
-    (0xFFF0, 0xFFFB),
-    (0x1BCA0, 0x1BCA3),
-    (0x1D173, 0x1D17A),
-    (0xE0000, 0xE00FF),
-    (0xE01F0, 0xE0FFF),
+SHOWN = _shown(
+    "0-8 B-1F 7F-9F AD 34F 61C 115F-1160 17B4-17B5 180B-180F 200B 200E-200F 2028-202E 2060-206F "
+    "3164 FEFF FFA0 FFF0-FFFB 1BCA0-1BCA3 1D173-1D17A E0000-E00FF E01F0-E0FFF"
 )
-# Names and errors need no joiners, no variation selectors, no second line and no half characters.
-_RANGES_OF_LINES = (
-    (0x09, 0x0A),
-    (0x200C, 0x200D),
-    (0xD800, 0xDFFF),
-    (0xFE00, 0xFE0F),
-    (0xE0100, 0xE01EF),
-)
-
-
-def _shown(ranges: Iterable[tuple[int, int]]) -> dict[int, str]:
-    return {
-        code: ascii(chr(code))[1:-1] for first, last in ranges for code in range(first, last + 1)
-    }
-
-
-SHOWN = _shown(_RANGES)
 r"""The text that is shown instead of each control character: `\x1b`, `\u202e`."""
 SHOWN[ord("\r")] = r"\x0d"
-_SHOWN_IN_LINES = SHOWN | _shown(_RANGES_OF_LINES)
+# Names and errors need no joiners, no variation selectors, no second line and no half characters.
+_SHOWN_IN_LINES = SHOWN | _shown("9-A 200C-200D D800-DFFF FE00-FE0F E0100-E01EF")
 LONGEST_LINE = 500
 """Most characters of a text within an error."""
 
@@ -75,6 +48,21 @@ LONGEST_LINE = 500
 def visible(text: str) -> str:
     """Return `text` with control characters made visible; newline and tab stay."""
     return text.translate(SHOWN)
+
+
+def wrapped(text: str, width: int | None = None) -> str:
+    """Return a note broken between words into lines of `width`, by default the terminal's.
+
+    Text after a gap of two spaces stays a column of its own.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=width)
+    gap = re.match(r"\s*\S+(?: \S+)*\s{2,}|\s*", text)
+    indent = gap.end() if gap and gap.end() < console.width // 2 else 0
+    lines = Text(visible(text[indent:])).wrap(console, console.width - indent)
+    return text[:indent] + f"\n{' ' * indent}".join(line.plain.rstrip() for line in lines)
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:

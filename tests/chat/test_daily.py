@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chats import CHAT, CTRL_C, TAB, UP
 
 from mlxrunner.chat.input import StdinReader, TypedText, is_continued
-from mlxrunner.chat.markdown import code_blocks
+from mlxrunner.chat.view import code_blocks
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.terminal.control import Keyboard, edit_outside
 
-CHAT = ("-m", "mlxrunner", "chat")
-CTRL_C, CTRL_X_E, TAB, UP = "\x03", "\x18\x05", "\t", "\x1b[A"
+CTRL_X_E = "\x18\x05"
 
 
 def editor(folder: Path, code: str) -> str:

@@ -10,9 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from mlxrunner.chat.markdown import StreamedMarkdown
-from mlxrunner.chat.view import ThinkingView, wrapped
-from mlxrunner.terminal.output import visible
+from mlxrunner.chat.view import StreamedMarkdown, ThinkingView
+from mlxrunner.terminal.output import visible, wrapped
 
 TEXT = """# A title
 
@@ -49,7 +48,7 @@ def drawn(
     text: str, size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """Return the screen and its scrollback after `text` was drawn in pieces."""
-    monkeypatch.setattr("mlxrunner.chat.markdown.REDRAW_S", 0.0)
+    monkeypatch.setattr("mlxrunner.chat.view.REDRAW_S", 0.0)
     screen = pyte.HistoryScreen(*size, history=5000, ratio=1)
     screen.set_mode(pyte.modes.LNM)  # a file knows no terminal driver that would do it
     stream = pyte.Stream(screen)

@@ -33,7 +33,7 @@ from ptyprocess import PtyProcess
 
 IMPORTS = """
 mlx_lm.models.llama prompt_toolkit.shortcuts rich.live rich.markdown
-mlxrunner.chat.repl mlxrunner.chat.editor mlxrunner.chat.markdown mlxrunner.cli.chat
+mlxrunner.chat.repl mlxrunner.chat.editor mlxrunner.chat.view mlxrunner.cli.chat
 mlxrunner.cli.batch mlxrunner.cli.generate mlxrunner.cli.options mlxrunner.loading
 mlxrunner.testing
 """.split()
