@@ -323,13 +323,19 @@ class Saving:
         chat.recall()
 
     def _resume(self, chat: Chat, name: str, *, settings: bool) -> str:
-        """Restore a session in the chat, and return a line about it."""
+        """Restore a session in the chat, and return a line about it.
+
+        `settings`: also those that `put_back` restores before a chat begins.
+        """
         back, known = bring_back(chat, self.store, self.store.load(name), name)
         session, caches = self._saver.load(name, chat.conversation.tokenizer, known)
-        conversation = chat.conversation
-        apply(chat, session.settings, begun=settings)
+        conversation, found = chat.conversation, _checked(session.settings)
+        chat.show_thinking = not found["hide_thinking"]
         if settings:
             conversation.system = session.system
+            conversation.options, conversation.policy = found["options"], found["history"]
+            conversation.keep_thinking = found["keep_thinking"]
+            conversation.variables = found["variables"]
         elif conversation.system != session.system:
             session.branches[session.branch] = Branch(
                 session.system, session.history.without_tokens()
@@ -512,27 +518,20 @@ def load_with_context(chat: Chat, session: Session) -> None:
         chat.say(f"loaded again with a context of {context} tokens")
 
 
-def apply(chat: Chat, settings: dict[str, Any], *, begun: bool) -> None:
-    """Restore saved settings in a chat; the model stays.
-
-    Unless the chat has `begun`, restore only `show_thinking`: `put_back` has restored the others.
-    """
-    found, conversation = _checked(settings), chat.conversation
-    chat.show_thinking = not found["hide_thinking"]
-    if not begun:
-        return
-    conversation.options, conversation.policy = found["options"], found["history"]
-    conversation.keep_thinking, conversation.variables = found["keep_thinking"], found["variables"]
-
-
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the saved settings that can be used, because a file may say anything."""
-    options, variables = settings.get("options"), settings.get("variables")
+    options, variables = (
+        found if isinstance(found := settings.get(name), dict) else {}
+        for name in ("options", "variables")
+    )
     context, policy, kv_bits = (settings.get(name) for name in ("context", "history", "kv_bits"))
+    listed = {name: tuple(one) if isinstance(one, list) else one for name, one in options.items()}
     return {
-        "options": _usable(options) if isinstance(options, dict) else {},
+        "options": {
+            name: one for name, one in listed.items() if name in SETTABLE and _is_usable(name, one)
+        },
         "keep_thinking": settings.get("keep_thinking") is True,
-        "variables": variables if _are_variables(variables) else {},
+        "variables": variables if _is_usable("template", variables) else {},
         "history": policy if policy in POLICIES else POLICIES[0],
         "kv_bits": kv_bits if kv_bits in (4, 8) else None,
         "context": context if type(context) is int and 2 <= context < 2**31 else None,
@@ -540,26 +539,11 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _are_variables(variables: Any) -> bool:
-    """Return True if `variables` can be given to a chat template."""
-    try:
-        return isinstance(variables, dict) and bool(GenerateOptions.of(template=variables))
-    except OptionError:
-        return False
-
-
-def _usable(options: dict[str, Any]) -> dict[str, Any]:
-    usable = {}
-    for name, value in options.items():
-        value = tuple(value) if isinstance(value, list) else value
-        if name not in SETTABLE:
-            continue
-        try:
-            GenerateOptions.of(**{name: value})
-        except (OptionError, TypeError):
-            continue
-        usable[name] = value
-    return usable
+def _is_usable(name: str, value: Any) -> bool:
+    with suppress(OptionError, TypeError):
+        GenerateOptions.of(**{name: value})
+        return True
+    return False
 
 
 def keep(chat: Chat, store: SessionStore, name: str) -> None:
@@ -568,7 +552,9 @@ def keep(chat: Chat, store: SessionStore, name: str) -> None:
     Raise SessionError if that fails.
     """
     album = chat.conversation.album
-    shown = dict.fromkeys(one for text in _texts(chat) for one in album.named(text))
+    histories = [chat.conversation.history, *(one.history for one in chat.branches.others.values())]
+    turns = [turn for history in histories for turn in history.turns]
+    shown = dict.fromkeys(one for turn in turns for one in album.named(turn.user))
     store.save_pictures(name, {one: partial(album.png, one) for one in shown})
 
 
@@ -597,9 +583,3 @@ def bring_back(
         f"; {count_of(len(back), 'picture')} shown again",
         {one.picture.digest: one.picture for one in prepared},
     )
-
-
-def _texts(chat: Chat) -> list[str]:
-    """Return the messages of the user in all branches."""
-    others = [one.history for one in chat.branches.others.values()]
-    return [turn.user for history in (chat.conversation.history, *others) for turn in history.turns]
