@@ -11,10 +11,9 @@ import click
 
 from mlxrunner.cli.batch import batch, worker
 from mlxrunner.cli.chat import chat, run
-from mlxrunner.cli.describe import completion, config, doctor, plan, show
+from mlxrunner.cli.describe import completion, config, doctor, models, plan, show
 from mlxrunner.cli.generate import generate
 from mlxrunner.cli.launch import launch
-from mlxrunner.cli.models import models
 from mlxrunner.cli.options import debug_option
 from mlxrunner.cli.profile import bench, explain, report, simulate, verify
 from mlxrunner.cli.program import Program

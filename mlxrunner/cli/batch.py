@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 import click
 
 from mlxrunner.batch.options import FileOptions
+from mlxrunner.cli.generate import check_pictures
 from mlxrunner.cli.options import (
     LOADING,
     RECORDING,
@@ -37,7 +38,6 @@ from mlxrunner.cli.options import (
     watching_options,
 )
 from mlxrunner.cli.program import F, HelpCommand, line_text, visible_text
-from mlxrunner.cli.prompt import check_pictures
 from mlxrunner.cluster.options import ClusterOptions, Connection, check_installed
 from mlxrunner.config.option import about
 from mlxrunner.errors import OptionError

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from mlxrunner.chat.input import CommandTable
     from mlxrunner.chat.repl import Chat
     from mlxrunner.chat.session_commands import Saving
-    from mlxrunner.sessions.session import Session
-    from mlxrunner.terminal.control import Keyboard
 
 
 @click.command(cls=Configured)
@@ -144,27 +142,34 @@ def chat(
         loading["reserve"], no_cache_file = False, True
     with keyboard:  # first of all, to keep what is typed while the model loads
         from mlxrunner.chat.repl import open_chat
+        from mlxrunner.chat.session_commands import Saving, must_be_wanted, put_back
 
         keeps = not no_save and (is_terminal() or goes_on)
-        saving = _saving(caches=not no_cache_file, kv_bits=session_kv_bits, keeps_unnamed=keeps)
+        saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits, keeps_unnamed=keeps)
         opening = saving.opened(session, goes_on=goes_on)
         with recording(options, "chat") as profile, opening as resumed:
             conversation = _conversation(ctx, system, options, history, keep_thinking, greedy)
             if resumed is not None:
-                name = None if switch_model else saving.kept_as
-                model = _put_back(resumed, name, conversation, loading, model, given, keyboard)
+                if "model" in given and not switch_model:
+                    must_be_wanted(saving.kept_as, resumed.model, model, keyboard)
+                given |= conversation.options.keys()
+                model = put_back(resumed, conversation, loading, model, given)
             loading["draft_model"] = draft_model
             conversation.runner = load(model, loading, banner=is_terminal())
             profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
-            own |= {"model": model, "loading": loading, "keyboard": keyboard}
-            own |= {
-                "plain": plain,
-                "history": not no_input_history,
-                "type_ahead": not no_type_ahead,
-            }
             own["after_load"] = [lambda chat: profile.watch(chat.runner), _take_usual_options]
-            opened, table = open_chat(conversation, *saving.commands, **own)
+            opened, table = open_chat(
+                conversation,
+                *saving.commands,
+                plain=plain,
+                history=not no_input_history,
+                keyboard=keyboard,
+                model=model,
+                loading=loading,
+                type_ahead=not no_type_ahead,
+                **own,
+            )
             _run(opened, table, saving, is_resumed=resumed is not None)
 
 
@@ -178,33 +183,6 @@ def _check_begin(session: str | None, goes_on: bool) -> None:
         raise OptionError(
             f"--continue opens the last unnamed chat, and --session {session}: use one of them"
         )
-
-
-def _saving(**options: Any) -> Saving:
-    from mlxrunner.chat.session_commands import Saving
-
-    return Saving(**options)
-
-
-def _put_back(
-    resumed: Session,
-    name: str | None,
-    conversation: Conversation,
-    loading: dict[str, Any],
-    model: str,
-    given: set[str],
-    keyboard: Keyboard,
-) -> str:
-    """Give the conversation and `loading` what was saved, and return the model to load.
-
-    `given` are the names of the options that were typed; they hold. Another model than the one of
-    the session `name` asks first; for None it does not.
-    """
-    from mlxrunner.chat.session_commands import must_be_wanted, put_back
-
-    if "model" in given and name is not None:
-        must_be_wanted(name, resumed.model, model, keyboard)
-    return put_back(resumed, conversation, loading, model, given | set(conversation.options))
 
 
 def _no_prompt(named: str) -> str:
