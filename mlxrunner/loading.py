@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_layer_caches
@@ -33,6 +35,9 @@ from mlxrunner.terminal.output import size
 
 if TYPE_CHECKING:
     from mlxrunner.runner import Runner
+
+    Make = Callable[..., Runner]
+    """Makes a runner of the loaded model, by its settings and plan: see `_made`."""
 
 
 def plan_model(
@@ -118,10 +123,11 @@ def load(
                 must_fit(plan_model(model, **vars(wanted)))
         loaded = load_model(model, trust_remote_code=trust_remote_code, progress=progress)
         demand = _demand(loaded, settings, weights_of(loaded.model))
+    make, limit = partial(_made, kind, loaded, model), loaded.facts.context
     if reserve is True:
-        runner = _reserved(kind, loaded, model, settings, demand, progress)
+        runner = _reserved(make, settings, demand, limit, progress)
     else:
-        runner = _growing(kind, loaded, model, settings, demand, per_request=bool(reserve))
+        runner = _growing(make, settings, demand, limit, per_request=bool(reserve))
     if runner.plan is not None:
         device.wire(loaded.model, runner.plan.wired(wire))
     runner.wire = wire
@@ -184,46 +190,35 @@ def add_draft_model(
 
 
 def _growing(
-    kind: type[Runner],
-    loaded: LoadedModel,
-    model: str,
-    settings: RunnerSettings,
-    demand: Demand,
-    *,
-    per_request: bool,
+    make: Make, settings: RunnerSettings, demand: Demand, limit: int, *, per_request: bool
 ) -> Runner:
     """Return a runner that takes memory as the conversation grows.
 
     `per_request`: each request reserves what it needs, and chooses its prefill step.
     """
-    plan = _chosen(demand, settings, loaded.facts.context)
+    plan = _chosen(demand, settings, limit)
     if per_request:
         plan = replace(plan, prefill_step=settings.prefill_step, asked_step=0)
-    runner = _made(kind, loaded, model, settings, plan, whole=False)
+    runner = make(settings, plan, whole=False)
     runner.growing, runner.reserves_requests = demand, per_request
     must_have_room(demand, 1, plan.prefill_step)
-    announce(plan, settings.context, loaded.facts.context)
+    announce(plan, settings.context, limit)
     runner.plan = plan
     return runner
 
 
 def _reserved(
-    kind: type[Runner],
-    loaded: LoadedModel,
-    model: str,
-    settings: RunnerSettings,
-    demand: Demand,
-    progress: LoadProgress,
+    make: Make, settings: RunnerSettings, demand: Demand, limit: int, progress: LoadProgress
 ) -> Runner:
     """Return a runner that has taken all its memory.
 
     The worst-case batch may take more than was estimated. A smaller step is tried then, or, if the
     caller asked for no context, a smaller one: the largest that fits by the measured figure.
     """
-    limit, offered, asked = loaded.facts.context, device.offered_bytes(), settings
+    offered, asked = device.offered_bytes(), settings
     plan = _chosen(demand, settings, limit, offered)
     while True:
-        runner = _made(kind, loaded, model, settings, plan, whole=True)
+        runner = make(settings, plan, whole=True)
         must_fit(plan)
         progress(f"trying the longest step, at the end of {plan.context} tokens", 0, None)
         batch = demand.batch.of_step(plan.prefill_step)

@@ -206,27 +206,21 @@ class Usage:
         Raise OptionError if a count or a time is missing.
         """
         try:
-            return cls._from(with_new_names(flat))
+            named = with_new_names(flat)
+            prefill = Rate(named["evaluated_tokens"], named["prefill_s"]).per_second
+            decode = Rate(max(named["completion_tokens"] - 1, 0), named["decode_s"]).per_second
+            rates = {"prefill_rate": prefill or 0.0, "decode_rate": decode or 0.0}
+            groups: dict[str, Any] = {
+                "timing": _part(Timing, {**named, **rates}),
+                "memory": _part(MemoryUse, named),
+                "cache": _part(CacheUse, named),
+                "drafts": tuple(_part(DraftUse, use) for use in named.get("drafts") or ()),
+            }
+            return _part(cls, {**named, **groups})
         except (KeyError, TypeError) as error:
             raise OptionError(
                 f"usage: {error} is wrong in {flat!r:.80}; give what Usage.as_dict returned"
             ) from error
-
-    @classmethod
-    def _from(cls, flat: Mapping[str, Any]) -> Usage:
-        prefill = Rate(flat["evaluated_tokens"], flat["prefill_s"])
-        decode = Rate(max(flat["completion_tokens"] - 1, 0), flat["decode_s"])
-        rates = {
-            "prefill_rate": prefill.per_second or 0.0,
-            "decode_rate": decode.per_second or 0.0,
-        }
-        groups: dict[str, Any] = {
-            "timing": _part(Timing, {**flat, **rates}),
-            "memory": _part(MemoryUse, flat),
-            "cache": _part(CacheUse, flat),
-            "drafts": tuple(_part(DraftUse, use) for use in flat.get("drafts") or ()),
-        }
-        return _part(cls, {**flat, **groups})
 
 
 def _part(kind: type[T], values: Mapping[str, Any]) -> T:

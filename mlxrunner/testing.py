@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -94,14 +94,6 @@ class OracleModel:
         return {}
 
 
-def _attend_window(tokens: mx.array, cache: Any) -> mx.array:
-    return _attend(tokens, cache, WINDOW)
-
-
-def _attend_and_recur(tokens: mx.array, cache: Any) -> mx.array:
-    return _attend(tokens, cache[0]) + 7 * _recur(tokens, cache[1])
-
-
 def _attend_chunk(tokens: mx.array, cache: Any) -> mx.array:
     """Attend as in Llama 4, where a token sees its own chunk only."""
     cache.maybe_trim_front()
@@ -156,11 +148,16 @@ class OracleLayer(NamedTuple):
 
 LAYERS = {
     "full": OracleLayer(KVCache, _attend),
-    "sliding": OracleLayer(lambda: RotatingKVCache(max_size=WINDOW), _attend_window),
+    "sliding": OracleLayer(
+        lambda: RotatingKVCache(max_size=WINDOW), partial(_attend, window=WINDOW)
+    ),
     "chunked": OracleLayer(lambda: ChunkedKVCache(WINDOW), _attend_chunk),
     "unknown": OracleLayer(UnknownCache, _attend),
     "recurrent": OracleLayer(lambda: ArraysCache(size=1), _recur),
-    "composite": OracleLayer(lambda: CacheList(KVCache(), ArraysCache(size=1)), _attend_and_recur),
+    "composite": OracleLayer(
+        lambda: CacheList(KVCache(), ArraysCache(size=1)),
+        lambda tokens, cache: _attend(tokens, cache[0]) + 7 * _recur(tokens, cache[1]),
+    ),
 }
 """The kinds of layer that an oracle model can be made of."""
 

@@ -396,10 +396,7 @@ class _SavedSession(msgspec.Struct):
     def session(self) -> Session:
         return Session(
             self.model,
-            {
-                name: Branch(one.system, one.history.history())
-                for name, one in self.branches.items()
-            },
+            {name: one.branch() for name, one in self.branches.items()},
             self.branch,
             self.settings,
             {name: str(value) for name, value in self.fingerprint.items()},

@@ -138,7 +138,7 @@ class SessionStore:
             there = set(folder.names()) if pictures else set()
             for one, content in pictures.items():
                 if (file := _picture_file(one)) not in there:
-                    folder.write(file, partial(_write_bytes, content()))
+                    folder.write(file, partial(write_all, data=content()))
 
     def load_pictures(self, name: str, named: Iterable[str]) -> dict[str, bytes]:
         """Return the files of the pictures that are there, by their names in the texts.
@@ -235,10 +235,6 @@ class SessionStore:
             ) from error
         except OSError as error:
             raise SessionError(f"the session {name!r} can't be opened: {_reason(error)}") from error
-
-
-def _write_bytes(content: bytes, fd: int) -> None:
-    write_all(fd, content)
 
 
 def _picture_file(name: str) -> str:
