@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def batch_scheduling() -> None:
     This is a tenth of the processor time of tests of the engine.
     """
     if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(PermissionError):  # of a process that runs at idle times only
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.fixture(scope="session")
