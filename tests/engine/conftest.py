@@ -10,6 +10,7 @@ from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.engine.backends import proof
 from mlxrunner.engine.backends.backend import BatchingMode
 from mlxrunner.engine.backends.batched import BatchedModel
+from mlxrunner.testing import OracleModel
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +30,8 @@ def proved_once(proofs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
     class ProvedOnce(proof.Proof):
         def __init__(self, model: Any, options: CacheOptions, far: tuple[int, ...]) -> None:
             self._given = model, options, far
-            _, self._found = proofs.setdefault((id(model), options, far), (model, {}))
+            same = tuple(model.kinds) if type(model) is OracleModel else id(model)
+            _, self._found = proofs.setdefault((same, options, far), (model, {}))
 
         def difference(self, adapted: BatchedModel) -> str | None:
             mode: BatchingMode = adapted.mode

@@ -58,6 +58,7 @@ def assert_all_is_well(runner: Engine, kinds: list[str], where: Any, **options: 
     assert not runner.used_bytes, where
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kinds", [["full", "sliding"], ["recurrent", "full"]], ids="+".join)
 def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
@@ -67,7 +68,7 @@ def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
     options: dict[str, Any] = {"stop_tokens": [], "speculate": "lookup"}
     with opened(kinds, **settings) as runner, interrupt_at(-1) as seen:
         some_requests(runner, **options)
-    for line in range(1, seen[0], max(1, seen[0] // fewer(16, 6))):
+    for line in range(1, seen[0], max(1, seen[0] // fewer(10, 6))):
         with opened(kinds, **settings) as runner:
             runner.complete(FIRST, max_tokens=3, **options)
             with suppress(KeyboardInterrupt), interrupt_at(line):
@@ -75,11 +76,12 @@ def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
             assert_all_is_well(runner, kinds, line, **options)
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.parametrize("kinds", [["full", "sliding"], ["recurrent", "full"]], ids="+".join)
 def test_a_second_ctrl_c_while_the_first_is_mended(kinds: list[str]) -> None:
     """It may come at any line of what ends the requests."""
     options: dict[str, Any] = {"stop_tokens": [], "speculate": "off"}
-    for line in count(1, fewer(14, 50)):
+    for line in count(1, fewer(29, 50)):
         with opened(kinds) as runner:
             runner.complete(FIRST, max_tokens=3, **options)
             with interrupted_twice(backend(runner).model, line) as lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -92,15 +93,15 @@ def tokens(runner: Runner, prompt: list[int], n: int = 6, **options: Any) -> lis
 
 
 def cold(kinds: Sequence[str], prompt: list[int], n: int = 6, **options: Any) -> list[int]:
-    """Return the answer of a new runner. Without options, the same answer is computed once."""
-    if options:
+    """Return the answer of a new runner. One without functions in its options is computed once."""
+    if "logits_processors" in options:
         return tokens(oracle_runner(kinds), prompt, n, **options)
-    return [*_cold(tuple(kinds), tuple(prompt), n)]
+    return [*_cold(tuple(kinds), tuple(prompt), n, json.dumps(options, sort_keys=True))]
 
 
 @cache
-def _cold(kinds: tuple[str, ...], prompt: tuple[int, ...], n: int) -> list[int]:
-    return tokens(oracle_runner(kinds), [*prompt], n)
+def _cold(kinds: tuple[str, ...], prompt: tuple[int, ...], n: int, options: str) -> list[int]:
+    return tokens(oracle_runner(kinds), [*prompt], n, **json.loads(options))
 
 
 def is_consistent(runner: Runner) -> bool:
