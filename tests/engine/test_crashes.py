@@ -172,6 +172,7 @@ def begins(prompt: list[int], tokens: list[int]) -> bool:
     return len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens
 
 
+@pytest.mark.usefixtures("proved_once")
 @pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
 @pytest.mark.parametrize("how", ["kill", "abort", "full", "power"])
@@ -185,7 +186,7 @@ def test_what_was_written_survives(
     """The longest of each conversation that was whole is found; no file is refused, all fit."""
     park_in_pieces_of(16, monkeypatch)
     rng, parts = random.Random(f"{name} {how}"), tiny_parts(name)
-    for number in range(fewer(9, 1)):
+    for number in range(fewer(4, 1)):
         folder, limit = tmp_path / str(number), rng.choice([10**9, 300_000])
         left = Left.after(name, folder, how, rng.randrange(1, 900), limit)
         with caplog.at_level(logging.WARNING):
