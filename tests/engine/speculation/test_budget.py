@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support.engine import clock_passes_by
 from support.reused import RepeatingModel
-from support.sample import fewer
 
 from mlxrunner import Runner
 from mlxrunner.cache.entry import TokenArray, common_prefix
@@ -109,7 +108,7 @@ def test_an_answer_whose_guesses_all_fail_takes_as_long_as_a_plain_one(
     """The text repeats itself, so that guesses are trusted; what is then drafted is wrong."""
     monkeypatch.setattr(TextLookup, "ahead", lambda self, most: [VOCAB - 1] * most)
     runner, model = clocked_runner(monkeypatch, kinds, slope)
-    count, whole = fewer(600, 300), 0
+    count, whole = 300, 0
     rows = slope + 1 if "recurrent" in kinds else 0.0  # the tokens that are evaluated again
     for turn in range(3):
         prompt = [turn + 1, *PROMPT]

@@ -82,7 +82,7 @@ def test_a_draft_model_that_differs_changes_nothing(
     rng, plain, guessing = random.Random(4), oracle_runner(kinds), oracle_runner(kinds)
     guessing.sources.model = _SometimesRight(kinds)
     prompt, right, all_drafted = list(PROMPT), 0, 0
-    for _ in range(fewer(6, 3)):
+    for _ in range(fewer(4, 3)):
         expected, _ = answer(plain, prompt, 25, speculate="off", **options)
         got, usage = answer(guessing, prompt, 25, **options)
         assert got == expected
@@ -154,7 +154,7 @@ def test_ctrl_c_at_any_line_of_a_draft_leaves_true_entries(kinds: list[str]) -> 
     runner.sources.model = _SometimesRight(kinds)
     with interrupt_at(-1) as seen:
         answer(runner, PROMPT, 20)
-    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(50, 25))):
+    for line in range(1, seen[0] + 1, max(1, seen[0] // fewer(30, 25))):
         runner = oracle_runner(kinds)
         runner.sources.model = _SometimesRight(kinds)
         with suppress(KeyboardInterrupt), interrupt_at(line):
