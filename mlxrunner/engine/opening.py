@@ -175,25 +175,21 @@ def largest_step(
 ) -> list[mx.array]:
     """Dispatch a row of `tokens` tokens that sees as much as any, and sample for the slots.
 
-    Where all layers lie in shared cells, the row runs through one of each kind: the memory of a
-    layer's work is free again before the next one starts. Each token sees what one of a sequence
-    of `context` tokens may see, in the costliest ways. All layers get a row of the slots that sees
-    every cell. The sampling is the costliest possible, for SAMPLED slots at most. Nothing is
-    stored.
+    Each token sees what one of a sequence of `context` tokens may see, in the costliest ways. Where
+    all layers lie in shared cells, the row runs through one of each kind: the memory of a layer's
+    work is free again before the next one starts. All layers get a row of the slots that sees every
+    cell. The sampling is the costliest possible, for SAMPLED slots at most. Nothing is stored.
     """
-    wanted = min(slots, engine.most_sequences or slots)
-    first = engine.first_layers(*_row(tokens), context) if isinstance(engine, BatchedModel) else ()
-    tokens = wanted if first else tokens
+    wanted, arrays = min(slots, engine.most_sequences or slots), list[mx.array]()
+    if isinstance(engine, BatchedModel):
+        arrays += engine.first_layers(*_row(tokens), context)
+        tokens = wanted
     logits = engine.forward(*_row(tokens), range(tokens - wanted, tokens), reserve=True)
     costliest = NextToken(
         GenerateOptions.of(temperature=1.0, top_p=0.9, logprobs=5, seed=0), logits.shape[-1]
     )
-    arrays = [
-        array
-        for row in range(min(wanted, SAMPLED))
-        for array in costliest(logits[row : row + 1]).arrays
-    ]
-    arrays += first
+    for row in range(min(wanted, SAMPLED)):
+        arrays += costliest(logits[row : row + 1]).arrays
     dispatch(arrays)
     return arrays
 

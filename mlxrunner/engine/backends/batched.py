@@ -91,6 +91,8 @@ class BatchedModel(Backend):
         """The layer that wrote last, for error messages; -1 before the first."""
         self.stops_at = -1
         """The layer at which a pass ends; -1: none."""
+        self.is_reserving = False
+        """True in a reserve pass, which stores nothing."""
         modules = _model_modules(model)
         self._roped = [module for module in modules if has_rope(module)]
         self._attentions = [module for module in modules if calls_attention(module)]
@@ -169,35 +171,32 @@ class BatchedModel(Backend):
         wanted = set(rows)
         return [index for index in range(len(batch)) if index not in wanted]
 
-    def first_layers(self, tokens: mx.array, batch: Batch, context: int) -> tuple[mx.array, ...]:
-        """Begin reserve passes. Return unevaluated arrays that need a layer of each kind.
+    def first_layers(self, tokens: mx.array, batch: Batch, context: int) -> list[mx.array]:
+        """Dispatch reserve passes. Return arrays that need a layer of each kind.
 
-        `context`: most tokens of a sequence. Attention that can't be split sees every cell. There
-        are no arrays if layers are apart: the whole pass tells what it needs then.
+        `context`: most tokens of a sequence. Attention that can't be split sees every cell. If
+        layers are apart, all of them run.
         """
         layers = getattr(self.model, "layers", ())
-        if [row.layer for row in self._rows] != list(range(len(layers))):
-            return ()
-        rows = zip(self._rows, layers, strict=True)
-        kinds = [(row.group, shapes_of(layer)) for row, layer in rows]
-        self.stops_at = max(map(kinds.index, kinds), default=-1) + 1
-        passes: Sequence[Sequence[Split | None]] = [[None] * len(self.groups)]
-        if self.can_split:
+        if [row.layer for row in self._rows] == list(range(len(layers))):
+            rows = zip(self._rows, layers, strict=True)
+            kinds = [(row.group, shapes_of(layer)) for row, layer in rows]
+            self.stops_at = max(map(kinds.index, kinds), default=-1) + 1
+        passes: list[Sequence[Split | None]] = [[None] * len(self.groups)]
+        if self.can_split and self.groups:
             each = [group.largest_splits(len(batch), context) for group in self.groups]
             passes = [*zip(*each, strict=True)]
+        arrays: list[mx.array] = []
         try:
-            return tuple(array for splits in passes for array in self._first(tokens, batch, splits))
+            for splits in passes:
+                try:
+                    arrays.append(self._pass(tokens, batch, [0], reserve=True, splits=splits))
+                except Enough as enough:
+                    arrays += enough.arrays
+                mx.async_eval(arrays)  # type: ignore[no-untyped-call]  # before the next pass
         finally:
             self.stops_at = -1
-
-    def _first(
-        self, tokens: mx.array, batch: Batch, splits: Sequence[Split | None]
-    ) -> tuple[mx.array, ...]:
-        try:
-            self._pass(tokens, batch, [0], reserve=True, splits=splits)
-        except Enough as enough:
-            return enough.arrays
-        return ()
+        return arrays
 
     def _pass(
         self,
@@ -213,6 +212,7 @@ class BatchedModel(Backend):
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
         self.cache.start_forward(batch, reserve=reserve)
+        self.is_reserving = reserve
         self.step.begin(batch)
         if splits is None:
             splits = [
@@ -449,6 +449,7 @@ class LayerView:
         """View layer `layer`, whose rows are the buffers `number` of its group."""
         self._step, self.number, self.layer, self.group = step, number, layer, group
         self._fetched: tuple[mx.array, mx.array] | None = None
+        self._own = list[mx.array]()
 
     @property
     def offset(self) -> Any:
@@ -468,8 +469,14 @@ class LayerView:
         return self._step.parts[self.group]
 
     def buffers(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values of all cells of the layer. Call it after the layer has written."""
-        return self._step.groups[self.group].buffers()
+        """Return keys and values of all cells of the layer. Call it after the layer has written.
+
+        In a reserve pass, too, they are not read before the layer has computed its own.
+        """
+        keys, values = self._step.groups[self.group].buffers()
+        if self._own:
+            keys, values = mx.depends([keys, values], self._own)
+        return keys, values
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self.layer == self._step.stops_at:
@@ -479,6 +486,8 @@ class LayerView:
         cache.set_layer(self.number)
         cache.put(keys, values)
         self._fetched = cache.fetch()
+        if self._step.is_reserving:
+            self._own = [keys, values]
         return self._fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -489,7 +498,7 @@ class LayerView:
 
     def forget(self) -> None:
         """Drop what was fetched: a view of a buffer makes the next write copy the buffer."""
-        self._fetched = None
+        self._fetched, self._own = None, []
 
     def is_plain(self, keys: mx.array, values: mx.array, mask: Any) -> bool:
         """Return True if an attention is over the rows as stored, under the mask as made.
