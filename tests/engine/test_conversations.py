@@ -6,7 +6,6 @@ import pytest
 from support.conversations import Ideal, Trace, play
 from support.engine import Engine
 from support.histories import Parts, tiny_parts
-from support.sample import fewer
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
 
@@ -22,7 +21,7 @@ def llama() -> Parts:
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_interleaved_conversations_reuse_what_they_share(llama: Parts, slots: int) -> None:
     """More conversations than slots: what is given up comes back, and no request fails."""
-    trace = Trace(conversations=12, requests=fewer(150, 100), context=600, scale=0.6)
+    trace = Trace(conversations=12, requests=100, context=600, scale=0.6)
     parking = DiskCache(None, {"model": "llama"}, limit=2**30)
     with Engine(
         *llama, max_sequences=slots, context=600, prefill_step=128, parking=parking

@@ -15,7 +15,7 @@ from mlxrunner.cache.disk.disk_cache import DiskCache
 
 def test_memory_is_flat() -> None:
     """MLX's memory and the objects of Python, after many requests and after five times as many."""
-    requests = fewer(150, 30)
+    requests = fewer(100, 30)
     parking = DiskCache(None, {"model": "llama"}, limit=2**20)
     with Engine(
         *tiny_parts("llama"), max_sequences=4, context=200, prefill_step=64, parking=parking

@@ -73,22 +73,22 @@ def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
 
 
 @pytest.mark.exhaustive(1)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
-def test_each_answer_is_that_of_the_single_runner(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("seed", "architecture"), enumerate(["llama", "qwen3", "gemma3_text", "gpt_oss"])
+)
+def test_each_answer_is_that_of_the_single_runner(seed: int, architecture: str) -> None:
     """The answer is the single runner's with any others in the step and in used slots."""
-    given = parts(architecture)
-    for seed in range(fewer(2, 1)):
-        pairs = requests(seed)
-        with Engine(*given, max_sequences=4, context=160, prefill_step=24) as runner:
-            results = list(runner.run_each(pairs))
-            again = list(runner.run_each(reversed(pairs)))[::-1]
-        for (prompt, options), result, second in zip(pairs, results, again, strict=True):
-            chunks = list(Runner(*given).generate(prompt, **options))
-            assert result.tokens == second.tokens == [chunk.token for chunk in chunks]
-            assert result.text == second.text == "".join(chunk.text for chunk in chunks)
-            assert result.finish_reason == second.finish_reason == chunks[-1].finish_reason
-            if options.get("schema") == SCHEMA and result.finish_reason == "stop":
-                Draft202012Validator(SCHEMA).validate(json.loads(result.text))
+    given, pairs = parts(architecture), requests(seed)
+    with Engine(*given, max_sequences=4, context=160, prefill_step=24) as runner:
+        results = list(runner.run_each(pairs))
+        again = list(runner.run_each(reversed(pairs)))[::-1]
+    for (prompt, options), result, second in zip(pairs, results, again, strict=True):
+        chunks = list(Runner(*given).generate(prompt, **options))
+        assert result.tokens == second.tokens == [chunk.token for chunk in chunks]
+        assert result.text == second.text == "".join(chunk.text for chunk in chunks)
+        assert result.finish_reason == second.finish_reason == chunks[-1].finish_reason
+        if options.get("schema") == SCHEMA and result.finish_reason == "stop":
+            Draft202012Validator(SCHEMA).validate(json.loads(result.text))
 
 
 def test_log_probabilities_are_those_of_the_possible_tokens() -> None:
