@@ -334,7 +334,7 @@ def test_whatever_is_done_the_entry_is_exact_and_every_place_is_true(
     kinds: list[str], policy: Any, context: int
 ) -> None:
     """Turns, interrupts, typing, going back and forth, in any order."""
-    for seed in range(6):
+    for seed in range(4):
         rng = random.Random(seed)
         runner = oracle_runner(
             kinds, context=context, prefill_step=7, checkpoint_budget=10**6, checkpoint_interval=16

@@ -120,7 +120,7 @@ def test_a_change_of_models_that_is_interrupted_anywhere_leaves_one(
     total, rng, kept = counted.most, random.Random(9), set()
     assert total > 30
     for line in range(1, total, fewer(1, 3)):
-        for times in (1, 2 + line % 2):
+        for times in (1, 2 + line % 2) if line % 3 == 0 else (1,):
             chat, _, told = change_model([line, *(rng.randrange(1, 25) for _ in range(times - 1))])
             kept.add(chat.model)
             assert (
