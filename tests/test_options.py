@@ -23,7 +23,7 @@ from mlxrunner import (
     cli,
     run_batch,
 )
-from mlxrunner.batch.fields import read_fields
+from mlxrunner.batch.inputs import read_fields
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.options import BatchOptions, FileOptions
 from mlxrunner.chat.commands import parse_settings

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 import mlx.core as mx
 
-from mlxrunner.batch.fields import checked_id, checked_options
+from mlxrunner.batch.inputs import checked_id, checked_options
 from mlxrunner.batch.options import BatchOptions, Order, OutputOrder
 from mlxrunner.batch.prompts import EarlierLines, again, messages_of, shows, tokenize_lines
 from mlxrunner.batch.store import InputLine, Store, StoredLine, place_of
@@ -90,15 +90,15 @@ class BatchResult:
     @property
     def text(self) -> str:
         """The text of the answer. Raise the request's `error` if there is no answer."""
-        return self._answered().text
+        return self._answered.text
 
     @property
     def usage(self) -> Usage:
         """The usage of the answer. Raise the request's `error` if there is no answer."""
-        return self._answered().usage
+        return self._answered.usage
 
+    @property
     def _answered(self) -> Result:
-        """Return the answer. Raise the request's error if there is none."""
         if self.result is None:
             raise self.error or RequestError("the request has no answer")
         return self.result
@@ -228,18 +228,12 @@ def _failed(line: StoredLine, error: Exception) -> Outcome:
         error = error.__cause__  # what the line gives when it runs alone
     text = one_line(" ".join(str(error).split()))
     kind = next((KINDS[known] for known in KINDS if isinstance(error, known)), "other")
-    return Outcome(
-        line,
-        error=text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}",
-        kind=kind,
-    )
+    text = text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
+    return Outcome(line, error=text, kind=kind)
 
 
 class Deadline:
-    """A callable that ticks, and raises TimeLimitError when the time of a try is over.
-
-    Call it often.
-    """
+    """A callable that ticks, and raises TimeLimitError when the time of a try is over."""
 
     def __init__(self, tick: Callable[[], None], timeout: float | None) -> None:
         """Begin the time of a try, of `timeout` seconds; None for no limit."""
@@ -258,18 +252,6 @@ class Deadline:
         self._tick()
         if self._timeout is not None and time.monotonic() > self._end:
             raise TimeLimitError(self._timeout)
-
-
-def _giving_back(outcomes: Outcomes) -> Outcomes:
-    """Yield the outcomes, and free the unused buffers of MLX from time to time.
-
-    Steps of new sizes leave more and more of these buffers.
-    """
-    with closing(outcomes):
-        for number, outcome in enumerate(outcomes, 1):
-            yield outcome
-            if number % GIVE_BACK_EVERY == 0:
-                mx.clear_cache()
 
 
 class _SingleRequest:
@@ -291,8 +273,7 @@ class _SingleRequest:
     def step(self) -> None:
         """Make the next chunk; behind the last one, run to the end."""
         try:
-            if self._answer is None:
-                self._answer = self._start()
+            self._answer = self._answer or self._start()
             chunk = next(self._answer)
             self._chunks.append(chunk)
             self._has_chunk = True
@@ -315,8 +296,6 @@ class _SingleRequest:
 
 @dataclass(eq=False)
 class _RunningLine:
-    """A line that is running."""
-
     line: StoredLine
     handle: Handle | EngineHandle | _SingleRequest
     deadline: Deadline
@@ -351,20 +330,23 @@ class Execution:
 
         Requests that still run when the iterator is closed are cancelled.
         """
-        outcomes = self._outcomes(lines)
-        return _giving_back(outcomes) if isinstance(self._runner, MultiRequestRunner) else outcomes
-
-    def _outcomes(self, lines: Iterator[StoredLine]) -> Outcomes:
         try:
-            while True:
-                yield from self._begin(lines)
-                if not self._running:
-                    return
-                self._advance()
-                yield from self._ended()
+            for number, outcome in enumerate(self._outcomes(lines), 1):
+                yield outcome
+                # Steps of new sizes leave more and more buffers.
+                if number % GIVE_BACK_EVERY == 0 and isinstance(self._runner, MultiRequestRunner):
+                    mx.clear_cache()
         finally:
             for one in self._running:
                 one.handle.cancel()
+
+    def _outcomes(self, lines: Iterator[StoredLine]) -> Iterator[Outcome]:
+        while True:
+            yield from self._begin(lines)
+            if not self._running:
+                return
+            self._advance()
+            yield from self._ended()
 
     def _prompt_of(self, line: StoredLine, runner: AnyRunner) -> TokenizedPrompt:
         """Return the prompt of a line: its tokens, and the number that earlier lines share.

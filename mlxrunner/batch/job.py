@@ -306,7 +306,6 @@ def opened_store(job: Job, retried: Completion | None = None) -> Iterator[Store]
 
 
 def _existing_store(job: Job, path: Path) -> Store:
-    """Open the store at `path`. Raise OutputError if it has an input and may not go on."""
     store = Store.open(path)
     if store.is_complete and not job.resume and not job.retry_failed:
         store.close()
@@ -457,7 +456,6 @@ def check_same(was: Mapping[str, str], now: Mapping[str, str], what: str) -> Non
 
 
 def _shown(value: str | None) -> str:
-    """Return a value of a part for an error, cut to `_SHOWN` characters."""
     if value is None:
         return "not set"
     return value if len(value) <= _SHOWN else f"{value[:_SHOWN]} ..."
@@ -600,7 +598,6 @@ def merge_shards(outputs: Sequence[str], output: str) -> Completion:
 
 
 def _check_new(target: Path, record: Path) -> None:
-    """Raise OutputError if the output is there or can't be written."""
     check_writable(target)
     check_writable(record, replaced=True)
     if Path(f"{target}.run").exists():
@@ -636,7 +633,6 @@ def _check_alike(shards: Sequence[ShardOutput]) -> None:
 
 
 def _check_complete(shards: Sequence[ShardOutput]) -> None:
-    """Raise OutputError if a shard is there twice, or is missing."""
     found: dict[Shard, ShardOutput] = {}
     for one in shards:
         if one.shard in found:
@@ -657,7 +653,6 @@ def _check_complete(shards: Sequence[ShardOutput]) -> None:
 
 
 def _merged(shards: Sequence[ShardOutput], target: Path) -> Completion:
-    """Write all lines to `target` in the order of their indexes, and return the record of it."""
     digest, size, lines = hashlib.sha256(), 0, 0
     answers = heapq.merge(*(shard.answers() for shard in shards), key=itemgetter(0))
     try:

@@ -205,7 +205,6 @@ def _translate_tools(fields: dict[str, Any], defaults: Mapping[str, Any]) -> Non
 
 
 def _plain_tool(tool: Any) -> Any:
-    """Return a tool without the fields that are null."""
     if not isinstance(tool, dict):
         return tool
     plain = without_nulls(tool)
@@ -257,7 +256,6 @@ def form_of(
 
 
 def _schema_text(schema: Any) -> str:
-    """Return a JSON schema as text. Raise OptionError if it is neither a text nor an object."""
     if isinstance(schema, str):
         return schema
     if not isinstance(schema, dict):
@@ -325,7 +323,6 @@ def read_response(
 
 
 def _messages(given: Any, is_served: bool) -> list[dict[str, Any]]:
-    """Return the input as messages: a text, or a list of items."""
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -524,36 +521,6 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
     raise OptionError(
         f'tools: number {number} has to be {{"type": "function", "name": text, ...}}, not '
         f"{tool!r:.80}"
-    )
-
-
-def response_body(
-    index: int,
-    options: Mapping[str, Any],
-    text: str,
-    *,
-    is_cut: bool,
-    logprobs: Sequence[Any] | None,
-    created: int,
-    model: str,
-) -> dict[str, Any]:
-    """Return OpenAI's Response object for the answer of line `index`, but for its usage.
-
-    `options` are those of the line. `is_cut` says that a limit ended the answer, and `logprobs` are
-    those of a chat.
-    """
-    variables = GenerateOptions.of(**options).variables
-    status = "incomplete" if is_cut else "completed"
-    message = message_item(f"msg_{index}", text, status=status, logprobs=logprobs)
-    return response_object(
-        f"resp_{index}",
-        status,
-        created=created,
-        model=model,
-        output=[message],
-        options=options,
-        effort=variables.get("reasoning_effort"),
-        tools=[{"type": "function", **tool["function"]} for tool in variables.get("tools", ())],
     )
 
 

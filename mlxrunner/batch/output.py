@@ -30,7 +30,8 @@ from mlxrunner.batch.openai_format import (
     completion_usage,
     error_object,
     finite,
-    response_body,
+    message_item,
+    response_object,
     response_usage,
     text_logprobs,
     token_text,
@@ -38,6 +39,7 @@ from mlxrunner.batch.openai_format import (
 from mlxrunner.batch.options import OutputOrder
 from mlxrunner.batch.store import Store, StoredAnswer, StoredLine, place_of
 from mlxrunner.errors import MlxrunnerError, OptionError, OutputError, ReadError
+from mlxrunner.options import GenerateOptions
 from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.writing import (
@@ -91,7 +93,6 @@ def error_of(line: bytes) -> str:
 
 
 def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
-    """Return our own object for an outcome."""
     written: dict[str, Any] = {"id": outcome.line.id, "index": outcome.line.index}
     if outcome.result is None:
         return written | {"error": line_error(outcome)}
@@ -108,7 +109,6 @@ def _plain(outcome: Outcome, usage: bool) -> dict[str, Any]:
 def _openai(
     line: StoredLine, result: Result, tokenizer: Tokenizer, model: str, usage: bool
 ) -> dict[str, Any]:
-    """Return OpenAI's object for an answer."""
     if line.format == "response":
         return _openai_line(line, 200, _response(line, result, tokenizer, model, usage), None)
     is_chat = line.format == "chat.completion"
@@ -138,16 +138,18 @@ def _openai(
 def _response(
     line: StoredLine, result: Result, tokenizer: Tokenizer, model: str, usage: bool
 ) -> dict[str, Any]:
-    """Return the body of an answer in the format of OpenAI's Responses API."""
-    tokens = _tokens(result, tokenizer)
-    body = response_body(
-        line.index,
-        line.options,
-        result.text,
-        is_cut=result.finish_reason == "length",
-        logprobs=None if tokens is None else chat_logprobs(tokens),
+    tokens, variables = _tokens(result, tokenizer), GenerateOptions.of(**line.options).variables
+    status = "incomplete" if result.finish_reason == "length" else "completed"
+    logprobs = None if tokens is None else chat_logprobs(tokens)
+    body = response_object(
+        f"resp_{line.index}",
+        status,
         created=int(time.time()) if usage else 0,
         model=model,
+        output=[message_item(f"msg_{line.index}", result.text, status=status, logprobs=logprobs)],
+        options=line.options,
+        effort=variables.get("reasoning_effort"),
+        tools=[{"type": "function", **tool["function"]} for tool in variables.get("tools", ())],
     )
     if usage:
         used = result.usage
@@ -170,7 +172,6 @@ def _openai_error(line: StoredLine, message: str, status: int) -> dict[str, Any]
 def _openai_line(
     line: StoredLine, status: int, body: dict[str, Any], error: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a line of OpenAI's batch output with this body."""
     response = {"status_code": status, "request_id": f"req_{line.index}", "body": body}
     name = f"batch_req_{line.index}"
     return {"id": name, "custom_id": line.id, "response": response, "error": error}
@@ -576,7 +577,6 @@ def _openai_row(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _openai_text(body: dict[str, Any]) -> tuple[str, str]:
-    """Return the text of a body of OpenAI's APIs, and the reason for its end."""
     if "output" in body:
         finish = "length" if body["status"] == "incomplete" else "stop"
         return body["output"][0]["content"][0]["text"], finish

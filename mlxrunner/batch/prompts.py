@@ -177,8 +177,6 @@ def cost(prompts: Iterable[TokenArray]) -> PromptCost:
 
 @dataclass
 class _StartedLine:
-    """A line that has begun."""
-
     index: int
     tokens: TokenArray
     reached: int
@@ -242,7 +240,6 @@ class EarlierLines:
                 line.reached = min(reached, len(line.tokens))
 
     def _shared(self, index: int, tokens: TokenArray) -> int:
-        """Return the tokens that an earlier line shares."""
         if self._known is not None:
             return self._known[index]
         return max(
@@ -358,7 +355,6 @@ def again(
 
 
 def _pixels(number: int, text: str, folder: str | None) -> Any:
-    """Return the pixels of a line's picture. Raise PromptError if it can't be used."""
     name = f"picture {number}"
     try:
         content = picture_bytes(text, name, None if folder is None else Path(folder))
@@ -368,7 +364,6 @@ def _pixels(number: int, text: str, folder: str | None) -> Any:
 
 
 def _row(text: str, one: Prepared) -> dict[str, Any]:
-    """Return what a line keeps of a picture."""
     picture = one.picture
     return {
         "image": text,

@@ -122,38 +122,28 @@ class LineCounts:
         return self.lines - self.done
 
 
-def line_of(
-    index: Any,
-    number: Any,
-    name: Any,
-    options: Any,
-    error: Any,
-    tokens: Any,
-    prompt: Any,
-    form: Any,
-) -> StoredLine:
+def _line_of(columns: Sequence[Any]) -> StoredLine:
     """Return the line of a row.
 
     Raise ValueError, TypeError or RecursionError if the columns are not those of a line, although
     their checksum is right.
     """
-    options = _options_of(index, number, name, options, error)
+    index, number, name, _, error, tokens, prompt, form = columns
     made_of = None if prompt is None else json.loads(prompt)
+    options = _options_of(columns)
     return StoredLine(index, number, made_of, name, form, options, error, tokens_of(tokens))
 
 
-def brief_of(
-    index: Any, number: Any, name: Any, options: Any, error: Any, tokens: Any, *_: Any
-) -> BriefLine:
-    """Return the line of a row in brief. Raise what `line_of` raises, the prompt aside."""
-    options = _options_of(index, number, name, options, error)
+def _brief_of(columns: Sequence[Any]) -> BriefLine:
+    """Return the line of a row in brief. Raise what `_line_of` raises, the prompt aside."""
+    index, error, tokens = columns[0], columns[4], columns[5]
     if not isinstance(tokens, bytes) or len(tokens) % 4:
         raise TypeError("not the tokens of a line")
-    return BriefLine(index, tokens, options, error)
+    return BriefLine(index, tokens, _options_of(columns), error)
 
 
-def _options_of(index: Any, number: Any, name: Any, options: Any, error: Any) -> dict[str, Any]:
-    """Return the options of a row whose columns are those of a line; TypeError if not."""
+def _options_of(columns: Sequence[Any]) -> dict[str, Any]:
+    index, number, name, options, error = columns[:5]
     found = json.loads(options) if options else {}
     if not (
         isinstance(found, dict)
@@ -247,11 +237,10 @@ class Store:
 
     @classmethod
     def create(cls, path: Path | None = None, *, unique_ids: bool = True) -> Store:
-        """Make a new, empty store in a file with mode 0600.
+        """Make a new, empty store in a file with mode 0600. Raise StoreError if the file exists.
 
         Without a `path` the store is private and ends with the process. With `unique_ids` a line
-        whose id was used before gets an error. A program gets its answers in order, so it may use
-        an id twice. Raise StoreError if the file exists.
+        whose id was used before gets an error.
         """
         store = cls._connect(path, new=True)
         if not unique_ids:
@@ -269,11 +258,7 @@ class Store:
 
     @classmethod
     def _connect(cls, path: Path | None, *, new: bool) -> Store:
-        """Return a store that holds the lock of its file and whose commits are on the disk.
-
-        A file without content becomes a store, because a process may have been killed directly
-        after making it.
-        """
+        """Return a store that holds the lock of its file and whose commits are on the disk."""
         name = "the batch's temporary file" if path is None else str(path)
         try:
             opened = open_temporary_database() if path is None else open_database(path, new=new)
@@ -291,10 +276,9 @@ class Store:
         return store
 
     def _set_up(self) -> None:
-        """Lock the file, make the tables if it is empty, and check it."""
         with self._explained():
             self._db.executescript(SETTINGS)
-            if self._one("PRAGMA schema_version") == (0,):
+            if self._one("PRAGMA schema_version") == (0,):  # new, or left by a killed process
                 self._db.executescript(f"BEGIN; {MARKS}; {SCHEMA} COMMIT")
             (kind,) = self._one("PRAGMA application_id")
             (version,) = self._one("PRAGMA user_version")
@@ -306,40 +290,28 @@ class Store:
             self._check()
 
     def _check(self) -> None:
-        """Raise DamagedStoreError if the tables are not ours or do not agree with each other.
-
-        SQLite itself checks little.
-        """
+        """Raise DamagedStoreError if the tables are not ours or do not agree with each other."""
         if self._db.execute(TABLES).fetchall() != tables():
             raise self.damaged("its tables are not those of a batch store")
         inputs = self._db.execute("SELECT lines, broken FROM input").fetchall()
         (last,) = self._one("SELECT max(line) FROM lines")
         (place,) = self._one("SELECT max(place) FROM places")
-        if inputs:
-            lines, broken = inputs[0]
-            if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
-                raise self.damaged("it does not say how many lines there are")
-            if not self._is_all(lines, -1 if last is None else last, place or 0):
-                raise self.damaged(f"{lines} lines should be in it, and are not")
-            if not self._have_places():
-                raise self.damaged("a line has no place in its order")
-            self._lines, self._broken, self._own = lines, broken, place or 0
-        elif last is not None or place is not None:
-            raise self.damaged("it has lines, and no end of them")
-
-    def _is_all(self, lines: int, last: int, places: int) -> bool:
-        """Return True if these can be all lines, or those of a shard."""
-        if self._one("SELECT 1 FROM meta WHERE name = ?", CUT) is not None:
-            return last < lines and places <= lines
-        return last == lines - 1 and places == lines
-
-    def _have_places(self) -> bool:
-        """Return True if each line that is here has one place.
-
-        Both are read in one order. To look up each of 10 million lines wrote 39 GB, and took 2 min.
-        """
+        if not inputs:
+            if last is not None or place is not None:
+                raise self.damaged("it has lines, and no end of them")
+            return
+        lines, broken = inputs[0]
+        if len(inputs) > 1 or not _are_ints(lines, broken) or not 0 <= broken <= lines:
+            raise self.damaged("it does not say how many lines there are")
+        last, places = -1 if last is None else last, place or 0
+        is_part = self._one("SELECT 1 FROM meta WHERE name = ?", CUT) is not None
+        if not (last < lines and places <= lines if is_part else last + 1 == lines == places):
+            raise self.damaged(f"{lines} lines should be in it, and are not")
+        # Both in one order: to look up each of 10 million lines wrote 39 GB, and took 2 min.
         held, placed = (self._db.execute(query) for query in (HELD, PLACED))
-        return all(one == other for one, other in zip_longest(held, placed))
+        if not all(one == other for one, other in zip_longest(held, placed)):
+            raise self.damaged("a line has no place in its order")
+        self._lines, self._broken, self._own = lines, broken, places
 
     def damaged(self, why: str) -> DamagedStoreError:
         """Return the error to raise for a store whose content this program can't have written."""
@@ -384,10 +356,7 @@ class Store:
         return LineCounts(self._own, self._broken, done, failed)
 
     def add(self, line: StoredLine) -> None:
-        """Add the next line of the input, whose index is one more than that of the last.
-
-        A line whose id was used before gets an error instead.
-        """
+        """Add the next line of the input, whose index is one more than that of the last."""
         with self._explained():
             self._begin_input()
             if line.index != self._lines:
@@ -425,8 +394,7 @@ class Store:
     def arrange(self, *, by_tokens: bool = False) -> None:
         """Put the input, which is now complete, into its prefix order, which `pending` then has.
 
-        With `by_tokens` that is the order of the token ids; otherwise one that costs the same and
-        lets answers be written early (see `run_order`).
+        With `by_tokens` that is the order of the token ids, otherwise that of `run_order`.
         """
         with self._explained():
             self._begin_input()
@@ -475,32 +443,32 @@ class Store:
         """
         place = -1
         while (row := self._next(NEXT[order], place)) is not None:
-            *columns, place = row
-            yield self._read(columns, line_of)
+            yield self._read(row[:-1], _line_of)
+            place = row[-1]
 
     def left(self, order: Order = "prefix") -> Iterator[BriefLine]:
         """Yield the lines without an answer as `pending` does, in brief and in less time.
 
-        One question to the database brings them all, so no answer may come in the meantime.
+        No answer may come in the meantime.
         """
         with self._explained():
             for row in self._db.execute(ALL[order]):
-                yield self._read(row, brief_of)
+                yield self._read(row, _brief_of)
 
     def line(self, index: int) -> StoredLine:
         """Return line `index`, which has to be there."""
         row = self._next(LINE, index)
         if row is None:
             raise self.damaged(f"line {index} is not found in it")
-        return self._read(row, line_of)
+        return self._read(row, _line_of)
 
-    def _read(self, row: Sequence[Any], made_of: Callable[..., T]) -> T:
+    def _read(self, row: Sequence[Any], made_of: Callable[[Sequence[Any]], T]) -> T:
         """Return what is made of a line's row. Raise DamagedStoreError if it has changed."""
         columns = row[:-1]
         if checksum(*columns) != row[-1] or columns[-1] not in FORMATS:
             raise self.damaged(f"line {columns[0]!r:.20} of it has changed")
         try:
-            return made_of(*columns)
+            return made_of(columns)
         except (ValueError, TypeError, RecursionError) as error:
             raise self.damaged(f"line {columns[0]!r:.20} of it can't be read") from error
 
@@ -536,10 +504,8 @@ class Store:
             yield answer
 
     def _answer(self, row: tuple[Any, ...], order: OutputOrder = "input") -> StoredAnswer:
-        """Return the answer of a row. Raise DamagedStoreError if it has changed."""
-        *columns, written = row
-        done, line, failed, body = columns
-        is_whole = checksum(*columns) == written and _are_ints(done, line)
+        done, line, failed, body, written = row
+        is_whole = checksum(*row[:-1]) == written and _are_ints(done, line)
         if not is_whole or not 0 <= line < self._lines:
             raise self.damaged(f"the answer of line {line!r:.20} has changed")
         return StoredAnswer(done if order == "done" else line, line, body, bool(failed))
@@ -570,7 +536,7 @@ class Store:
             if isinstance(error, StoreError):
                 raise
             # SQLite quotes the file in its messages, which may not be UTF-8.
-            if isinstance(error, UnicodeDecodeError) or is_damage(error):
+            if isinstance(error, UnicodeDecodeError) or _is_damage(error):
                 raise DamagedStoreError(self._name, "is not a batch store, or damaged") from error
             raise StoreError(f"{self._name}: {reason(error)}") from error
 
@@ -613,7 +579,7 @@ _DAMAGE = (
 )
 
 
-def is_damage(error: sqlite3.Error) -> bool:
+def _is_damage(error: sqlite3.Error) -> bool:
     """Return True if the error says that the file is not a sound SQLite database."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:  # a text in the file that is not UTF-8

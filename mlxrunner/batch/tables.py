@@ -175,7 +175,6 @@ class Columns:
         return {"prompt": self.template.fill(values), **known}
 
     def _conversation(self, value: Any, known: dict[str, Any]) -> dict[str, Any] | PromptError:
-        """Return the messages in a column: a list, or JSON text of one."""
         if isinstance(value, str):
             try:
                 value = json.loads(value)
@@ -242,7 +241,6 @@ class _CsvSource:
 
 
 def _header(reader: Any, longest: int) -> list[str]:
-    """Return the names of the columns. Raise OptionError if the header is missing or broken."""
     try:
         while (header := _next_row(reader, longest)) == []:  # an empty line
             pass
@@ -409,7 +407,6 @@ def _few(batches: Iterator[Any], names: list[str]) -> Iterator[Any]:
 
 
 def _numbered(batches: Iterator[Any], rows: Columns, longest: int) -> Iterator[Row]:
-    """Yield the rows of the batches, numbered from 1."""
     number = 0
     for batch in batches:
         for values in _decoded(batch, rows, longest):

@@ -126,7 +126,6 @@ def run_job(
 
 
 def _run_job(job: Job, progress: Progress, opened: Elsewhere, status: Status) -> Tally:
-    """Run the job, or resume it; `status` tells others about it."""
     parts = job.parts()
     found, retried = finished_run(job, parts)
     if found is not None:
@@ -242,7 +241,6 @@ def _survey(
 
 
 def _counted(items: Iterable[T], what: str, progress: Progress) -> Iterator[T]:
-    """Yield the items, and show how many there were."""
     for number, item in enumerate(items, 1):
         progress.update(partial("{}: {} lines".format, what, number))
         yield item
@@ -640,7 +638,6 @@ def _rounded(number: float | None) -> float | None:
 
 
 def _write(path: str, content: dict[str, Any]) -> str | None:
-    """Write `content` to `path` as a whole. Return the reason if that is impossible."""
     try:
         with written(Path(path), sync=False) as stream:
             json.dump(content, stream, indent=1)

@@ -53,7 +53,7 @@ CUT_OFF = 1
 
 
 def _refuse_embeddings(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
-    from mlxrunner.batch.fields import NO_EMBEDDINGS
+    from mlxrunner.batch.inputs import NO_EMBEDDINGS
 
     if given:
         raise OptionError(f"--embeddings: {NO_EMBEDDINGS}")

@@ -122,7 +122,6 @@ class DaskWorkers:
         }
 
     async def _scheduler(self) -> Any:
-        """Return the connection to the scheduler."""
         while (scheduler := self._client.scheduler) is None:  # it is being connected, or again
             await asyncio.sleep(0.05)
         return scheduler
@@ -161,8 +160,6 @@ class DaskWorkers:
 
 @dataclass(frozen=True)
 class _RemoteError:
-    """The error that a call raised."""
-
     error: Exception
 
 
@@ -322,7 +319,6 @@ def worker_settings() -> dict[str, Any]:
 
 
 def _security(options: Connection) -> Any:
-    """Return Dask's description of the certificates; None without any."""
     if not options.has_tls:
         return None
     own = (options.tls_cert, options.tls_key)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -44,14 +44,12 @@ WAIT_S = 0.1
 CLOSE_S = 5.0
 """Most seconds in which workers give their memory back at the end."""
 Opened = Callable[[], AbstractContextManager[DaskWorkers]]
-Then = Callable[["_Worker", Any], Iterator[Outcome]]
+Then = Callable[["_Worker", Any], Iterable[Outcome]]
 """A function that takes a worker and the value of its call."""
 
 
 @dataclass
 class _Worker:
-    """The state of a worker, as far as the driver knows it."""
-
     name: str
     sign: Any = None
     silent_s: float = 0.0
@@ -142,7 +140,6 @@ class Driver:
         return self._queue.is_done and not self._queue.running
 
     def _look(self) -> None:
-        """Note the workers that have come."""
         for name in self._cluster.signs:
             self._workers.setdefault(name, _Worker(name))
 
@@ -158,7 +155,11 @@ class Driver:
             worker.sign = signs[name]
             worker.silent_s = 0.0 if is_alive else worker.silent_s + seconds
             if worker.silent_s > SILENT_S and worker.state == "ready":
-                yield from self._silent(worker)
+                self._say(
+                    f"worker {name}: no sign of life for {SILENT_S:g} s: its "
+                    f"{self._queue.of(name)} unfinished lines run elsewhere"
+                )
+                yield from self._take_back(worker, "silent")
             elif is_alive and worker.state == "silent":
                 self._say(f"worker {name}: is back")
                 worker.state = "ready"
@@ -170,15 +171,6 @@ class Driver:
                 for line in unsent:
                     self._send(worker, line)
         self._check_left()
-
-    def _silent(self, worker: _Worker) -> Iterator[Outcome]:
-        """Run the lines of a worker elsewhere that gave no sign of life for too long."""
-        had = self._queue.of(worker.name)
-        self._say(
-            f"worker {worker.name}: no sign of life for {SILENT_S:g} s: its {had} unfinished lines "
-            "run elsewhere"
-        )
-        yield from self._take_back(worker, "silent")
 
     def _check_left(self) -> None:
         """Say that nobody is there. Raise CutOffError if that can't change by itself."""
@@ -194,7 +186,6 @@ class Driver:
             self._say_once("no worker is there: the batch waits for one")
 
     def _ended(self, worker: _Worker) -> Iterator[Outcome]:
-        """Take everything from a worker that is no longer there."""
         del self._workers[worker.name]
         self._refused.pop(worker.name, None)
         self._failures += worker.state in ("new", "opening")
@@ -253,7 +244,7 @@ class Driver:
         elif worker.state == "ready":
             yield from self._begin_again(worker, error)
 
-    def _described(self, worker: _Worker, found: dict[str, dict[str, str]]) -> Iterator[Outcome]:
+    def _described(self, worker: _Worker, found: dict[str, dict[str, str]]) -> Iterable[Outcome]:
         """Compare a worker with this process, and let it load the model."""
         for own, its in ((self._versions, found["versions"]), (self._parts, found["parts"])):
             for name in its:
@@ -261,20 +252,19 @@ class Driver:
                     self._refuse(
                         worker, f"has another {name}: {its[name]} there, {own.get(name)} here"
                     )
-                    return
+                    return ()
         host = _host(worker.name)
         sharers = sum(_host(name) == host for name in self._workers)
         self._call(worker, self._begun, remote.begin, self._batch, sharers)
-        yield from ()
+        return ()
 
-    def _begun(self, worker: _Worker, found: tuple[int, list[str]]) -> Iterator[Outcome]:
-        """Note that a worker has loaded the model."""
+    def _begun(self, worker: _Worker, found: tuple[int, list[str]]) -> Iterable[Outcome]:
         lanes, said = found
         self._failures = 0
         worker.state, worker.room = "ready", lanes + AHEAD
         for text in said:
             self._say_once(text)
-        yield from ()
+        return ()
 
     def _refuse(self, worker: _Worker, why: str) -> None:
         worker.state = "refused"
@@ -309,12 +299,12 @@ class Driver:
 
     def _answered(
         self, line: StoredLine, worker: _Worker, found: remote.LineReply
-    ) -> Iterator[Outcome]:
-        """Take the end of a line, once."""
-        if self._queue.answered(worker.name, line.index) is not None:
-            for event in found.events:
-                self._profile.take(event)
-            yield replace(found.outcome, line=line)
+    ) -> Iterable[Outcome]:
+        if self._queue.answered(worker.name, line.index) is None:
+            return ()  # it was answered before
+        for event in found.events:
+            self._profile.take(event)
+        return (replace(found.outcome, line=line),)
 
     def _begin_again(self, worker: _Worker, error: BaseException) -> Iterator[Outcome]:
         """Let a worker whose engine ended begin again; its lines run elsewhere.
@@ -340,12 +330,10 @@ class Driver:
 
 
 def _host(name: str) -> str:
-    """Return the host in the address of a worker."""
     return name.rpartition(":")[0]
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error of a worker in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, MlxrunnerError) else f"{type(error).__name__}: {text}"
 
@@ -368,8 +356,6 @@ class _Range:
 
 @dataclass
 class _WorkerLines:
-    """The work of one worker."""
-
     since: int = 0
     """The cost of what all workers had answered when it came."""
     range: _Range | None = None

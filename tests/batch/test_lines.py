@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.batches import one, read, user
-from support.checks import output_of
+from support.checks import json_rows, output_of, rows
 
-from mlxrunner.batch.fields import FIELDS
+from mlxrunner.batch.inputs import FIELDS
 from mlxrunner.batch.options import FileOptions
 from mlxrunner.batch.store import InputLine
 from mlxrunner.config.names import MEANT, SAME
@@ -95,18 +95,18 @@ def test_prompts(record: Any, settings: dict[str, Any], prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        (
-            {"max_tokens": 5, "temperature": 0.5, "seed": 2**64 - 1},
-            {"max_tokens": 5, "temperature": 0.5, "seed": 2**64 - 1},
-        ),
-        ({"stop": "\n"}, {"stop": ["\n"]}),
-        ({"stop": ["a", "b"], "stop_tokens": []}, {"stop": ["a", "b"], "stop_tokens": []}),
-        ({"max_tokens": None, "temperature": None}, {}),
-        ({"choices": ["yes", "no"]}, {"choices": ["yes", "no"]}),
-        ({"schema": {"type": "string"}}, {"schema": '{"type": "string"}'}),
-        ({"schema": '{"type": "string"}'}, {"schema": '{"type": "string"}'}),
-        ({"response_format": {"type": "text"}}, {}),
-        ({"response_format": {"type": "json_object"}}, {"schema": '{"type": "object"}'}),
+        *json_rows(r"""
+{"max_tokens": 5, "temperature": 0.5, "seed": 18446744073709551615}
+ -> {"max_tokens": 5, "temperature": 0.5, "seed": 18446744073709551615}
+{"stop": "\n"} -> {"stop": ["\n"]}
+{"stop": ["a", "b"], "stop_tokens": []} -> {"stop": ["a", "b"], "stop_tokens": []}
+{"max_tokens": null, "temperature": null} -> {}
+{"choices": ["yes", "no"]} -> {"choices": ["yes", "no"]}
+{"schema": {"type": "string"}} -> {"schema": "{\"type\": \"string\"}"}
+{"schema": "{\"type\": \"string\"}"} -> {"schema": "{\"type\": \"string\"}"}
+{"response_format": {"type": "text"}} -> {}
+{"response_format": {"type": "json_object"}} -> {"schema": "{\"type\": \"object\"}"}
+"""),
         (
             {
                 "response_format": {
@@ -193,111 +193,76 @@ def test_empty_lines_are_counted_only(end: str, mark: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (
-            "nope",
-            'JSON: Expecting value at character 1; a line is an object such as {"prompt": "Hi"}',
-        ),
-        ('"Hello"', "has to be a JSON object, not a text"),
-        ("null", "has to be a JSON object, not null"),
+        *rows(r"""
+nope -> JSON: Expecting value at character 1; a line is an object such as {"prompt": "Hi"}
+"Hello" -> has to be a JSON object, not a text
+null -> has to be a JSON object, not null
+{"prompt": "\ud83d"} -> half a character
+{"prompt": "a", "stop": ["\uDE00"]} -> half a character
+{"prompt": "a", "temperature": NaN} -> not JSON: NaN is not a number of JSON
+{"prompt": "a", "temperature": -Infinity} -> not JSON: -Infinity is not a number of JSON
+{"prompt": "a", "temperature": 1e999} -> temperature: inf is out of range
+{} -> has no "prompt" and no "messages"
+{"prompt": "a", "messages": []} -> has both a prompt and messages
+{"prompt": ""} -> prompt is empty
+{"prompt": 5} -> prompt has to be a text, not a number
+{"prompt": []} -> prompt is an empty list
+{"prompt": ["a", 5]} -> prompt 1 has to be a text, not a number
+{"prompt": ["a", ""]} -> prompt 1 is empty
+{"prompt": [5, "a"]} -> prompt: 'a' is not a token id
+{"prompt": [5, true]} -> prompt: True is not a token id
+{"prompt": [2147483648]} -> prompt: 2147483648 is not a token id
+{"prompt": [5], "system": "a"} -> chat template, which token ids leave out
+{"question": "a"} -> unknown field 'question': did you mean 'prompt'? known are
+{"prompt": "a", "num_ctx": 5} -> 'num_ctx' is not for one line: --context is for the
+{"prompt": "a", "n": 2} -> n: 2 is not supported, only 1
+{"prompt": "a", "max_tokens": 5, "max_new_tokens": 5}
+ -> max_tokens and max_new_tokens say the same thing: give one of them
+{"prompt": "a", "num_predict": 5, "max_new_tokens": 5}
+ -> num_predict and max_new_tokens say the same thing: give one of them
+{"messages": []} -> messages has to be a list of at least one message
+{"messages": ["Hello"]} -> message 0 has to be {"role": text, "content": text}, not 'Hello'
+{"messages": [{"role": "user"}]}
+ -> message 0: content has to be a text or a list of text parts, not None
+{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}
+ -> message 0: only an assistant has tool_calls, not 'user'
+{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+ -> message 0: content of type 'image_url' is not supported
+{"messages": [{"role": "user", "content": ["a"]}]}
+ -> message 0: content of type 'a' is not supported, only text
+{"prompt": "a", "system": 5} -> system has to be a text, not a number
+{"prompt": "a", "logits_processors": [1]} -> logits_processors: [1] is not supported
+{"prompt": "a", "id": 1.5} -> id has to be a text or a whole number of at most 64 bits, not 1.5
+{"prompt": "a", "id": 9223372036854775808} -> id has to be a text or a whole number
+{"prompt": "a", "temperature": -1}
+ -> temperature: -1 is out of range, it has to be between 0 and 100
+{"prompt": "a", "overflow": "wrap"} -> overflow: 'wrap' is not known
+{"prompt": "a", "stop": {"a": 1}} -> stop: {'a': 1} is not a list of texts
+{"prompt": "a", "stop": [""]} -> stop: [''] is not a list of texts of at least one character
+{"prompt": "a", "stop_tokens": "12"} -> stop_tokens: '12' is not a list; give one, such as [2, 5]
+{"prompt": "a", "choices": []} -> choices: the list is empty
+{"prompt": "a", "choices": "yes"} -> choices: 'yes' is not a list of texts
+{"prompt": "a", "penalty_context": 1000000000000000000000000000000} -> penalty_context: 1
+{"prompt": "a", "schema": 5} -> schema has to be a JSON schema (an object), not a number
+{"prompt": "a", "response_format": "json"} -> response_format: 'json' is not known
+{"prompt": "a", "response_format": {"type": "json_schema"}}
+ -> response_format: json_schema has no schema
+{"prompt": "a", "schema": {}, "response_format": {"type": "text"}} -> give one of them
+"""),
         (b'{"prompt": "\xff"}', "not UTF-8: invalid start byte at byte 13"),
         ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
-        ('{"prompt": "\\ud83d"}', "half a character"),
-        ('{"prompt": "a", "stop": ["\\uDE00"]}', "half a character"),
-        ('{"prompt": "a", "temperature": NaN}', "not JSON: NaN is not a number of JSON"),
-        (
-            '{"prompt": "a", "temperature": -Infinity}',
-            "not JSON: -Infinity is not a number of JSON",
-        ),
-        ('{"prompt": "a", "temperature": 1e999}', "temperature: inf is out of range"),
         ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
         ("[" * 100_000, "nested too deeply"),
         (
             '{"prompt": "a", "schema": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
             "nested too deeply",
         ),
-        ("{}", 'has no "prompt" and no "messages"'),
-        ('{"prompt": "a", "messages": []}', "has both a prompt and messages"),
-        ('{"prompt": ""}', "prompt is empty"),
-        ('{"prompt": 5}', "prompt has to be a text, not a number"),
-        ('{"prompt": []}', "prompt is an empty list"),
-        ('{"prompt": ["a", 5]}', "prompt 1 has to be a text, not a number"),
-        ('{"prompt": ["a", ""]}', "prompt 1 is empty"),
-        ('{"prompt": [5, "a"]}', "prompt: 'a' is not a token id"),
-        ('{"prompt": [5, true]}', "prompt: True is not a token id"),
-        ('{"prompt": [2147483648]}', "prompt: 2147483648 is not a token id"),
-        ('{"prompt": [5], "system": "a"}', "chat template, which token ids leave out"),
-        ('{"question": "a"}', "unknown field 'question': did you mean 'prompt'? known are"),
-        ('{"prompt": "a", "num_ctx": 5}', "'num_ctx' is not for one line: --context is for the"),
-        ('{"prompt": "a", "n": 2}', "n: 2 is not supported, only 1"),
-        (
-            '{"prompt": "a", "max_tokens": 5, "max_new_tokens": 5}',
-            "max_tokens and max_new_tokens say the same thing: give one of them",
-        ),
-        (
-            '{"prompt": "a", "num_predict": 5, "max_new_tokens": 5}',
-            "num_predict and max_new_tokens say the same thing: give one of them",
-        ),
-        ('{"messages": []}', "messages has to be a list of at least one message"),
-        (
-            '{"messages": ["Hello"]}',
-            'message 0 has to be {"role": text, "content": text}, not \'Hello\'',
-        ),
-        (
-            '{"messages": [{"role": "user"}]}',
-            "message 0: content has to be a text or a list of text parts, not None",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}',
-            "message 0: only an assistant has tool_calls, not 'user'",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "message 0: content of type 'image_url' is not supported",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": ["a"]}]}',
-            "message 0: content of type 'a' is not supported, only text",
-        ),
-        ('{"prompt": "a", "system": 5}', "system has to be a text, not a number"),
-        ('{"prompt": "a", "logits_processors": [1]}', "logits_processors: [1] is not supported"),
-        (
-            '{"prompt": "a", "id": 1.5}',
-            "id has to be a text or a whole number of at most 64 bits, not 1.5",
-        ),
-        ('{"prompt": "a", "id": 9223372036854775808}', "id has to be a text or a whole number"),
-        (
-            '{"prompt": "a", "temperature": -1}',
-            "temperature: -1 is out of range, it has to be between 0 and 100",
-        ),
-        ('{"prompt": "a", "overflow": "wrap"}', "overflow: 'wrap' is not known"),
-        ('{"prompt": "a", "stop": {"a": 1}}', "stop: {'a': 1} is not a list of texts"),
-        (
-            '{"prompt": "a", "stop": [""]}',
-            "stop: [''] is not a list of texts of at least one character",
-        ),
-        (
-            '{"prompt": "a", "stop_tokens": "12"}',
-            "stop_tokens: '12' is not a list; give one, such as [2, 5]",
-        ),
-        ('{"prompt": "a", "choices": []}', "choices: the list is empty"),
-        ('{"prompt": "a", "choices": "yes"}', "choices: 'yes' is not a list of texts"),
         ('{"prompt": "a", "schema": {"not": {}}}', "schema: "),
         (
             '{"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": '
             '{"not": {}}}}}',
             "schema: ",
         ),
-        ('{"prompt": "a", "penalty_context": 1%s}' % ("0" * 30), "penalty_context: 1"),
-        (
-            '{"prompt": "a", "schema": 5}',
-            "schema has to be a JSON schema (an object), not a number",
-        ),
-        ('{"prompt": "a", "response_format": "json"}', "response_format: 'json' is not known"),
-        (
-            '{"prompt": "a", "response_format": {"type": "json_schema"}}',
-            "response_format: json_schema has no schema",
-        ),
-        ('{"prompt": "a", "schema": {}, "response_format": {"type": "text"}}', "give one of them"),
     ],
 )
 def test_what_is_said_about_a_bad_line(line: bytes | str, problem: str) -> None:

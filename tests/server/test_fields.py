@@ -25,7 +25,7 @@ from starlette.testclient import TestClient
 from support.sample import examples
 from support.scripted import Scripted, app_of
 
-from mlxrunner.batch.fields import read_fields
+from mlxrunner.batch.inputs import read_fields
 from mlxrunner.batch.openai_format import READ
 from mlxrunner.batch.options import BatchOptions
 from mlxrunner.config.names import SAME

@@ -47,3 +47,18 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., NoRetur
         raise error
 
     return fail
+
+
+def rows(text: str) -> list[tuple[str, str]]:
+    """Return the rows `left -> right` of a table. A line that begins with the arrow goes on."""
+    lines = text.strip("\n").replace("\n -> ", " -> ").splitlines()
+    return [(left, right) for left, _, right in (line.partition(" -> ") for line in lines)]
+
+
+def json_rows(text: str) -> list[tuple[Any, Any]]:
+    """Return the rows of a table of which each left side is JSON, and each right one, if it is."""
+    return [(json.loads(left), _value(right)) for left, right in rows(text)]
+
+
+def _value(text: str) -> Any:
+    return json.loads(text) if text[:1] in '{["' else text
