@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from support.batches import lines, llama
+from support.batches import folder as folder
+from support.batches import llama
 from support.engine import Engine
 
 from mlxrunner import Runner
 from mlxrunner.testing import ByteTokenizer
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    Path("in.jsonl").write_text(lines(12, broken=(5,)))
-    return tmp_path
 
 
 @pytest.fixture

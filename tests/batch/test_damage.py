@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
-from support.batches import entry, read
+from support.batches import entry, filled, once, read, run
 
-from mlxrunner import cli
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.output import write_line
 from mlxrunner.batch.store import Store, StoredLine, checksum
@@ -49,11 +47,11 @@ def body(index: int) -> bytes:
 def store(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return a store of eight lines, five of them answered."""
     path = tmp_path_factory.mktemp("store") / "run"
-    with Store.create(path) as made:
-        for index in range(8):
-            tokens, error = ([], "broken") if index == 2 else ([5, index], None)
-            made.add(entry(index, tokens, id=f"a{index}", error=error, prompt="Hello!"))
-        made.finish({"model": "demo"})
+    lines = []
+    for index in range(8):
+        tokens, error = ([], "broken") if index == 2 else ([5, index], None)
+        lines.append(entry(index, tokens, id=f"a{index}", error=error, prompt="Hello!"))
+    with filled(lines, path) as made:
         for index in range(5):
             made.record(index, body(index), failed=index == 2)
         made.commit()
@@ -121,11 +119,9 @@ def test_each_column_of_a_row_is_checked(
 ) -> None:
     """A value that is valid elsewhere is refused too, also if the format was unknown before."""
     path = tmp_path / "run"
-    with Store.create(path) as made:
-        form, error = ("unknown", "broken") if broken else ("plain", None)
-        made.add(entry(0, [5, 6], id="a0", format=form, error=error))
-        made.add(entry(1, [5, 7], id="a1", prompt="Hello!"))
-        made.finish({"model": "demo"})
+    form, error = ("unknown", "broken") if broken else ("plain", None)
+    first = entry(0, [5, 6], id="a0", format=form, error=error)
+    with filled([first, entry(1, [5, 7], id="a1", prompt="Hello!")], path) as made:
         if table == "results":
             made.record(0, body(0))
             made.commit()
@@ -186,12 +182,6 @@ def test_a_mutated_input_is_lines_or_errors_of_lines(seed: int) -> None:
             assert len(line.error) < 700
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(
-        cli.main, ["batch", "in.jsonl", "-o", "out", "--no-reserve", "--no-usage", *arguments]
-    )
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_damaged_record_of_a_finished_run_is_one_line(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,13 +189,14 @@ def test_a_damaged_record_of_a_finished_run_is_one_line(
     """Nothing is run for it, and the output stays."""
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text("no JSON\n")
-    assert run().exit_code == 3
+    asked = ("in.jsonl", "-o", "out", "--no-usage")
+    assert once(*asked).exit_code == 3
     output, record = Path("out").read_bytes(), json.loads(Path("out.done").read_text())
     chosen = random.Random(seed)
     inner = chosen.choice([record, record["made_from"]])
     inner[chosen.choice(list(inner))] = chosen.choice([None, -1, 10**30, 1.5, "x", [], {}, True])
     Path("out.done").write_text(json.dumps(record))
-    result = run("--resume")
+    result = run(*asked, "--resume")
     assert result.exit_code in (2, 3)
     assert result.stderr.count("\n") <= 2
     assert "internal error" not in result.stderr

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.batches import entry
+from support.batches import filled
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import ParallelRunner
 from mlxrunner.batch.execution import BatchRequest, BatchResult, run_batch
 from mlxrunner.batch.options import Order
 from mlxrunner.batch.prompts import shared_before
-from mlxrunner.batch.store import Store
 from mlxrunner.cache.entry import as_tokens, common_prefix
 from mlxrunner.engine.request import Observation
 from mlxrunner.models.facts import facts_of
@@ -155,10 +154,7 @@ def test_lines_that_fail_and_are_tried_again(seed: int, monkeypatch: pytest.Monk
 def test_what_a_line_shares_with_those_before_it(seed: int) -> None:
     """In one pass over the sorted lines, what comparing all pairs gives."""
     prompts = [as_tokens(prompt) for prompt in some_prompts(seed)]
-    with Store.create() as store:
-        for index, prompt in enumerate(prompts):
-            store.add(entry(index, prompt.tolist()))
-        store.finish()
+    with filled(prompts) as store:
         found = shared_before(store.pending("prefix"), len(prompts))
     for index, prompt in enumerate(prompts):
         before = prompts[:index]

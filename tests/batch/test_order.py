@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.batches import entry
+from support.batches import entry, filled
 from support.prompts import shared_prefixes
 from support.sample import examples
 
@@ -141,11 +141,7 @@ def test_a_context_that_is_shifted_keeps_the_order_of_the_tokens(overflow: str) 
 
 def test_lines_that_can_t_be_run_come_first() -> None:
     """Their errors cost nothing."""
-    with Store.create() as store:
-        for index, tokens in enumerate([[2], [], [1]]):
-            error = None if tokens else "line 2: empty"
-            store.add(entry(index, tokens, error=error))
-        store.finish()
+    with filled([[2], entry(1, [], error="line 2: empty"), [1]]) as store:
         assert [line.index for line in store.pending()] == [1, 0, 2]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.batches import entry
+from support.batches import filled
 from support.checks import raising
 
 from mlxrunner.batch.execution import Outcome
@@ -109,13 +109,8 @@ def test_the_store_has_everything_before_the_output_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed commit leaves the output as it was, and a failed write loses nothing."""
-    with (
-        Store.create(tmp_path / "run") as store,
-        closing(AnswerFile.open(tmp_path / "out")) as output,
-    ):
-        for index in range(3):
-            store.add(entry(index, [1]))
-        store.finish()
+    out = tmp_path / "out"
+    with filled([[1]] * 3, tmp_path / "run") as store, closing(AnswerFile.open(out)) as output:
         writer = AnswerWriter(store, output, "input")
         store.record(0, LINES[0])
         monkeypatch.setattr(AnswerFile, "append", raising(OutputError("full")))
@@ -127,10 +122,10 @@ def test_the_store_has_everything_before_the_output_does(
         with pytest.raises(OutputError):
             writer.flush()
         monkeypatch.undo()
-        assert (tmp_path / "out").read_bytes() == b""
+        assert out.read_bytes() == b""
         writer.mend()
         writer.flush()
-    assert (tmp_path / "out").read_bytes() == WHOLE[: WHOLE.index(b"{}")]
+    assert out.read_bytes() == WHOLE[: WHOLE.index(b"{}")]
 
 
 def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
@@ -140,10 +135,7 @@ def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
         ("done", [LINES[1] + b"\n"] * 2),
     ):
         out = tmp_path / order
-        with Store.create() as store, closing(AnswerFile.open(out)) as output:
-            for index in range(3):
-                store.add(entry(index, [1]))
-            store.finish()
+        with filled([[1]] * 3) as store, closing(AnswerFile.open(out)) as output:
             with AnswerWriter(store, output, order) as writer:  # type: ignore[arg-type]
                 writer.write(1, LINES[1], failed=False)
                 assert out.read_bytes() == expected[0]

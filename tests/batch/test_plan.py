@@ -48,14 +48,8 @@ def planned(
 @pytest.fixture
 def store() -> Store:
     """Five lines, one of them broken, one of them twice, one with a limit."""
-    store = Store.create()
-    prompts = [[1, 2, 3, 4], [9], [1, 2, 5], [], [9]]
-    for index, tokens in enumerate(prompts):
-        options = {"max_tokens": 5} if index == 2 else {}
-        error = None if tokens else "line 4: empty"
-        store.add(entry(index, tokens, options=options, error=error))
-    store.finish()
-    return store
+    limited = entry(2, [1, 2, 5], options={"max_tokens": 5})
+    return filled([[1, 2, 3, 4], [9], limited, entry(3, [], error="line 4: empty"), [9]])
 
 
 def test_the_plan_of_a_small_batch(store: Store) -> None:
@@ -124,11 +118,8 @@ def test_the_table_and_the_dictionary(store: Store) -> None:
 
 def test_the_length_of_answers_is_what_the_lines_allow() -> None:
     """Not the mean of the last batch: the time is made of what the lines may take."""
-    with Store.create() as store:
-        for index, limit in enumerate((6, 6, 6, None)):
-            options = {} if limit is None else {"max_tokens": limit}
-            store.add(entry(index, [1, 2, index], options=options))
-        store.finish()
+    limited = (entry(index, [1, 2, index], options={"max_tokens": 6}) for index in range(3))
+    with filled([*limited, [1, 2, 3]]) as store:
         speed = Speed(prefill_rate=100, decode_rate=10, answer_tokens=10)
         lines = survey(store.pending("prefix"), {}, 100, speed)
         plan = make_plan(
@@ -142,10 +133,8 @@ def test_the_length_of_answers_is_what_the_lines_allow() -> None:
 def test_of_a_prompt_that_is_shifted_only_what_is_left_counts(keep: int | None) -> None:
     """The plan counts as the runner does, with whatever is kept."""
     prompts = [[7, *range(200)], [7, *range(100, 300)], [1, 2]]
-    with Store.create() as store:
-        for index, tokens in enumerate(prompts):
-            store.add(entry(index, tokens, options={"keep": keep} if keep is not None else {}))
-        store.finish()
+    options = {"keep": keep} if keep is not None else {}
+    with filled(entry(n, one, options=options) for n, one in enumerate(prompts)) as store:
         plan = planned(store, defaults={"overflow": "shift"}, context=100)
         assert planned(store).tokens == 404
     left = 51 + (keep or 0) // 2 if keep != 10_000 else 99

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import batches
 from support.checks import ends, raising, read_lines
 
-from mlxrunner import cli
 from mlxrunner.runner import Runner
 
 FAILING = (2, 5)
@@ -19,14 +19,15 @@ FAILING = (2, 5)
 BROKEN = 7
 
 
+TYPED = ("--parallel", 1, "-o", "out.jsonl")
+
+
 def run(*arguments: object, source: str = "in.jsonl", stdin: str = "") -> Result:
-    options = ["--no-reserve", "--parallel", 1, "-o", "out.jsonl", *arguments]
-    return CliRunner().invoke(cli.main, ["batch", source, *map(str, options)], input=stdin)
+    return batches.run(source, *TYPED, *arguments, stdin=stdin)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def ill(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_input()
     generate = Runner.generate
 
@@ -38,7 +39,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return generate(self, prompt, **options)
 
     monkeypatch.setattr(Runner, "generate", ill)
-    return tmp_path
 
 
 def write_input(form: str = "plain") -> None:
@@ -54,7 +54,7 @@ def write_input(form: str = "plain") -> None:
 def some_fail(*arguments: object) -> list[bytes]:
     """Finish a run in which three lines fail, and return its lines."""
     Path("ill").write_text("".join(f"seed{index} " for index in FAILING))
-    ends(run(*arguments), 3, "3 of 9 lines failed")
+    ends(batches.once("in.jsonl", *TYPED, *arguments), 3, "3 of 9 lines failed")
     Path("ill").unlink()
     return Path("out.jsonl").read_bytes().splitlines()
 
@@ -168,7 +168,7 @@ def test_no_journal_is_left_by_a_run_that_is_killed_as_it_ends(
     monkeypatch.setattr(
         "mlxrunner.batch.work.remember_speed", lambda *arguments: left.append(files())
     )
-    some_fail()
+    some_fail("--timeout", 600)
     run("--retry-failed")
     assert left == [
         {"in.jsonl", "out.jsonl", "out.jsonl.done"} | extra for extra in ({"ill"}, set())
@@ -182,7 +182,7 @@ def test_a_retry_of_other_answers_is_begun_anew() -> None:
     run("--retry-failed")
     Path("stop").unlink()
     Path("out.jsonl").unlink()
-    before = some_fail()
+    before = some_fail("--retries", 0)  # with other times
     assert run("--retry-failed").exit_code == 3
     assert changed(before) == list(FAILING)
     assert files() == {"in.jsonl", "out.jsonl", "out.jsonl.done"}

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import batch_command as command
 from support.batches import lines, run, unbroken
 from support.checks import ends
 
-from mlxrunner import cli
 from mlxrunner.batch import job as merging
 from mlxrunner.batch.plan import Shard
 from mlxrunner.batch.store import Store
@@ -33,15 +33,11 @@ def shard(number: int, *arguments: object, count: int = 3, output: str | None = 
 
 
 def merge(*outputs: str, output: str = "all.jsonl") -> Result:
-    return run_plain("merge", *(outputs or PARTS), "-o", output)
+    return command.run("merge", *(outputs or PARTS), "-o", output)
 
 
 def answers_of(name: str) -> list[str]:
     return Path(name).read_text().splitlines()
-
-
-def run_plain(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["batch", *arguments])
 
 
 @pytest.fixture(scope="session")
@@ -340,7 +336,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_an_input_called_merge_is_reached_by_its_path(folder: Path) -> None:
     Path("in.jsonl").rename("merge")
-    ends(run_plain("./merge", "-o", "out.jsonl", "--no-usage", "--max-tokens", "2"), 3)
+    ends(command.run("./merge", "-o", "out.jsonl", "--no-usage", "--max-tokens", 2), 3)
     assert len(Path("out.jsonl").read_text().splitlines()) == 12
 
 

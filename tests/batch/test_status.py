@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support import batches
 from support.checks import ends, raising
 
-from mlxrunner import cli
 from mlxrunner.batch import work
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.work import Status, Tally
@@ -21,8 +21,7 @@ REPORTS = ("--progress-file", "progress.json", "--summary", "summary.json")
 
 
 def run(*arguments: object) -> Result:
-    options = ["--no-reserve", "--parallel", 1, "-o", "out.jsonl", *arguments]
-    return CliRunner().invoke(cli.main, ["batch", "in.jsonl", *map(str, options)])
+    return batches.run("in.jsonl", "--parallel", 1, "-o", "out.jsonl", *arguments)
 
 
 def read(name: str) -> Any:
@@ -30,11 +29,9 @@ def read(name: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def questions(folder: Path) -> None:
     lines = [{"prompt": "Hello!", "max_tokens": 2}, {"prompt": "My name is Bo. What is my name?"}]
     Path("in.jsonl").write_text("\n".join([*map(json.dumps, lines * 2), "no JSON"]))
-    return tmp_path
 
 
 def test_the_summary_adds_up_what_the_lines_say() -> None:

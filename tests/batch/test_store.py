@@ -38,10 +38,7 @@ def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Pat
         options={"stop": ["\ud800"], "seed": 2**64 - 1},
     )
     broken = entry(1, [], id=name, format="chat.completion", error="line 2: nothing in it")
-    with Store.create(path) as store:
-        store.add(given)
-        store.add(broken)
-        store.finish()
+    filled([given, broken], path).close()
     with Store.open(path) as store:
         found = list(store.pending("input"))
     for one, other in zip(found, [given, broken], strict=True):
@@ -127,18 +124,18 @@ def test_an_id_that_was_there_is_an_error() -> None:
 
     Ids of broken lines may repeat, as may lines without one.
     """
-    with Store.create() as store:
-        store.add(entry(0, [1], id="a", format="chat.completion"))
-        store.add(entry(1, [1], id="a", format="plain"))
-        store.add(entry(2, [1], id=1, format="plain"))
-        store.add(entry(3, [], id="b", format="chat.completion", error="line 4: broken"))
-        store.add(entry(4, [2], id="b", format="chat.completion"))
-        store.add(entry(5, [1], id="a", format="text_completion"))
-        store.add(entry(6, [1], id="1", format="plain"))
-        store.add(entry(7, [1], id=None))
-        store.add(entry(8, [1], id=None))
-        store.add(entry(9, [1], id=1))
-        store.finish()
+    lines = [
+        entry(0, [1], id="a", format="chat.completion"),
+        entry(1, [1], id="a", format="plain"),
+        entry(2, [1], id=1, format="plain"),
+        entry(3, [], id="b", format="chat.completion", error="line 4: broken"),
+        entry(4, [2], id="b", format="chat.completion"),
+        entry(5, [1], id="a", format="text_completion"),
+        entry(6, [1], id="1", format="plain"),
+        *(entry(number, [1], id=None) for number in (7, 8)),
+        entry(9, [1], id=1),
+    ]
+    with filled(lines) as store:
         errors = {one.index: one.error for one in store.pending() if one.error}
         assert errors == {
             1: "line 2: id 'a' was there before, on line 1",

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.batches import lines
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    Path("in.jsonl").write_text(lines(12, broken=(5,)))
-    return tmp_path
+from support.batches import folder as folder
 
 
 @pytest.fixture(scope="module")

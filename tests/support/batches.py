@@ -6,11 +6,11 @@ import io
 import json
 import random
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from click.testing import CliRunner, Result
 from support.models import tiny_config, tiny_model
 
@@ -55,10 +55,11 @@ def entry(index: int, tokens: Sequence[int], **fields: object) -> StoredLine:
     return StoredLine(index, index + 1, tokens=as_tokens(tokens), **fields)  # type: ignore[arg-type]
 
 
-def filled(prompts: Iterable[Sequence[int]], path: Path | None = None) -> Store:
+def filled(prompts: Iterable[Sequence[int] | StoredLine], path: Path | None = None) -> Store:
+    """Return a store with these lines, or with lines that have these tokens."""
     store = Store.create(path)
-    for index, tokens in enumerate(prompts):
-        store.add(entry(index, tokens))
+    for index, one in enumerate(prompts):
+        store.add(one if isinstance(one, StoredLine) else entry(index, one))
     store.finish({"model": "demo"})
     return store
 
@@ -71,6 +72,14 @@ def run(*arguments: object, stdin: str = "") -> Result:
     return CliRunner().invoke(
         cli.main, ["batch", "--no-reserve", *map(str, arguments)], input=stdin
     )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a new folder with twelve questions, of which the sixth is broken."""
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text(lines(12, broken=(5,)))
+    return tmp_path
 
 
 def lines(count: int, *, seed: int = 0, broken: tuple[int, ...] = ()) -> str:
@@ -90,19 +99,26 @@ def lines(count: int, *, seed: int = 0, broken: tuple[int, ...] = ()) -> str:
     return "\n".join(written) + "\n"
 
 
+_DONE: dict[tuple[object, ...], tuple[Result, dict[str, bytes]]] = {}
+
+
+def once(*arguments: object) -> Result:
+    """Run the command on in.jsonl; after a run that was done in this process, copy its files."""
+    key = (Path("in.jsonl").read_bytes(), *arguments)
+    if key not in _DONE:
+        before = set(Path().iterdir())
+        result = run(*arguments)
+        _DONE[key] = result, {one.name: one.read_bytes() for one in {*Path().iterdir()} - before}
+    result, files = _DONE[key]
+    for name, content in files.items():
+        Path(name).touch(0o600)
+        Path(name).write_bytes(content)
+    return result
+
+
 def unbroken(*arguments: object) -> bytes:
-    """Return the answers to in.jsonl. A run that was done in this process is not done again."""
-    return _unbroken(Path("in.jsonl").read_bytes(), arguments)
-
-
-@cache
-def _unbroken(questions: bytes, arguments: tuple[object, ...]) -> bytes:
-    return complete(*arguments)
-
-
-def complete(*arguments: object) -> bytes:
     """Answer in.jsonl whole, into whole.jsonl. Return the answers."""
-    result = run("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
+    result = once("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
     assert result.exit_code in (0, 3), result.stderr
     return Path("whole.jsonl").read_bytes()
 
@@ -112,7 +128,7 @@ TYPED = ("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1)
 
 def stop_in_the_middle(*arguments: object) -> None:
     """Break the sixth line in input order: five answers and an error are there, six lines left."""
-    result = run(*TYPED, "--order", "input", "--max-errors", 1, *arguments)
+    result = once(*TYPED, "--order", "input", "--max-errors", 1, *arguments)
     assert result.exit_code == 1, result.stderr
     assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
     assert "to continue: " in result.stderr
