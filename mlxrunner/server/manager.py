@@ -51,8 +51,7 @@ from mlxrunner.server.models import (
 )
 from mlxrunner.server.prompts.answer_tokens import digest, message_digest
 from mlxrunner.server.prompts.builder import BuiltPrompt
-from mlxrunner.server.prompts.lru import LRUCache, MemoizedFunction
-from mlxrunner.server.prompts.rules import without_billing
+from mlxrunner.server.prompts.rules import LRUCache, MemoizedFunction, without_billing
 from mlxrunner.server.tools.reader import AnswerSplitter, joined
 from mlxrunner.tokenizer.prompt import Caller
 

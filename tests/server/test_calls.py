@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,7 @@ def events_of(
     name: str, pieces: Sequence[str], *, prompt: str = "", is_whole: bool = True, **more: Any
 ) -> tuple[list[AnswerEvent], AnswerSplitter]:
     """Return the events of an answer that comes in pieces."""
-    reader = reader_of(form_of(name), TOOLS, prompt)
+    reader = partial(reader_of, form_of(name), TOOLS, prompt)
     splitter = AnswerSplitter(reader, "request", lambda tokens: "?", **more)
     events = [event for piece in pieces for event in splitter.add(Chunk(piece, 1))]
     return [*events, *splitter.finish(is_whole=is_whole)], splitter
@@ -226,7 +227,7 @@ def test_any_text_is_split_without_an_error(name: str, data: st.DataObject) -> N
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:
     """Before the answer goes on, with an id that the request decides."""
     call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
-    reader = reader_of(HERMES, TOOLS)
+    reader = partial(reader_of, HERMES, TOOLS)
     splitter = AnswerSplitter(reader, "request", lambda tokens: "?")
     assert [*splitter.add(Chunk("I look. ", 1))] == [TextDelta("I look.")]
     identity = call_id("request", 0)
@@ -314,7 +315,7 @@ def test_without_parallel_calls_only_the_first_is_given() -> None:
 
 def test_without_a_format_tags_are_text() -> None:
     """Thinking is split off nevertheless, also if the prompt has opened it."""
-    reader = reader_of(None, (), "<|im_start|>assistant\n<think>\n")
+    reader = partial(reader_of, None, (), "<|im_start|>assistant\n<think>\n")
     splitter = AnswerSplitter(reader, "r", lambda tokens: "?")
     answer = ["hm", "</th", "ink>\n\n<tool_call>", "x"]
     events = [event for piece in answer for event in splitter.add(Chunk(piece, 1))]
@@ -324,7 +325,7 @@ def test_without_a_format_tags_are_text() -> None:
 
 def test_log_probabilities_are_those_of_the_text() -> None:
     """Each token once, with the text that it is part of; those of thinking are left out."""
-    reader = reader_of(HERMES, TOOLS)
+    reader = partial(reader_of, HERMES, TOOLS)
     splitter = AnswerSplitter(reader, "r", lambda tokens: f"<{tokens[0]}>")
     chunks = ["<think>", "a", "</think>", "b", " ", "c"]
     events: list[AnswerEvent] = []

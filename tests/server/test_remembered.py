@@ -17,7 +17,7 @@ from mlxrunner.server.manager import prompt_record
 from mlxrunner.server.prompts import builder, rules
 from mlxrunner.server.prompts.answer_tokens import PromptEncoder
 from mlxrunner.server.prompts.builder import PromptBuilder
-from mlxrunner.server.prompts.lru import ENTRY, LRUCache, MemoizedFunction, footprint
+from mlxrunner.server.prompts.rules import ENTRY, LRUCache, MemoizedFunction, footprint
 from mlxrunner.templates.messages import check_messages
 from mlxrunner.tokenizer import Tokenizer
 

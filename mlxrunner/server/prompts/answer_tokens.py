@@ -28,7 +28,7 @@ import numpy as np
 from mlxrunner.cache.entry import TokenArray, as_tokens
 from mlxrunner.errors import MlxrunnerError, ReadError
 from mlxrunner.results import logger
-from mlxrunner.server.prompts.lru import ENTRY, LRUCache, footprint
+from mlxrunner.server.prompts.rules import ENTRY, LRUCache, footprint
 from mlxrunner.server.tools.reader import Calls, ParsedAnswer
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.system.writing import open_own, whole_sync, write_all, written
@@ -38,10 +38,8 @@ from mlxrunner.tokenizer.base import AnswerTokens, check_text, left_over
 
 UNKNOWN = "\ue0f6\ue0f7"
 """Stands for an answer whose end is looked for: private characters, which no template changes."""
-MOST_CACHE_BYTES = 128_000_000
-"""Most bytes of answers that are kept."""
-MOST_FORMS = 4
-"""Most texts that the template may write for an answer, whose places are known."""
+MOST_CACHE_BYTES, MOST_FORMS = 128_000_000, 4
+"""Most bytes of answers that are kept, and most texts of one that the template may write."""
 
 
 Read = Callable[[str, str], ParsedAnswer]
@@ -89,13 +87,7 @@ class AnswerTokenCache:
         """
         if not answer.text or "\ufffd" in answer.text:
             return
-        turn = CachedAnswer(
-            len(prompt),
-            _hash(prompt).digest(),
-            answer,
-            said,
-            is_cut,
-        )
+        turn = CachedAnswer(len(prompt), _hash(prompt).digest(), answer, said, is_cut)
         if self._add(link, turn) and self._file is not None:
             self._file.add(link, turn)
 
@@ -233,7 +225,7 @@ def _are_same(own: Calls, written: Calls) -> bool:
     )
 
 
-def _hash(text: str) -> Any:
+def _hash(text: str) -> blake2b:
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16)
 
 
@@ -412,10 +404,8 @@ def _read(line: bytes) -> tuple[bytes, CachedAnswer] | None:
         value["closing"],
     )
     before, parsed = bytes.fromhex(value["before"]), ParsedAnswer(**said)
-    turn = CachedAnswer(
-        value["length"], before, answer, parsed, value["is_cut"], known, forms=len(known)
-    )
-    return link, turn
+    found = (value["length"], before, answer, parsed, value["is_cut"], known)
+    return link, CachedAnswer(*found, forms=len(known))
 
 
 def _packed(numbers: Sequence[int] | TokenArray) -> str:
@@ -491,8 +481,7 @@ class PromptEncoder:
 
 def digest(value: Any) -> bytes:
     """Return the digest of a JSON value. The order of its keys does not count."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+    return _hash(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)).digest()
 
 
 def message_digest(message: Mapping[str, Any]) -> bytes:
@@ -505,13 +494,10 @@ def message_digest(message: Mapping[str, Any]) -> bytes:
         [call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()
     ]
-    pictures = message.get("pictures")
-    if pictures:
-        return digest([message["role"], content, calls, pictures])
-    if not calls:
-        body = f"{message['role']}\0{content}"
-        return blake2b(body.encode(errors="surrogatepass"), digest_size=16).digest()
-    return digest([message["role"], content, calls])
+    pictures = [message["pictures"]] if message.get("pictures") else []
+    if not (calls or pictures):
+        return _hash(f"{message['role']}\0{content}").digest()
+    return digest([message["role"], content, calls, *pictures])
 
 
 def chain(digests: Sequence[bytes]) -> list[bytes]:

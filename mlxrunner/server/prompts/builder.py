@@ -33,8 +33,7 @@ from mlxrunner.server.prompts.answer_tokens import (
     chain,
     message_digest,
 )
-from mlxrunner.server.prompts.lru import LRUCache, MemoizedFunction
-from mlxrunner.server.prompts.rules import PromptDraft, apply, written
+from mlxrunner.server.prompts.rules import LRUCache, MemoizedFunction, PromptDraft, apply, written
 from mlxrunner.server.tools.constraints import (
     ForcedCall,
     StartConstraint,
@@ -51,6 +50,7 @@ from mlxrunner.templates.messages import (
     UNREAD_PICTURE,
     CheckedMessages,
     PlainMessage,
+    See,
     check_message,
     check_messages,
     has_picture,
@@ -105,10 +105,13 @@ class BuiltPrompt:
 
 
 class _CheckedMessage(NamedTuple):
-    """A message of a client, checked."""
-
     message: PlainMessage
     digest: bytes
+
+
+def _described(index: int, message: Mapping[str, Any], see: See | None = None) -> _CheckedMessage:
+    checked = check_message(index, message, see)
+    return _CheckedMessage(checked, message_digest(checked))
 
 
 class PromptBuilder:
@@ -135,7 +138,7 @@ class PromptBuilder:
         self._strict = StrictCalls(self.form.name, tokenizer)
         self._template = template
         self._encoder = PromptEncoder(tokenizer)
-        self._known = MemoizedFunction(_known, MOST_BYTES)
+        self._known = MemoizedFunction(partial(_described, 0), MOST_BYTES)
         self._off = frozenset(off)
         self._picture_reader = (
             PictureReader(tokenizer, folder) if isinstance(tokenizer, SeeingTokenizer) else None
@@ -174,19 +177,17 @@ class PromptBuilder:
 
     def splitter(self, made: BuiltPrompt, asked: ServerRequest) -> AnswerSplitter:
         """Return a splitter for the answer to a prompt."""
+        call = made.forced
         form = self.form if asked.tools and asked.tool_choice.mode != "none" else None
-        before = after = ""
-        if made.forced is not None:
-            form, before, after = made.forced.form, made.forced.before, made.forced.after
+        form = form if call is None else call.form
         return AnswerSplitter(
-            reader_of(form, asked.tools, made.opens),
+            partial(reader_of, form, asked.tools, made.opens),
             asked.id,
             self.tokenizer.decode,
             parallel=asked.parallel_calls,
-            around=(before, after),
+            around=("", "") if call is None else (call.before, call.after),
             note=self._strict.note(asked.tools) if asked.tools and form is self.form else None,
-            said=made.lead if made.forced is None else "",
-            again=lambda: reader_of(form, asked.tools, made.opens),
+            said=made.lead if call is None else "",
         )
 
     def keep(self, made: BuiltPrompt, chunks: Sequence[Chunk], *, is_cut: bool = False) -> None:
@@ -280,14 +281,14 @@ class PromptBuilder:
 
         `is_open`: the answer continues the last message, which is a part of it.
         """
-        if not is_open:
-            text = self._text(draft, variables, shown)
-            return text, len(text)
 
         def render(messages: Sequence[Any], **more: Any) -> str:
             own = replace(draft, messages=list(messages))
             return self._text(own, {**variables, **more}, shown)
 
+        if not is_open:
+            text = render(draft.messages)
+            return text, len(text)
         found = continued(render, draft.messages, end_texts(self.tokenizer))
         return found.text, found.header
 
@@ -331,13 +332,12 @@ class PromptBuilder:
         for index, message in enumerate(messages):
             if marker and not (index == own and has_picture(message)):
                 message = _without_marker(message, marker)
+            if has_picture(message) and index != own:
+                message, count = _seen_before(index, message, shown)
+                unseen += ["picture"] * count
             if has_picture(message):
-                if index != own:
-                    message, count = _seen_before(index, message, shown)
-                    unseen += ["picture"] * count
-                if has_picture(message):
-                    known.append(_seen(index, message, shown))
-                    continue
+                known.append(_seen(index, message, shown))
+                continue
             try:
                 known.append(self._known(message))
             except PromptError:
@@ -356,21 +356,18 @@ class PromptBuilder:
         text = written(text, draft, self.probe)
         return text if shown is None else shown.filled(text, messages)
 
-    def _with_thinking(self, message: PlainMessage) -> dict[str, Any]:
+    def _with_thinking(self, message: Any) -> dict[str, Any]:
         """Return a message with its thinking where the template looks for it, or without it."""
-        same: Any = message
-        plain: dict[str, Any] = same
+        plain: dict[str, Any] = message
         if "reasoning_content" not in message:
-            return plain
+            return plain  # the same one: its digest is known
         plain = {**message}
-        thought = plain.pop("reasoning_content", None)
-        if not thought:
-            return plain
-        if self.probe.takes_thinking:
-            return plain | {"reasoning_content": thought}
-        if "message.thinking" in self._template:
-            return plain | {"thinking": thought}
-        if self.probe.splits_thinking:
+        thought = plain.pop("reasoning_content")
+        if thought and self.probe.takes_thinking:
+            plain["reasoning_content"] = thought
+        elif thought and "message.thinking" in self._template:
+            plain["thinking"] = thought
+        elif thought and self.probe.splits_thinking:
             plain["content"] = f"<think>\n{thought}\n</think>\n\n{plain['content']}"
         return plain
 
@@ -432,12 +429,11 @@ def _seen_before(
             continue
         try:
             shown.see(part["image"], f"message {index}")
-            found.append(part)
         except PicturesFullError:
             raise
         except (PictureError, ReadError):
-            found.append({"type": "text", "text": UNREAD_PICTURE})
-            count += 1
+            part, count = {"type": "text", "text": UNREAD_PICTURE}, count + 1
+        found.append(part)
     return {**message, "content": found}, count
 
 
@@ -453,15 +449,7 @@ def _seen(index: int, message: Mapping[str, Any], shown: RequestPictures | None)
             f"message {index}: a message of role {message.get('role')!r:.80} can't have pictures, "
             f"only one of {' or '.join(SHOW)}"
         )
-    return _described(check_message(index, message, shown.see))
-
-
-def _known(message: Mapping[str, Any]) -> _CheckedMessage:
-    return _described(check_message(0, message))
-
-
-def _described(checked: PlainMessage) -> _CheckedMessage:
-    return _CheckedMessage(checked, message_digest(checked))
+    return _described(index, message, shown.see)
 
 
 def _variables(asked: ServerRequest, draft: PromptDraft) -> dict[str, Any]:
@@ -513,7 +501,6 @@ class RequestPictures:
     """The pictures of one request."""
 
     def __init__(self, reader: PictureReader) -> None:
-        """Begin without pictures."""
         self._picture_reader = reader
         self._by_name: dict[str, Prepared] = {}
 

@@ -1,19 +1,23 @@
 """The rules by which a prompt may differ from what a client sent.
 
 Each rule has a name, a reason and a switch, and is named in the report of a request that it
-changed. Nothing else about a prompt is ever changed.
+changed. Nothing else about a prompt is ever changed. What is made of messages and tools is
+remembered, up to a size in bytes (`LRUCache`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from sys import getsizeof
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
-from mlxrunner.server.prompts.lru import MemoizedFunction, sign
 from mlxrunner.templates.messages import (
     JOINT,
     SYSTEM_ROLES,
@@ -23,6 +27,95 @@ from mlxrunner.templates.messages import (
     with_one_call_each,
 )
 from mlxrunner.templates.probe import TemplateProbe
+
+T = TypeVar("T")
+ENTRY = 256
+"""Bytes that a mapping takes for an entry, beside its key and its value."""
+_SIMPLE = {str, bytes, int, float, bool, type(None)}
+"""Types of objects without others in them."""
+
+
+def sign(value: Any) -> bytes:
+    """Return bytes that two values have in common only if they are the same plain data.
+
+    The order of keys counts, and so does the type of a number. Raise ValueError for other objects.
+    """
+    return marshal.dumps(value, 0)  # version 0 has no references, which depend on more than values
+
+
+def footprint(*values: Any) -> int:
+    """Return about how many bytes plain objects take in memory, with all that is in them."""
+    size, seen, left = 0, set[int](), [*values]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        size += getsizeof(one)
+        if type(one) in _SIMPLE:
+            continue
+        if isinstance(one, dict):
+            left += (*one, *one.values())
+        elif isinstance(one, list | tuple):
+            left += one
+        elif is_dataclass(one):
+            left += (getattr(one, part.name) for part in fields(one))
+    return size
+
+
+class LRUCache(Generic[T]):
+    """Values by their keys, up to a size; those used last stay. Any thread may use it."""
+
+    def __init__(self, most: int) -> None:
+        """Begin with nothing. `most`: the most bytes of memory of all keys and values."""
+        self._most, self._size = most, 0
+        self._known: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: Hashable) -> T | None:
+        """Return a value, or None if it is not known, or not any more."""
+        with self._lock:
+            found = self._known.get(key)
+            if found is None:
+                return None
+            self._known.move_to_end(key)
+            return found[0]
+
+    def put(self, key: Hashable, value: T) -> None:
+        """Remember a value, in place of an earlier one."""
+        size = ENTRY + footprint(key, value)
+        with self._lock:
+            self._size += size - self._known.pop(key, (None, 0))[1]
+            self._known[key] = value, size
+            while self._size > self._most:
+                self._size -= self._known.popitem(last=False)[1][1]
+
+
+class MemoizedFunction(Generic[T]):
+    """A function of plain data that remembers its results. Nobody may change them."""
+
+    def __init__(self, work: Callable[[Any], T], most: int) -> None:
+        """Remember results of `work` in at most `most` bytes of memory."""
+        self._work, self._known = work, LRUCache[T](most)
+
+    def __call__(self, value: Any) -> T:
+        """Return what `work` returns, and raise what it raises.
+
+        It works on a copy that is made of the key, so that no later change of `value` matters.
+        """
+        try:
+            key = sign(value)
+        except ValueError:
+            return self._work(value)
+        found = self._known.get(key)
+        if found is None:
+            found = self._work(marshal.loads(key))
+            self._known.put(key, found)
+        return found
+
 
 MOST_BYTES = 16_000_000
 """Most bytes of tools that are remembered as the rules changed them."""
@@ -46,6 +139,14 @@ class PromptDraft:
     tools: list[dict[str, Any]] = field(default_factory=list)
     places: tuple[str, ...] = ()
     """The system messages for which `PLACE` stands in the messages."""
+
+    def with_messages(self, messages: Messages) -> PromptDraft:
+        """Return it with other messages; itself if they are the same."""
+        return self if messages == self.messages else replace(self, messages=messages)
+
+    def each(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> PromptDraft:
+        """Return it with what `change` makes of each message; itself if that changes none."""
+        return self.with_messages(list(map(change, self.messages)))
 
 
 _Rewrite = Callable[[PromptDraft, TemplateProbe], PromptDraft]
@@ -94,13 +195,10 @@ def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
     "Claude Code",
 )
 def _leave_out_billing(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    first = draft.messages[: system_count(draft.messages)]
-    if not any(_BILLING.match(message["content"]) for message in first):
-        return draft
     stripped = without_billing(draft.messages)
     pairs = zip(draft.messages, stripped, strict=True)
     messages = [new for old, new in pairs if new["content"] or not old["content"]]
-    return replace(draft, messages=messages or stripped)
+    return draft.with_messages(messages or stripped)
 
 
 @_rule(
@@ -114,13 +212,13 @@ def _leave_out_marks(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     return draft if tools == draft.tools else replace(draft, tools=tools)
 
 
-def _without(value: Any, name: str) -> Any:
+def _without_marks(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without(one, name) for key, one in value.items() if key != name}
-    return [_without(one, name) for one in value] if isinstance(value, list) else value
+        return {key: _without_marks(one) for key, one in _left(value, "cache_control").items()}
+    return [_without_marks(one) for one in value] if isinstance(value, list) else value
 
 
-_unmarked = MemoizedFunction(lambda tool: _without(tool, "cache_control"), MOST_BYTES)
+_unmarked = MemoizedFunction(_without_marks, MOST_BYTES)
 
 
 @_rule(
@@ -158,13 +256,9 @@ _in_order = MemoizedFunction(_ordered, MOST_BYTES)
     "Codex; templates other than that of gpt-oss",
 )
 def _developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    if probe.names_developer or all(one["role"] != "developer" for one in draft.messages):
-        return draft
-    messages = [
-        {**message, "role": "system"} if message["role"] == "developer" else message
-        for message in draft.messages
-    ]
-    return replace(draft, messages=messages)
+    change = {"role": "system"}
+    after = draft.each(lambda one: one | change if one["role"] == "developer" else one)
+    return draft if after is draft or probe.names_developer else after
 
 
 @_rule(
@@ -174,17 +268,8 @@ def _developer_as_system(draft: PromptDraft, probe: TemplateProbe) -> PromptDraf
     "AutoGen, LangChain",
 )
 def _leave_out_names(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    if all(one["role"] == "tool" or "name" not in one for one in draft.messages):
-        return draft
-    if probe.takes_names:
-        return draft
-    messages = [
-        one
-        if one["role"] == "tool"
-        else {field: value for field, value in one.items() if field != "name"}
-        for one in draft.messages
-    ]
-    return replace(draft, messages=messages)
+    after = draft.each(lambda one: one if one["role"] == "tool" else _left(one, "name"))
+    return draft if after is draft or probe.takes_names else after
 
 
 @_rule(
@@ -199,7 +284,7 @@ def _join_systems(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
         return draft
     texts = [message["content"] for message in draft.messages[:count]]
     first = {**draft.messages[0], "content": JOINT.join(texts)}
-    return replace(draft, messages=[first, *draft.messages[count:]])
+    return draft.with_messages([first, *draft.messages[count:]])
 
 
 @_rule(
@@ -218,7 +303,7 @@ def _write_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
         messages[0] = {**messages[0], "content": messages[0]["content"] + JOINT + text}
     else:
         messages.insert(0, {"role": "system", "content": text})
-    return PromptDraft([_call_as_text(message) for message in messages], [], draft.places)
+    return PromptDraft(list(map(_call_as_text, messages)), [], draft.places)
 
 
 TOOLS_TEXT = """\
@@ -243,16 +328,16 @@ def _call_as_text(message: dict[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": text} | _pictures(message)
     if not message.get("tool_calls"):
         return message
-    calls = [
-        json.dumps(
-            {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
-            ensure_ascii=False,
-        )
-        for call in message["tool_calls"]
-    ]
-    texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
-    kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return kept | {"content": "\n".join(text for text in texts if text)}
+    texts = [message["content"]]
+    for call in message["tool_calls"]:
+        found = {name: call["function"][name] for name in ("name", "arguments")}
+        texts.append(f"<tool_call>\n{json.dumps(found, ensure_ascii=False)}\n</tool_call>")
+    return _left(message, "tool_calls") | {"content": "\n".join(filter(None, texts))}
+
+
+def _left(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an object without one of its fields."""
+    return {key: one for key, one in value.items() if key != name}
 
 
 @_rule(
@@ -263,10 +348,7 @@ def _call_as_text(message: dict[str, Any]) -> dict[str, Any]:
 )
 def _write_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     writes = probe.writes_calls if draft.tools else probe.writes_calls_without_tools
-    has_calls = any(one["role"] == "tool" or one.get("tool_calls") for one in draft.messages)
-    if writes or not has_calls:
-        return draft
-    return replace(draft, messages=[_call_as_text(message) for message in draft.messages])
+    return draft if writes else draft.each(_call_as_text)
 
 
 NO_RESULT = "[no result]"
@@ -298,7 +380,11 @@ def _pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
             else:
                 paired.add(at)
                 messages.append(draft.messages[at])
-    return replace(draft, messages=messages)
+    return draft.with_messages(messages)
+
+
+_THOUGHTS = ("reasoning_content", "thinking")
+"""The fields of a message's thinking."""
 
 
 @_rule(
@@ -308,25 +394,19 @@ def _pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     "all with tools; gpt-oss",
 )
 def _text_in_thinking(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    if not any(_thinks_and_says(one) for one in draft.messages) or probe.takes_text_and_thinking:
-        return draft
-    messages: Messages = []
-    for message in draft.messages:
-        if name := _thinks_and_says(message):
-            whole = message[name] + JOINT + message["content"]
-            message = {**message, name: whole, "content": ""}
-        messages.append(message)
-    return replace(draft, messages=messages)
+    after = draft.each(_thinking_with_text)
+    return draft if after is draft or probe.takes_text_and_thinking else after
 
 
-def _thinks_and_says(message: Mapping[str, Any]) -> str | None:
-    """Return the field of the thinking of a message that has a text and a call beside it."""
-    if not message.get("tool_calls") or not message["content"]:
-        return None
-    return next((name for name in ("reasoning_content", "thinking") if message.get(name)), None)
+def _thinking_with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with a call and thinking, with its text in the thinking."""
+    name = next((name for name in _THOUGHTS if message.get(name)), None)
+    if name is None or not message.get("tool_calls") or not message["content"]:
+        return message
+    return {**message, name: message[name] + JOINT + message["content"], "content": ""}
 
 
-CHANNEL = "<|channel|>"
+CHANNEL, _BROKEN = "<|channel|>", "<channel>"
 
 
 @_rule(
@@ -336,24 +416,17 @@ CHANNEL = "<|channel|>"
     "agents that work on chat templates; gpt-oss",
 )
 def _without_channels(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    if not any(CHANNEL in text for one in draft.messages for text in _said(one).values()):
-        return draft
-    if probe.takes_channels:
-        return draft
-    broken = CHANNEL.replace("|", "")
-    messages = [
-        one | {name: text.replace(CHANNEL, broken) for name, text in _said(one).items()}
-        for one in draft.messages
-    ]
-    return replace(draft, messages=messages)
+    after = draft.each(_without_channel)
+    return draft if after is draft or probe.takes_channels else after
 
 
-def _said(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of an answer by their fields; nothing of another message."""
+def _without_channel(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant":
-        return {}
-    names = ("content", "reasoning_content", "thinking")
-    return {name: message[name] for name in names if message.get(name)}
+        return message
+    said = {name: message[name] for name in ("content", *_THOUGHTS) if message.get(name)}
+    if not any(CHANNEL in text for text in said.values()):
+        return message
+    return message | {name: text.replace(CHANNEL, _BROKEN) for name, text in said.items()}
 
 
 @_rule(
@@ -365,7 +438,7 @@ def _said(message: Mapping[str, Any]) -> dict[str, str]:
 def _one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if probe.takes_two_calls or all(len(m.get("tool_calls", ())) < 2 for m in draft.messages):
         return draft
-    return replace(draft, messages=with_one_call_each(draft.messages))
+    return draft.with_messages(with_one_call_each(draft.messages))
 
 
 @_rule(
@@ -377,11 +450,7 @@ def _one_call_a_message(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft
 def _leave_out_text_beside_calls(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if probe.takes_text_beside_calls:
         return draft
-    messages = [
-        {**message, "content": ""} if message.get("tool_calls") else message
-        for message in draft.messages
-    ]
-    return replace(draft, messages=messages)
+    return draft.each(lambda one: {**one, "content": ""} if one.get("tool_calls") else one)
 
 
 @_rule(
@@ -446,7 +515,7 @@ def _join_roles(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
             messages[-1] = joined | _pictures(last, message)
         else:
             messages.append(message)
-    return replace(draft, messages=messages)
+    return draft.with_messages(messages)
 
 
 @_rule(
@@ -461,7 +530,7 @@ def _begin_with_user(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
     if not is_first or probe.takes_assistant_first:
         return draft
     empty = {"role": "user", "content": ""}
-    return replace(draft, messages=[*draft.messages[:at], empty, *draft.messages[at:]])
+    return draft.with_messages([*draft.messages[:at], empty, *draft.messages[at:]])
 
 
 @_rule(
@@ -478,7 +547,7 @@ def _answer_after_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft
         if message["role"] == "user" and messages and messages[-1]["role"] == "tool":
             messages.append({"role": "assistant", "content": ""})
         messages.append(message)
-    return replace(draft, messages=messages)
+    return draft.with_messages(messages)
 
 
 @_rule(
@@ -488,18 +557,16 @@ def _answer_after_tools(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft
     "all with tools; Mistral",
 )
 def _shorten_ids(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
-    if not probe.needs_short_ids:
-        return draft
-    messages = []
-    for message in draft.messages:
-        short = dict(message)
-        if "tool_call_id" in message:
-            short["tool_call_id"] = short_id(message["tool_call_id"])
-        if message.get("tool_calls"):
-            calls = message["tool_calls"]
-            short["tool_calls"] = [{**call, "id": short_id(call.get("id", ""))} for call in calls]
-        messages.append(short)
-    return replace(draft, messages=messages)
+    return draft.each(_with_short_ids) if probe.needs_short_ids else draft
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    short = dict(message)
+    if "tool_call_id" in message:
+        short["tool_call_id"] = short_id(message["tool_call_id"])
+    if calls := message.get("tool_calls"):
+        short["tool_calls"] = [{**call, "id": short_id(call.get("id", ""))} for call in calls]
+    return short
 
 
 def short_id(identity: str) -> str:
@@ -533,13 +600,10 @@ def apply(
 
     `off`: the names of the rules that are off.
     """
-    acted, without = [], set(off)
+    acted, off = [], set(off)
     for rule in rules:
-        if rule.name not in without:
-            after = rule.apply(draft, probe)
-            if after is draft:
-                continue
-            if after != draft or json.dumps(after.tools) != json.dumps(draft.tools):
-                acted.append(rule.name)
-                draft = after
+        after = draft if rule.name in off else rule.apply(draft, probe)
+        if after is not draft:
+            acted.append(rule.name)
+            draft = after
     return draft, tuple(acted)

@@ -307,7 +307,6 @@ class ChannelReader:
 
     @property
     def is_thinking(self) -> bool:
-        """True while the answer is within its thinking."""
         return self._header is not None and self._kind == "thought"
 
     @property
@@ -320,7 +319,6 @@ class ChannelReader:
         return ThinkingDelta(text) if self._kind == "thought" else TextDelta(text)
 
     def add(self, text: str) -> Iterator[AnswerPiece]:
-        """Take the next part of the answer, and yield the pieces that are certain now."""
         self._held += text
         while True:
             if self._header is None and not self._take_header():
@@ -334,7 +332,6 @@ class ChannelReader:
         yield from self._part()
 
     def finish(self, *, is_whole: bool = True) -> Iterator[AnswerPiece]:
-        """End the answer, and yield the rest. `is_whole`: the model ended it, not a limit."""
         held, self._held = self._held, ""
         if self._header is None:
             if held and not held.startswith(BEGINS):
@@ -397,7 +394,7 @@ class AnswerSplitter:
 
     def __init__(
         self,
-        reader: AnswerReader | ChannelReader,
+        reader: Callable[[], AnswerReader | ChannelReader],
         request: str,
         decode: Callable[[list[int]], str],
         *,
@@ -405,24 +402,18 @@ class AnswerSplitter:
         around: tuple[str, str] = ("", ""),
         note: AnswerNote | None = None,
         said: str = "",
-        again: Callable[[], AnswerReader | ChannelReader] | None = None,
     ) -> None:
-        """Begin an answer. `request`: its id, which the ids of its calls are made of.
+        """Begin an answer. `reader` makes a reader of it.
 
-        `decode`: that of the tokenizer, for log-probabilities. Without `parallel`, calls after the
-        first one are left out. `around`: texts that the reader is given before it, and after
-        a whole one. `note`: what is to be said of it anyway. `said`: the beginning of the answer,
-        which the client has written and gets no events of; `again` makes a reader like `reader`.
+        `request`: its id, which the ids of its calls are made of. `decode`: that of the tokenizer,
+        for log-probabilities. Without `parallel`, calls after the first one are left out. `around`:
+        texts that the reader is given before it, and after a whole one. `note`: what is to be said
+        of it anyway. `said`: the beginning of the answer, which the client has written and gets no
+        events of.
         """
-        self._unsaid = _held_back(reader, again(), said) if said and again is not None else {}
-        self._before, self._after = around
-        self._note = note
-        self._reader, self._request, self._decode, self._parallel = (
-            reader,
-            request,
-            decode,
-            parallel,
-        )
+        self._reader, self._request, self._decode = reader(), request, decode
+        self._unsaid = _held_back(self._reader, reader(), said) if said else {}
+        (self._before, self._after), self._parallel, self._note = around, parallel, note
         self._tokens: list[TokenLogprob] = []
         self._left_out = 0
         self.calls: list[tuple[str, ParsedCall]] = []
