@@ -62,8 +62,8 @@ def serve(pipe: Connection, folder: Path) -> None:
     """
     from mlxrunner.options import ServeSettings
     from mlxrunner.server.events import ServerRequest
-    from mlxrunner.server.manager import ModelManager
-    from mlxrunner.server.models import ModelLoader, ModelNames
+    from mlxrunner.server.manager import ModelManager, ModelNames
+    from mlxrunner.server.models import ModelLoader
     from mlxrunner.server.server import UvicornServer, application
     from mlxrunner.server.supervisor import listen
     from mlxrunner.server.watch import RequestLog

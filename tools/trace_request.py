@@ -22,8 +22,8 @@ from typing import Any
 import mlxrunner
 from mlxrunner.options import ServeSettings
 from mlxrunner.server import server
-from mlxrunner.server.manager import ModelManager
-from mlxrunner.server.models import ModelLoader, ModelNames
+from mlxrunner.server.manager import ModelManager, ModelNames
+from mlxrunner.server.models import ModelLoader
 from mlxrunner.server.supervisor import listen
 from mlxrunner.server.watch import RequestLog
 

@@ -180,8 +180,7 @@ def _loaded(
 ) -> tuple[ModelManager, ServedModel]:
     """Load the first model, with a bar in a terminal."""
     from mlxrunner.models.resolve import resolve
-    from mlxrunner.server.manager import ModelManager
-    from mlxrunner.server.models import ModelNames
+    from mlxrunner.server.manager import ModelManager, ModelNames
     from mlxrunner.terminal.output import loading
 
     is_shared = opening.ranks is not None

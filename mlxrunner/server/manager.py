@@ -1,4 +1,7 @@
-"""Answer requests with the loaded models. Knows no protocol."""
+"""Answer requests with the models that they name, which are loaded and unloaded as asked.
+
+Knows no protocol.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,20 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+from mlxrunner.config.names import did_you_mean, hub_id_of
 from mlxrunner.engine.parallel_runner import Handle, news_of
-from mlxrunner.errors import ClosedError, ContextLengthError, EngineError
+from mlxrunner.engine.thread import run_in_worker
+from mlxrunner.errors import ClosedError, ContextLengthError, EngineError, ModelError
 from mlxrunner.models.load import LoadProgress, tell_nobody
+from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, lasting
+from mlxrunner.options import EMBEDDED
 from mlxrunner.profiling.divergence import PromptRecord
-from mlxrunner.results import Chunk
+from mlxrunner.results import Chunk, logger
 from mlxrunner.server.events import (
     SOON,
     TOO_LONG,
@@ -38,17 +46,7 @@ from mlxrunner.server.events import (
     api_error_of,
     field_error,
 )
-from mlxrunner.server.models import (
-    MANY_SLOTS,
-    ModelCard,
-    ModelLoader,
-    ModelNames,
-    ModelSlot,
-    ModelSlots,
-    ServedModel,
-    card_of,
-    look_at,
-)
+from mlxrunner.server.models import MANY_SLOTS, ModelCard, ModelLoader, ServedModel, card_of
 from mlxrunner.server.prompts.answer_tokens import digest, message_digest
 from mlxrunner.server.prompts.builder import BuiltPrompt
 from mlxrunner.server.prompts.rules import LRUCache, MemoizedFunction, without_billing
@@ -59,16 +57,10 @@ LONGEST_WAIT = 120
 """Most seconds after which a refused client is told to ask again."""
 OnEnd = Callable[[str, AnswerNote | None], None]
 """A function that is told how the answer to a request ended."""
-OnPrompt = Callable[[int], object]
-"""A function of the number of tokens of a prompt."""
-MOST_MESSAGES = 20_000
-MOST_TOOLS = 2_000
-MOST_STOPS = 1_000
-"""Most stop strings: each token of the answer is compared with all, and other requests wait."""
-TOOL_DIGEST_BYTES = 64_000_000
-"""Most bytes of remembered digests of tools."""
-MODELS_ASKED_BYTES = 1_000_000
-"""Most bytes of the digests of conversations whose last model is remembered."""
+MOST_MESSAGES, MOST_TOOLS, MOST_STOPS = 20_000, 2_000, 1_000
+"""Each token of an answer is compared with all stop strings, while other requests wait."""
+TOOL_DIGEST_BYTES, MODELS_ASKED_BYTES = 64_000_000, 1_000_000
+"""Most bytes of remembered digests of tools, and of conversations whose last model is known."""
 REMEMBERED = 32
 """Requests whose durations say how soon a slot will be free."""
 
@@ -92,8 +84,8 @@ class ModelManager:
         is known, and again at the end of the request.
         """
         self._on_end = on_end
-        self.on_prompt: OnPrompt = lambda tokens: None
-        """A function that is called in the task of a request, before its prompt is evaluated."""
+        self.on_prompt: Callable[[int], object] = lambda tokens: None
+        """A function that is told the tokens of a prompt, in its task, before it is evaluated."""
         self.names, self._opening = names, opening
         self.models_held = ModelSlots(opening, on_open)
         self.began = time.time()
@@ -134,10 +126,7 @@ class ModelManager:
         await self.models_held.close()
 
     def models(self) -> Sequence[ModelCard]:
-        """Return the models that a request may name."""
-        return [
-            self._card(shown, name) for shown in self.names for name in [self.names.find(shown)]
-        ]
+        return [self._card(shown, self.names.find(shown)) for shown in self.names]
 
     def card(self, model: str) -> ModelCard:
         """Return the model that a request means by `model`. Raise ApiError if it is unknown."""
@@ -145,8 +134,10 @@ class ModelManager:
         return self._card(self.names.known_as(model), name)
 
     def _card(self, shown: str, name: str) -> ModelCard:
-        pictures = self._opening.settings.pictures
-        return card_of(shown, name, self.models_held.get(name), pictures=pictures)
+        place, pictures = self.models_held.get(name), self._opening.settings.pictures
+        if place is None:
+            return card_of(shown, name, None, pictures=pictures)
+        return replace(card_of(shown, name, place.opened, pictures=pictures), expires=place.expires)
 
     async def hold(self, model: str, keep_alive: float | None) -> None:
         """Load a model, and unload it `keep_alive` seconds after its last answer.
@@ -187,9 +178,8 @@ class ModelManager:
         name = self.names.find(asked.model)
         self._check_queue(self.models_held.get(name))
         place = self.models_held.enter(name)
-        keep_alive = asked.keep_alive
-        if keep_alive is None:
-            keep_alive = self._opening.settings.keep_alive
+        usual = self._opening.settings.keep_alive
+        keep_alive = usual if asked.keep_alive is None else asked.keep_alive
         try:
             yield place
         except Exception as error:
@@ -274,6 +264,247 @@ class ModelManager:
                 asyncio.get_running_loop().run_in_executor(None, keep)
 
 
+LATEST = ":latest"
+"""The tag that Ollama's clients add to a name."""
+CLAUDE = "claude-"
+"""The beginning of the names of Anthropic's models, which no other has.
+
+Their clients name several for their own tasks: titles, subagents, the check of commands.
+"""
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The names of models that requests may give."""
+
+    first: str
+    """The model of requests that name none, as the user named it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of models, from the config file."""
+    only_first: bool = False
+    """True if requests get no other model than the first."""
+    has_claude: bool = True
+    """True if a name of Anthropic's that no model has here means the first model."""
+
+    @cached_property
+    def shown(self) -> str:
+        """The name that clients see of the first model: a folder's is its last part."""
+        place = Path(lasting(self.first))
+        return place.name if place.is_absolute() else self.first
+
+    def find(self, asked: str) -> str:
+        """Return the model that a request means by `asked`. Raise ApiError if it is unknown."""
+        for name in (asked, asked.removesuffix(LATEST)):
+            if name in ("", self.shown, self.first):
+                return self.first
+            if name in self.aliases and self._may_be(self.aliases[name]):
+                return self.aliases[name]
+            meant = hub_id_of(name)
+            if meant == self.first:
+                return meant
+            if self.only_first:
+                continue
+            # A path of two parts is no hub id.
+            is_id = HUB_ID.fullmatch(meant) and not Path(meant).is_dir()
+            if meant in EMBEDDED or (is_id and folder_if_here(meant) is not None):
+                return meant
+        if self.has_claude and asked.startswith(CLAUDE):
+            return self.first
+        known, meant = list(self), hub_id_of(asked.removesuffix(LATEST))
+        is_on_hub = not self.only_first and HUB_ID.fullmatch(meant) is not None
+        get = f"`mlxrunner models pull {asked:.100}` downloads it; " if is_on_hub else ""
+        raise ApiError(
+            404,
+            f"there is no model {asked:.100}: {get}{did_you_mean(asked, known)}"
+            f"this server has {', '.join(known)}. Set the client to one of these, or add an alias "
+            "to the config file",
+            code="model_not_found",
+            param="model",
+        )
+
+    def known_as(self, asked: str) -> str:
+        """Return `asked`, a name that `find` finds, as the lists of models have it."""
+        if asked in self.aliases:
+            return asked
+        return hub_id_of(asked.removesuffix(LATEST)) or self.shown
+
+    def show(self, name: str) -> str:
+        """Return the name that clients see of the model `name`."""
+        return self.shown if name == self.first else name
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names that clients can give, the first model's first."""
+        aliases = [alias for alias, name in self.aliases.items() if self._may_be(name)]
+        others = () if self.only_first else _cached()
+        yield from dict.fromkeys((self.shown, *aliases, *others))
+
+    def _may_be(self, name: str) -> bool:
+        return not self.only_first or name == self.first
+
+
+def _cached() -> list[str]:
+    try:
+        return [model.name for model in cached_models()]
+    except ModelError:
+        return []
+
+
+@dataclass(eq=False)
+class ModelSlot:
+    """A model that requests use, or wait for."""
+
+    name: str
+    users: int = 0
+    """Requests that use it or wait for it."""
+    opened: ServedModel | None = None
+    """The model, once it is loaded."""
+    loading: asyncio.Task[None] | None = None
+    """The task that loads it; its exception says why it could not."""
+    used: float = 0.0
+    """The moment of its last use, on `time.monotonic`."""
+    expires: float | None = None
+    """Unix time at which it is unloaded if nobody asks; None: never."""
+    timer: asyncio.TimerHandle | None = None
+
+
+class ModelSlots:
+    """The models of a server within its budget of bytes."""
+
+    def __init__(self, opening: ModelLoader, on_open: Callable[[ServedModel], None]) -> None:
+        """Hold no model yet. `on_open` is called with each one that was loaded."""
+        self._opening, self._on_open = opening, on_open
+        self._places: dict[str, ModelSlot] = {}
+        self._leaving: list[ModelSlot] = []
+        """Places that no new request gets, until their last request has ended."""
+        self._lock = asyncio.Lock()
+        """Held while a model is loaded or unloaded."""
+        self._left = asyncio.Event()
+        """Set when a request has left its place."""
+
+    def __iter__(self) -> Iterator[ModelSlot]:
+        return (place for place in [*self._places.values(), *self._leaving] if place.opened)
+
+    def get(self, name: str) -> ModelSlot | None:
+        """Return the place of a model that is loaded or being loaded; None if it is neither."""
+        place = self._places.get(name)
+        has_failed = place and place.opened is None and place.loading and place.loading.done()
+        return None if has_failed else place
+
+    def take_in(self, opened: ServedModel) -> None:
+        """Add a model that was loaded before the server runs."""
+        self._places[opened.name] = ModelSlot(opened.name, opened=opened, used=time.monotonic())
+        self._on_open(opened)
+
+    def enter(self, name: str) -> ModelSlot:
+        """Return the place of a model, for a request that has to `leave` it.
+
+        If the model is not loaded, its loading begins, once for all who wait for it.
+        """
+        place = self.get(name)
+        if place is None:
+            place = self._places[name] = ModelSlot(name)
+            place.loading = asyncio.create_task(self._load(place))
+            place.loading.add_done_callback(look_at)
+        place.users += 1
+        self._stop_timer(place)
+        return place
+
+    def leave(self, place: ModelSlot, keep_alive: float | None) -> None:
+        """End the use of a place. `keep_alive`: seconds until it may go; None or less: for ever."""
+        place.users -= 1
+        place.used = time.monotonic()
+        self._left.set()
+        if place.users or keep_alive is None or keep_alive < 0:
+            return
+        place.expires = time.time() + keep_alive
+        loop = asyncio.get_running_loop()
+        place.timer = loop.call_later(keep_alive, self._expire, place)
+
+    def give_up(self, place: ModelSlot) -> None:
+        """Let no new request have a place whose model has failed."""
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+            self._leaving.append(place)
+            self._unload_soon(place)
+
+    async def close(self) -> None:
+        """Unload all models; what still runs there ends. What is being loaded is not waited for."""
+        for place in self._places.values():
+            if place.opened is None and place.loading is not None:
+                place.loading.cancel()
+        for place in list(self):
+            self._stop_timer(place)
+            await self._unload(place)
+
+    async def _load(self, place: ModelSlot) -> None:
+        async with self._lock:
+            needed = await run_in_worker(self._opening.least, place.name)
+            budget = await run_in_worker(self._opening.budget)
+            while self._bytes() + needed > budget and (other := self._least_useful(place)):
+                await self._make_leave(other)
+            room = budget - self._bytes()
+            opened = await run_in_worker(self._opening.load, place.name, room)
+            try:
+                self._on_open(opened)
+            except Exception:
+                await asyncio.to_thread(opened.runner.close)
+                raise
+            place.opened, place.used = opened, time.monotonic()
+
+    def _bytes(self) -> int:
+        return sum(place.opened.bytes for place in self if place.opened)
+
+    def _least_useful(self, wanted: ModelSlot) -> ModelSlot | None:
+        """Return the place to give up first: an idle one that was used least recently."""
+        others = [place for place in self if place is not wanted]
+        return min(others, key=lambda place: (place.users > 0, place.used), default=None)
+
+    async def _make_leave(self, place: ModelSlot) -> None:
+        """Unload a model once its requests have ended. New ones load it again."""
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+            self._leaving.append(place)
+        while place.users:
+            self._left.clear()
+            await self._left.wait()
+        await self._unload(place)
+
+    async def _unload(self, place: ModelSlot) -> None:
+        opened, place.opened, place.expires = place.opened, None, None
+        if self._places.get(place.name) is place:
+            del self._places[place.name]
+        if place in self._leaving:
+            self._leaving.remove(place)
+        if opened is not None:
+            logger.info("unloading %s", opened.name)
+            await asyncio.to_thread(opened.runner.close)
+
+    def _expire(self, place: ModelSlot) -> None:
+        if not place.users and place.opened is not None:
+            self.give_up(place)
+
+    def _unload_soon(self, place: ModelSlot) -> None:
+        async def unload() -> None:
+            async with self._lock:
+                if place.opened is not None:
+                    await self._make_leave(place)
+
+        task = asyncio.create_task(unload())
+        task.add_done_callback(look_at)
+        place.loading = task  # a task that nothing refers to may be dropped
+
+    def _stop_timer(self, place: ModelSlot) -> None:
+        if place.timer is not None:
+            place.timer.cancel()
+        place.timer, place.expires = None, None
+
+
+def look_at(future: asyncio.Future[Any]) -> None:
+    """Take the exception of a future, which those who wait for it raise: nobody may be left."""
+    if not future.cancelled():
+        future.exception()
+
+
 def check_counts(asked: ServerRequest) -> None:
     """Raise ApiError for more messages, tools or stop strings than any conversation has."""
     stops = asked.options.get("stop") or ()
@@ -318,7 +549,10 @@ class SubmittedRequest:
 
 
 def _begin(
-    opened: ServedModel, asked: ServerRequest, models: ModelsAsked, on_prompt: OnPrompt
+    opened: ServedModel,
+    asked: ServerRequest,
+    models: ModelsAsked,
+    on_prompt: Callable[[int], object],
 ) -> SubmittedRequest:
     """Make the prompt and submit it, in a worker thread. Raise ApiError, or the runner's."""
     try:
@@ -334,15 +568,9 @@ def _begin(
         options["max_tokens"] = None  # clients ask for more than there can be
     record = prompt_record(asked, made)
     record.is_switched = models.add(record, opened.name)
-    caller = Caller(
-        asked.id,
-        asked.client.name,
-        asked.client.session,
-        tuple(made.rules),
-        record,
-        record.is_title,
-        made.replaced,
-    )
+    client, rules = asked.client, tuple(made.rules)
+    told = (rules, record, record.is_title, made.replaced)
+    caller = Caller(asked.id, client.name, client.session, *told)
     handle = opened.runner.submit(replace(made.prompt, caller=caller), **options)
     return SubmittedRequest(made, handle, record)
 
@@ -361,14 +589,9 @@ def prompt_record(asked: ServerRequest, made: BuiltPrompt) -> PromptRecord:
         messages = without_billing(messages)
         digests = tuple(map(message_digest, messages))
     tools = tuple(map(_tool_digest, asked.tools))
-    variables = made.prompt.variables.items()
-    return PromptRecord(
-        tools,
-        digest({name: value for name, value in variables if name != "tools"}),
-        messages,
-        digests,
-        () if "tool-keys" in made.rules else asked.tools,
-    )
+    written = () if "tool-keys" in made.rules else asked.tools
+    variables = {name: one for name, one in made.prompt.variables.items() if name != "tools"}
+    return PromptRecord(tools, digest(variables), messages, digests, written)
 
 
 _tool_digest = MemoizedFunction(
@@ -419,18 +642,18 @@ def _end(
     usage, reason = chunks[-1].usage, chunks[-1].finish_reason
     if usage is None:
         raise ApiError(500, "the answer ended without its usage", code="internal")
-    stop = _stop_sequence(opened, asked, chunks) if reason == "stop" else None
+    stop: str | None = None
     ended: EndReason = "length" if reason == "length" else "stop"
     if splitter.calls:
         ended = "tool_calls"
-    elif stop is not None:
+    elif reason == "stop" and (stop := _stop_sequence(opened, asked, chunks)) is not None:
         ended = "stop_sequence"
     return AnswerEnd(
         ended,
         usage,
         begun.made.rules,
         begun.record.cause(begun.handle.account, usage),
-        stop_sequence=stop if ended == "stop_sequence" else None,
+        stop_sequence=stop,
         thinking_tokens=splitter.thinking_tokens,
         note=splitter.note,
         replaced=begun.made.replaced,

@@ -1,11 +1,9 @@
-"""Find, describe, load and unload the models that requests may name."""
+"""Load and describe the models of a server: how much each may take, and what clients may know."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -13,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxrunner.config.file import read_config_file
-from mlxrunner.config.names import did_you_mean, hub_id_of
 from mlxrunner.config.option import MODEL, layer, names, settled, values
 from mlxrunner.engine.draft_model import check_vocabularies
 from mlxrunner.engine.opening import DraftPlan
 from mlxrunner.engine.parallel_runner import ParallelRunner
-from mlxrunner.engine.thread import run_in_worker
-from mlxrunner.errors import MemoryPlanError, MlxrunnerError, ModelError
+from mlxrunner.errors import MemoryPlanError, MlxrunnerError
 from mlxrunner.loading import cache_options
 from mlxrunner.memory.plan import CHECKPOINT_SHARE, SMALLEST_CONTEXT, Demand, choose
 from mlxrunner.memory.reserve import announce_step, demand_of_slots, weights_of
@@ -44,11 +40,10 @@ from mlxrunner.models.load import (
     unread_vision_model,
     why_no_vision,
 )
-from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, lasting
-from mlxrunner.options import EMBEDDED, GenerateOptions, OpenSettings, RunnerSettings, ServeSettings
+from mlxrunner.models.resolve import folder_if_here
+from mlxrunner.options import GenerateOptions, OpenSettings, RunnerSettings, ServeSettings
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
 from mlxrunner.results import logger
-from mlxrunner.server.events import ApiError
 from mlxrunner.server.prompts.answer_tokens import AnswerTokenFile
 from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.system import device
@@ -58,94 +53,6 @@ from mlxrunner.terminal.output import size
 
 if TYPE_CHECKING:
     from mlxrunner.ranks.ranks import Ranks
-
-
-LATEST = ":latest"
-"""The tag that Ollama's clients add to a name."""
-CLAUDE = "claude-"
-"""The beginning of the names of Anthropic's models, which no other has.
-
-Their clients name several for their own tasks: titles, subagents, the check of commands.
-"""
-
-
-@dataclass(frozen=True)
-class ModelNames:
-    """The names of models that requests may give."""
-
-    first: str
-    """The model of requests that name none, as the user named it."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of models, from the config file."""
-    only_first: bool = False
-    """True if requests get no other model than the first."""
-    has_claude: bool = True
-    """True if a name of Anthropic's that no model has here means the first model."""
-
-    @cached_property
-    def shown(self) -> str:
-        """The name that clients see of the first model: a folder's is its last part."""
-        place = Path(lasting(self.first))
-        return place.name if place.is_absolute() else self.first
-
-    def find(self, asked: str) -> str:
-        """Return the model that a request means by `asked`. Raise ApiError if it is unknown."""
-        for name in (asked, asked.removesuffix(LATEST)):
-            if name in ("", self.shown, self.first):
-                return self.first
-            if name in self.aliases and self._may_be(self.aliases[name]):
-                return self.aliases[name]
-            meant = hub_id_of(name)
-            if meant == self.first:
-                return meant
-            if self.only_first:
-                continue
-            if meant in EMBEDDED or (HUB_ID.fullmatch(meant) and _is_here(meant)):
-                return meant
-        if self.has_claude and asked.startswith(CLAUDE):
-            return self.first
-        known, meant = list(self), hub_id_of(asked.removesuffix(LATEST))
-        is_on_hub = not self.only_first and HUB_ID.fullmatch(meant) is not None
-        get = f"`mlxrunner models pull {asked:.100}` downloads it; " if is_on_hub else ""
-        raise ApiError(
-            404,
-            f"there is no model {asked:.100}: {get}{did_you_mean(asked, known)}"
-            f"this server has {', '.join(known)}. Set the client to one of these, or add an alias "
-            "to the config file",
-            code="model_not_found",
-            param="model",
-        )
-
-    def known_as(self, asked: str) -> str:
-        """Return `asked`, a name that `find` finds, as the lists of models have it."""
-        if asked in self.aliases:
-            return asked
-        return hub_id_of(asked.removesuffix(LATEST)) or self.shown
-
-    def show(self, name: str) -> str:
-        """Return the name that clients see of the model `name`."""
-        return self.shown if name == self.first else name
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names that clients can give, the first model's first."""
-        aliases = [alias for alias, name in self.aliases.items() if self._may_be(name)]
-        others = () if self.only_first else _cached()
-        yield from dict.fromkeys((self.shown, *aliases, *others))
-
-    def _may_be(self, name: str) -> bool:
-        return not self.only_first or name == self.first
-
-
-def _is_here(name: str) -> bool:
-    """Return True if a hub id is in the local cache. A path of two parts is none."""
-    return not Path(name).is_dir() and folder_if_here(name) is not None
-
-
-def _cached() -> list[str]:
-    try:
-        return [model.name for model in cached_models()]
-    except ModelError:
-        return []
 
 
 @dataclass(frozen=True)
@@ -173,13 +80,12 @@ class ModelCard:
     """Unix time at which it is unloaded if nobody asks; None: never, or not loaded."""
 
 
-def card_of(shown: str, name: str, place: ModelSlot | None, *, pictures: bool) -> ModelCard:
+def card_of(shown: str, name: str, opened: ServedModel | None, *, pictures: bool) -> ModelCard:
     """Return the card of the model `name`, which clients know as `shown`.
 
-    `place` is where it is loaded, if it is. `pictures`: models that see are loaded with their
+    `opened`: the model, if it is loaded. `pictures`: models that see are loaded with their
     encoders.
     """
-    opened = None if place is None else place.opened
     folder = folder_if_here(name)
     found: dict[str, Any] = {}
     with suppress(OSError):
@@ -187,15 +93,11 @@ def card_of(shown: str, name: str, place: ModelSlot | None, *, pictures: bool) -
             found = dict(_described(folder, (folder / "config.json").stat().st_mtime))
     has_vision = found.pop("has_vision_encoder", False)
     needs_vision = found.pop("needs_mlx_vlm", False)
-    return ModelCard(
-        shown,
-        opened is not None,
-        0 if opened is None else opened.room,
-        digest="" if opened is None else opened.digest,
-        sees=(pictures and has_vision) or needs_vision if opened is None else opened.sees,
-        expires=None if place is None else place.expires,
-        **found,
-    )
+    if opened is None:
+        sees = (pictures and has_vision) or needs_vision
+        return ModelCard(shown, is_loaded=False, context=0, sees=sees, **found)
+    more = {"digest": opened.digest, "sees": opened.sees, **found}
+    return ModelCard(shown, is_loaded=True, context=opened.room, **more)
 
 
 @lru_cache(maxsize=256)
@@ -205,173 +107,13 @@ def _described(folder: Path, modified: float) -> dict[str, Any]:
     with suppress(MlxrunnerError, OSError, ValueError):
         config = read_config(folder)
         found["architecture"] = config["model_type"]
-        found |= {
-            "has_vision_encoder": has_vision_encoder(config),
-            "needs_mlx_vlm": needs_mlx_vlm(config),
-        }
+        found["has_vision_encoder"] = has_vision_encoder(config)
+        found["needs_mlx_vlm"] = needs_mlx_vlm(config)
         found["bytes"] = weight_bytes(folder)
         template = read_template(folder, read_json(folder / "tokenizer_config.json")) or ""
-        found["template"] = template
         found |= {"has_tools": "tools" in template, "has_thinking": "think" in template}
+        found["template"] = template
     return found
-
-
-@dataclass(eq=False)
-class ModelSlot:
-    """A model that requests use, or wait for."""
-
-    name: str
-    users: int = 0
-    """Requests that use it or wait for it."""
-    opened: ServedModel | None = None
-    """The model, once it is loaded."""
-    loading: asyncio.Task[None] | None = None
-    """The task that loads it; its exception says why it could not."""
-    used: float = 0.0
-    """The moment of its last use, on `time.monotonic`."""
-    expires: float | None = None
-    """Unix time at which it is unloaded if nobody asks; None: never."""
-    timer: asyncio.TimerHandle | None = None
-
-
-class ModelSlots:
-    """The models of a server within its budget of bytes."""
-
-    def __init__(self, opening: ModelLoader, on_open: Callable[[ServedModel], None]) -> None:
-        """Hold no model yet. `on_open` is called with each one that was loaded."""
-        self._opening, self._on_open = opening, on_open
-        self._places: dict[str, ModelSlot] = {}
-        self._leaving: list[ModelSlot] = []
-        """Places that no new request gets, until their last request has ended."""
-        self._lock = asyncio.Lock()
-        """Held while a model is loaded or unloaded."""
-        self._left = asyncio.Event()
-        """Set when a request has left its place."""
-
-    def __iter__(self) -> Iterator[ModelSlot]:
-        """Yield the places whose models are loaded."""
-        return (place for place in [*self._places.values(), *self._leaving] if place.opened)
-
-    def get(self, name: str) -> ModelSlot | None:
-        """Return the place of a model that is loaded or being loaded; None if it is neither."""
-        place = self._places.get(name)
-        if place and place.opened is None and place.loading and place.loading.done():
-            return None  # it has failed
-        return place
-
-    def take_in(self, opened: ServedModel) -> None:
-        """Add a model that was loaded before the server runs."""
-        self._places[opened.name] = ModelSlot(opened.name, opened=opened, used=time.monotonic())
-        self._on_open(opened)
-
-    def enter(self, name: str) -> ModelSlot:
-        """Return the place of a model, for a request that has to `leave` it.
-
-        If the model is not loaded, its loading begins, once for all who wait for it.
-        """
-        place = self.get(name)
-        if place is None:
-            place = self._places[name] = ModelSlot(name)
-            place.loading = asyncio.create_task(self._load(place))
-            place.loading.add_done_callback(look_at)
-        place.users += 1
-        self._stop_timer(place)
-        return place
-
-    def leave(self, place: ModelSlot, keep_alive: float | None) -> None:
-        """End the use of a place. `keep_alive`: seconds until it may go; None or less: for ever."""
-        place.users -= 1
-        place.used = time.monotonic()
-        self._left.set()
-        if place.users or keep_alive is None or keep_alive < 0:
-            return
-        place.expires = time.time() + keep_alive
-        loop = asyncio.get_running_loop()
-        place.timer = loop.call_later(keep_alive, self._expire, place)
-
-    def give_up(self, place: ModelSlot) -> None:
-        """Let no new request have a place whose model has failed."""
-        if self._places.get(place.name) is place:
-            del self._places[place.name]
-            self._leaving.append(place)
-            self._unload_soon(place)
-
-    async def close(self) -> None:
-        """Unload all models; what still runs there ends. What is being loaded is not waited for."""
-        for place in self._places.values():
-            if place.opened is None and place.loading is not None:
-                place.loading.cancel()
-        for place in list(self):
-            self._stop_timer(place)
-            await self._unload(place)
-
-    async def _load(self, place: ModelSlot) -> None:
-        async with self._lock:
-            needed = await run_in_worker(self._opening.least, place.name)
-            budget = await run_in_worker(self._opening.budget)
-            while self._bytes() + needed > budget and (other := self._least_useful(place)):
-                await self._make_leave(other)
-            room = budget - self._bytes()
-            opened = await run_in_worker(self._opening.load, place.name, room)
-            try:
-                self._on_open(opened)
-            except Exception:
-                await asyncio.to_thread(opened.runner.close)
-                raise
-            place.opened, place.used = opened, time.monotonic()
-
-    def _bytes(self) -> int:
-        return sum(place.opened.bytes for place in self if place.opened)
-
-    def _least_useful(self, wanted: ModelSlot) -> ModelSlot | None:
-        """Return the place to give up first: an idle one that was used least recently."""
-        others = [place for place in self if place is not wanted]
-        return min(others, key=lambda place: (place.users > 0, place.used), default=None)
-
-    async def _make_leave(self, place: ModelSlot) -> None:
-        """Unload a model once its requests have ended. New ones load it again."""
-        if self._places.get(place.name) is place:
-            del self._places[place.name]
-            self._leaving.append(place)
-        while place.users:
-            self._left.clear()
-            await self._left.wait()
-        await self._unload(place)
-
-    async def _unload(self, place: ModelSlot) -> None:
-        opened, place.opened, place.expires = place.opened, None, None
-        if self._places.get(place.name) is place:
-            del self._places[place.name]
-        if place in self._leaving:
-            self._leaving.remove(place)
-        if opened is not None:
-            logger.info("unloading %s", opened.name)
-            await asyncio.to_thread(opened.runner.close)
-
-    def _expire(self, place: ModelSlot) -> None:
-        if not place.users and place.opened is not None:
-            self.give_up(place)
-
-    def _unload_soon(self, place: ModelSlot) -> None:
-        async def unload() -> None:
-            async with self._lock:
-                if place.opened is not None:
-                    await self._make_leave(place)
-
-        task = asyncio.create_task(unload())
-        task.add_done_callback(look_at)
-        place.loading = task  # a task that nothing refers to may be dropped
-
-    def _stop_timer(self, place: ModelSlot) -> None:
-        if place.timer is not None:
-            place.timer.cancel()
-        place.timer, place.expires = None, None
-
-
-def look_at(future: asyncio.Future[Any]) -> None:
-    """Take the exception of a future, which those who wait for it raise: nobody may be left."""
-    if not future.cancelled():
-        future.exception()
 
 
 USUAL = 8192
@@ -639,12 +381,13 @@ class ServedModel:
         """True if requests may have pictures."""
         return isinstance(self.loaded.tokenizer, SeeingTokenizer)
 
+    # These two are read once: the runner does not change them.
     @cached_property
     def slots(self) -> int:
         """Most requests that it answers at a time."""
         return self.runner.stats().slots
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Most tokens of a prompt and its answer."""
         return self.runner.context

@@ -22,8 +22,8 @@ from support.program import program
 from support.waiting import until
 
 from mlxrunner.options import ServeSettings
-from mlxrunner.server.manager import ModelManager
-from mlxrunner.server.models import ModelLoader, ModelNames
+from mlxrunner.server.manager import ModelManager, ModelNames
+from mlxrunner.server.models import ModelLoader
 from mlxrunner.server.server import HttpConnection, UvicornServer, application
 from mlxrunner.server.supervisor import listen
 from mlxrunner.server.watch import RequestLog

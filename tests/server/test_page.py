@@ -18,7 +18,7 @@ from support.managers import asked, open_manager, served
 from mlxrunner.options import ServeSettings
 from mlxrunner.profiling.report.page import TableLink, table
 from mlxrunner.profiling.schema import Event
-from mlxrunner.server.models import ModelNames
+from mlxrunner.server.manager import ModelNames
 from mlxrunner.server.watch import RequestLog, explained, status_page
 
 HOSTILE = "<script>alert(1)</script>\"'>"

@@ -37,7 +37,8 @@ from mlxrunner.server.events import (
     TextDelta,
     ToolChoice,
 )
-from mlxrunner.server.models import ModelLoader, ModelNames
+from mlxrunner.server.manager import ModelNames
+from mlxrunner.server.models import ModelLoader
 from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.server.tools.constraints import TOOL_CALL_SYNTAXES
 from mlxrunner.server.tools.formats import arguments_of

@@ -14,8 +14,8 @@ from support.scripted import serving
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.options import ServeSettings
 from mlxrunner.server.events import AnswerEvent, ServerRequest
-from mlxrunner.server.manager import ModelManager
-from mlxrunner.server.models import ModelLoader, ModelNames, ServedModel
+from mlxrunner.server.manager import ModelManager, ModelNames
+from mlxrunner.server.models import ModelLoader, ServedModel
 from mlxrunner.server.server import application
 from mlxrunner.server.watch import RequestLog
 

@@ -13,8 +13,7 @@ from support.scripted import serving
 
 from mlxrunner import ParallelRunner
 from mlxrunner.options import ServeSettings
-from mlxrunner.server.manager import ModelManager
-from mlxrunner.server.models import ModelNames
+from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.server import application
 from mlxrunner.server.watch import RequestLog
 

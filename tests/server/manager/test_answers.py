@@ -12,8 +12,7 @@ from support.managers import asked, events_of, manager_of, open_manager, opening
 
 from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.server.events import AnswerEnd, ApiError, Client, ServerRequest, TextDelta
-from mlxrunner.server.manager import ModelManager
-from mlxrunner.server.models import ModelNames
+from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.protocol import headers, report
 from mlxrunner.server.watch import RequestLog, explained
 

@@ -25,7 +25,7 @@ from support.managers import (
 from mlxrunner import Handle
 from mlxrunner.server import manager as manager_module
 from mlxrunner.server.events import AnswerEnd, AnswerEvent, ApiError, TextDelta
-from mlxrunner.server.models import ModelNames
+from mlxrunner.server.manager import ModelNames
 
 
 @pytest.mark.parametrize("way", ["closed", "cancelled"])

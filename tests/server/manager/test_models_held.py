@@ -24,8 +24,8 @@ from mlxrunner.models.load import LoadProgress, tell_nobody, without_weights
 from mlxrunner.options import ServeSettings
 from mlxrunner.server import manager as manager_module
 from mlxrunner.server.events import AnswerEnd, ApiError, Ping
-from mlxrunner.server.manager import ModelManager
-from mlxrunner.server.models import ModelLoader, ModelNames, ServedModel
+from mlxrunner.server.manager import ModelManager, ModelNames
+from mlxrunner.server.models import ModelLoader, ServedModel
 from mlxrunner.server.watch import RequestLog
 from tests.support.models import write_model
 
