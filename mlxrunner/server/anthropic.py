@@ -128,16 +128,18 @@ class MessageRequest(CountTokensRequest):
 
 def read(body: CountTokensRequest, client: Client, request_id: str) -> ServerRequest:
     """Return what a body asks for. Raise ApiError for what is not supported."""
-    more, variables = options_of(body.model_extra or {})
+    options, variables = options_of(body.model_extra or {})
     _refuse_thread(body)
-    own = [(n, tool) for n, tool in enumerate(body.tools or ()) if tool.type in OWN]
-    tools = [_tool(number, tool) for number, tool in own]
+    tools = [_tool(n, tool) for n, tool in enumerate(body.tools or ()) if tool.type in OWN]
     choice = body.tool_choice
     output = body.output_config or OutputConfig()
     messages, replaced = shown_messages(list(_messages(body)))
-    is_new = more.get("continue_final_message") is False
-    if isinstance(body, MessageRequest) and not is_new:
-        _refuse_space(len(body.messages) - 1, messages[-1])
+    if not isinstance(body, MessageRequest):
+        options = {}
+    else:
+        if options.get("continue_final_message") is not False:
+            _refuse_space(len(body.messages) - 1, messages[-1])
+        options |= _options(body, output)
     return ServerRequest(
         protocol="anthropic",
         model=body.model,
@@ -146,9 +148,12 @@ def read(body: CountTokensRequest, client: Client, request_id: str) -> ServerReq
         tools=tools,
         tool_choice=_choice(choice, {tool["function"]["name"] for tool in tools}),
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
-        thinking=_thinking(body.thinking),
+        # With "adaptive" the model decides.
+        thinking={"enabled": True, "disabled": False}.get(body.thinking.type)
+        if body.thinking
+        else None,
         effort=output.effort,
-        options=more | _options(body, output) if isinstance(body, MessageRequest) else {},
+        options=options,
         variables=variables,
         client=client,
         id=request_id,
@@ -162,13 +167,11 @@ def _refuse_thread(body: CountTokensRequest) -> None:
     """
     match (body.model_extra or {}).get("thread"):
         case {"type": "continue", "previous_message_id": previous}:
-            raise field_error(
-                "thread",
+            why = (
                 f"{previous!r:.80} is not kept here, as no thread is: send the whole "
-                'conversation, with {"type": "create"} or without a thread',
-                status=404,
-                code=THREAD_NOT_FOUND,
+                'conversation, with {"type": "create"} or without a thread'
             )
+            raise field_error("thread", why, status=404, code=THREAD_NOT_FOUND)
 
 
 def _refuse_space(number: int, last: Mapping[str, Any]) -> None:
@@ -180,12 +183,11 @@ def _refuse_space(number: int, last: Mapping[str, Any]) -> None:
     if not isinstance(content, str):
         content = content[-1].get("text", "")
     if last["role"] == "assistant" and not last.get("tool_calls") and content != content.rstrip():
-        where = f"messages.{number}.content"
-        raise field_error(
-            where,
+        why = (
             f"final assistant content cannot end with trailing whitespace, and it ends "
-            f"with {content[-12:]!r}: leave the white space at its end out",
+            f"with {content[-12:]!r}: leave the white space at its end out"
         )
+        raise field_error(f"messages.{number}.content", why)
 
 
 def left_out(body: CountTokensRequest) -> tuple[str, ...]:
@@ -206,8 +208,7 @@ def marks_cache(body: CountTokensRequest) -> bool:
 def _tool(number: int, tool: AnthropicTool) -> dict[str, Any]:
     """Return a tool in OpenAI's form. Its schema keeps the order of its keys."""
     if not tool.name:
-        where = f"tools.{number}.name"
-        raise field_error(where, "a tool needs a name")
+        raise field_error(f"tools.{number}.name", "a tool needs a name")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -229,12 +230,6 @@ def _choice(choice: AnthropicToolChoice | None, known: set[str]) -> ToolChoice:
     if choice.name not in known:
         raise field_error("tool_choice.name", f"{choice.name!r:.80} is not among the tools")
     return ToolChoice("named", choice.name)
-
-
-def _thinking(thinking: AnthropicThinking | None) -> bool | None:
-    """Return whether to think first. With "adaptive" the model decides."""
-    known = {"enabled": True, "disabled": False}
-    return None if thinking is None else known.get(thinking.type)
 
 
 def _options(body: MessageRequest, output: OutputConfig) -> dict[str, Any]:
@@ -320,13 +315,8 @@ def _result(where: str, block: dict[str, Any], *, is_last: bool) -> dict[str, An
     return {"role": "tool", "tool_call_id": call, "content": content}
 
 
-STOP_REASONS = {
-    "stop": "end_turn",
-    "stop_sequence": "stop_sequence",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-}
-"""Their word for each reason of an end."""
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""Their word for each reason of an end that has another one."""
 
 
 def usage_body(ended: AnswerEnd, *, is_marked: bool) -> dict[str, Any]:
@@ -346,10 +336,6 @@ def usage_body(ended: AnswerEnd, *, is_marked: bool) -> dict[str, Any]:
     }
 
 
-def _head(asked: ServerRequest) -> dict[str, Any]:
-    return {"id": asked.id, "type": "message", "role": "assistant", "model": asked.model}
-
-
 def _block(asked: ServerRequest, part: TextDelta | ThinkingDelta | ToolCallEvent) -> dict[str, Any]:
     match part:
         case TextDelta(text):
@@ -362,12 +348,7 @@ def _block(asked: ServerRequest, part: TextDelta | ThinkingDelta | ToolCallEvent
 
 
 def frame(event: Mapping[str, Any]) -> bytes:
-    """Return an event as a frame of the stream."""
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
-PING = frame({"type": "ping"})
-"""The heartbeat."""
 
 
 class MessageWriter(EventWriter):
@@ -381,39 +362,41 @@ class MessageWriter(EventWriter):
         """The type of the block that is open."""
 
     def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """Return the message of a whole answer."""
         ended = answers[0].end
-        return {
-            **_head(self._asked),
-            "content": [_block(self._asked, part) for part in answers[0].parts],
-            "stop_reason": STOP_REASONS[ended.reason],
-            "stop_sequence": ended.stop_sequence,
-            "usage": usage_body(ended, is_marked=self._is_marked),
-            "mlxrunner": report(ended, self._left_out),
-        }
+        content = [_block(self._asked, part) for part in answers[0].parts]
+        usage = usage_body(ended, is_marked=self._is_marked)
+        found = self._message(content, self._reason(ended), usage)
+        return found | {"mlxrunner": report(ended, self._left_out)}
+
+    def _message(
+        self, content: Sequence[Any], reason: Mapping[str, Any], usage: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        asked = self._asked
+        head = {"id": asked.id, "type": "message", "role": "assistant", "model": asked.model}
+        return {**head, "content": content, **reason, "usage": usage}
+
+    def _reason(self, ended: AnswerEnd | None) -> dict[str, str | None]:
+        """Return the fields that say why the answer has ended, if it has."""
+        if ended is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        reason = STOP_REASONS.get(ended.reason, ended.reason)
+        return {"stop_reason": reason, "stop_sequence": ended.stop_sequence}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the first frame. What was reused is known only at the end."""
-        usage = {"input_tokens": 0, "output_tokens": 0}
-        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        rest: dict[str, Any] = {
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
-        yield frame({"type": "message_start", "message": _head(self._asked) | rest})
+        counts = ("input", "output", "cache_creation_input", "cache_read_input")
+        usage = dict.fromkeys((f"{name}_tokens" for name in counts), 0)
+        yield frame(
+            {"type": "message_start", "message": self._message([], self._reason(None), usage)}
+        )
 
     def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
-        """Yield the frames of an event."""
         match event:
             case TextDelta(text):
-                if text:
-                    yield from self._piece("text", {"text": ""}, {"text": text})
+                if text:  # there may be tokens alone
+                    yield from self._piece("text", {"text": ""}, text)
             case ThinkingDelta(text):
-                if text:
-                    empty = {"thinking": "", "signature": ""}
-                    yield from self._piece("thinking", empty, {"thinking": text})
+                yield from self._piece("thinking", {"thinking": "", "signature": ""}, text)
             case ToolCallEvent(_, call_id, name, arguments):
                 yield from self._close()
                 yield self._begin("tool_use", {"id": call_id, "name": name, "input": {}})
@@ -422,54 +405,43 @@ class MessageWriter(EventWriter):
             case AnswerEnd():
                 yield from self._end(event)
             case _:
-                yield PING
+                yield frame({"type": "ping"})
 
     def error(self, refused: ApiError) -> bytes:
-        """Return the frame of an error, which is the last one."""
         return frame(anthropic_error(refused, self._asked.id))
 
-    def _piece(
-        self, kind: str, empty: Mapping[str, str], delta: Mapping[str, str]
-    ) -> Iterator[bytes]:
+    def _piece(self, kind: str, empty: Mapping[str, str], text: str) -> Iterator[bytes]:
         if self._open != kind:
             yield from self._close()
             yield self._begin(kind, empty)
-        yield self._delta(f"{kind}_delta", delta)
+        yield self._delta(f"{kind}_delta", {kind: text})
 
     def _begin(self, kind: str, block: Mapping[str, Any]) -> bytes:
         self._open = kind
         self._index += 1
-        started = {"type": kind, **block}
-        return frame(
-            {"type": "content_block_start", "index": self._index, "content_block": started}
-        )
+        return self._block("start", content_block={"type": kind, **block})
 
     def _delta(self, kind: str, delta: Mapping[str, str]) -> bytes:
-        changed = {"type": kind, **delta}
-        return frame({"type": "content_block_delta", "index": self._index, "delta": changed})
+        return self._block("delta", delta={"type": kind, **delta})
+
+    def _block(self, what: str, **fields: Any) -> bytes:
+        return frame({"type": f"content_block_{what}", "index": self._index, **fields})
 
     def _close(self) -> Iterator[bytes]:
         if self._open == "thinking":
             yield self._delta("signature_delta", {"signature": self._asked.id})
         if self._open is not None:
-            yield frame({"type": "content_block_stop", "index": self._index})
+            yield self._block("stop")
         self._open = None
 
     def _end(self, ended: AnswerEnd) -> Iterator[bytes]:
         yield from self._close()
-        reason = STOP_REASONS[ended.reason]
-        yield frame(
-            {
-                "type": "message_delta",
-                "delta": {"stop_reason": reason, "stop_sequence": ended.stop_sequence},
-                "usage": usage_body(ended, is_marked=self._is_marked),
-            }
-        )
+        usage = usage_body(ended, is_marked=self._is_marked)
+        yield frame({"type": "message_delta", "delta": self._reason(ended), "usage": usage})
         yield frame({"type": "message_stop", "mlxrunner": report(ended, self._left_out)})
 
 
 def router(answers: ModelManager) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter(route_class=route_class("msg_"), tags=["anthropic"])
 
     @routes.post("/v1/messages")

@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -45,7 +45,7 @@ from mlxrunner.server.protocol import (
     EventWriter,
     HistoryText,
     RequestBody,
-    SentContent,
+    TalkMessage,
     WholeAnswer,
     client_of,
     deliver,
@@ -56,9 +56,9 @@ from mlxrunner.server.protocol import (
     route_class,
     shown_messages,
     stream,
-    text_of,
     unread,
     while_connected,
+    with_thoughts,
 )
 from mlxrunner.templates.messages import UNREAD_PICTURE, Parts, Shown, StandIn, parts_of
 
@@ -81,18 +81,12 @@ class OllamaToolCall(RequestBody):
     function: OllamaFunction = OllamaFunction()
 
 
-class OllamaMessage(RequestBody):
+class OllamaMessage(TalkMessage):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function", "thinking"]
-    """"function" is the older name of "tool"; the content of "thinking" is that of the answer
-    behind it.
-    """
-    content: SentContent = None
     thinking: HistoryText = None
     tool_calls: Annotated[list[OllamaToolCall] | None, BeforeValidator(present)] = None
     tool_name: HistoryText = None
-    tool_call_id: HistoryText = None
     images: list[Any] | None = None
 
 
@@ -195,11 +189,7 @@ def _messages(body: OllamaChatRequest | OllamaGenerateRequest) -> Iterator[dict[
         yield {"role": "user", "content": content}
         return
     waiting: list[str] = []
-    thought = ""
-    for number, message in enumerate(body.messages or ()):
-        if message.role == "thinking":
-            thought += text_of(message.content)
-            continue
+    for number, message, thought in with_thoughts(body.messages or ()):
         where = f"messages.{number}"
         content = parts_of(f"{where}.content", plain(message.content))
         content[:0] = _pictures(f"{where}.images", message.images)
@@ -217,7 +207,6 @@ def _messages(body: OllamaChatRequest | OllamaGenerateRequest) -> Iterator[dict[
             )
             if message.tool_name:
                 found["name"] = message.tool_name
-        thought = ""
         yield found
 
 
@@ -252,10 +241,9 @@ def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _options(body: OllamaRequest) -> dict[str, Any]:
+    off = ("typical_p", "tfs_z")  # which Ollama writes as 0
     given = without_nulls(body.options or {})
-    for name in ("typical_p", "tfs_z"):
-        if given.get(name) == 0:
-            del given[name]  # as Ollama writes that it is off
+    given = {name: one for name, one in given.items() if not (name in off and one == 0)}
     kept, wanted = held(given, TURN, "options."), OPTIONS | TURN
     own = {name: value for name, value in kept.items() if name in wanted}
     own |= {name: value for name, value in (body.model_extra or {}).items() if name in TURN}
@@ -278,20 +266,12 @@ def _options(body: OllamaRequest) -> dict[str, Any]:
     return options
 
 
-NDJSON = "application/x-ndjson"
-"""The media type of a stream of lines."""
-NS = 1_000_000_000
-"""Nanoseconds of a second."""
+NDJSON, NS = "application/x-ndjson", 1_000_000_000
+"""The media type of a stream of lines, and the nanoseconds of a second."""
 
 
 def line(body: Any) -> bytes:
-    """Return an object as a line of a stream."""
     return msgspec.json.encode(body) + b"\n"
-
-
-def now() -> str:
-    """Return the time as Ollama writes it."""
-    return stamp(time.time())
 
 
 def stamp(seconds: float) -> str:
@@ -320,7 +300,7 @@ class OllamaWriter(EventWriter):
         tokens: Sequence[TokenLogprob] = (),
     ) -> dict[str, Any]:
         """Return an object that is not the last one."""
-        body: dict[str, Any] = {"model": self._name, "created_at": now()}
+        body: dict[str, Any] = {"model": self._name, "created_at": stamp(time.time())}
         if not self._is_chat:
             body |= {"response": text} | ({"thinking": thought} if thought else {})
         else:
@@ -353,7 +333,6 @@ class OllamaWriter(EventWriter):
         }
 
     def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """Return the object of a whole answer."""
         (answer,) = answers
         body = self.piece(answer.text, answer.thought, answer.calls, answer.tokens)
         return body | self.end(answer.end)
@@ -366,11 +345,9 @@ class OllamaWriter(EventWriter):
         """Yield the lines of an event. A heartbeat is a line without text."""
         match event:
             case TextDelta(text, tokens):
-                if text or tokens:
-                    yield line(self.piece(text, tokens=tokens))
+                yield line(self.piece(text, tokens=tokens))
             case ThinkingDelta(text):
-                if text:
-                    yield line(self.piece(thought=text))
+                yield line(self.piece(thought=text))
             case ToolCallEvent():
                 yield line(self.piece(calls=[event]))
             case AnswerEnd():
@@ -379,7 +356,6 @@ class OllamaWriter(EventWriter):
                 yield line(self.piece())
 
     def error(self, refused: ApiError) -> bytes:
-        """Return the line of an error, which is the last one."""
         return line({"error": refused.message})
 
 
@@ -416,13 +392,10 @@ def listed(card: ModelCard) -> dict[str, Any]:
 def running(card: ModelCard) -> dict[str, Any]:
     """Return the entry of a model in the list of those that are loaded."""
     expires = time.time() + FOR_EVER if card.expires is None else card.expires
-    entry = {name: value for name, value in listed(card).items() if name != "modified_at"}
-    return {
-        **entry,
-        "expires_at": stamp(expires),
-        "size_vram": card.bytes,
-        "context_length": card.context,
-    }
+    entry = listed(card)
+    del entry["modified_at"]
+    more = {"expires_at": stamp(expires), "size_vram": card.bytes, "context_length": card.context}
+    return entry | more
 
 
 def described(card: ModelCard) -> dict[str, Any]:
@@ -446,15 +419,10 @@ def described(card: ModelCard) -> dict[str, Any]:
 
 
 def _details(card: ModelCard) -> dict[str, Any]:
-    families = [card.architecture] if card.architecture else []
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": card.architecture,
-        "families": families,
-        "parameter_size": "",
-        "quantization_level": "",
-    }
+    details: dict[str, Any] = {"parent_model": "", "format": "safetensors"}
+    details["family"] = card.architecture
+    details["families"] = [card.architecture] if card.architecture else []
+    return details | {"parameter_size": "", "quantization_level": ""}
 
 
 Pull = Callable[..., Path]
@@ -476,36 +444,26 @@ async def progress(name: str, pull: Pull = pull) -> AsyncGenerator[dict[str, Any
     reached: dict[str, tuple[int, int]] = {}
     is_left = False
 
-    def tell(file: str, pulled_before: int, whole: int) -> None:
+    def tell(file: str, done: int, whole: int) -> None:
         if is_left:
             raise PullStoppedError
-        reached[file] = pulled_before, whole
+        reached[file] = done, whole
 
     work = asyncio.ensure_future(asyncio.to_thread(pull, name, tell=tell))
     said: dict[str, tuple[int, int]] = {}
     try:
         while not work.done():
             await asyncio.wait({work}, timeout=PERIOD_S)
-            for file, (pulled_before, whole) in list(reached.items()):
-                if said.get(file) != (pulled_before, whole):
-                    said[file] = pulled_before, whole
-                    yield {
-                        "status": f"pulling {file}",
-                        "digest": file,
-                        "total": whole,
-                        "completed": pulled_before,
-                    }
+            new = [one for one in list(reached.items()) if said.get(one[0]) != one[1]]
+            said |= new
+            for file, (done, whole) in new:
+                counts = {"total": whole, "completed": done}
+                yield {"status": f"pulling {file}", "digest": file, **counts}
         work.result()
         yield {"status": "success"}
     finally:
         is_left = True
         await end(work)
-
-
-async def pulled_before() -> AsyncGenerator[dict[str, Any], None]:
-    """Yield what Ollama's clients are told of a model that is here, and not from the hub."""
-    yield {"status": "pulling manifest"}
-    yield {"status": "success"}
 
 
 async def lines(
@@ -573,9 +531,9 @@ def router(answers: ModelManager, pull: Pull = pull) -> APIRouter:
         is_here = _is_only_here(answers, name)
         if not is_here and not HUB_ID.fullmatch(name):
             raise ApiError(400, str(not_a_hub_id(name)), param="model", code="model_not_found")
-        events = pulled_before() if is_here else progress(name, pull)
+        events = progress(name, (lambda *_, **__: Path()) if is_here else pull)
         if body.stream:
-            return await stream(request, lines(events), NDJSON, request.state.id)
+            return await stream(request, lines(events), NDJSON)
 
         async def last() -> dict[str, object]:
             async with aclosing(events):
@@ -627,7 +585,6 @@ Codex wants 0.13.4, for the Responses API; from 0.14.0 on Ollama also speaks Ant
 
 
 def program_version() -> str:
-    """Return the version of this program."""
     try:
         return version("mlxrunner")
     except PackageNotFoundError:

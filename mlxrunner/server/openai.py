@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -49,7 +50,7 @@ from mlxrunner.server.protocol import (
     EventWriter,
     HistoryText,
     RequestBody,
-    SentContent,
+    TalkMessage,
     WholeAnswer,
     client_of,
     deliver,
@@ -58,9 +59,10 @@ from mlxrunner.server.protocol import (
     report,
     route_class,
     shown_messages,
-    text_of,
     unread,
+    with_thoughts,
 )
+from mlxrunner.server.tools.formats import Tools
 from mlxrunner.templates.messages import Parts, item_text, parts_of
 
 OPTIONS = frozenset(names(GenerateOptions))
@@ -69,9 +71,6 @@ FORMS = ("schema", "choices")
 """Our options that vLLM's `structured_outputs` stands for."""
 MOST_ANSWERS = 16
 """The most answers that one request may ask for."""
-
-Tools = Sequence[Mapping[str, Any]]
-"""Functions as `ServerRequest` has them."""
 
 
 class StreamOptions(RequestBody):
@@ -107,18 +106,15 @@ def options_of(
     """Return the options and the template's variables that the fields of a body ask for.
 
     Fields that are not known are ignored. Raise OptionError for one that is not supported, and for
-    a wrong value. A `max_tokens` of -1 is no limit, as for llama.cpp and LM Studio.
+    a wrong value. A `max_tokens` of -1 is no limit, as for llama.cpp and LM Studio, and so is a
+    `top_k` of -1, as for vLLM.
     """
-    given = held(without_nulls(fields), READ)
     given = {
         name: value
-        for name, value in given.items()
-        if not (value == -1 and SAME.get(name, name) == "max_tokens")
+        for name, value in held(without_nulls(fields), READ).items()
+        if not (value == -1 and SAME.get(name, name) in ("max_tokens", "top_k"))
+        and (name, value) != ("template", "")  # Ollama's text of that name
     }
-    if given.get("template") == "":
-        del given["template"]  # Ollama's text of that name
-    if given.get("top_k") == -1:
-        del given["top_k"]  # as vLLM says that all tokens count
     if type(seed := as_whole(given.get("seed"))) is int and seed < 0:
         given["seed"] = seed % 2**64
     if "max_completion_tokens" in given:
@@ -230,16 +226,10 @@ class ChatToolCall(RequestBody):
     function: ChatFunction | None = None
 
 
-class ChatMessage(RequestBody):
+class ChatMessage(TalkMessage):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function", "thinking"]
-    """"function" is the older name of "tool"; the content of "thinking" is that of the answer
-    behind it.
-    """
-    content: SentContent = None
     tool_calls: Annotated[list[ChatToolCall] | None, BeforeValidator(present)] = None
-    tool_call_id: HistoryText = None
     function_call: ChatFunction | None = None
     """The older form of `tool_calls`."""
     name: HistoryText = None
@@ -334,14 +324,9 @@ def _tool(number: int, tool: ChatTool) -> dict[str, Any]:
 
 def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as `ServerRequest` has them, with `Parts` as contents."""
-    found: list[dict[str, Any]] = []
-    thought, waiting = "", list[str]()
-    for number, message in enumerate(given):
-        if message.role == "thinking":
-            thought += text_of(message.content)
-            continue
+    found, waiting = list[dict[str, Any]](), list[str]()
+    for number, message, thought in with_thoughts(given):
         one = _message(number, message, thought)
-        thought = ""
         if message.role == "assistant":
             waiting = [call["id"] for call in one.get("tool_calls", ()) if "id" in call]
         elif one["role"] == "tool":
@@ -403,159 +388,156 @@ def _call(call: ChatToolCall, where: str, content: Parts) -> dict[str, Any] | No
     return {**own, "type": "function", "function": function}
 
 
-FINISH_REASONS = {
-    "stop": "stop",
-    "stop_sequence": "stop",
-    "length": "length",
-    "tool_calls": "tool_calls",
-}
-"""Their word for each reason of an end."""
-DONE = b"data: [DONE]\n\n"
-"""The last frame of a stream."""
-
-
 def frame(body: Any) -> bytes:
-    """Return an object as a frame of a stream."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def head(asked: ServerRequest, kind: str, created: int) -> dict[str, Any]:
-    """Return the fields with which an object of this kind begins."""
-    return {
-        "id": asked.id,
-        "object": kind,
-        "created": created,
-        "model": asked.model,
-        "system_fingerprint": None,
-    }
-
-
-def usage_body(ends: Sequence[AnswerEnd]) -> dict[str, Any]:
-    """Return the usage of several answers to one prompt, which is counted once."""
-    first = ends[0].usage
-    answered = sum(end.usage.completion_tokens for end in ends)
-    thought = sum(end.thinking_tokens for end in ends)
-    used = completion_usage(first.prompt_tokens, first.cached_tokens, answered)
-    return used | {"completion_tokens_details": {"reasoning_tokens": thought}}
+def _call_body(call: ToolCallEvent, arguments: str) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _answer_message(answer: WholeAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message["content"] = answer.text or None
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.calls
-        ]
+        message["tool_calls"] = [_call_body(call, call.arguments) for call in answer.calls]
     if answer.thought:
         message["reasoning_content"] = answer.thought
     return message
 
 
-def _logprobs(tokens: Any) -> dict[str, Any]:
-    return {"content": chat_logprobs(tokens), "refusal": None}
-
-
 class ChunkWriter(EventWriter):
-    """Writes the events of answers as chunks of a kind: what chats and completions share."""
+    """Writes the events of answers as chunks: what chats and completions share."""
+
+    kinds: tuple[str, str]
+    """The types of the object of whole answers, and of a chunk."""
+    heartbeat: Mapping[str, Any]
+    """The fields of a choice in which nothing is said."""
+    lists_nothing = False
+    """True if the log-probabilities of an answer without tokens are an empty list."""
 
     def __init__(
-        self, kind: str, several: Sequence[ServerRequest], *, usage: bool, left_out: Sequence[str]
+        self, body: SampledRequest, several: Sequence[ServerRequest], left_out: Sequence[str]
     ) -> None:
-        """Begin a stream of `several` answers. With `usage` the last chunk has it."""
-        self._kind, self._several, self._left_out = kind, several, left_out
-        self._has_usage, self._created = usage, int(time.time())
+        """Write `several` answers to the request `body`. With a usage the last chunk has it."""
+        self._body, self._several, self._left_out = body, several, left_out
+        self._created = int(time.time())
         self._ends: dict[int, AnswerEnd] = {}
 
+    @abstractmethod
+    def logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens of an answer."""
+
     def usage(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
-        """Return the usage of all answers."""
-        return usage_body(ends)
+        """Return the usage of several answers to one prompt, which is counted once."""
+        first = ends[0].usage
+        answered = sum(end.usage.completion_tokens for end in ends)
+        thought = sum(end.thinking_tokens for end in ends)
+        used = completion_usage(first.prompt_tokens, first.cached_tokens, answered)
+        return used | {"completion_tokens_details": {"reasoning_tokens": thought}}
 
     def _used(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
         return {"usage": self.usage(ends), "mlxrunner": report(ends[0], self._left_out)}
 
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        wanted = self.lists_nothing and self._several[0].options.get("logprobs") is not None
+        choices = [
+            self._choice(number, self.said(number, one), one.tokens, one.end, wanted=wanted)
+            for number, one in enumerate(answers)
+        ]
+        found = self._head(self.kinds[0]) | {"choices": choices}
+        return found | self._used([answer.end for answer in answers])
+
+    @abstractmethod
+    def said(self, index: int, answer: WholeAnswer) -> dict[str, Any]:
+        """Return the fields of a choice with a whole answer."""
+
     def finish(self) -> Iterator[bytes]:
         """Yield the usage, if it is wanted, and the end."""
-        if self._has_usage:
+        if self._body.has_usage:
             ends = [self._ends[number] for number in range(len(self._several))]
-            yield self.frame([], **self._used(ends))
-        yield DONE
+            yield self._frame([], **self._used(ends))
+        yield b"data: [DONE]\n\n"
 
     def error(self, refused: ApiError) -> bytes:
-        """Return the frame of an error, which is the last one."""
         return frame({"error": openai_error(refused)})
 
-    def frame(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
-        """Return a chunk with `choices`."""
-        first = head(self._several[0], self._kind, self._created)
-        return frame(first | {"choices": choices} | more)
+    def _head(self, kind: str) -> dict[str, Any]:
+        first = self._several[0]
+        found = {"id": first.id, "object": kind, "created": self._created, "model": first.model}
+        return found | {"system_fingerprint": None}
 
-    def end(self, index: int, ended: AnswerEnd, choice: Mapping[str, Any]) -> bytes:
-        """Return the chunk with the reason of the end. The last one says what was reused."""
-        self._ends[index] = ended
-        if len(self._ends) < len(self._several) or self._has_usage:
-            return self.frame([choice])
-        return self.frame([choice], mlxrunner=report(self._ends[0], self._left_out))
+    def _frame(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
+        return frame(self._head(self.kinds[1]) | {"choices": choices} | more)
+
+    def chunk(
+        self, index: int, said: Mapping[str, Any], tokens: Sequence[TokenLogprob] = ()
+    ) -> bytes:
+        """Return a chunk in which the choice `index` has the fields `said`."""
+        return self._frame([self._choice(index, said, tokens)])
+
+    def _choice(
+        self,
+        index: int,
+        said: Mapping[str, Any],
+        tokens: Sequence[TokenLogprob] = (),
+        ended: AnswerEnd | None = None,
+        *,
+        wanted: bool = False,
+    ) -> dict[str, Any]:
+        logprobs = self.logprobs(index, tokens) if tokens or wanted else None
+        reason = ended and ("stop" if ended.reason == "stop_sequence" else ended.reason)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+
+    def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
+        """Yield the last chunk of an answer, which says what was reused; or that of a heartbeat.
+
+        A heartbeat is a comment and a chunk without content.
+        """
+        if not isinstance(event, AnswerEnd):
+            yield b": heartbeat\n\n" + self.chunk(index, self.heartbeat)
+            return
+        self._ends[index] = event
+        is_last = len(self._ends) == len(self._several) and not self._body.has_usage
+        more = {"mlxrunner": report(self._ends[0], self._left_out)} if is_last else {}
+        yield self._frame([self._choice(index, self.heartbeat, (), event)], **more)
 
 
 class ChatWriter(ChunkWriter):
     """Writes answers as chat completions, or as the stream of their chunks."""
 
-    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """Return the object of whole answers."""
-        first, wanted = self._several[0], self._several[0].options.get("logprobs") is not None
-        choices = [
-            {
-                "index": number,
-                "message": _answer_message(answer),
-                "logprobs": _logprobs(answer.tokens) if wanted else None,
-                "finish_reason": FINISH_REASONS[answer.end.reason],
-            }
-            for number, answer in enumerate(answers)
-        ]
-        found = head(first, "chat.completion", self._created) | {"choices": choices}
-        return found | self._used([answer.end for answer in answers])
+    kinds = ("chat.completion", "chat.completion.chunk")
+    heartbeat: Mapping[str, Any] = {"delta": {}}
+    lists_nothing = True
+
+    def said(self, index: int, answer: WholeAnswer) -> dict[str, Any]:
+        return {"message": _answer_message(answer)}
+
+    def logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"content": chat_logprobs(tokens), "refusal": None}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the chunks that say who speaks."""
         for number in range(len(self._several)):
-            yield self._chunk(number, {"role": "assistant", "content": ""})
+            yield self.chunk(number, {"delta": {"role": "assistant", "content": ""}})
 
     def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
-        """Yield the chunks of an event. A heartbeat is a comment and a chunk without content."""
         match event:
             case TextDelta(text, tokens):
-                if text or tokens:
-                    yield self._chunk(index, {"content": text}, tokens)
+                yield self.chunk(index, {"delta": {"content": text}}, tokens)
             case ThinkingDelta(text):
-                if text:
-                    yield self._chunk(index, {"reasoning_content": text})
-            case ToolCallEvent(number, call_id, name, arguments):
-                function = {"name": name, "arguments": ""}
-                call = {"index": number, "id": call_id, "type": "function", "function": function}
-                yield self._chunk(index, {"tool_calls": [call]})
-                piece = {"index": number, "function": {"arguments": arguments}}
-                yield self._chunk(index, {"tool_calls": [piece]})
-            case AnswerEnd():
-                reason = FINISH_REASONS[event.reason]
-                yield self.end(index, event, self._choice(index, {}, None, reason))
+                yield self.chunk(index, {"delta": {"reasoning_content": text}})
+            case ToolCallEvent(number):
+                call = {"index": number, **_call_body(event, "")}
+                yield self.chunk(index, {"delta": {"tool_calls": [call]}})
+                piece = {"index": number, "function": {"arguments": event.arguments}}
+                yield self.chunk(index, {"delta": {"tool_calls": [piece]}})
             case _:
-                yield b": heartbeat\n\n" + self._chunk(index, {})
-
-    def _chunk(self, index: int, delta: dict[str, Any], tokens: Any = ()) -> bytes:
-        logprobs = _logprobs(tokens) if tokens else None
-        return self.frame([self._choice(index, delta, logprobs, None)])
-
-    def _choice(self, index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+                yield from super().write(index, event)
 
 
 def router(answers: ModelManager) -> APIRouter:
-    """Return the routes of chat completions."""
     routes = APIRouter(route_class=route_class("chatcmpl-"), tags=["openai"])
 
     @routes.post("/v1/chat/completions")
@@ -564,8 +546,7 @@ def router(answers: ModelManager) -> APIRouter:
         body.model = body.model or answers.card("").name
         client = client_of(request, body.prompt_cache_key or body.user)
         several = read(body, client, request.state.id)
-        kind = "chat.completion.chunk"
-        writer = ChatWriter(kind, several, usage=body.has_usage, left_out=left_out(body))
+        writer = ChatWriter(body, several, left_out(body))
         return await deliver(request, answers, several, writer, streams=body.stream)
 
     return routes
@@ -577,18 +558,20 @@ def is_anthropic(request: Request) -> bool:
 
 
 def models_router(answers: ModelManager) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter(route_class=route_class("req_"), tags=["models"])
 
     @routes.get("/v1/models")
     async def list_models(request: Request) -> Response:
         """List the models that a request may name."""
         cards = answers.models()
-        if is_anthropic(request):
-            ends = {name: cards[at].name if cards else None for name, at in _ENDS.items()}
-            data = [_anthropic(card) for card in cards]
-            return JSONResponse({"data": data, "has_more": False, **ends})
-        return JSONResponse({"object": "list", "data": [_openai(card) for card in cards]})
+        if not is_anthropic(request):
+            return JSONResponse({"object": "list", "data": [_openai(card) for card in cards]})
+        ends = {
+            name: cards[at].name if cards else None
+            for name, at in (("first_id", 0), ("last_id", -1))
+        }
+        data = [_anthropic(card) for card in cards]
+        return JSONResponse({"data": data, "has_more": False, **ends})
 
     @routes.get("/v1/models/{name:path}")
     async def retrieve_model(name: str, request: Request) -> Response:
@@ -601,9 +584,6 @@ def models_router(answers: ModelManager) -> APIRouter:
         return JSONResponse(_anthropic(card) if is_anthropic(request) else _openai(card))
 
     return routes
-
-
-_ENDS = {"first_id": 0, "last_id": -1}
 
 
 def _openai(card: ModelCard) -> dict[str, Any]:
@@ -643,15 +623,18 @@ def read_completion(
         raise field_error(
             "best_of", f"{body.best_of} is not supported, only the same number as n: {body.n}"
         )
-    prompts = _raw_prompts(body.prompt)
+    is_one = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
+    prompts: list[Any] = [body.prompt] if is_one else list(body.prompt)
+    if not prompts or not all(prompts):
+        raise field_error("prompt", "it is empty")
     if len(prompts) * body.n > MOST_ANSWERS:
         raise field_error(
             "prompt",
             f"{len(prompts)} prompts with n={body.n} are more than {MOST_ANSWERS} answers: "
             "send them in several requests, or use mlxrunner batch",
         )
-    if body.echo:
-        _check_echo(body, prompts)
+    if body.echo and (body.logprobs is not None or not isinstance(prompts[0], str)):
+        raise field_error("echo", "it is not supported with logprobs, or with a prompt of tokens")
     options, _ = options_of({**extra, "logprobs": body.logprobs}, counts_logprobs=True)
     return [
         ServerRequest(
@@ -667,62 +650,35 @@ def read_completion(
     ]
 
 
-def _raw_prompts(given: str | Sequence[Any]) -> list[str | list[int]]:
-    """Return the prompts: one, or several. Raise ApiError for one that is empty."""
-    one = isinstance(given, str) or (given and isinstance(given[0], int))
-    prompts: list[Any] = [given] if one else list(given)
-    if not prompts or not all(prompts):
-        raise field_error("prompt", "it is empty")
-    return prompts
-
-
-def _check_echo(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> None:
-    if body.logprobs is not None or not all(isinstance(prompt, str) for prompt in prompts):
-        raise field_error("echo", "it is not supported with logprobs, or with a prompt of tokens")
-
-
 class CompletionWriter(ChunkWriter):
     """Writes answers as completions, or as the stream of their chunks."""
 
+    kinds = ("text_completion", "text_completion")
+    heartbeat: Mapping[str, Any] = {"text": ""}
+
     def __init__(self, body: CompletionRequest, several: Sequence[ServerRequest]) -> None:
-        left_out = unread(body.model_extra or {})
-        super().__init__("text_completion", several, usage=body.has_usage, left_out=left_out)
-        self._body = body
-        self._offsets = [len(self._echoed(number)) for number in range(len(several))]
+        super().__init__(body, several, unread(body.model_extra or {}))
+        self._echoed = [str(one.prompt) if body.echo else "" for one in several]
+        """The prompts that come before the answers; empty if they are not wanted."""
+        self._offsets = list(map(len, self._echoed))
 
-    def _echoed(self, number: int) -> str:
-        """Return the prompt that comes before the answer; empty if it is not wanted."""
-        return str(self._several[number].prompt) if self._body.echo else ""
-
-    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """Return the object of whole answers. Nothing in raw text is thinking."""
-        choices = []
-        for number, answer in enumerate(answers):
-            texts = (one.text for one in answer.parts if not isinstance(one, ToolCallEvent))
-            text, reason = self._echoed(number) + "".join(texts), FINISH_REASONS[answer.end.reason]
-            choices.append(self._choice(number, text, answer.tokens, reason))
-        found = head(self._several[0], "text_completion", self._created) | {"choices": choices}
-        return found | self._used([answer.end for answer in answers])
+    def said(self, index: int, answer: WholeAnswer) -> dict[str, Any]:
+        """Return a text. Nothing in raw text is thinking."""
+        texts = (one.text for one in answer.parts if not isinstance(one, ToolCallEvent))
+        return {"text": self._echoed[index] + "".join(texts)}
 
     def begin(self) -> Iterator[bytes]:
         """Yield the prompts, if they are wanted."""
-        for number in range(len(self._several)):
-            if self._echoed(number):
-                yield self._chunk(number, self._echoed(number))
+        for number, text in enumerate(self._echoed):
+            if text:
+                yield self.chunk(number, {"text": text})
 
     def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
-        """Yield the chunks of an event. A heartbeat is a comment and a chunk without text."""
-        match event:
-            case TextDelta(text, tokens):
-                if text or tokens:
-                    yield self._chunk(index, text, tokens)
-            case ThinkingDelta(text):
-                yield self._chunk(index, text)
-            case AnswerEnd():
-                choice = self._choice(index, "", (), FINISH_REASONS[event.reason])
-                yield self.end(index, event, choice)
-            case _:
-                yield b": heartbeat\n\n" + self._chunk(index, "")
+        if isinstance(event, TextDelta | ThinkingDelta):
+            tokens = event.tokens if isinstance(event, TextDelta) else ()
+            yield self.chunk(index, {"text": event.text}, tokens)
+        else:
+            yield from super().write(index, event)
 
     def usage(self, ends: Sequence[AnswerEnd]) -> dict[str, Any]:
         """Return the usage of all answers. Each prompt is counted once."""
@@ -733,21 +689,14 @@ class CompletionWriter(ChunkWriter):
             sum(end.usage.completion_tokens for end in ends),
         )
 
-    def _chunk(self, index: int, text: str, tokens: Sequence[TokenLogprob] = ()) -> bytes:
-        return self.frame([self._choice(index, text, tokens, None)])
-
-    def _choice(
-        self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None
-    ) -> dict[str, Any]:
-        logprobs = text_logprobs(tokens) if tokens else None
-        if logprobs is not None:
-            ends = [*accumulate((len(one.text) for one in tokens), initial=self._offsets[index])]
-            logprobs["text_offset"], self._offsets[index] = ends[:-1], ends[-1]
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return them as completions have them, with the places of the tokens in the text."""
+        ends = [*accumulate((len(one.text) for one in tokens), initial=self._offsets[index])]
+        self._offsets[index] = ends[-1]
+        return text_logprobs(tokens) | {"text_offset": ends[:-1]}
 
 
 def completions_router(answers: ModelManager) -> APIRouter:
-    """Return the routes of completions."""
     routes = APIRouter(route_class=route_class("cmpl-"), tags=["openai"])
 
     @routes.post("/v1/completions")

@@ -18,12 +18,13 @@ from collections.abc import (
     Container,
     Coroutine,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import HTTPException, Request, Response
@@ -65,12 +66,8 @@ from mlxrunner.server.tools.reader import joined
 from mlxrunner.templates.messages import PartError, arguments_of_call, parts_of, settled
 from mlxrunner.terminal.output import one_line
 
-LONGEST_FIELD = 60
-"""Most characters of a field's name in the list of what was left out."""
-MOST_LEFT_OUT = 40
-"""Most entries of that list."""
-
-
+LONGEST_FIELD, MOST_LEFT_OUT = 60, 40
+"""Most characters of a field's name in the list of what was left out, and most of its entries."""
 _BOUNDS = {"ge": -(2**63), "le": 2**63 - 1}
 """The bounds of an integer without bounds of its own: 64 bits."""
 
@@ -81,10 +78,9 @@ def _read_as_json(schema: Any) -> None:
     A whole float is an integer, and a boolean is no number. A list ends its check at its first
     wrong item: a body has room for millions of them.
     """
-    if isinstance(schema, list | tuple):
-        for part in schema:
-            _read_as_json(part)
     if not isinstance(schema, dict):
+        for part in schema if isinstance(schema, list | tuple) else ():
+            _read_as_json(part)
         return
     if schema.get("type") == "list":
         schema["fail_fast"] = True
@@ -123,19 +119,10 @@ class RequestBody(BaseModel):
         return schema
 
 
-_PART = {"type": "object", "properties": {"type": {"type": "string"}}}
-SentContent = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"anyOf": [_PART, {"type": "string"}]}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
+_TEXT = {"type": "string"}
+_PARTS = {"anyOf": [{"type": "object", "properties": {"type": _TEXT}}, _TEXT]}
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PARTS}, {"type": "null"}]}
+SentContent = Annotated[Any, WithJsonSchema(_CONTENT)]
 """A content as a client sent it: a text or a list of parts, and whatever `parts_of` makes of
 another value, which a client would repeat with each request.
 """
@@ -166,10 +153,33 @@ def plain(content: Any) -> Any:
     return [without_nulls(one) if isinstance(one, dict) else one for one in content]
 
 
-def text_of(content: Any) -> str:
-    """Return a content that can only be a text, such as that of a thought; else an empty text."""
-    found = parts_of("", plain(content)).content
-    return found if isinstance(found, str) else ""
+def with_thoughts(messages: Iterable[M]) -> Iterator[tuple[int, M, str]]:
+    """Yield messages with their numbers, and the thinking that stands before each.
+
+    A message of role "thinking" is that of the next one.
+    """
+    thought = ""
+    for number, message in enumerate(messages):
+        if message.role == "thinking":
+            found = parts_of("", plain(message.content)).content
+            thought += found if isinstance(found, str) else ""
+        else:
+            yield number, message, thought
+            thought = ""
+
+
+class TalkMessage(RequestBody):
+    """A message of a conversation, as OpenAI's chats and Ollama have it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function", "thinking"]
+    """"function" is the older name of "tool"; the content of "thinking" is that of the answer
+    behind it.
+    """
+    content: SentContent = None
+    tool_call_id: HistoryText = None
+
+
+M = TypeVar("M", bound=TalkMessage)
 
 
 def shown_messages(
@@ -237,26 +247,22 @@ def report(ended: AnswerEnd, left_out: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def headers(asked: ServerRequest, ended: AnswerEnd) -> dict[str, str]:
-    """Return the headers of a whole answer."""
-    usage, cause = ended.usage, ended.cause
-    reused = (
-        ("outcome", usage.outcome),
-        ("cached", usage.cached_tokens),
-        ("missed", usage.missed_tokens),
-        ("displaced", usage.displaced_tokens),
-        ("new", usage.new_tokens),
-        ("lost", usage.cache.lost_tokens),
-        ("reason", usage.reason),
-        ("cause", cause and cause.name),
-        ("message", cause and cause.message),
-        ("rules", ",".join(ended.rules) or None),
+    found = report(ended) | {"rules": ",".join(ended.rules) or None}
+    said = [
+        f"{name.removesuffix('_tokens')}={found[name]}" for name in _SAID if found[name] is not None
+    ]
+    return (
+        {"x-mlxrunner-cache": "; ".join(said)} | ids_of(asked.id) | replaced_header(ended.replaced)
     )
-    return {
-        "x-mlxrunner-cache": "; ".join(f"{name}={one}" for name, one in reused if one is not None),
-        "request-id": asked.id,
-        "x-request-id": asked.id,
-        **replaced_header(ended.replaced),
-    }
+
+
+_COUNTS = tuple(f"{kind}_tokens" for kind in ("cached", "missed", "displaced", "new", "lost"))
+_SAID = ("outcome", *_COUNTS, "reason", "cause", "message", "rules")
+"""The members of a report that the header has, too, in their order there."""
+
+
+def ids_of(request_id: str) -> dict[str, str]:
+    return {"request-id": request_id, "x-request-id": request_id}
 
 
 def replaced_before(asked: ServerRequest, answers: ModelManager) -> dict[str, str]:
@@ -276,13 +282,7 @@ def replaced_header(kinds: Sequence[str]) -> dict[str, str]:
     return {"x-mlxrunner-replaced": ", ".join(kinds)} if kinds else {}
 
 
-SESSIONS = (
-    "x-claude-code-session-id",
-    "session_id",
-    "session-id",
-    "x-session-id",
-    "x-session-affinity",
-)
+SESSIONS = "x-claude-code-session-id session_id session-id x-session-id x-session-affinity".split()
 """Headers in which clients name the conversation."""
 LONGEST_NAME, LONGEST_SESSION = 80, 256
 """Most characters of the names of a client and of its conversation: longer ones are shortened."""
@@ -309,16 +309,14 @@ class JsonRequest(Request):
                 text = body.decode(errors="replace")
                 whole = await asyncio.to_thread(with_whole_characters, text)
                 return msgspec.json.decode(whole)
-        except msgspec.ValidationError as error:  # nothing but a number can be one too many
-            raise HTTPException(
-                400,
-                f"the body is not valid JSON: {error}; a number has to be between -1.8e308 and "
-                "1.8e308, with at most 4,300 digits",
-            ) from error
         except RecursionError as error:
             raise HTTPException(400, "the body is nested too deeply") from error
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+            # Nothing but a number can be valid in itself and out of range.
+            is_number = isinstance(error, msgspec.ValidationError)
+            more = "; a number has to be between -1.8e308 and 1.8e308, with at most 4,300 digits"
+            said = f"the body is not valid JSON: {error}{more if is_number else ''}"
+            raise HTTPException(400, said) from error
 
 
 def route_class(prefix: str, *, any_type: bool = False) -> type[APIRoute]:
@@ -362,13 +360,10 @@ def client_of(request: Request, session: object = None) -> Client:
     The names are shown on pages and in terminals, so nothing in them controls one.
     """
     agent = request.headers.get("user-agent", "").split(" ")[0].partition("/")[0]
-    named = next((request.headers[one] for one in SESSIONS if request.headers.get(one)), None)
-    if named is None and isinstance(session, str):
-        named = session or None
-    return Client(
-        name=one_line(agent, LONGEST_NAME),
-        session=None if named is None else one_line(named, LONGEST_SESSION),
-    )
+    named = (*map(request.headers.get, SESSIONS), session if isinstance(session, str) else None)
+    found = next(filter(None, named), None)
+    name = one_line(agent, LONGEST_NAME)
+    return Client(name, None if found is None else one_line(found, LONGEST_SESSION))
 
 
 T = TypeVar("T")
@@ -409,23 +404,27 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
 class FrameResponse(StreamingResponse):
     """A stream whose source is closed at its end, also if nobody read its first frame."""
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], media_type: str, **more: Any) -> None:
-        super().__init__(frames, media_type=media_type, **more)
-        self._frames = frames
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], **more: Any) -> None:
+        async def frames() -> AsyncGenerator[bytes, None]:
+            yield first
+            async for frame in rest:
+                yield frame
+
+        super().__init__(frames(), **more)
+        self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames. The end of the connection cancels the task that makes the next one."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._frames.aclose()
+            await self._rest.aclose()
 
 
 async def stream(
     request: Request,
     frames: AsyncGenerator[bytes, None],
     media_type: str,
-    request_id: str,
     more: Mapping[str, str] | None = None,
 ) -> FrameResponse:
     """Return the response once its first frame is there, so that an early error has its status.
@@ -433,14 +432,9 @@ async def stream(
     `more`: further headers.
     """
     first = await while_connected(request, _next(frames)) or b""
-    headers = {
-        "cache-control": "no-cache",
-        "x-accel-buffering": "no",
-        "request-id": request_id,
-        "x-request-id": request_id,
-        **(more or {}),
-    }
-    return FrameResponse(_behind(first, frames), media_type, headers=headers)
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **(more or {})}
+    headers |= ids_of(request.state.id)
+    return FrameResponse(first, frames, media_type=media_type, headers=headers)
 
 
 async def deliver(
@@ -458,18 +452,9 @@ async def deliver(
     if streams:
         source = frames(merged(answers, several), writer)
         said = replaced_before(several[0], answers)
-        return await stream(request, source, writer.media_type, several[0].id, said)
+        return await stream(request, source, writer.media_type, said)
     found = await while_connected(request, _wholes(answers, several))
     return JSONResponse(writer.whole(found), headers=headers(several[0], found[0].end))
-
-
-async def _behind(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    try:
-        yield first
-        async for frame in rest:
-            yield frame
-    finally:
-        await rest.aclose()
 
 
 class EventWriter(ABC):
@@ -506,12 +491,12 @@ async def frames(
     has_begun = False
     try:
         async for index, event in events:
-            if not has_begun:
+            if has_begun:
+                for frame in writer.write(index, event):
+                    yield frame
+            else:
                 has_begun = True
                 yield b"".join([*writer.begin(), *writer.write(index, event)])
-                continue
-            for frame in writer.write(index, event):
-                yield frame
         for frame in writer.finish():
             yield frame
     except Exception as error:  # the status is sent: the stream has to say it
@@ -526,18 +511,16 @@ class WholeAnswer:
     """A whole answer, made of its events."""
 
     def __init__(self, events: Sequence[AnswerEvent]) -> None:
-        """Join `events`, the last of which is the end. Raise RuntimeError if it is not."""
-        end, texts = events[-1], [one for one in events if isinstance(one, TextDelta)]
-        if not isinstance(end, AnswerEnd):
-            raise RuntimeError("the answer has no end")
-        self.events, self.end = events, end
-        shown = (one for one in events if not isinstance(one, Ping | AnswerEnd))
-        self.parts = [one for one in joined(shown) if isinstance(one, ToolCallEvent) or one.text]
+        """Join `events`, the last of which is the end."""
+        (self.end,) = (one for one in events if isinstance(one, AnswerEnd))
+        self.events = events
+        parts = list(joined(one for one in events if not isinstance(one, Ping | AnswerEnd)))
+        self.parts = [one for one in parts if isinstance(one, ToolCallEvent) or one.text]
         """Texts, thoughts and calls in their order, neighbours of one kind joined."""
-        self.calls = [one for one in self.parts if isinstance(one, ToolCallEvent)]
-        self.text = "".join(one.text for one in texts)
-        self.thought = "".join(one.text for one in self.parts if isinstance(one, ThinkingDelta))
-        self.tokens = [token for one in texts for token in one.tokens]
+        self.calls = [one for one in parts if isinstance(one, ToolCallEvent)]
+        self.text = "".join(one.text for one in parts if isinstance(one, TextDelta))
+        self.thought = "".join(one.text for one in parts if isinstance(one, ThinkingDelta))
+        self.tokens = [token for one in parts if isinstance(one, TextDelta) for token in one.tokens]
         """The tokens of the text, if log-probabilities were asked for."""
 
 

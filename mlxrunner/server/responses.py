@@ -86,39 +86,19 @@ class ResponseRequest(OpenAIRequest):
     truncation: str | None = None
     metadata: dict[str, Any] | None = None
 
-    @property
-    def is_kept(self) -> bool:
-        """True if the response is to be kept, as it is unless the client says no."""
-        return self.store is not False
-
-    @property
-    def seals_thinking(self) -> bool:
-        """True if the client wants thinking in a form that it can give back."""
-        return "reasoning.encrypted_content" in (self.include or ())
-
-
-@dataclass(frozen=True)
-class ResponseConversation:
-    """The request in our form, and the conversation that it goes on from."""
-
-    asked: ServerRequest
-    items: list[Item]
-    """The items of this request."""
-    before: StoredResponse | None
-    namespaces: Mapping[str, tuple[str, str]]
-    """The namespace and the name of each function in one, by its full name."""
-    left_out: tuple[str, ...]
-    """The tools that the model is not told of, and the fields that are ignored."""
-
 
 def read(
     body: ResponseRequest, client: Client, request_id: str, kept: ResponseStore
-) -> ResponseConversation:
-    """Return what a body asks for. Raise ApiError, OptionError or PromptError."""
+) -> ResponseWriter:
+    """Return the writer of the answer to a body. Raise ApiError, OptionError or PromptError."""
     extra = dict(body.model_extra or {})
     name = body.previous_response_id
     before = kept.previous(name) if name else None
-    items = [_found(item, kept) for item in _items(body.input)]
+    given_items: Any = body.input
+    if isinstance(body.input, str):
+        part = {"type": "input_text", "text": body.input}
+        given_items = [{"type": "message", "role": "user", "content": [part]}] if body.input else []
+    items = [_found(item, kept) for item in given_items]
     history = [*before.history, *items] if before else items
     include = [one for one in body.include or () if one in INCLUDED]
     given = {**extra, "instructions": body.instructions, "include": include}
@@ -147,14 +127,7 @@ def read(
         id=request_id,
     )
     left_out = (*left_out, *unread(extra, RESPONSE_FIELDS))
-    return ResponseConversation(asked, items, before, namespaces, left_out)
-
-
-def _items(given: str | list[dict[str, Any]]) -> list[Item]:
-    if isinstance(given, str):
-        part = {"type": "input_text", "text": given}
-        return [{"type": "message", "role": "user", "content": [part]}] if given else []
-    return list(given)
+    return ResponseWriter(body, asked, items, before, namespaces, left_out, kept)
 
 
 def _found(item: Item, kept: ResponseStore) -> Item:
@@ -181,26 +154,29 @@ def _tools(
     given: list[ResponseTool],
 ) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], tuple[str, ...]]:
     """Return the functions, the namespaces of some, and the types that are left out."""
-    functions: list[dict[str, Any]] = []
+    functions, left_out = list[dict[str, Any]](), list[str]()
     namespaces: dict[str, tuple[str, str]] = {}
-    left_out: list[str] = []
-    for number, tool in enumerate(given):
-        where = f"tools.{number}"
-        if tool.type == "function":
-            functions.append(_function(where, tool.model_dump(exclude_unset=True)))
-        elif tool.type == "namespace" and tool.name:
-            for place, inner in enumerate(tool.tools or ()):
-                if inner.get("type") != "function":
-                    left_out.append(f"tool {inner.get('type')}")
-                    continue
-                made = _function(f"{where}.tools.{place}", inner)
-                full = full_name(tool.name, made["function"]["name"])
-                namespaces[full] = (tool.name, made["function"]["name"])
-                made["function"]["name"] = full
-                functions.append(made)
-        else:
-            left_out.append(f"tool {tool.type}")
+    for where, space, tool in _each_tool(given):
+        if tool.get("type") != "function":
+            left_out.append(f"tool {tool.get('type')}")
+            continue
+        made = _function(where, tool)
+        functions.append(made)
+        if space is not None:
+            name = made["function"]["name"]
+            made["function"]["name"] = full_name(space, name)
+            namespaces[made["function"]["name"]] = (space, name)
     return functions, namespaces, tuple(left_out)
+
+
+def _each_tool(given: list[ResponseTool]) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
+    """Yield the place of each tool, its namespace, if it is in one, and the tool."""
+    for number, tool in enumerate(given):
+        if tool.type == "namespace" and tool.name:
+            for place, inner in enumerate(tool.tools or ()):
+                yield f"tools.{number}.tools.{place}", tool.name, inner
+        else:
+            yield f"tools.{number}", None, tool.model_dump(exclude_unset=True) | {"type": tool.type}
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,10 +200,8 @@ def _check_roles(messages: list[dict[str, Any]]) -> None:
             )
 
 
-MOST_RESPONSES = 1024
-"""The most responses that are kept."""
-MOST_BYTES = 2**26
-"""The most bytes of JSON that they have together."""
+MOST_RESPONSES, MOST_BYTES = 1024, 2**26
+"""The most responses that are kept, and the most bytes of JSON that they have together."""
 Item = Mapping[str, Any]
 
 
@@ -245,12 +219,12 @@ class StoredResponse:
     @property
     def history(self) -> list[Item]:
         """All items of the conversation, with this answer at the end."""
-        chain: list[StoredResponse] = []
+        found = list[Sequence[Item]]()
         link: StoredResponse | None = self
         while link is not None:
-            chain.append(link)
+            found += (link.body["output"], link.items)
             link = link.before
-        return [item for one in reversed(chain) for item in (*one.items, *one.body["output"])]
+        return [item for items in reversed(found) for item in items]
 
 
 class ResponseStore:
@@ -299,12 +273,8 @@ class ResponseStore:
 
     def item(self, name: str) -> Item | None:
         """Return the item of an answer with this id; None if it is not kept."""
-        for kept in reversed(self._by_id.values()):
-            output: list[Item] = kept.body["output"]
-            for item in output:
-                if item.get("id") == name:
-                    return item
-        return None
+        outputs = (item for kept in reversed(self._by_id.values()) for item in kept.body["output"])
+        return next((item for item in outputs if item.get("id") == name), None)
 
     def remove(self, name: str) -> bool:
         """Forget a response. Return False if it is not kept."""
@@ -322,24 +292,39 @@ def _usage(ended: AnswerEnd) -> dict[str, Any]:
     return body
 
 
+_KINDS = {
+    "message": ("msg", "output_text"),
+    "reasoning": ("rs", "reasoning_text"),
+    "function_call": ("fc", "function_call_arguments"),
+}
+"""The beginning of the ids of items of each type, and the name of the events about their text."""
+
+
+@dataclass(eq=False)
 class ResponseWriter(EventWriter):
     """Writes one answer as a response, or its events as theirs."""
 
-    def __init__(
-        self,
-        body: ResponseRequest,
-        conversation: ResponseConversation,
-        kept: ResponseStore,
-    ) -> None:
-        """Write the answer to `conversation`, and add it to `kept` unless that is refused."""
-        self._body, self._conversation = body, conversation
+    body: ResponseRequest
+    asked: ServerRequest
+    """The request in our form, with the whole conversation."""
+    items: list[Item]
+    """The items of this request."""
+    before: StoredResponse | None
+    """The response that it goes on from."""
+    namespaces: Mapping[str, tuple[str, str]]
+    """The namespace and the name of each function in one, by its full name."""
+    left_out: tuple[str, ...]
+    """The tools that the model is not told of, and the fields that are ignored."""
+    kept: ResponseStore
+    """The responses to which the answer is added, unless the client says no."""
+
+    def __post_init__(self) -> None:
         self._created = int(time.time())
         self._output: list[dict[str, Any]] = []
         """The items that are complete."""
-        self._id, self._kept = conversation.asked.id.removeprefix("resp_"), kept
         self._response: dict[str, Any] = {}
         self._sequence = 0
-        self._kind: str | None = None
+        self._kind = ""
         """The type of the item that is open."""
         self._text = ""
         """The text, thought or arguments of that item so far."""
@@ -354,31 +339,20 @@ class ResponseWriter(EventWriter):
         return self._response
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the events that come first."""
-        yield self._event("response.created", response=self._object("in_progress"))
-        yield self._event("response.in_progress", response=self._object("in_progress"))
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._object("in_progress"))
 
     def write(self, index: int, event: AnswerEvent) -> Iterator[bytes]:
         """Yield the events of an event of ours. A heartbeat is one more `response.in_progress`."""
         match event:
             case TextDelta(text, tokens):
-                if text or tokens:
-                    yield from self._open("message")
-                    self._text += text
-                    self._tokens.extend(tokens)
-                    logprobs = chat_logprobs(tokens)
-                    yield self._piece("response.output_text.delta", delta=text, logprobs=logprobs)
+                yield from self._grow("message", text, tokens)
             case ThinkingDelta(text):
-                if text:
-                    yield from self._open("reasoning")
-                    self._text += text
-                    yield self._piece("response.reasoning_text.delta", delta=text)
+                yield from self._grow("reasoning", text)
             case ToolCallEvent():
                 yield from self._close()
                 self._call = event
-                yield from self._open("function_call")
-                self._text = event.arguments
-                yield self._part("response.function_call_arguments.delta", delta=event.arguments)
+                yield from self._grow("function_call", event.arguments)
                 yield from self._close()
             case AnswerEnd():
                 yield from self._end(event)
@@ -387,14 +361,13 @@ class ResponseWriter(EventWriter):
                 yield self._event("response.in_progress", response=response)
 
     def error(self, refused: ApiError) -> bytes:
-        """Return the frame of an error, which is the last one."""
         failed = self._object("failed")
         failed["error"] = {"code": _code(refused), "message": refused.message}
         return self._event("response.failed", response=failed)
 
     def _object(self, status: str, ended: AnswerEnd | None = None) -> dict[str, Any]:
         """Return the Response object, with the usage if the answer has ended."""
-        body, asked = self._body, self._conversation.asked
+        body, asked = self.body, self.asked
         found = response_object(
             asked.id,
             status,
@@ -411,64 +384,52 @@ class ResponseWriter(EventWriter):
             "parallel_tool_calls": asked.parallel_calls,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
-            "store": body.is_kept,
+            "store": body.store is not False,
             "tool_choice": body.tool_choice or "auto",
             "truncation": body.truncation or "disabled",
             "usage": None,
         }
         if ended is not None:
             found["usage"] = _usage(ended)
-            found["mlxrunner"] = report(ended, self._conversation.left_out)
+            found["mlxrunner"] = report(ended, self.left_out)
         return found
-
-    def _thought(self, name: str, text: str, status: str) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": name, "type": "reasoning", "summary": [], "content": []}
-        if text:
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-        if self._body.seals_thinking:
-            item["encrypted_content"] = sealed(text)
-        return item | {"status": status}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(event))
 
-    def _part(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._item_id, output_index=len(self._output), **fields)
-
-    def _piece(self, kind: str, **fields: Any) -> bytes:
-        return self._part(kind, content_index=0, **fields)
-
     @property
     def _item_id(self) -> str:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[self._kind or ""]
-        return f"{prefix}_{self._id}_{len(self._output)}"
+        own = self.asked.id.removeprefix("resp_")
+        return f"{_KINDS[self._kind][0]}_{own}_{len(self._output)}"
+
+    def _part(self, kind: str, **fields: Any) -> bytes:
+        """Return an event about the item that is open, or about its content, if it has one."""
+        place: dict[str, Any] = {"item_id": self._item_id, "output_index": len(self._output)}
+        place |= {} if self._kind == "function_call" else {"content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _said(self, what: str, field: str, text: str, tokens: Sequence[TokenLogprob] = ()) -> bytes:
+        """Return an event about the text of the item that is open, which is in `field`."""
+        more = {"logprobs": chat_logprobs(tokens)} if self._kind == "message" else {}
+        return self._part(f"response.{_KINDS[self._kind][1]}.{what}", **{field: text}, **more)
 
     def _item(self, status: str) -> dict[str, Any]:
         if self._kind == "message":
             logprobs = chat_logprobs(self._tokens)
             return message_item(self._item_id, self._text, status=status, logprobs=logprobs)
+        item: dict[str, Any] = {"id": self._item_id, "type": self._kind}
         if self._kind == "reasoning":
-            return self._thought(self._item_id, self._text, status)
-        call, namespaces = self._call, self._conversation.namespaces
-        item = {"id": self._item_id, "type": "function_call", "status": status, "call_id": call.id}
-        item |= {"name": call.name, "arguments": self._text}
-        if call.name in namespaces:  # it is named as the client did
-            item["namespace"], item["name"] = namespaces[call.name]
+            item |= {"summary": [], "content": [self._content(status)] if self._text else []}
+            if "reasoning.encrypted_content" in (self.body.include or ()):
+                item["encrypted_content"] = sealed(self._text)
+            return item | {"status": status}
+        call = self._call
+        item |= {"status": status, "call_id": call.id, "name": call.name, "arguments": self._text}
+        if call.name in self.namespaces:  # it is named as the client did
+            item["namespace"], item["name"] = self.namespaces[call.name]
         return item
-
-    def _open(self, kind: str) -> Iterator[bytes]:
-        if self._kind == kind:
-            return
-        yield from self._close()
-        self._kind, self._text, self._tokens = kind, "", []
-        item = self._item("in_progress")
-        if kind != "function_call":
-            item["content"] = []
-        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
-        if kind != "function_call":
-            yield self._piece("response.content_part.added", part=self._content("in_progress"))
 
     def _content(self, status: str) -> dict[str, Any]:
         if self._kind == "reasoning":
@@ -476,29 +437,39 @@ class ResponseWriter(EventWriter):
         content: dict[str, Any] = self._item(status)["content"][0]
         return content
 
+    def _grow(self, kind: str, text: str, tokens: Sequence[TokenLogprob] = ()) -> Iterator[bytes]:
+        """Append a text to the item of a type, which is opened if none is."""
+        if self._kind != kind:
+            yield from self._close()
+            self._kind, self._text, self._tokens = kind, "", []
+            item, place = self._item("in_progress"), len(self._output)
+            more: dict[str, Any] = {} if kind == "function_call" else {"content": []}
+            added = "response.output_item.added"
+            yield self._event(added, output_index=place, item=item | more)
+            if kind != "function_call":
+                yield self._part("response.content_part.added", part=self._content("in_progress"))
+        self._text += text
+        self._tokens.extend(tokens)
+        yield self._said("delta", "delta", text, tokens)
+
     def _close(self, status: str = "completed") -> Iterator[bytes]:
-        if self._kind is None:
+        if not self._kind:
             return
-        if self._kind == "message":
-            logprobs = chat_logprobs(self._tokens)
-            yield self._piece("response.output_text.done", text=self._text, logprobs=logprobs)
-        elif self._kind == "reasoning":
-            yield self._piece("response.reasoning_text.done", text=self._text)
-        else:
-            yield self._part("response.function_call_arguments.done", arguments=self._text)
+        field = "arguments" if self._kind == "function_call" else "text"
+        yield self._said("done", field, self._text, self._tokens)
         if self._kind != "function_call":
-            yield self._piece("response.content_part.done", part=self._content(status))
+            yield self._part("response.content_part.done", part=self._content(status))
         item, place = self._item(status), len(self._output)
         self._output.append(item)
-        self._kind = None
+        self._kind = ""
         yield self._event("response.output_item.done", output_index=place, item=item)
 
     def _end(self, ended: AnswerEnd) -> Iterator[bytes]:
         status = "incomplete" if ended.reason == "length" else "completed"
         yield from self._close(status)
         self._response = response = self._object(status, ended)
-        if self._body.is_kept:
-            self._kept.add(response, self._conversation.items, self._conversation.before)
+        if self.body.store is not False:
+            self.kept.add(response, self.items, self.before)
         yield self._event(f"response.{status}", response=response)
 
 
@@ -514,7 +485,7 @@ def router(answers: ModelManager) -> APIRouter:
     kept = ResponseStore()
     routes = APIRouter(route_class=route_class("resp_"), tags=["openai"])
 
-    def asked_for(body: ResponseRequest, request: Request) -> ResponseConversation:
+    def writer_of(body: ResponseRequest, request: Request) -> ResponseWriter:
         client = client_of(request, body.prompt_cache_key or body.user)
         return read(body, client, request.state.id, kept)
 
@@ -522,14 +493,13 @@ def router(answers: ModelManager) -> APIRouter:
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation, as a response or as a stream of events."""
         body.model = body.model or answers.card("").name
-        conversation = asked_for(body, request)
-        writer = ResponseWriter(body, conversation, kept)
-        return await deliver(request, answers, [conversation.asked], writer, streams=body.stream)
+        writer = writer_of(body, request)
+        return await deliver(request, answers, [writer.asked], writer, streams=body.stream)
 
     @routes.post("/v1/responses/input_tokens")
     async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
         """Count the tokens of a prompt."""
-        count = await while_connected(request, answers.count(asked_for(body, request).asked))
+        count = await while_connected(request, answers.count(writer_of(body, request).asked))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     @routes.get("/v1/responses/{name}")
