@@ -119,8 +119,7 @@ def serve(
 
     worker = supervisor.ServerWorker.started()
     if worker is None:
-        for check in (supervisor.check_access, supervisor.check_rules, supervisor.check_origins):
-            check(settings)
+        supervisor.check_settings(settings)
         _warn_of_key_for_all()
         if unit_kind is not None:
             _print_unit(unit_kind, settings)

@@ -226,12 +226,7 @@ ANTHROPIC = {
     529: "overloaded_error",
 }
 """The type of an error in Anthropic's protocol, by status."""
-OPENAI = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+OPENAI = {status: ANTHROPIC[status] for status in (401, 403, 404, 429)}
 """The type of an error in OpenAI's protocols, by status."""
 
 BAD_PICTURE, BAD_DOCUMENT = "invalid_picture", "invalid_document"
@@ -285,7 +280,6 @@ def anthropic_error(refused: ApiError, request_id: str) -> dict[str, Any]:
 
 
 def openai_error(refused: ApiError) -> dict[str, Any]:
-    """Return OpenAI's object that describes an error."""
     default = "invalid_request_error" if refused.status < 500 else "server_error"
     kind = OPENAI.get(refused.status, default)
     return error_object(refused.message, kind, refused.param, refused.code)
@@ -333,17 +327,14 @@ def api_error_of(error: BaseException) -> ApiError:
 def _engine_error(error: BaseException) -> ApiError:
     for kind, status, code in STATUS:
         if isinstance(error, kind):
+            # The other lines are a table for the terminal.
+            line = str(error).splitlines()[0] if str(error) else type(error).__name__
             retry_after = SOON if status == 503 else None
-            return ApiError(status, _line(error), code=code, retry_after=retry_after)
+            return ApiError(status, line, code=code, retry_after=retry_after)
     logger.error("a request failed: %s: %s", type(error).__name__, error)
     logger.debug("where it failed", exc_info=error)
     message = f"internal error ({type(error).__name__}); the server's log says more"
     return ApiError(500, message, code="internal")
-
-
-def _line(error: BaseException) -> str:
-    """Return the first line of the text of an error: a table's others are for the terminal."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _field(message: str) -> str | None:
@@ -361,10 +352,12 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
         header = "Content-Type: application/json"
         return ApiError(400, f"the body has to come with {header}: curl -H '{header}'")
     field = _path(first)
-    several = [one for one in errors if _path(one)[: len(field)] == field]
-    path = _path(max(several, key=_depth))
+    # A value that may have several types has several errors. The type that was meant is the one
+    # that fits the longest part of the value.
+    several = [path for path in map(_path, errors) if path[: len(field)] == field]
+    path = max(several, key=lambda path: ([n for n in path if isinstance(n, int)], len(path)))
     param = ".".join(map(str, path))
-    problem = _problem([one for one in several if _path(one) == path])
+    problem = _problem([one for one in errors if _path(one) == path])
     return ApiError(400, f"{param or 'the body'}: {problem}", param=param or None)
 
 
@@ -395,15 +388,6 @@ def _path(error: Any) -> list[Any]:
     """
     types = ("str", "int", "float", "bool")
     return [one for one in error["loc"][1:] if one not in types and "[" not in str(one)]
-
-
-def _depth(error: Any) -> tuple[list[int], int]:
-    """Return how far into a value an error is: a value that may have several types has several.
-
-    The type that was meant is the one that fits the longest part of the value.
-    """
-    path = _path(error)
-    return [part for part in path if isinstance(part, int)], len(path)
 
 
 def _problem(errors: Sequence[Any]) -> str:

@@ -21,10 +21,8 @@ NO_KEY = "none"
 """The key that is given to a client where the server asks for none: clients insist on one."""
 KEY_VARIABLE = "MLXRUNNER_API_KEY"
 """The variable in which Codex finds the key."""
-MOST_ANSWER = 2**20
-"""Most bytes of the list of models."""
-PATIENCE_S = 10.0
-"""Seconds to wait for the list of models."""
+MOST_ANSWER, PATIENCE_S = 2**20, 10.0
+"""Most bytes of the list of models, and seconds to wait for it."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,7 @@ class Launch:
 
     def script(self, more: Sequence[str] = ()) -> str:
         """Return the lines for a shell that do the same."""
-        exports = [
-            f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()
-        ]
+        exports = (f"export {name}={shlex.quote(one)}" for name, one in self.environment.items())
         return "\n".join([*exports, shlex.join([self.program, *self.arguments, *more])])
 
 
@@ -82,26 +78,18 @@ def _claude(server: ServerAddress) -> Launch:
 
 
 def _codex(server: ServerAddress) -> Launch:
-    provider = {
-        "name": "mlxrunner",
-        "base_url": f"{server.url}/v1",
-        "wire_api": "responses",
-        "env_key": KEY_VARIABLE,
-    }
-    settings = {
+    settings: dict[str, object] = {
         "model_provider": "mlxrunner",
-        **{f"model_providers.mlxrunner.{name}": value for name, value in provider.items()},
+        "model_providers.mlxrunner.name": "mlxrunner",
+        "model_providers.mlxrunner.base_url": f"{server.url}/v1",
+        "model_providers.mlxrunner.wire_api": "responses",
+        "model_providers.mlxrunner.env_key": KEY_VARIABLE,
         "model": server.model,
     }
-    arguments = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
     if server.context:
-        arguments.append(f"model_context_window={server.context}")
-    return Launch(
-        "codex",
-        "npm install -g @openai/codex",
-        {KEY_VARIABLE: server.key},
-        [word for argument in arguments for word in ("-c", argument)],
-    )
+        settings["model_context_window"] = server.context
+    words = [w for name, one in settings.items() for w in ("-c", f"{name}={json.dumps(one)}")]
+    return Launch("codex", "npm install -g @openai/codex", {KEY_VARIABLE: server.key}, words)
 
 
 def _opencode(server: ServerAddress) -> Launch:
@@ -123,11 +111,8 @@ def _opencode(server: ServerAddress) -> Launch:
         "model": f"mlxrunner/{server.model}",
         "small_model": f"mlxrunner/{server.model}",
     }
-    return Launch(
-        "opencode",
-        "npm install -g opencode-ai",
-        {"OPENCODE_CONFIG_CONTENT": json.dumps(config)},
-    )
+    environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+    return Launch("opencode", "npm install -g opencode-ai", environment)
 
 
 CLIENTS: Mapping[str, Callable[[ServerAddress], Launch]] = {
@@ -223,15 +208,13 @@ def unit(
     """
     stop = int(drain) + 30
     carried = {name: environment[name] for name in CARRIED if name in environment}
-    if kind == "systemd":
-        place = str(folder).replace("%", "%%")
-        lines = "".join(f"Environment={_assigned(*pair)}\n" for pair in carried.items())
+    if kind == "systemd":  # where % and $ stand for something
         return _SYSTEMD.format(
             notes="".join(f"# {note}\n" for note in notes),
-            command=_quoted(command),
-            folder=place,
+            command=shlex.join(one.replace("%", "%%").replace("$", "$$") for one in command),
+            folder=str(folder).replace("%", "%%"),
             stop=stop,
-            environment=lines,
+            environment="".join(f"Environment={_assigned(*one)}\n" for one in carried.items()),
         )
     found = plistlib.dumps(
         {
@@ -251,11 +234,6 @@ def unit(
     how = "\n".join(f"<!-- {comment} -->" for comment in comments)
     head, _, rest = found.partition("\n")
     return f"{head}\n{how}\n{rest}"
-
-
-def _quoted(command: Sequence[str]) -> str:
-    """Return a command as systemd reads it: % and $ stand for something there."""
-    return shlex.join(one.replace("%", "%%").replace("$", "$$") for one in command)
 
 
 def _assigned(name: str, value: str) -> str:

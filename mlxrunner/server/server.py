@@ -81,6 +81,7 @@ def welcome(
         parking_folder() if runner.keeps_parked else f"{runner.parked_in}, until this server ends"
     )
     parked = f"; {size(settings.disk_cache_bytes)} on disk in {where}"
+    key = "the server's key" if settings.api_key else "any key"
     claude = f"{address} ANTHROPIC_MODEL={shown}"
     if not settings.claude_names:  # the names that Claude Code's subagents use are refused
         claude += f" CLAUDE_CODE_SUBAGENT_MODEL={shown} ANTHROPIC_DEFAULT_HAIKU_MODEL={shown}"
@@ -88,14 +89,10 @@ def welcome(
         f"serving {shown} at {address} ({places})",
         f"memory: {size(opened.bytes)} with {runner.kv_cache_tokens} tokens of conversations"
         + (parked if settings.disk_cache else "; what finds no room is lost"),
-        f"  OpenAI clients:     base URL {address}/v1, {_key(settings)}",
+        f"  OpenAI clients:     base URL {address}/v1, {key}",
         f"  Anthropic clients:  ANTHROPIC_BASE_URL={claude}",
         f"  Ollama clients:     OLLAMA_HOST={address}",
     ]
-
-
-def _key(settings: ServeSettings) -> str:
-    return "the server's key" if settings.api_key else "any key"
 
 
 class UvicornServer(uvicorn.Server):
@@ -124,7 +121,6 @@ class UvicornServer(uvicorn.Server):
         self._manager, self._drain, self._ready = manager, drain, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer."""
         await super().startup(sockets)
         self._ready()
 
@@ -232,20 +228,15 @@ ABSENT = {
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Answer a request that no route has answered."""
-    refused = _error_of(request, error)
-    return error_response(request.url.path, refused, request.state.id)
-
-
-def _error_of(request: Request, error: Exception) -> ApiError:
-    path, method = request.url.path, request.method
+    path = request.url.path
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         allowed = (error.headers or {}).get("Allow", "another method")
-        said = f"{path:.200} does not take {method}: send {allowed}"
+        said = f"{path:.200} does not take {request.method}: send {allowed}"
         if error.status_code == 404:
             there = _elsewhere(path[:200], request.app.state.paths)
             said = f"there is nothing at {path:.200}: {there}"
-        return ApiError(error.status_code, said, code="not_found")
-    return api_error_of(error)
+        error = ApiError(error.status_code, said, code="not_found")
+    return error_response(path, api_error_of(error), request.state.id)
 
 
 def _elsewhere(path: str, known: Sequence[str]) -> str:
@@ -264,7 +255,6 @@ def _elsewhere(path: str, known: Sequence[str]) -> str:
 
 
 def routers(answers: ModelManager) -> list[APIRouter]:
-    """Return the routers of all protocols."""
     return [
         anthropic.router(answers),
         openai.router(answers),
@@ -275,23 +265,16 @@ def routers(answers: ModelManager) -> list[APIRouter]:
     ]
 
 
-MOST_BYTES = 64 * 2**20
-"""Most bytes of a body: a context of a million tokens is about 4 MB."""
-MOST_TOGETHER = 256 * 2**20
-"""Most bytes of the bodies of all requests that are read or answered, with VALUE for each value."""
-VALUE = 128
-"""Bytes that a value of a body takes in memory, beside its text."""
-MOST_DEPTH = 128
-"""Most brackets of a body within each other."""
-MOST_PARTS = 2**20
-"""Most values of a body, each name of a field counted as one: they take far more memory than bytes,
-and the time in which they are checked is taken from all requests."""
+MOST_BYTES, MOST_TOGETHER, VALUE = 64 * 2**20, 256 * 2**20, 128
+"""Most bytes of a body (a context of a million tokens is about 4 MB), and of those of all requests
+that are read or answered. There each value counts with the bytes that it takes beside its text."""
+MOST_DEPTH, MOST_PARTS = 128, 2**20
+"""Most brackets of a body within each other, and most of its values, each name of a field counted
+as one: they take far more memory than bytes, and all requests wait while they are checked."""
 IN_BETWEEN = 2**16
 """Bytes of a body up to which it is looked at between two steps of the event loop."""
-MOST_SECONDS = 30.0
-"""Most seconds without a new part of a body."""
-SLOWEST = 8192
-"""Bytes of a body that have to come in a second, once MOST_SECONDS are over."""
+MOST_SECONDS, SLOWEST = 30.0, 8192
+"""Most seconds without a new part of a body, after which so many bytes have to come in a second."""
 _PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]|[-+.\w]+', re.DOTALL)
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -503,12 +486,10 @@ def _token(header: str) -> list[str]:
     kind, _, token = header.partition(" ")
     if kind.lower() == "bearer":
         return [token.strip()]
-    if kind.lower() != "basic":
-        return []
-    try:
-        return [base64.b64decode(token.strip(), validate=True).decode().partition(":")[2]]
-    except ValueError:  # not base64, or not UTF-8
-        return []
+    with suppress(ValueError):  # not base64, or not UTF-8
+        if kind.lower() == "basic":
+            return [base64.b64decode(token.strip(), validate=True).decode().partition(":")[2]]
+    return []
 
 
 def name_in(host: str) -> str:
@@ -648,11 +629,8 @@ def check_form(body: bytes) -> int:
     """
     depth, parts = form_of(body)
     if depth > MOST_DEPTH:
-        raise ApiError(
-            400,
-            f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter",
-            code="too_deep",
-        )
+        said = f"the body has more than {MOST_DEPTH} brackets within each other: make it flatter"
+        raise ApiError(400, said, code="too_deep")
     return parts
 
 
@@ -780,17 +758,17 @@ class HttpConnection(H11Protocol):
             self._timer.cancel()
 
     def _count(self) -> None:
-        """Count while something is awaited. Silence between requests has a limit of its own."""
-        if not self._is_owed():
+        """Count while a header has to come, or the rest of a body that is answered already.
+
+        Silence between requests has a limit of its own.
+        """
+        is_owed = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        if self.conn.their_state is h11.IDLE:
+            is_owed = self.cycle is None or bool(self.conn.trailing_data[0])
+        if not is_owed:
             self._stop_counting()
         elif self._limit is None:
             self._limit = self.loop.call_later(self.patience, self.transport.close)
-
-    def _is_owed(self) -> bool:
-        """Return True if a header has to come, or the rest of a body that is answered already."""
-        if self.conn.their_state is h11.IDLE:
-            return self.cycle is None or bool(self.conn.trailing_data[0])
-        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
     def _stop_counting(self) -> None:
         if self._limit is not None:

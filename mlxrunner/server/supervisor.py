@@ -53,7 +53,7 @@ LONGEST_S = 5.0
 """Most seconds until a worker is started again. Only after early deaths there are any."""
 ORPHAN_S = 0.5
 """Seconds between two looks of a worker for its parent."""
-CAUSES = {
+CAUSES: dict[int, str] = {
     signal.SIGKILL: "killed (SIGKILL), as the system does when memory runs out",
     signal.SIGABRT: "aborted (SIGABRT), as MLX does when a GPU command fails or memory runs out",
     signal.SIGSEGV: "a fault in native code (SIGSEGV)",
@@ -151,7 +151,7 @@ class Supervisor:
     def _goes_on(self, code: int, left: JournalContent) -> bool:
         """Say why a worker has died, and note what ran. Return False to give up."""
         cause = _cause(code)
-        if not (left.is_ready or self._has_served):
+        if left.ready_s is None and not self._has_served:
             if code < 0:  # else it has said itself why it can't start
                 logger.error("the server can't start, its worker has died: %s", cause)
             return False
@@ -197,32 +197,32 @@ def supervise(listening: socket.socket) -> int:
 def _cause(code: int) -> str:
     if code > 0:
         return f"an internal error (exit code {code})"
-    number = -code
-    try:
-        return CAUSES.get(signal.Signals(number)) or signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    names = {int(one): one.name for one in signal.Signals} | CAUSES
+    return names.get(-code, f"signal {-code}")
 
 
 def _size(left: JournalContent) -> str:
     """Return how many requests ran, and the size of the last one."""
-    if not left.is_ready:
+    if left.ready_s is None:
         return "it was not ready yet"
     if not left.running:
         return "no request was running"
     count, last = len(left.running), list(left.running.values())[-1]
     size = f"{last.tokens:,} tokens of prompt" if last.tokens else f"{last.nbytes:,} bytes"
-    return f"{count_of(count, 'request')} {'was' if count == 1 else 'were'} running, " + (
-        f"with {size}" if count == 1 else f"the last with {size}"
-    )
+    ran = "was running," if count == 1 else "were running, the last"
+    return f"{count_of(count, 'request')} {ran} with {size}"
 
 
 WAITING = 128
 """Connections that may wait to be accepted."""
 
 
-def check_access(settings: ServeSettings) -> None:
-    """Raise OptionError if other machines could ask without a key and nobody has said so."""
+def check_settings(settings: ServeSettings) -> None:
+    """Raise OptionError for settings with which no server starts.
+
+    These are a host that others reach without a key, unless the user says so, a rule that there is
+    not, and an origin that no browser has.
+    """
     if settings.api_key is not None and settings.no_key:
         raise OptionError("--api-key and --no-key contradict each other: use one of them")
     if settings.api_key is not None and not settings.api_key.isascii():
@@ -232,10 +232,6 @@ def check_access(settings: ServeSettings) -> None:
             f"--host {settings.host} lets other machines ask: give --api-key KEY, or --no-key if "
             "anyone who can reach it may use it"
         )
-
-
-def check_rules(settings: ServeSettings) -> None:
-    """Raise OptionError for a rule that there is not."""
     known = [rule.name for rule in RULES]
     for name in settings.disable_rewrite:
         if name not in known:
@@ -243,10 +239,6 @@ def check_rules(settings: ServeSettings) -> None:
                 f"disable_rewrite: {name}: there is no such rule: {did_you_mean(name, known)}"
                 f"there are {', '.join(known)}"
             )
-
-
-def check_origins(settings: ServeSettings) -> None:
-    """Raise OptionError for an origin that no browser has."""
     for origin in settings.allow_origin:
         # Browsers send null, and some programs file://, for pages that are files.
         if not re.fullmatch(r"null|file://|[a-z][a-z0-9+.-]*://[^/?#*\s]+", origin):
@@ -278,14 +270,13 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 def _why_not(error: OSError, host: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {host} is in use, perhaps by another mlxrunner serve: stop that one, "
-            "or choose another --port (0 = any free one)"
-        )
-    if error.errno == errno.EACCES:
-        return f"port {port} needs an administrator: choose a --port from 1024 on"
-    return f"can't listen on port {port} of {host}: {error.strerror or error}"
+    known = {
+        errno.EADDRINUSE: f"port {port} of {host} is in use, perhaps by another mlxrunner serve: "
+        "stop that one, or choose another --port (0 = any free one)",
+        errno.EACCES: f"port {port} needs an administrator: choose a --port from 1024 on",
+    }
+    other = f"can't listen on port {port} of {host}: {error.strerror or error}"
+    return known.get(error.errno or 0, other)
 
 
 def address_of(listening: socket.socket, host: str) -> str:
@@ -335,10 +326,6 @@ class JournalContent:
     """The digests of requests that have ended, whatever their answer was."""
     cleared: set[str] = field(default_factory=set)
     """The digests of suspects that were answered."""
-
-    @property
-    def is_ready(self) -> bool:
-        return self.ready_s is not None
 
 
 @dataclass
@@ -418,7 +405,6 @@ class RequestJournal:
         self.refused: Mapping[str, str] = refused if isinstance(refused, dict) else {}
 
     def ready(self) -> None:
-        """Note that the model is loaded."""
         self._add(self._lasting, ready=time.monotonic())
 
     def begin(self, name: str, digest: str, nbytes: int) -> None:
@@ -436,7 +422,6 @@ class RequestJournal:
         self._add(self._running.get(name, []), prompt=name, tokens=tokens)
 
     def end(self, name: str) -> None:
-        """Note that a request has ended."""
         del self._running[name]
         if os.fstat(self._descriptor).st_size <= LONG:
             _append(self._descriptor, _line(end=name))
@@ -446,7 +431,6 @@ class RequestJournal:
         _append(self._descriptor, b"".join(kept))
 
     def clear(self, digest: str) -> None:
-        """Note that a suspect was answered."""
         self.suspects.discard(digest)
         self._add(self._lasting, cleared=digest)
 
@@ -475,7 +459,6 @@ def _lines(descriptor: int) -> Iterator[dict[str, object]]:
 
 def digest_of(path: str, body: bytes) -> str:
     """Return a digest of a request, the same when its client asks again."""
-    found = blake2b(path.encode(errors="surrogatepass"), digest_size=16)
-    found.update(b"\0")
+    found = blake2b(path.encode(errors="surrogatepass") + b"\0", digest_size=16)
     found.update(body)
     return found.hexdigest()

@@ -84,7 +84,6 @@ def watch_router(manager: ModelManager, record: RequestLog) -> APIRouter:
 
 
 def opened_in(manager: ModelManager) -> Iterator[ServedModel]:
-    """Yield the models that are loaded."""
     for place in manager.models_held:
         opened = place.opened  # another thread may unload it meanwhile
         if opened is not None:
@@ -122,15 +121,9 @@ def _conversation(held: HeldSlot, opened: ServedModel, record: RequestLog) -> di
     """Describe what a slot holds, and whose it is: of its request, or of the last one."""
     running = held.prompt
     caller = record.caller(opened.name, held.slot) if running is None else running.caller
-    return {
-        "slot": held.slot,
-        "state": "busy" if held.is_busy else "idle",
-        "tokens": held.tokens,
-        "bytes": held.bytes,
-        "client": None if caller is None else caller.client,
-        "session": None if caller is None else caller.session,
-        "request": None if caller is None else caller.request,
-    }
+    state = "busy" if held.is_busy else "idle"
+    found = {"slot": held.slot, "state": state, "tokens": held.tokens, "bytes": held.bytes}
+    return found | {name: getattr(caller, name, None) for name in ("client", "session", "request")}
 
 
 GAUGES = {
@@ -185,21 +178,16 @@ def status_page(models: Sequence[Mapping[str, Any]], events: Sequence[Event], ad
     if events:
         last = "last request" if len(events) == 1 else f"last {number(len(events))} requests"
         shown = f"{percent(summary.hit_rate)} of the prompt tokens of the {last} were cached"
+    held = _conversations(models, events)
+    panels = [_connect(models, address), held]
+    if events:
+        panels = [plots.diagnosis(summary), plots.timeline(summary), held, _requests(events)]
     body = [
         "<header><h1>mlxrunner serve</h1>",
         f"<p>{_loaded(models)} {safe(shown[:1].upper() + shown[1:])}.</p>",
         "</header>",
         '<main class="panels">',
-        *(
-            [
-                plots.diagnosis(summary),
-                plots.timeline(summary),
-                _conversations(models, events),
-                _requests(events),
-            ]
-            if events
-            else [_connect(models, address), _conversations(models, events)]
-        ),
+        *panels,
         "</main>",
         "<footer>The same as data: <code>/slots</code>, <code>/metrics</code>, "
         "<code>/explain/{request}</code>, <code>/health</code>.</footer>",
@@ -221,24 +209,17 @@ def _loaded(models: Sequence[Mapping[str, Any]]) -> str:
 def _conversations(models: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> str:
     """Return a panel with what each slot holds, those that run first; nothing without any."""
     known = set(map(id_of, events))
-    held = [
-        (one["state"] != "busy", model["model"], one)
-        for model in models
-        for one in model["conversations"]
-    ]
+    held = [(model["model"], one) for model in models for one in model["conversations"]]
     if not held:
         return ""
     rows: list[list[str | plots.TableLink]] = [
         [
-            one["state"],
-            one["client"] or "",
-            one["session"] or "",
-            number(one["tokens"]),
-            size(one["bytes"]),
+            *(one["state"], one["client"] or "", one["session"] or ""),
+            *(number(one["tokens"]), size(one["bytes"])),
             _explained(one["request"]) if one["request"] in known else one["request"] or "",
             model,
         ]
-        for _, model, one in sorted(held, key=lambda found: found[:2])
+        for model, one in sorted(held, key=lambda pair: (pair[1]["state"] != "busy", pair[0]))
     ]
     columns = ["state", "client", "session", "tokens", "size", "request", "model"]
     text = "The tokens that each slot holds. An idle conversation continues where it ended."
@@ -318,12 +299,7 @@ class RequestLog:
         """
         if (before := self._profiles.pop(opened.name, None)) is not None:
             before.finish()
-        profile = Profile(
-            "serve",
-            tokens=self._tokens,
-            log_text=self._log_text,
-            sinks=[self._add],
-        )
+        profile = Profile("serve", tokens=self._tokens, log_text=self._log_text, sinks=[self._add])
         profile.watch(opened.runner)
         self._profiles[opened.name] = profile
         opened.runner.observers.append(self._see)
@@ -352,7 +328,7 @@ class RequestLog:
             while len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
             if (event := self._waiting.pop(request, None)) is not None:
-                self._finish(event, note)
+                self._write(event, note)
 
     def event(self, request: str) -> Event | None:
         """Return the event of a request by its id; None: it is not known, or not any more."""
@@ -369,7 +345,6 @@ class RequestLog:
         return self._callers[model].get(slot)
 
     def metrics(self) -> str:
-        """Return the counts in Prometheus text format."""
         from prometheus_client import generate_latest
 
         with self._lock:
@@ -383,16 +358,13 @@ class RequestLog:
             while len(self._by_request) > REMEMBERED:
                 self._by_request.popitem(last=False)
             if event.caller is None or not key or key in self._ended:
-                self._finish(event, self._ended.get(key))
+                self._write(event, self._ended.get(key))
             else:
                 self._waiting[key] = event
 
-    def _finish(self, event: Event, note: AnswerNote | None) -> None:
+    def _write(self, event: Event, note: AnswerNote | None = None) -> None:
         if note is not None and event.caller is not None:
             event.caller.note = note.kind
-        self._write(event)
-
-    def _write(self, event: Event) -> None:
         if self._events is not None:
             self._events.write(as_line(event))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
+from support.models import write_model, write_tokenizer
 from support.scripted import Scripted, app_of, serving
 from support.strict_templates import TEMPLATES, load_strict
 
@@ -48,3 +50,13 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]
         family: PromptBuilder(load_strict(root / family, family), template)
         for family, (template, _) in TEMPLATES.items()
     }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with 1,500 tokens of context, whose answers never end by themselves."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(folder, max_position_embeddings=1500, tokenizer=False)
+    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    write_tokenizer(folder, chat_template=template)
+    return folder

@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 from click.testing import CliRunner
-from support.models import write_model, write_tokenizer
 from support.program import program, started
 
 from mlxrunner.cli import main
@@ -23,17 +22,7 @@ from mlxrunner.config.file import read_config_file
 from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.server.launch import unit
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 CONTEXT = 1500
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose answers never end by themselves."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_model(folder, max_position_embeddings=CONTEXT, tokenizer=False)
-    write_tokenizer(folder, chat_template=TEMPLATE)
-    return folder
 
 
 def left(process: subprocess.Popen[bytes]) -> tuple[int, str]:

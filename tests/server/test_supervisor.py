@@ -20,7 +20,6 @@ import ollama
 import openai
 import pytest
 from support.forking import run_program
-from support.models import write_model, write_tokenizer
 from support.program import Running, program
 from support.waiting import until
 
@@ -39,7 +38,6 @@ from mlxrunner.server.supervisor import (
     read_journal,
 )
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 POISON = "poison"
 
 
@@ -48,14 +46,6 @@ def journal() -> Iterator[int]:
     """A file as a parent opens it."""
     with open_journal() as file:
         yield file.fileno()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_model(folder, max_position_embeddings=1500, tokenizer=False)
-    write_tokenizer(folder, chat_template=TEMPLATE)
-    return folder
 
 
 def worker_of(server: Running) -> int:
@@ -109,7 +99,7 @@ def test_a_request_that_has_ended_is_not_suspicious(journal: int) -> None:
 def test_a_journal_tells_what_runs(journal: int) -> None:
     """Damaged lines are skipped, and the file does not grow for ever."""
     begin_journal(journal, Suspicions())
-    assert not read_journal(journal, 0.0).is_ready
+    assert read_journal(journal, 0.0).ready_s is None
     worker = RequestJournal(journal)
     worker.ready()
     worker.begin("a", "first", 10)
@@ -119,7 +109,7 @@ def test_a_journal_tells_what_runs(journal: int) -> None:
     worker.clear("suspect")
     worker.end("a")
     left = read_journal(journal, 0.0)
-    assert left.is_ready
+    assert left.ready_s is not None
     assert [(one.digest, one.nbytes, one.tokens) for one in left.running.values()] == [
         ("second", 20, 684)
     ]

@@ -225,12 +225,8 @@ class StrictCalls:
     def _call(self, text: str, number: int, name: str) -> str:
         """Return the text of a call of a tool in Lark."""
         named = json.dumps(name)[1:-1] if '%n"' in text else name
-        rules = {
-            "%a": f"arguments_{number}",
-            "%d": "DIGITS",
-            "%i": "ID",
-            "%n": f"/{literal(named)}/",
-        }
+        rules = {"%a": f"arguments_{number}", "%n": f"/{literal(named)}/"}
+        rules |= {"%d": "DIGITS", "%i": "ID"}
         parts = [part for part in re.split("(%[adin])", text) if part]
         return " ".join(rules.get(part) or self._spelled(part) for part in parts)
 
@@ -250,19 +246,13 @@ class StrictCalls:
 def _check(tool: Mapping[str, Any], spelling: ToolCallSyntax) -> None:
     """Raise ApiError if the calls of a strict tool can't be held to its name and schema."""
     if not re.fullmatch(spelling.names, name_of(tool)):
-        raise strict_error(
-            tool,
-            "this model's call format can't have such names: change the name, or leave out strict",
-        )
+        why = "this model's call format can't have such names: change the name, or leave out strict"
+        raise strict_error(tool, why)
     try:
         check_form(GenerateOptions.of(schema=arguments_of(tool)))
     except OptionError as error:
-        why = str(error).removeprefix("schema: ")
-        raise strict_error(
-            tool,
-            f"its arguments can't be held to its schema: {why}: change the schema, or leave out "
-            "strict",
-        ) from error
+        why = f"its arguments can't be held to its schema: {str(error).removeprefix('schema: ')}"
+        raise strict_error(tool, f"{why}: change the schema, or leave out strict") from error
 
 
 class Beginnings:
@@ -339,7 +329,6 @@ class CallConstraint(Constraint):
         return allowed
 
     def advance(self, token: int) -> None:
-        """Append `token` to the answer."""
         text, is_held = self._stream.add(token), self._matcher is not None
         if is_held or token in self._ends:
             super().advance(token)
@@ -393,16 +382,13 @@ def forced(choice: ToolChoice, tools: Tools, form: CallFormat, text: str) -> For
         raise field_error("tool_choice", f"a call is required, and {what}")
     closed = closed_thinking(text)
     if form.kind == "channels" and len(named) == 1:
-        header = (
-            f"<|channel|>commentary to=functions.{name_of(named[0])} <|constrain|>json<|message|>"
-        )
+        header = CHANNEL.format(name_of(named[0]))
         schema = _checked([named[0]], lambda tools: arguments_of(tools[0]))
         return ForcedCall(schema, header, "", header, "", form, True)
     is_own = form.opening is not None
     own = form if is_own else HERMES
     schema = _checked(named, lambda tools: _calls(tools, own.arguments))
-    opening = own.opening or ""
-    after = "\n" + own.end if own.end else ""
+    opening, after = own.opening or "", "\n" + own.end if own.end else ""
     whole = closed + (opening if is_own else "")
     return ForcedCall(schema, whole, closed, opening, after, own, is_own)
 
@@ -440,13 +426,8 @@ def _calls(tools: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]
             schema = json.loads(known)
             found = schema.pop(key, {})
             definitions.update({f"{number}.{key}.{name}": one for name, one in found.items()})
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name_of(tool)}, arguments: schema},
-                "required": ["name", arguments],
-                "additionalProperties": False,
-            }
-        )
+        properties = {"name": {"const": name_of(tool)}, arguments: schema}
+        call = {"type": "object", "properties": properties, "required": ["name", arguments]}
+        calls.append(call | {"additionalProperties": False})
     whole = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return whole | ({"$defs": definitions} if definitions else {})

@@ -89,6 +89,9 @@ _DEEPSEEK = re.compile(
 )
 
 
+_DEEPSEEK_TAGS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+
 def _parse_deepseek(text: str, tools: Tools) -> list[dict[str, Any]]:
     calls = [{"name": name, "arguments": json.loads(one)} for name, one in _DEEPSEEK.findall(text)]
     if not calls:
@@ -98,13 +101,7 @@ def _parse_deepseek(text: str, tools: Tools) -> list[dict[str, Any]]:
 
 OWN = (
     CallFormat("channels", "channels", "<|channel|>", "<|message|>"),
-    CallFormat(
-        "deepseek",
-        "tags",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        _parse_deepseek,
-    ),
+    CallFormat("deepseek", "tags", *_DEEPSEEK_TAGS, _parse_deepseek),
     CallFormat("phi", "tags", "<|tool_call|>", "<|/tool_call|>"),
 )
 """Formats that mlx-lm has no parser for; a template that names both tags uses them."""
@@ -182,11 +179,8 @@ def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     if schema == ANY:
         return {"type": "object"}
     lists = ("properties", "required")
-    kept = {
-        key: one
-        for key, one in schema.items()
-        if key != "$schema" and not (one is None and key in lists)
-    }
+    kept = {key: one for key, one in schema.items() if one is not None or key not in lists}
+    kept.pop("$schema", None)
     said = {key for key, one in kept.items() if one or key not in lists}
     if said <= _SAYS_NOTHING and kept.get("type") in (None, "object"):
         return NONE
@@ -208,7 +202,7 @@ def _is_joined(schema: Mapping[str, Any]) -> bool:
 def _schemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a schema and all that are in it."""
     found: list[Any] = []
-    _within(schema, lambda one: found.append(one))
+    _within(schema, found.append)
     yield schema
     for one in found:
         if isinstance(one, Mapping):
@@ -385,7 +379,8 @@ def rules_of(tool: Mapping[str, Any], number: int) -> Iterator[tuple[str, str]]:
         return
     required, parts = root.get("required", ()), []
     for place, (name, schema) in enumerate(properties.items()):
-        _check_name(tool, name)
+        if not _NAMED.fullmatch(name):
+            raise _refused(tool, f"the name {name!r:.60} has white space or brackets")
         rule = f"value_{number}_{place}"
         mark = "" if name in required else "?"
         parts.append(f"(/{literal(f'<parameter={name}>')}\\n/ {rule}){mark}")
@@ -433,17 +428,9 @@ def _spelled(tool: Mapping[str, Any], value: str) -> str:
     return value
 
 
-def _check_name(tool: Mapping[str, Any], name: str) -> None:
-    if not _NAMED.fullmatch(name):
-        raise _refused(tool, f"the name {name!r:.60} has white space or brackets")
-
-
 def _refused(tool: Mapping[str, Any], why: str) -> ApiError:
-    return strict_error(
-        tool,
-        f"its arguments can't be held to its schema in this model's form of calls: {why}: change "
-        "it, or leave out strict",
-    )
+    said = "its arguments can't be held to its schema in this model's form of calls"
+    return strict_error(tool, f"{said}: {why}: change it, or leave out strict")
 
 
 def strict_error(tool: Mapping[str, Any], why: str) -> ApiError:
