@@ -8,24 +8,12 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from support.scripted import HELLO, Scripted, call, ended
+from support.scripted import CALLS, HELLO, HI, PARAMETERS, TOOL, Scripted, ended
 
-from mlxrunner.server.events import Ping, TextDelta, ThinkingDelta
+from mlxrunner.server.events import Ping, TextDelta
 
-ASK: dict[str, Any] = {
-    "model": "tiny",
-    "max_tokens": 100,
-    "messages": [{"role": "user", "content": "Hi"}],
-}
-READ = {
-    "name": "Read",
-    "description": "Read a file",
-    "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}},
-}
-READ_FUNCTION = {
-    "type": "function",
-    "function": {"name": "Read", "description": "Read a file", "parameters": READ["input_schema"]},
-}
+ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": HI}
+READ = {"name": "read", "description": "Read a file", "input_schema": PARAMETERS}
 
 
 @pytest.fixture
@@ -64,17 +52,7 @@ def test_a_message(client: anthropic.Anthropic, answers: Scripted) -> None:
 
 def test_a_stream_builds_the_same_message(client: anthropic.Anthropic, answers: Scripted) -> None:
     """Thinking, text and two calls; heartbeats are frames of their own."""
-    answers.script = [
-        Ping(),
-        Ping(),
-        ThinkingDelta("Let me "),
-        ThinkingDelta("see."),
-        TextDelta("I'll "),
-        TextDelta("read."),
-        call(0, "Read", '{"path": "a"}'),
-        call(1, "Read", '{"path": "b"}'),
-        ended("tool_calls"),
-    ]
+    answers.script = CALLS
     whole = client.messages.create(**ASK)
     with client.messages.stream(**ASK) as stream:
         kinds = [event.type for event in stream]
@@ -123,23 +101,10 @@ def test_heartbeats_are_pings(url: str, answers: Scripted) -> None:
     assert events[-1][1]["mlxrunner"]["reason"] == "prefix_changed"
 
 
-@pytest.mark.parametrize(
-    ("reason", "theirs"),
-    [
-        ("stop", "end_turn"),
-        ("length", "max_tokens"),
-        ("stop_sequence", "stop_sequence"),
-        ("tool_calls", "tool_use"),
-    ],
-)
-def test_reasons_of_the_end(
-    client: anthropic.Anthropic, answers: Scripted, reason: Any, theirs: str
-) -> None:
-    """Each has their word, and a stop sequence is named."""
-    sequence = "END" if reason == "stop_sequence" else None
-    answers.script = [TextDelta("a"), ended(reason, stop_sequence=sequence)]
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic, answers: Scripted) -> None:
+    answers.script = [TextDelta("a"), ended("stop_sequence", stop_sequence="END")]
     message = client.messages.create(**ASK, stop_sequences=["END"])
-    assert (message.stop_reason, message.stop_sequence) == (theirs, sequence)
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
     assert answers.last.options["stop"] == ["END"]
 
 
@@ -173,7 +138,7 @@ CLAUDE_CODE: dict[str, Any] = {
             "content": [
                 {"type": "thinking", "thinking": "Read it.", "signature": "msg_1"},
                 {"type": "text", "text": "I read it."},
-                {"type": "tool_use", "id": "call_0", "name": "Read", "input": {"path": "a"}},
+                {"type": "tool_use", "id": "call_0", "name": "read", "input": {"path": "a"}},
             ],
         },
         {
@@ -213,7 +178,7 @@ def test_claude_code(url: str, answers: Scripted) -> None:
                 {
                     "id": "call_0",
                     "type": "function",
-                    "function": {"name": "Read", "arguments": {"path": "a"}},
+                    "function": {"name": "read", "arguments": {"path": "a"}},
                 }
             ],
         },
@@ -222,7 +187,7 @@ def test_claude_code(url: str, answers: Scripted) -> None:
         {"role": "user", "content": "Go on."},
         {"role": "system", "content": "The date changed."},
     ]
-    assert asked.tools == [READ_FUNCTION]
+    assert asked.tools == [TOOL]
     assert (asked.thinking, asked.effort) == (None, "medium")
     assert asked.client.session == "user_abc_session_def"
     named = {"x-claude-code-session-id": "session-1"}
@@ -243,27 +208,6 @@ def test_marks_of_the_cache_change_nothing_else(url: str, answers: Scripted) -> 
         httpx.post(f"{url}/v1/messages", json=body)
     one, other = answers.asked
     assert (one.messages, one.tools, one.options) == (other.messages, other.tools, other.options)
-
-
-@pytest.mark.parametrize(
-    ("given", "thinking"),
-    [({"type": "enabled", "budget_tokens": 2000}, True), ({"type": "disabled"}, False)],
-)
-def test_thinking_is_asked_for(
-    client: anthropic.Anthropic, answers: Scripted, given: Any, thinking: bool
-) -> None:
-    """A budget is a wish."""
-    client.messages.create(**ASK, thinking=given)
-    assert answers.last.thinking is thinking
-
-
-def test_a_form(client: anthropic.Anthropic, answers: Scripted) -> None:
-    """A schema is an option of the answer."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    client.messages.create(
-        **ASK, output_config={"format": {"type": "json_schema", "schema": schema}}
-    )
-    assert answers.last.options["schema"] == schema
 
 
 def test_thinking_that_says_nothing_is_left_out(

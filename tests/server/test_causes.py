@@ -77,11 +77,8 @@ class Ideal:
         `reason`: the program has lost everything for it. `is_checked`: False to save time.
         """
         made = self.builder.make(one.asked())
-        tokens, memory, accounting = (
-            made.prompt.tokens,
-            self.memories[one.model],
-            self.accounts[one.model],
-        )
+        memory, accounting = self.memories[one.model], self.accounts[one.model]
+        tokens = made.prompt.tokens
         record = prompt_record(one.asked(), made)
         record.is_switched = self.models.add(record, one.model)
         record.has_thought = has_thought
@@ -111,9 +108,9 @@ class Ideal:
         memory.asked.append((name, memory.evaluated[-1]))
         return usage, record.cause(found, usage)
 
-    def last(self, *talks: Talk) -> Cause | None:
-        """Send requests, one after the other, and return the cause for the last one."""
-        return [self.send(one)[1] for one in talks][-1]
+    def causes(self, *talks: Talk) -> list[str | None]:
+        """Send requests, one after the other, and return the names of the causes."""
+        return [cause and cause.name for cause in (self.send(one)[1] for one in talks)]
 
 
 def words(order: random.Random, count: int) -> str:
@@ -393,7 +390,7 @@ def test_an_injected_cause_has_its_name_its_message_and_its_counts(
                 new = new.grown(order)
             for one in (*others, first, *others[:1]):
                 runner.send(one, is_checked=False)
-            cause = runner.last(new)
+            _, cause = runner.send(new)
             count += 1
             if cause is None or (cause.name, cause.message) != (expected, number):
                 wrong.append((name, seed, cause))
@@ -442,9 +439,7 @@ def test_what_the_program_lost_is_missed(
     runner.send(one)
     usage, cause = runner.send(plain(one.grown(order)), reason)
     assert usage.missed_tokens > 0.8 * usage.prompt_tokens
-    assert usage.displaced_tokens == 0
-    assert cause is not None
-    assert cause.name == reason
+    assert (usage.displaced_tokens, cause and cause.name) == (0, reason)
 
 
 SYSTEMS = ("You answer questions about birds.", "Translate into Greek:", "Be brief, and rhyme.")
@@ -473,8 +468,8 @@ def test_the_first_request_and_growth_have_causes_of_their_own(runner: Ideal) ->
     order = random.Random(0)
     one = plain(talk(order))
     after = plain(one.grown(order))
-    assert runner.last(one) == Cause("first-request", REMEDIES["first-request"])
-    assert runner.last(after) is None
+    assert runner.send(one)[1] == Cause("first-request", REMEDIES["first-request"])
+    assert runner.causes(after) == [None]
     evicted = runner.send(plain(after.grown(order)), "evicted")[1]
     assert evicted is not None
     assert "--memory" in evicted.remedy
@@ -489,9 +484,7 @@ def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
     before = [{"role": "system", "content": words(order, 40)}]
     before += [one for _ in range(turns) for one in [*turn(order)][::-1]]
     tasks = [Talk([*before, {"role": "user", "content": f"Do job {job}."}], []) for job in (1, 2)]
-    cause = runner.last(*tasks)
-    assert cause is not None
-    assert cause.name == ("asked-anew" if turns else "first-request")
+    assert runner.causes(*tasks)[-1] == ("asked-anew" if turns else "first-request")
 
 
 def test_one_shots_that_ask_for_a_summary_are_new_ones(runner: Ideal) -> None:
@@ -500,9 +493,7 @@ def test_one_shots_that_ask_for_a_summary_are_new_ones(runner: Ideal) -> None:
     tasks = [
         Talk([{"role": "user", "content": f"Summarize: {words(order, 30)}"}], []) for _ in range(2)
     ]
-    cause = runner.last(*tasks)
-    assert cause is not None
-    assert cause.name == "first-request"
+    assert runner.causes(*tasks)[-1] == "first-request"
 
 
 def test_a_date_before_a_long_last_message_is_named(runner: Ideal) -> None:
@@ -513,7 +504,7 @@ def test_a_date_before_a_long_last_message_is_named(runner: Ideal) -> None:
         Talk([{"role": "user", "content": f"Now: 10:15:0{second}. {document}"}], [])
         for second in (1, 7)
     ]
-    cause = runner.last(*asks)
+    *_, (_, cause) = map(runner.send, asks)
     assert cause is not None
     assert (cause.name, cause.message) == ("changing-date", 0)
 
@@ -532,7 +523,7 @@ def test_a_conversation_of_an_earlier_process_is_not_new(runner: Ideal) -> None:
 def test_a_request_that_is_sent_again_has_no_cause(runner: Ideal) -> None:
     """All of it is reused."""
     one = talk(random.Random(0))
-    assert runner.last(one, one) is None
+    assert runner.causes(one, one)[-1] is None
 
 
 def test_models_are_told_apart_by_conversations(runner: Ideal) -> None:
@@ -540,12 +531,8 @@ def test_models_are_told_apart_by_conversations(runner: Ideal) -> None:
     order = random.Random(0)
     one = talk(order)
     same, after = replace(one, model="other"), replace(one.grown(order), model="third")
-    causes = [runner.last(each) for each in (one, same, after)]
-    assert [cause and cause.name for cause in causes] == [
-        "first-request",
-        "first-request",
-        "another-model",
-    ]
+    causes = runner.causes(one, same, after)
+    assert causes == ["first-request", "first-request", "another-model"]
 
 
 def test_a_title_is_never_the_earlier_request_of_a_conversation(runner: Ideal) -> None:
@@ -553,10 +540,7 @@ def test_a_title_is_never_the_earlier_request_of_a_conversation(runner: Ideal) -
     order = random.Random(0)
     one = replace(talk(order), messages=talk(order).messages[:2])
     asked, _ = title(one, order)
-    assert [found and found.name for found in map(runner.last, (asked, one))] == [
-        "title-request",
-        "first-request",
-    ]
+    assert runner.causes(asked, one) == ["title-request", "first-request"]
 
 
 def test_a_billing_header_that_is_left_out_is_no_cause(runner: Ideal) -> None:
@@ -564,10 +548,8 @@ def test_a_billing_header_that_is_left_out_is_no_cause(runner: Ideal) -> None:
     order = random.Random(0)
     first, second, third = (with_header(talk(random.Random(0)), n) for n in (201, 202, 203))
     assert first.system != second.system
-    assert runner.last(first, second) is None
-    cause = runner.last(edited(third, order)[0])
-    assert cause is not None
-    assert cause.name == "message-edited"
+    causes = runner.causes(first, second, edited(third, order)[0])
+    assert causes[1:] == [None, "message-edited"]
 
 
 @pytest.mark.parametrize(
@@ -608,11 +590,8 @@ def test_texts_are_compared_only_at_the_first_difference(
         one = one.grown(order)
         runner.send(one)
     counted: list[str] = []
-    for module, name in (
-        (manager, "message_digest"),
-        (divergence, "difference"),
-        (divergence, "is_like"),
-    ):
+    compared = ((divergence, "difference"), (divergence, "is_like"))
+    for module, name in ((manager, "message_digest"), *compared):
         whole = getattr(module, name)
         monkeypatch.setattr(
             module,
@@ -621,6 +600,6 @@ def test_texts_are_compared_only_at_the_first_difference(
         )
     monkeypatch.setattr(builder, "message_digest", manager.message_digest)
     new = one.changed(len(one.messages) // 2, words(order, 10))
-    assert runner.last(new) is not None
+    assert runner.causes(new) != [None]
     assert counted.count("message_digest") <= 2  # as it came, and as a rule wrote it
     assert len(counted) <= 4

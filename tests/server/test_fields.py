@@ -93,6 +93,7 @@ RESPONSE: dict[str, Any] = {
     "stream": False,
     **SAMPLED,
 }
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "1", "is_error": False}
 MESSAGE: dict[str, Any] = {
     "model": "tiny",
     "system": [{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}],
@@ -105,12 +106,7 @@ MESSAGE: dict[str, Any] = {
                 {"type": "tool_use", "id": "c", "name": "read", "input": {"a": None}},
             ],
         },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "c", "content": "1", "is_error": False}
-            ],
-        },
+        {"role": "user", "content": [RESULT]},
     ],
     "tools": [{"name": "read", "description": "Read", "input_schema": SCHEMA, "strict": True}],
     "tool_choice": {"type": "tool", "name": "read", "disable_parallel_tool_use": True},
@@ -125,52 +121,31 @@ MESSAGE: dict[str, Any] = {
     "stream": False,
 }
 OPTIONS = {
-    "num_predict": 9,
-    "temperature": 1,
-    "top_k": 5,
-    "top_p": 0.5,
-    "min_p": 0.1,
-    "seed": 3,
-    "repeat_penalty": 1.5,
-    "repeat_last_n": 30,
-    "stop": ["END"],
-    "num_ctx": 2048,
+    "num_predict": 9, "temperature": 1, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3,
+    "repeat_penalty": 1.5, "repeat_last_n": 30, "stop": ["END"], "num_ctx": 2048,
+}  # fmt: skip  # a field a line would be ten lines
+CALLED = {"id": "c", "function": {"name": "read", "arguments": {"a": None}}}
+OF_OLLAMA: dict[str, Any] = {
+    "model": "tiny",
+    "think": True,
+    "format": SCHEMA,
+    "options": OPTIONS,
+    "keep_alive": 5,
+    "stream": False,
+    "logprobs": True,
+    "top_logprobs": 2,
 }
 OLLAMA_CHAT: dict[str, Any] = {
-    "model": "tiny",
+    **OF_OLLAMA,
     "messages": [
         {"role": "user", "content": "Hi"},
-        {
-            "role": "assistant",
-            "content": "",
-            "thinking": "Hm",
-            "tool_calls": [{"id": "c", "function": {"name": "read", "arguments": {"a": None}}}],
-        },
+        {"role": "assistant", "content": "", "thinking": "Hm", "tool_calls": [CALLED]},
         {"role": "tool", "content": "1", "tool_name": "read", "tool_call_id": "c"},
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
-    "think": True,
-    "format": SCHEMA,
-    "options": OPTIONS,
-    "keep_alive": 5,
-    "stream": False,
-    "logprobs": True,
-    "top_logprobs": 2,
 }
-OLLAMA_GENERATE: dict[str, Any] = {
-    "model": "tiny",
-    "prompt": "Hi",
-    "system": "Be brief",
-    "raw": False,
-    "suffix": "",
-    "think": True,
-    "format": SCHEMA,
-    "options": OPTIONS,
-    "keep_alive": 5,
-    "stream": False,
-    "logprobs": True,
-    "top_logprobs": 2,
-}
+RAW_FIELDS = {"prompt": "Hi", "system": "Be brief", "raw": False, "suffix": ""}
+OLLAMA_GENERATE: dict[str, Any] = OF_OLLAMA | RAW_FIELDS
 BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,

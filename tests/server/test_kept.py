@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,41 +216,29 @@ CALL = '<tool_call>\n{"name":"look", "arguments":{"at":7, "for":"the file"}}\n</
 THOUGHT = "<think>\nhello the file\n</think>\n\n"
 
 
-def changed_text(message: dict[str, Any]) -> None:
-    message["content"] += " and more"
+def function_of(message: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = message["tool_calls"][0]["function"]
+    return found
 
 
-def changed_beginning(message: dict[str, Any]) -> None:
-    message["content"] = "Now " + message["content"]
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "text": lambda said: said.update(content=said["content"] + " and more"),
+    "beginning": lambda said: said.update(content="Now " + said["content"]),
+    "argument": lambda said: function_of(said).update(arguments='{"at": 8, "for": "the file"}'),
+    "name": lambda said: function_of(said).update(name="looks"),
+    "another call": lambda said: said.update(tool_calls=said["tool_calls"] * 2),
+    "no call": lambda said: said.pop("tool_calls"),
+}
 
 
-def changed_argument(message: dict[str, Any]) -> None:
-    message["tool_calls"][0]["function"]["arguments"] = '{"at": 8, "for": "the file"}'
-
-
-def changed_name(message: dict[str, Any]) -> None:
-    message["tool_calls"][0]["function"]["name"] = "looks"
-
-
-def another_call(message: dict[str, Any]) -> None:
-    message["tool_calls"] *= 2
-
-
-def no_call(message: dict[str, Any]) -> None:
-    del message["tool_calls"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [changed_text, changed_beginning, changed_argument, changed_name, another_call, no_call],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_an_answer_that_was_changed_is_the_templates(
-    makers: dict[str, PromptBuilder], change: Any
+    makers: dict[str, PromptBuilder], change: str
 ) -> None:
     """The model sees what the client sent, not what it wrote itself."""
     maker = emptied(makers["qwen3"])
     client, _, _ = opened(maker, f"hello the file\n{CALL}")
-    change(client.messages[1])
+    CHANGES[change](client.messages[1])
     del client.messages[2:]
     made = client.ask({"role": "user", "content": "go on"})
     assert made.kept == 0
@@ -488,9 +477,5 @@ def test_texts_are_encoded_once(makers: dict[str, PromptBuilder]) -> None:
 
 def test_the_common_end_of_two_texts() -> None:
     """Either may be the whole of it."""
-    assert [common_end(*pair) for pair in (("abc", "xbc"), ("", "a"), ("a", "ba"), ("a", "b"))] == [
-        2,
-        0,
-        1,
-        0,
-    ]
+    pairs = {("abc", "xbc"): 2, ("", "a"): 0, ("a", "ba"): 1, ("a", "b"): 0}
+    assert {pair: common_end(*pair) for pair in pairs} == pairs

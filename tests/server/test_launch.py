@@ -71,9 +71,8 @@ def test_print_shows_settings_for_a_shell(server: ThreadingHTTPServer, client: s
     """They name the address, the first model and its context."""
     result = launch(server, "--print", client, "--version", "--", "--print")
     assert result.exit_code == 0
-    assert f"http://127.0.0.1:{server.server_port}" in result.stdout
-    assert "first/model" in result.stdout
-    assert "65536" in result.stdout
+    for said in (f"http://127.0.0.1:{server.server_port}", "first/model", "65536"):
+        assert said in result.stdout
     last = result.stdout.splitlines()[-1]
     assert last.startswith(client)
     assert last.endswith("--version -- --print")
@@ -117,40 +116,40 @@ def test_a_client_is_started_with_its_settings(
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     before = set(tmp_path.rglob("*"))
     url = f"http://127.0.0.1:{server.server_port}"
-    words = [
-        "--url",
-        url,
-        "--model",
-        "other",
-        "--api-key",
-        "secret",
-        client,
-        "-p",
-        "--model",
-        "x y",
-    ]
+    words = ["--url", url, "--model", "other", "--api-key", "secret", client]
+    words += ["-p", "--model", "x y"]
     code = subprocess.call([sys.executable, "-m", "mlxrunner", "launch", *words])
     assert code == 0
-    lines = told.read_text().splitlines()
-    assert lines[-3:] == ["-p", "--model", "x y"]
-    assert any(url in line for line in lines)
-    assert any("secret" in line for line in lines)
-    assert any("other" in line for line in lines)
+    text = told.read_text()
+    assert text.endswith("-p\n--model\nx y\n")
+    assert all(word in text for word in (url, "secret", "other"))
     assert set(tmp_path.rglob("*")) - before == {told}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("url", "arguments", "said"),
     [
-        (["--model", "nothing", "claude"], "has no model 'nothing', only eyes, first/model, other"),
-        (["--api-key", "wrong", "claude"], "answers with status 401; give its key with --api-key"),
+        ("", ["--model", "nothing"], "has no model 'nothing', only eyes, first/model, other"),
+        ("", ["--api-key", "wrong"], "answers with status 401; give its key with --api-key"),
+        ("", [], "claude is not installed: npm install -g @anthropic-ai/claude-code"),
+        ("/x", [], "is not an mlxrunner server"),
+        ("http://127.0.0.1:9", [], "nothing answers at http://127.0.0.1:9: start a server"),
     ],
-    ids=["model", "key"],
+    ids=["model", "key", "client", "other server", "no server"],
 )
+@pytest.mark.exhaustive(5)
 def test_what_is_wrong_is_one_line(
-    server: ThreadingHTTPServer, arguments: list[str], said: str
+    server: ThreadingHTTPServer,
+    url: str,
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result = launch(server, *arguments)
+    """It says what to do: how to install the client, or how to start a server."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    address = url if "://" in url else f"http://127.0.0.1:{server.server_port}{url}"
+    result = launch(address, *arguments, "claude")
     assert result.exit_code == 1
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
@@ -173,25 +172,3 @@ def test_an_option_after_the_client_that_only_launch_has_is_an_error(
     assert result.exit_code == 2
     assert f"{flag} after {words[0]} is given to {words[0]}" in result.stderr
     assert f"mlxrunner launch {flag} ... {words[0]}" in result.stderr
-
-
-def test_without_a_server_the_error_says_how_to_start_one() -> None:
-    result = launch("http://127.0.0.1:9", "claude")
-    assert result.exit_code == 1
-    assert "nothing answers at http://127.0.0.1:9" in result.stderr
-    assert "mlxrunner serve" in result.stderr
-
-
-def test_a_client_that_is_missing_is_named_with_its_installation(
-    server: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    result = launch(server, "codex")
-    assert result.exit_code == 1
-    assert "codex is not installed: npm install -g @openai/codex" in result.stderr
-
-
-def test_what_is_no_server_of_models_is_one_line(server: ThreadingHTTPServer) -> None:
-    result = launch(f"http://127.0.0.1:{server.server_port}/x", "claude")
-    assert result.exit_code == 1
-    assert "is not an mlxrunner server" in result.stderr

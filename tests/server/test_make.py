@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.strict_templates import NESTED, TEMPLATES, load_strict
+from support.strict_templates import TEMPLATES, calls_of, events_of, load_strict, tool
+from support.strict_templates import asked as asked_strictly
 
 from mlxrunner import Runner
 from mlxrunner.engine.constrain import constraint_of
@@ -17,9 +19,7 @@ from mlxrunner.models.load import load_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk
 from mlxrunner.server.events import (
-    AnswerEvent,
     ApiError,
-    ServerRequest,
     TextDelta,
     ThinkingDelta,
     ToolCallEvent,
@@ -29,22 +29,9 @@ from mlxrunner.server.prompts.builder import BuiltPrompt, PromptBuilder
 from mlxrunner.tokenizer.prompt import tokenize_prompt
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-
-
-def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Return a description of a tool."""
-    function = {"name": name, "parameters": parameters or {"type": "object"}, **more}
-    return {"type": "function", "function": function}
-
-
-TOOLS = [tool("look", NESTED), tool("move", NESTED)]
-
-
-def asked(**more: Any) -> ServerRequest:
-    """Return a request, by default with tools."""
-    return ServerRequest(
-        **{"protocol": "chat", "model": "", "id": "r", "messages": USER, "tools": TOOLS, **more}
-    )
+TOOLS = [tool("look"), tool("move")]
+asked = partial(asked_strictly, tools=TOOLS)
+"""A function that returns a request, by default with tools."""
 
 
 def constrained(maker: PromptBuilder, made: BuiltPrompt, prefer: str) -> str:
@@ -64,15 +51,6 @@ def constrained(maker: PromptBuilder, made: BuiltPrompt, prefer: str) -> str:
     return tokenizer.decode(tokens)
 
 
-def events_of(
-    maker: PromptBuilder, made: BuiltPrompt, request: ServerRequest, text: str
-) -> list[AnswerEvent]:
-    """Return the events of an answer."""
-    splitter = maker.splitter(made, request)
-    events = [event for letter in text for event in splitter.add(Chunk(letter, 1))]
-    return [*events, *splitter.finish()]
-
-
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("mode", ["named", "required"])
 def test_a_forced_call_is_a_call_of_a_tool(
@@ -83,10 +61,8 @@ def test_a_forced_call_is_a_call_of_a_tool(
     request = asked(tool_choice=ToolChoice(mode, "move" if mode == "named" else None))
     made = maker.make(request)
     answer = constrained(maker, made, "mslow97")
-    events = events_of(maker, made, request, answer)
-    (called,) = (event for event in events if isinstance(event, ToolCallEvent))
-    assert called.name == "move"
-    assert json.loads(called.arguments) == {"at": 99, "how": "slow"}
+    events = events_of(maker, request, answer)
+    assert [*calls_of(events)] == [("move", {"at": 99, "how": "slow"})]
     assert not [event for event in events if isinstance(event, TextDelta) and event.text]
     assert made.prompt.text == made.rendered
     assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
@@ -115,9 +91,7 @@ def test_a_forced_call_of_a_tool_without_parameters_ends(
     request = asked(tools=tools, tool_choice=ToolChoice("required"))
     made = maker.make(request)
     answer = constrained(maker, made, '"')
-    events = events_of(maker, made, request, answer)
-    (called,) = (event for event in events if isinstance(event, ToolCallEvent))
-    assert json.loads(called.arguments) == {}
+    assert [*calls_of(events_of(maker, request, answer))] == [("ping", {})]
 
 
 def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
@@ -132,18 +106,12 @@ def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
         tokens = maker.tokenizer.encode_more(answer)
         pieces = [maker.tokenizer.decode([token]) for token in tokens]
         maker.keep(made, [Chunk(text, one) for text, one in zip(pieces, tokens, strict=True)])
-        events = events_of(maker, made, request, answer)
+        events = events_of(maker, request, answer)
         (called,) = (event for event in events if isinstance(event, ToolCallEvent))
         call = {"id": "c", "function": {"name": "look", "arguments": called.arguments}}
-        after = maker.make(
-            asked(
-                messages=[
-                    *USER,
-                    {"role": "assistant", "content": "", "tool_calls": [call]},
-                    {"role": "tool", "tool_call_id": "c", "content": "seen"},
-                ]
-            )
-        )
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "c", "content": "seen"}
+        after = maker.make(asked(messages=[*USER, said, result]))
         both = [*made.prompt.tokens.tolist(), *tokens]
         assert after.prompt.tokens[: len(both)].tolist() == both, family
         assert after.kept == 1
@@ -162,7 +130,7 @@ def test_an_answer_of_a_form_is_no_thinking(family: str, tmp_path: Path) -> None
         made = maker.make(request)
         assert made.rendered == free.rendered + "\n</think>\n\n"
         assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
-        events = events_of(maker, made, request, constrained(maker, made, "7"))
+        events = events_of(maker, request, constrained(maker, made, "7"))
         assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "7"
         assert not any(isinstance(event, ThinkingDelta) for event in events)
 
@@ -219,7 +187,7 @@ def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(
     opening = PromptBuilder(tokenizer, TEMPLATES["qwen3"][0])
     made = opening.make(request)
     assert made.rendered.endswith("<think>\n\n</think>\n\n<tool_call>\n")
-    events = events_of(opening, made, request, '{"name": "look", "arguments": {"at": 10}}')
+    events = events_of(opening, request, '{"name": "look", "arguments": {"at": 10}}')
     assert isinstance(events[0], ToolCallEvent)
 
 
@@ -235,7 +203,7 @@ def test_a_request_without_calls_keeps_its_tools(makers: dict[str, PromptBuilder
     made = makers["qwen3"].make(request)
     assert made.options["stop"] == ["END", "<tool_call>"]
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    events = events_of(makers["qwen3"], made, request, call)
+    events = events_of(makers["qwen3"], request, call)
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == call
 
 
@@ -305,9 +273,9 @@ def test_a_loaded_model_has_a_maker() -> None:
     chunks = list(runner.generate(made.prompt, **made.options))
     events = [event for chunk in chunks for event in splitter.add(chunk)]
     events += splitter.finish()
-    (called,) = (event for event in events if isinstance(event, ToolCallEvent))
-    assert called.name in ("look", "move")
-    assert 10 <= json.loads(called.arguments)["at"] <= 99
+    ((name, arguments),) = calls_of(events)
+    assert name in ("look", "move")
+    assert 10 <= arguments["at"] <= 99
     maker.keep(made, chunks)
     assert len(maker.kept) == 1
     plain = tokenize_prompt(loaded.tokenizer, USER)
@@ -323,8 +291,7 @@ def test_descriptions_without_sense_break_nothing(makers: dict[str, PromptBuilde
         odd = [{"type": "function", "function": {}}, {"type": "function"}]
         request = asked(tools=odd)
         with suppress(ApiError):  # a template may ask for a name
-            made = maker.make(request)
-            events = events_of(maker, made, request, '{"name": "look", "parameters": {}}')
+            events = events_of(maker, request, '{"name": "look", "parameters": {}}')
             assert any(isinstance(event, TextDelta) for event in events)
         with pytest.raises(ApiError, match="nested too deeply") as error:
             maker.make(asked(tools=[tool("deep", deep)]))

@@ -13,23 +13,13 @@ import httpx
 import ollama
 import pytest
 from fastapi import FastAPI
-from support.scripted import CARD, Scripted, asking, call, ended, serving
+from support.scripted import CALLS, CARD, HI, TOOL, Scripted, asking, call, ended, serving
 from support.waiting import until
 
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.errors import ModelError, NoSuchModelError
-from mlxrunner.server.events import ApiError, Ping, TextDelta, ThinkingDelta
+from mlxrunner.server.events import ApiError, TextDelta, ThinkingDelta
 from mlxrunner.server.ollama import router, seconds_of
-
-HI = [{"role": "user", "content": "Hi"}]
-READ = {
-    "type": "function",
-    "function": {
-        "name": "read",
-        "description": "Read a file",
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-    },
-}
 
 
 @pytest.fixture
@@ -63,35 +53,20 @@ def test_a_chat(client: ollama.Client, url: str, answers: Scripted) -> None:
 
 def test_a_stream(client: ollama.Client, answers: Scripted) -> None:
     """Heartbeats are empty lines of a message; a call comes when it is whole."""
-    answers.script = [
-        Ping(),
-        Ping(),
-        ThinkingDelta("Let me "),
-        ThinkingDelta("see."),
-        TextDelta("I'll "),
-        TextDelta("read."),
-        call(0, "read", '{"path": "a"}'),
-        call(1, "read", '{"path": "b"}'),
-        ended("tool_calls"),
-    ]
-    lines = list(client.chat("tiny", HI, tools=[READ], stream=True, think=True))
+    answers.script = CALLS
+    lines = list(client.chat("tiny", HI, tools=[TOOL], stream=True, think=True))
     assert answers.last.thinking is True
-    assert list(answers.last.tools) == [READ]
+    assert list(answers.last.tools) == [TOOL]
     assert [line.message.content for line in lines[:2]] == ["", ""]
     assert "".join(line.message.content or "" for line in lines) == "I'll read."
     assert "".join(line.message.thinking or "" for line in lines) == "Let me see."
-    calls = [one for line in lines for one in line.message.tool_calls or ()]
-    assert [(one.function.name, one.function.arguments) for one in calls] == [
-        ("read", {"path": "a"}),
-        ("read", {"path": "b"}),
-    ]
     assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
-    whole = client.chat("tiny", HI, tools=[READ])
+    whole = client.chat("tiny", HI, tools=[TOOL])
     assert (whole.message.content, whole.message.thinking) == ("I'll read.", "Let me see.")
-    assert [one.function.arguments for one in whole.message.tool_calls or ()] == [
-        {"path": "a"},
-        {"path": "b"},
-    ]
+    streamed = [one for line in lines for one in line.message.tool_calls or ()]
+    for calls in (streamed, whole.message.tool_calls or ()):
+        functions = [(one.function.name, one.function.arguments) for one in calls]
+        assert functions == [("read", {"path": "a"}), ("read", {"path": "b"})]
 
 
 def test_what_came_out_goes_in_again(client: ollama.Client, answers: Scripted) -> None:
@@ -116,32 +91,6 @@ def test_a_prompt(client: ollama.Client, answers: Scripted) -> None:
     lines = list(client.generate("tiny", "Hi", raw=True, stream=True))
     assert "".join(line.response or "" for line in lines) == "Hello"
     assert (answers.last.prompt, list(answers.last.messages)) == ("Hi", [])
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("given", "schema"),
-    [("json", '{"type": "object"}'), (SCHEMA, SCHEMA), ("", None), (None, None)],
-    ids=["json", "schema", "empty", "none"],
-)
-def test_forms(client: ollama.Client, answers: Scripted, given: Any, schema: Any) -> None:
-    """A form is the schema of the answer."""
-    client.chat("tiny", HI, format=given)
-    assert answers.last.options.get("schema") == schema
-
-
-@pytest.mark.parametrize(
-    ("think", "thinking", "effort"),
-    [(True, True, None), (False, False, None), ("high", True, "high"), (None, None, None)],
-)
-def test_thinking(
-    client: ollama.Client, answers: Scripted, think: Any, thinking: Any, effort: Any
-) -> None:
-    """It is asked for, or how much of it."""
-    client.chat("tiny", HI, think=think)
-    assert (answers.last.thinking, answers.last.effort) == (thinking, effort)
 
 
 @pytest.mark.parametrize("think", [True, "low"])
@@ -197,28 +146,14 @@ def test_an_empty_request_loads_or_unloads(client: ollama.Client, answers: Scrip
         client.generate("absent")
 
 
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        (None, None),
-        (90, 90),
-        ("90", 90),
-        ("5m", 300),
-        ("1h30m", 5400),
-        ("-1m", -60),
-        ("500ms", 0.5),
-    ],
-)
-def test_durations(given: Any, seconds: float | None) -> None:
-    """Numbers are seconds, texts have units."""
-    assert seconds_of(given) == seconds
-
-
-@pytest.mark.parametrize("given", ["soon", "5 m", "", "5m!", float("inf"), "nan"])
-def test_what_is_no_duration(given: Any) -> None:
-    """It is refused by name."""
-    with pytest.raises(ApiError, match="keep_alive: it has to be seconds"):
-        seconds_of(given)
+def test_durations() -> None:
+    """Numbers are seconds, texts have units; anything else is refused by name."""
+    texts = {"90": 90, "5m": 300, "1h30m": 5400, "-1m": -60, "500ms": 0.5}
+    known: dict[Any, float | None] = {None: None, 90: 90, **texts}
+    assert {given: seconds_of(given) for given in known} == known
+    for wrong in ("soon", "5 m", "", "5m!", float("inf"), "nan"):
+        with pytest.raises(ApiError, match="keep_alive: it has to be seconds"):
+            seconds_of(wrong)
 
 
 def test_models(client: ollama.Client) -> None:

@@ -13,29 +13,12 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from llm.default_plugins.openai_models import Chat
 from pydantic import SecretStr
-from support.scripted import HELLO, Scripted, call, ended
+from support.scripted import CALLS, HELLO, HI, TOOL, Scripted, ended
 
 from mlxrunner.batch.openai_format import TokenLogprob
 from mlxrunner.server.events import Ping, TextDelta, ThinkingDelta, ToolChoice
 
-ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
-READ: Any = {
-    "type": "function",
-    "function": {
-        "name": "read",
-        "description": "Read a file",
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-    },
-}
-CALLS = [
-    ThinkingDelta("Let me "),
-    ThinkingDelta("see."),
-    TextDelta("I'll read."),
-    call(0, "read", '{"path": "a"}'),
-    call(1, "read", '{"path": "b"}'),
-    ended("tool_calls", thinking_tokens=2),
-]
-"""An answer with thinking, text and two calls."""
+ASK: dict[str, Any] = {"model": "tiny", "messages": HI}
 
 
 def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
@@ -62,10 +45,10 @@ def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
 
 def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scripted) -> None:
     """Text, thinking and two calls, and the usage in the last chunk."""
-    answers.script = [Ping(), Ping(), *CALLS]
-    whole = client.chat.completions.create(**ASK, tools=[READ])
+    answers.script = CALLS
+    whole = client.chat.completions.create(**ASK, tools=[TOOL])
     with client.chat.completions.stream(
-        **ASK, tools=[READ], stream_options={"include_usage": True}
+        **ASK, tools=[TOOL], stream_options={"include_usage": True}
     ) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
         built = stream.get_final_completion()
@@ -74,14 +57,9 @@ def test_a_stream_builds_the_same_completion(client: openai.OpenAI, answers: Scr
         assert (choice.message.content, choice.finish_reason) == ("I'll read.", "tool_calls")
         calls: Any = choice.message.tool_calls or []
         assert [one.id for one in calls] == ["call_0", "call_1"]
-        assert [json.loads(one.function.arguments) for one in calls] == [
-            {"path": "a"},
-            {"path": "b"},
-        ]
-        assert found.usage is not None
-        details = found.usage.completion_tokens_details
-        assert details is not None
-        assert details.reasoning_tokens == 2
+        assert [json.loads(one.function.arguments)["path"] for one in calls] == ["a", "b"]
+        used: Any = found.usage
+        assert used.completion_tokens_details.reasoning_tokens == 2
     message: Any = whole.choices[0].message
     assert message.reasoning_content == "Let me see."
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -118,7 +96,7 @@ OPENCODE: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
     "tool_choice": "auto",
-    "tools": [READ],
+    "tools": [TOOL],
     "messages": [
         {"role": "system", "content": "You are opencode."},
         {
@@ -159,7 +137,7 @@ def test_opencode(url: str, answers: Scripted) -> None:
         sent[3],
         sent[4],
     ]
-    assert asked.tools == [READ]
+    assert asked.tools == [TOOL]
     assert asked.options == {"max_tokens": 32000, "top_p": 1}
     assert (asked.client.name, asked.client.session) == ("opencode", "ses_1")
 
@@ -184,73 +162,29 @@ def test_several_answers(client: openai.OpenAI, answers: Scripted) -> None:
         assert first.id != second.id
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "stop_sequence", "tool_calls"])
-def test_reasons_of_the_end(client: openai.OpenAI, answers: Scripted, reason: Any) -> None:
-    """They have one word for both kinds of stops."""
-    answers.script = [TextDelta("a"), ended(reason)]
-    theirs = "stop" if reason == "stop_sequence" else reason
-    assert client.chat.completions.create(**ASK).choices[0].finish_reason == theirs
-    chunks = list(client.chat.completions.create(**ASK, stream=True))
-    assert chunks[-1].choices[0].finish_reason == theirs
-
-
 def test_logprobs(client: openai.OpenAI, answers: Scripted) -> None:
     """Each token with its likeliest others; a part of a character has its bytes."""
     token = TokenLogprob("Hé", 1, -0.5, (("Hé", 1, -0.5), ("bytes:\\xc3", 2, float("-inf"))))
     answers.script = [TextDelta("Hé", (token,)), ended()]
-    whole = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
+    whole: Any = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=2)
     assert answers.last.options["logprobs"] == 2
-    logprobs = whole.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    (one,) = logprobs.content
+    (one,) = logprobs = whole.choices[0].logprobs.content
     assert (one.token, one.logprob, one.bytes) == ("Hé", -0.5, list("Hé".encode()))
     assert [(top.logprob, top.bytes) for top in one.top_logprobs] == [
         (-0.5, list("Hé".encode())),
         (-9999.0, [0xC3]),
     ]
     with client.chat.completions.stream(**ASK, logprobs=True, top_logprobs=2) as stream:
-        built = stream.get_final_completion()
-    assert built.choices[0].logprobs is not None
-    assert built.choices[0].logprobs.content == logprobs.content
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("given", "schema"),
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, '{"type": "object"}'),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}},
-            json.dumps(SCHEMA),
-        ),
-    ],
-    ids=["text", "object", "schema"],
-)
-def test_forms(client: openai.OpenAI, answers: Scripted, given: Any, schema: str | None) -> None:
-    """A form is the schema of the answer."""
-    client.chat.completions.create(**ASK, response_format=given)
-    assert answers.last.options.get("schema") == schema
+        built: Any = stream.get_final_completion()
+    assert built.choices[0].logprobs.content == logprobs
 
 
 def test_a_tool_that_is_no_function_is_left_out(url: str, answers: Scripted) -> None:
     """The response says so."""
-    tools = [{"type": "custom", "custom": {"name": "patch"}}, READ]
+    tools = [{"type": "custom", "custom": {"name": "patch"}}, TOOL]
     body = httpx.post(f"{url}/v1/chat/completions", json=ASK | {"tools": tools}).json()
-    assert answers.last.tools == [READ]
+    assert answers.last.tools == [TOOL]
     assert body["mlxrunner"]["left_out"] == ["tool custom"]
-
-
-@pytest.mark.parametrize(("effort", "thinking"), [("high", None), ("none", False)])
-def test_effort(
-    client: openai.OpenAI, answers: Scripted, effort: Any, thinking: bool | None
-) -> None:
-    """No effort is no thinking; the template is told of others."""
-    client.chat.completions.create(**ASK, reasoning_effort=effort)
-    assert (answers.last.effort, answers.last.thinking) == (effort, thinking)
 
 
 @pytest.mark.parametrize(

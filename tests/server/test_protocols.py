@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,15 +11,11 @@ import httpx
 import ollama
 import openai
 import pytest
-from support.scripted import HELLO, Scripted, asking
+from support.scripted import FUNCTION, HELLO, HI, PARAMETERS, TOOL, Scripted, asking, ended
 from support.waiting import until
 
 from mlxrunner.server.events import ApiError, TextDelta, ToolChoice
 
-HI = [{"role": "user", "content": "Hi"}]
-PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
-FUNCTION = {"name": "read", "description": "Read a file", "parameters": PARAMETERS}
-TOOL = {"type": "function", "function": FUNCTION}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "tiny", "messages": HI, "n": 2},
     "/v1/completions": {"model": "tiny", "prompt": ["a", "b"]},
@@ -136,6 +133,79 @@ def test_an_answer_names_the_model_if_the_request_names_none(
         return
     assert f'"model":"{answers.model.name}"' in answer.text
     assert '"model":""' not in answer.text
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORM = {"type": "json_schema", "schema": SCHEMA}
+CHAT_FORM = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}
+FORMS: list[tuple[str, dict[str, Any], Any]] = [
+    ("/v1/chat/completions", {"response_format": {"type": "text"}}, None),
+    ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, '{"type": "object"}'),
+    ("/v1/chat/completions", {"response_format": CHAT_FORM}, json.dumps(SCHEMA)),
+    ("/v1/messages", {"output_config": {"format": FORM}}, SCHEMA),
+    ("/api/chat", {"format": "json"}, '{"type": "object"}'),
+    ("/api/chat", {"format": SCHEMA}, SCHEMA),
+    ("/api/chat", {"format": ""}, None),
+]
+
+
+@pytest.mark.parametrize(("path", "given", "schema"), FORMS)
+@pytest.mark.exhaustive(7)
+def test_a_form_is_the_schema_of_the_answer(
+    url: str, answers: Scripted, path: str, given: dict[str, Any], schema: Any
+) -> None:
+    assert httpx.post(f"{url}{path}", json=BODIES[path] | given).is_success
+    assert answers.last.options.get("schema") == schema
+
+
+THOUGHTS: list[tuple[str, dict[str, Any], bool | None, str | None]] = [
+    ("/v1/chat/completions", {"reasoning_effort": "high"}, None, "high"),
+    ("/v1/chat/completions", {"reasoning_effort": "none"}, False, "none"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 2000}}, True, None),
+    ("/v1/messages", {"thinking": {"type": "disabled"}}, False, None),
+    *(("/api/chat", {"think": think}, think, None) for think in (True, False, None)),
+    ("/api/chat", {"think": "high"}, True, "high"),
+]
+
+
+@pytest.mark.parametrize(("path", "given", "thinking", "effort"), THOUGHTS)
+@pytest.mark.exhaustive(8)
+def test_thinking_is_asked_for_or_how_much_of_it(
+    url: str,
+    answers: Scripted,
+    path: str,
+    given: dict[str, Any],
+    thinking: bool | None,
+    effort: str | None,
+) -> None:
+    """No effort is no thinking; a budget is a wish."""
+    assert httpx.post(f"{url}{path}", json=BODIES[path] | given).is_success
+    assert (answers.last.thinking, answers.last.effort) == (thinking, effort)
+
+
+REASONS: dict[str, tuple[str, dict[Any, str]]] = {
+    "/v1/chat/completions": ("finish_reason", {"stop_sequence": "stop"}),
+    "/v1/completions": ("finish_reason", {"stop_sequence": "stop"}),
+    "/v1/messages": (
+        "stop_reason",
+        {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"},
+    ),
+    "/api/chat": ("done_reason", {"stop_sequence": "stop", "tool_calls": "stop"}),
+}
+"""The field of the reason of an end, and the words for reasons that have others."""
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "stop_sequence", "tool_calls"])
+@pytest.mark.parametrize("path", REASONS)
+@pytest.mark.exhaustive(16)
+def test_reasons_of_the_end(
+    url: str, answers: Scripted, path: str, reason: Any, streams: bool
+) -> None:
+    """Each has their word, in streams, too."""
+    field, words = REASONS[path]
+    answers.script = [TextDelta("a"), ended(reason)]
+    text = httpx.post(f"{url}{path}", json=BODIES[path] | {"stream": streams}).text
+    assert f'"{field}":"{words.get(reason, reason)}"' in text
 
 
 def choices() -> Iterator[tuple[str, Any, ToolChoice, bool]]:

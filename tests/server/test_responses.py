@@ -10,31 +10,13 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.scripted import Scripted, call, ended
+from support.scripted import CALLS, FUNCTION, Scripted, call, ended
 
 from mlxrunner.batch.openai_format import TokenLogprob, sealed
-from mlxrunner.server.events import ApiError, Ping, TextDelta, ThinkingDelta
+from mlxrunner.server.events import ApiError, TextDelta, ThinkingDelta
 from mlxrunner.server.responses import ResponseStore
 
-READ: Any = {
-    "type": "function",
-    "name": "read",
-    "description": "Read a file",
-    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-    "strict": False,
-}
-CALLS = [
-    Ping(),
-    Ping(),
-    ThinkingDelta("Let me "),
-    ThinkingDelta("see."),
-    TextDelta("I'll "),
-    TextDelta("read."),
-    call(0, "read", '{"path": "a"}'),
-    call(1, "read", '{"path": "b"}'),
-    ended("tool_calls", thinking_tokens=2),
-]
-"""An answer with thinking, text and two calls."""
+READ: Any = {"type": "function", **FUNCTION, "strict": False}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -84,9 +66,7 @@ def test_events_are_of_their_types(url: str, answers: Scripted) -> None:
     calls = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
     assert [event["type"] for event in events] == [
         "response.created",
-        "response.in_progress",
-        "response.in_progress",
-        "response.in_progress",
+        *["response.in_progress"] * 3,
         *item,
         *["response.reasoning_text.delta"] * 2,
         "response.reasoning_text.done",
@@ -95,23 +75,14 @@ def test_events_are_of_their_types(url: str, answers: Scripted) -> None:
         *["response.output_text.delta"] * 2,
         "response.output_text.done",
         *done,
-        item[0],
-        *calls,
-        done[1],
-        item[0],
-        *calls,
-        done[1],
+        *[item[0], *calls, done[1]] * 2,
         "response.completed",
     ]
     response = events[-1]["response"]
     added = [event["item"] for event in events if event["type"] == done[1]]
     assert response["output"] == added
-    assert [one["type"] for one in added] == [
-        "reasoning",
-        "message",
-        "function_call",
-        "function_call",
-    ]
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [one["type"] for one in added] == kinds
     assert len({one["id"] for one in added}) == 4
     assert response["mlxrunner"]["cached_tokens"] == 30
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
@@ -289,12 +260,8 @@ def test_what_is_kept_is_bounded(limits: tuple[int, int]) -> None:
     kept.add(body_of("c", 300), [], kept.find("b"))
     kept.add(body_of("d", 300), [], kept.find("c"))
     assert [kept.find(name) is not None for name in "abcd"] == [False, False, True, True]
-    assert [item["id"] for item in kept.previous("d").history] == [
-        "msg_a",
-        "msg_b",
-        "msg_c",
-        "msg_d",
-    ]
+    names = [item["id"] for item in kept.previous("d").history]
+    assert names == ["msg_a", "msg_b", "msg_c", "msg_d"]
     assert kept.item("msg_c") is not None
     assert kept.remove("c")
     assert not kept.remove("c")

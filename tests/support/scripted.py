@@ -21,8 +21,10 @@ from mlxrunner.server.events import (
     AnswerEvent,
     ApiError,
     EndReason,
+    Ping,
     ServerRequest,
     TextDelta,
+    ThinkingDelta,
     ToolCallEvent,
 )
 from mlxrunner.server.models import ModelCard
@@ -71,6 +73,23 @@ def call(index: int, name: str, arguments: str) -> AnswerEvent:
 
 HELLO: list[AnswerEvent] = [TextDelta("Hel"), TextDelta("lo"), ended()]
 """The events of a short answer."""
+CALLS: list[AnswerEvent] = [
+    *(Ping(), Ping(), ThinkingDelta("Let me "), ThinkingDelta("see.")),
+    *(TextDelta("I'll "), TextDelta("read.")),
+    *(call(0, "read", '{"path": "a"}'), call(1, "read", '{"path": "b"}')),
+    ended("tool_calls", thinking_tokens=2),
+]
+"""The events of an answer with thinking, text and two calls, after two heartbeats."""
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
+FUNCTION: dict[str, Any] = {
+    "name": "read",
+    "description": "Read a file",
+    "parameters": PARAMETERS,
+}
+TOOL: Any = {"type": "function", "function": FUNCTION}
+"""The function that is called, as OpenAI's chats and Ollama describe it."""
+HI: Any = [{"role": "user", "content": "Hi"}]
+"""The messages of a short conversation."""
 
 
 class Scripted:
@@ -140,10 +159,14 @@ def app_of(answers: Scripted) -> FastAPI:
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """Serve `app` on a free port of this machine, and yield its address."""
+def serving(app: Any, **more: Any) -> Iterator[str]:
+    """Serve `app` on a free port of this machine, and yield its address.
+
+    `more`: further settings of uvicorn.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    config = uvicorn.Config(app, log_level="error", log_config=None, lifespan="off", **more)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
