@@ -61,6 +61,11 @@ class MlxrunnerError(Exception):
             cls.exit_code = exit_code
 
 
+def reason(error: BaseException, most: int = 300) -> str:
+    """Return the message of any error in one line of at most `most` characters, or its type."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 class ModelError(MlxrunnerError, exit_code=2):
     """The model is missing, broken or of an unknown kind; the message names the file or id."""
 

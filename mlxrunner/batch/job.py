@@ -47,7 +47,7 @@ from mlxrunner.errors import (
     ReadError,
     StoreError,
 )
-from mlxrunner.models.fingerprint import run_parts
+from mlxrunner.models.fingerprint import model_parts, option_parts
 from mlxrunner.models.resolve import resolve
 from mlxrunner.options import EngineSettings, check_raw
 from mlxrunner.system.reading import read_json
@@ -244,7 +244,7 @@ class Job(FileOptions):
         }
         written = {"output_order": self.output_order, "no_usage": not self.usage or None}
         options = {**self.defaults, **loading, **lines, **written}
-        return run_parts(self.model, resolve(self.model), options)
+        return model_parts(self.model, resolve(self.model)) | option_parts(options)
 
 
 def _seen_by() -> str:

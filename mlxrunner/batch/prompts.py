@@ -45,10 +45,10 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import (
     LineOfBatch,
     Prompt,
-    Seeing,
     TokenizedPrompt,
     check_length,
     check_tokens,
+    sees,
     shift_of,
     tokenize_prompt,
 )
@@ -311,8 +311,7 @@ def tokenized(
     `folder`: the folder of files that lines may name. `continues` is that of `tokenize_prompt`.
     Raise PromptError.
     """
-    sees = isinstance(tokenizer, Seeing)
-    if not sees:
+    if not sees(tokenizer):
         raise PromptError("its messages have pictures, and the model was loaded without its eyes")
     numbers = count(1)
     shown = _with_pictures(messages, lambda text: _pixels(next(numbers), text, folder))
@@ -343,13 +342,13 @@ def again(
         grid: Any = None if frames is None else tuple(frames)
         picture = Picture(bytes.fromhex(row["digest"]), row["first"], row["count"], grid)
         pixels = _pixels(number, row["image"], folder)
-        if tokenizer.digest_of(pixels) != picture.digest:  # another one must take no ids
+        if tokenizer.sight.digest_of(pixels) != picture.digest:  # another one must take no ids
             raise PromptError(
                 f"picture {number} of the line has changed since the batch was read: restore "
                 "the file, or start again with another -o"
             )
-        tokenizer.restore(picture)
-        found.append(tokenizer.prepare(pixels))
+        tokenizer.sight.table.restore(picture)
+        found.append(tokenizer.sight.prepare(pixels))
     said: Any = messages
     return found, tokenizer.worded(said, found)
 

@@ -27,7 +27,7 @@ from mlxrunner.templates.messages import PlainMessage, common, has_thinking, ope
 from mlxrunner.terminal.output import count_of
 from mlxrunner.tokenizer import Tokenizer, encode_after
 from mlxrunner.tokenizer.base import AnswerTokens
-from mlxrunner.tokenizer.prompt import Seeing, TokenizedPrompt, system_tokens
+from mlxrunner.tokenizer.prompt import TokenizedPrompt, sees, system_tokens
 
 UNSTABLE = 4
 """Number of tokens at the end of a draft that the next key may change."""
@@ -98,7 +98,7 @@ class Conversation:
     @property
     def sees(self) -> bool:
         """True if the model sees pictures."""
-        return isinstance(self.runner.tokenizer, Seeing)
+        return sees(self.runner.tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -264,7 +264,7 @@ class Conversation:
         if not self.sees:
             return []
         tokenizer = cast(Any, self.runner.tokenizer)
-        return [tokenizer.prepare(one) for one in self.album.shown(rendering.text)]
+        return [tokenizer.sight.prepare(one) for one in self.album.shown(rendering.text)]
 
     def _without_oldest(
         self, history: History, text: str, rendering: Rendering, shift: Shift

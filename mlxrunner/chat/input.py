@@ -546,7 +546,7 @@ class Album:
 
         They are held until others are tokenized. Raise PictureError if one can't be seen.
         """
-        self.held = [seeing.prepare(self._pixels[name]) for name in names]
+        self.held = [seeing.sight.prepare(self._pixels[name]) for name in names]
         return list(self.held)
 
     def small(self, name: str) -> tuple[bytes, int]:

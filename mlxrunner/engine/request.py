@@ -47,11 +47,11 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.base import StopScanner
 from mlxrunner.tokenizer.prompt import (
     Prompt,
-    Seeing,
     TokenizedPrompt,
     check_length,
     check_tokens,
     room_of,
+    sees,
     shift_of,
     tokenize_prompt,
 )
@@ -143,7 +143,7 @@ def prepare(
     tokens = tokenized.tokens
     check_tokens(tokens, facts.vocab, has_pictures=bool(tokenized.pictures))
     _check_ends(options, facts.vocab)
-    if isinstance(tokenizer, Seeing):
+    if sees(tokenizer):
         _check_seeing(options)
     shift = shift_of(options, tokenizer, tokenized, context)
     discarded = 0

@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches, run_lazily
-from mlxrunner.errors import ModelError
+from mlxrunner.errors import ModelError, reason
 from mlxrunner.models.files import (
     check_files,
     check_layers,
@@ -44,6 +44,7 @@ from mlxrunner.system import mlx_vlm_internals as internals
 from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.mlx_lm_internals import has_architecture, model_classes
+from mlxrunner.system.tensorfile import TensorPlace
 
 THETA = ("rope_theta", "rotary_emb_base")
 """Names of the base of the rotations."""
@@ -338,7 +339,7 @@ def build(folder: Path) -> tuple[Any, dict[str, Any]]:
             model_class, arguments_class = model_classes(config)
             model = model_class(arguments_class.from_dict(config))
     except Exception as error:
-        why = wrong_setting(config) or " ".join(str(error).split())[:300]
+        why = wrong_setting(config) or reason(error)
         raise ModelError(
             f"{folder / 'config.json'}: no model can be built from it: {why}"
         ) from error
@@ -398,40 +399,32 @@ def usable_facts(folder: Path, model: Any, config: dict[str, Any]) -> ModelFacts
             cache.layouts()
         return facts_of(model, config)
     except Exception as error:
-        why = wrong_setting(config) or " ".join(str(error).split())[:300]
+        why = wrong_setting(config) or reason(error)
         raise ModelError(
             f"{folder / 'config.json'}: no token can be run through the model that it describes: "
-            f"{why or type(error).__name__}"
+            f"{why}"
         ) from error
 
 
 def weight_bytes(folder: Path) -> int:
     """Return the bytes of all tensors, from the safetensors headers."""
-    return _stored_bytes(_tensors(folder))
+    return sum(tensor.nbytes for tensor in _tensors(folder))
 
 
-def _stored_bytes(tensors: Sequence[dict[str, Any]]) -> int:
-    return sum(end - begin for entry in tensors for begin, end in [entry["data_offsets"]])
-
-
-def loaded_bytes(tensors: Sequence[dict[str, Any]], config: dict[str, Any]) -> int:
+def loaded_bytes(tensors: Sequence[TensorPlace], config: dict[str, Any]) -> int:
     """Return the bytes of all tensors once loaded.
 
     A device may need another type than that of the file.
     """
     dtype = device.preferred_dtype()
     if dtype is None or _is_quantized(config):
-        return _stored_bytes(tensors)
-    return sum(math.prod(entry["shape"]) * dtype.size for entry in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
+    return sum(math.prod(tensor.shape) * dtype.size for tensor in tensors)
 
 
-def _tensors(folder: Path) -> list[dict[str, Any]]:
-    return [
-        entry
-        for header in read_headers(folder).values()
-        for name, entry in header.items()
-        if name != "__metadata__"
-    ]
+def _tensors(folder: Path) -> list[TensorPlace]:
+    headers = read_headers(folder).values()
+    return [tensor for header in headers for tensor in header.tensors.values()]
 
 
 def _is_quantized(config: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import os
 import posixpath
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlxrunner.config.option import about
-from mlxrunner.errors import MissingFileError, ModelError, OptionError, ReadError
+from mlxrunner.errors import MissingFileError, ModelError, OptionError, ReadError, reason
 from mlxrunner.options import GenerateOptions
+from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.reading import (
     FETCH_LFS,
     LFS_POINTER,
@@ -32,7 +33,7 @@ from mlxrunner.system.reading import (
     read_json,
     untagged,
 )
-from mlxrunner.system.tensorfile import METADATA, Header, HeaderError
+from mlxrunner.system.tensorfile import Header, HeaderError
 from mlxrunner.system.tensorfile import read_header as read_tensors
 from mlxrunner.tokenizer.base import LAST_TOKEN
 
@@ -176,8 +177,8 @@ def check_weights(folder: Path) -> list[Path]:
     return list(read_headers(folder))
 
 
-def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Return the header of each weight file, as `read_header` reads it.
+def read_headers(folder: Path) -> dict[Path, Header]:
+    """Return the checked header of each weight file.
 
     Raise ModelError if a file is broken, if one that this process needs is missing, or if two files
     have the same tensor.
@@ -185,7 +186,7 @@ def read_headers(folder: Path) -> dict[Path, dict[str, Any]]:
     headers = {file: read_header(file) for file in _weight_files(folder)}
     place: dict[str, Path] = {}
     for file, header in headers.items():
-        for name in header.keys() - {METADATA}:
+        for name in header.tensors:
             other = place.setdefault(name, file)
             if other is not file:
                 raise ModelError(
@@ -250,7 +251,7 @@ def _whole_weights(folder: Path, placed: dict[str, str]) -> list[Path]:
 def _have_all(files: list[Path], tensors: Iterable[str]) -> bool:
     """Return True if the weight `files` are readable and have all `tensors`."""
     try:
-        return {*tensors} <= {name for file in files for name in read_header(file)}
+        return {*tensors} <= {name for file in files for name in read_header(file).tensors}
     except ModelError:
         return False
 
@@ -292,7 +293,7 @@ def tensor_count(folder: Path) -> int:
 
     Raise ModelError as `read_headers` does.
     """
-    here = sum(map(len, read_headers(folder).values()))
+    here = sum(len(header.tensors) for header in read_headers(folder).values())
     return max(here, len(placed_tensors(folder))) if missing_files(folder) else here
 
 
@@ -371,15 +372,7 @@ def _inner(index: Path, file: Any) -> str:
     return name
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Return a safetensors file's header: name -> dtype, shape, data_offsets.
-
-    Raise ModelError as `tensors_of` does.
-    """
-    return tensors_of(file).entries
-
-
-def tensors_of(file: Path) -> Header:
+def read_header(file: Path) -> Header:
     """Return the checked header of a safetensors file.
 
     Raise ModelError if the file is cut off or is not a safetensors file.
@@ -396,13 +389,9 @@ def tensors_of(file: Path) -> Header:
                 )
         return header
     except (HeaderError, OSError) as error:
-        raise ModelError(f"{file}: {_one_line(error)}: download it again") from error
+        raise ModelError(f"{file}: {reason(error)}: download it again") from error
     finally:
         os.close(descriptor)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 COUNTS = re.compile(
@@ -545,14 +534,6 @@ class ModelShard:
     ranks: int
     way: ShardingWay
 
-    def rank(self) -> int:
-        """Return `own`, as a group of MLX does."""
-        return self.own
-
-    def size(self) -> int:
-        """Return `ranks`, as a group of MLX does."""
-        return self.ranks
-
     def layers(self, count: int) -> range:
         """Return the numbers of the layers that this rank has, of `count`.
 
@@ -566,34 +547,51 @@ class ModelShard:
         return range(first, first + sizes[self.own])
 
 
-Check = Callable[[Path, dict[str, Any], ModelShard], None]
-"""A function of a folder, its config.json and a part.
-
-It raises ModelError if ranks can't share the model.
-"""
-
-_parts: list[tuple[ModelShard, Check]] = []
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""The settings of config.json that each rank has an equal part of."""
+_part: ModelShard | None = None
 
 
-def take_shard(part: ModelShard, check: Check) -> None:
-    """Have this `part` of each model from now on, if it passes `check`."""
-    _parts[:] = [(part, check)]
-
-
-def take_all() -> None:
-    """Have all of each model from now on."""
-    _parts.clear()
+def be_rank(part: ModelShard | None) -> None:
+    """Download, check and load only `part` of each model from now on; None: all of it."""
+    global _part
+    _part = part
 
 
 def own_shard() -> ModelShard | None:
     """Return the part of each model that this process has, or None for all of it."""
-    return _parts[0][0] if _parts else None
+    return _part
 
 
 def check_shard(folder: Path, config: dict[str, Any]) -> None:
-    """Raise ModelError if ranks can't share the model in `folder`."""
-    for part, check in _parts:
-        check(folder, config, part)
+    """Raise ModelError, with the name of the architecture, if ranks can't share the model."""
+    if _part is None:
+        return
+    from mlxrunner.system.mlx_lm_internals import has_pipeline, model_classes
+
+    kind, ranks, way = config["model_type"], _part.ranks, _part.way
+    try:
+        with foreign_code():
+            model = model_classes(config)[0]
+        known = hasattr(model, "shard") if way == "tensor-parallel" else has_pipeline(model)
+    except Exception:  # an architecture that loading refuses with a better explanation
+        known = False
+    if not known:
+        raise ModelError(
+            f"{folder}: mlx-lm can't share the architecture {kind!r:.80} among ranks by --{way}"
+        )
+    if way == "pipeline":
+        count = config.get("num_hidden_layers")
+        if isinstance(count, int) and count < ranks:
+            raise ModelError(f"{folder}: {count} layers are too few for {ranks} ranks")
+        return
+    for name in DIVIDED:
+        count = config.get(name)
+        if isinstance(count, int) and count % ranks:
+            raise ModelError(
+                f"{folder}: {name} is {count}, which {ranks} ranks can't share equally: use a "
+                "number of hosts that divides it"
+            )
 
 
 def needed_tensors(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
@@ -635,28 +633,12 @@ class Suggestion:
     """Options of a request. It is empty if the model suggests nothing."""
     problem: str | None = None
     """One line about what is ignored, or None."""
-
-
-def stop_strings(folder: Path) -> tuple[str, ...]:
-    """Return the texts before which an answer of the model in `folder` ends.
-
-    These are `stop_strings`. Texts that cannot be used are left out: `suggestion_of` names them.
-    """
-    with suppress(ReadError):
-        found = read_json(folder / GENERATION_CONFIG, MOST_SUGGESTIONS)
-        return _stop_strings(found) if isinstance(found, dict) else ()
-    return ()
-
-
-def _stop_strings(found: dict[str, Any]) -> tuple[str, ...]:
-    given = found.get("stop_strings")
-    listed = given if isinstance(given, list) else [given]
-    usable = dict.fromkeys(text for text in listed if isinstance(text, str) and text)
-    return tuple(usable)[:MOST_STOP_STRINGS]
+    stops: tuple[str, ...] = ()
+    """The texts before which an answer ends (`stop_strings`)."""
 
 
 def suggestion_of(folder: Path) -> Suggestion:
-    """Return the sampling that the model in `folder` suggests.
+    """Return the sampling and the ends that the model in `folder` suggests.
 
     `do_sample: false` means greedy. `do_sample: true` without a temperature means 1.0, as it does
     in transformers.
@@ -670,7 +652,9 @@ def suggestion_of(folder: Path) -> Suggestion:
         return Suggestion(problem=f"{error}; its sampling is ignored")
     if not isinstance(found, dict):
         return Suggestion(problem=f"{file}: not a JSON object: its sampling is ignored")
-    options, problems = _read(found)
+    options, problems = _sampling(found)
+    stops, why = _stop_strings(found.get("stop_strings"))
+    problems += [why] if why else []
     if found.get("do_sample") is False:
         options = {"temperature": 0.0} | {
             name: value for name, value in options.items() if name not in ("temperature", *FILTERS)
@@ -678,10 +662,10 @@ def suggestion_of(folder: Path) -> Suggestion:
     elif found.get("do_sample") is True:
         options = {"temperature": 1.0} | options
     problem = f"{file}: ignored: {'; '.join(problems)}" if problems else None
-    return Suggestion(options, problem)
+    return Suggestion(options, problem, stops)
 
 
-def _read(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _sampling(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the usable options, and a reason for each one that is not."""
     options, problems = {}, []
     for name in SUGGESTED:
@@ -696,12 +680,16 @@ def _read(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             options[name] = float(value) if name != "top_k" else value
     if found.get("do_sample") not in (None, True, False):
         problems.append(f"do_sample: {found['do_sample']!r:.80} is neither true nor false")
-    given = found.get("stop_strings")
-    listed = given if isinstance(given, list) else [given]
-    if given is not None and not all(isinstance(text, str) and text for text in listed):
-        problems.append(f"stop_strings: {given!r:.80} is not a list of texts")
-    elif len(listed) > MOST_STOP_STRINGS:
-        problems.append(
-            f"stop_strings: all but the first {MOST_STOP_STRINGS} of {len(listed):,} texts"
-        )
     return options, problems
+
+
+def _stop_strings(given: Any) -> tuple[tuple[str, ...], str]:
+    """Return the usable texts, and what is ignored, or ""."""
+    listed = given if isinstance(given, list) else [given]
+    usable = tuple(dict.fromkeys(text for text in listed if isinstance(text, str) and text))
+    why = ""
+    if given is not None and not all(isinstance(text, str) and text for text in listed):
+        why = f"stop_strings: {given!r:.80} is not a list of texts"
+    elif len(listed) > MOST_STOP_STRINGS:
+        why = f"stop_strings: all but the first {MOST_STOP_STRINGS} of {len(listed):,} texts"
+    return usable[:MOST_STOP_STRINGS], why

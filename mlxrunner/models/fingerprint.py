@@ -1,7 +1,7 @@
 """Make short digests of a model and a run. Sessions, batches and events compare them.
 
-`fingerprint` describes a model's files, `run_parts` the files and the options of a batch, and
-`loaded_fingerprint` a model in memory with the options that decide what it stores. Users' files
+`fingerprint` describes a model's files, `model_parts` and `option_parts` what a batch depends on,
+and `loaded_fingerprint` a model in memory with the options that decide what it stores. Users' files
 hold these digests: if the content of a digest changes, all older files look foreign.
 
 Not every byte of the weights is read. The digest of the files covers each file's size, its header
@@ -25,6 +25,7 @@ from mlxrunner.cache.protocol import Saved, outline
 from mlxrunner.errors import ModelError, ReadError
 from mlxrunner.models.files import MOST_BYTES, config_as_written, placed_tensors, read_headers
 from mlxrunner.system.reading import is_there, open_file, read_bytes
+from mlxrunner.system.tensorfile import Header
 from mlxrunner.templates.rendering import read_json, read_templates
 
 if TYPE_CHECKING:
@@ -119,20 +120,11 @@ def _settings(folder: Path) -> dict[str, str]:
     if not is_one:
         template = _canonical([templates, of_processor])
     words = [_content(folder / name) for name in TOKENIZER_FILES if is_there(folder / name)]
+    words.append(_canonical({name: settings[name] for name in settings.keys() - {"chat_template"}}))
+    config = config_as_written(folder)
     return {
-        "config": digest(
-            {
-                name: value
-                for name, value in config_as_written(folder).items()
-                if name not in UNIMPORTANT
-            }
-        ),
-        "tokenizer": _digest(
-            *words,
-            _canonical(
-                {name: value for name, value in settings.items() if name != "chat_template"}
-            ),
-        ),
+        "config": digest({name: config[name] for name in config.keys() - {*UNIMPORTANT}}),
+        "tokenizer": _digest(*words),
         "template": _digest(template),
     }
 
@@ -145,15 +137,6 @@ def with_format(known: Mapping[str, str], outlines: Sequence[Saved]) -> dict[str
 def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """List the parts that differ between two fingerprints."""
     return [part for part in PARTS if saved.get(part) != now.get(part)]
-
-
-def run_parts(name: str, folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model and the options that the answers of a batch depend on, by name.
-
-    These are the name of the model, a digest of each part of it, and the options that are set, by
-    their names on the command line. Raise ModelError if the model directory `folder` is broken.
-    """
-    return {**model_parts(name, folder), **option_parts(options)}
 
 
 def model_parts(name: str, folder: Path) -> dict[str, str]:
@@ -205,25 +188,14 @@ def _content(file: Path) -> bytes:
         raise ModelError(str(error)) from error
 
 
-def _samples(file: Path, header: dict[str, Any]) -> list[bytes]:
+def _samples(file: Path, header: Header) -> list[bytes]:
     fd, size = open_file(file)
     with os.fdopen(fd, "rb"):
-        begin = size - max(
-            (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-            default=0,
-        )
-        found = [str(size).encode(), _canonical(header)]
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, last = (begin + offset for offset in entry["data_offsets"])
-                places = {
-                    first,
-                    max(first, (first + last - SAMPLE) // 2),
-                    max(first, last - SAMPLE),
-                }
-                found += [
-                    os.pread(fd, min(SAMPLE, last - place), place) for place in sorted(places)
-                ]
+        found = [str(size).encode(), _canonical(header.entries)]
+        for tensor in header.tensors.values():
+            first, last = tensor.begin, tensor.begin + tensor.nbytes
+            places = {first, max(first, (first + last - SAMPLE) // 2), max(first, last - SAMPLE)}
+            found += [os.pread(fd, min(SAMPLE, last - place), place) for place in sorted(places)]
     return found
 
 

@@ -45,14 +45,13 @@ from mlxrunner.models.files import (
     check_weights,
     eos_tokens,
     read_config,
-    stop_strings,
     suggestion_of,
     tensor_count,
     text_settings,
     wrong_setting,
 )
 from mlxrunner.models.fingerprint import probe_key
-from mlxrunner.models.resolve import HUB_ID, remember_use, resolve
+from mlxrunner.models.resolve import remember_use, resolve
 from mlxrunner.models.sharding import WeightFiles, is_sharing, share
 from mlxrunner.pictures.model import CrossingModel, SeeingModel
 from mlxrunner.pictures.tokenizer import SeeingTokenizer
@@ -118,8 +117,7 @@ def load_model(
     has_code = config.get("model_file") is not None
     key = None if has_code or is_sharing() else _probe_key(folder, config)
     facts = tried(name, model, facts, key)
-    if HUB_ID.fullmatch(name) and not Path(name).is_dir():
-        remember_use(name)
+    remember_use(name)
     return LoadedModel(name, folder, model, tokenizer, facts, config, suggested(folder))
 
 
@@ -209,7 +207,7 @@ def tokenizer_in(
     return load_tokenizer(
         folder,
         eos_tokens(folder, config),
-        stops=stop_strings(folder),
+        stops=suggestion_of(folder).stops,
         trust_remote_code=trust_remote_code,
         of_processor=of_processor,
     )
@@ -245,10 +243,15 @@ def _load_unread(
         files = WeightFiles(folder, partial(progress, "reading the weights"))
         model, config = _of_mlx_lm(folder, trust_remote_code, files.take, files.complete)
         share(folder, model, config, files)
+    _set_dtype(model, config)
+    return model, config
+
+
+def _set_dtype(model: Any, config: dict[str, Any]) -> None:
+    """Convert weights that are not quantized to the type that the device prefers."""
     dtype = device.preferred_dtype()
     if dtype is not None and not config.get("quantization"):
         model.set_dtype(dtype)
-    return model, config
 
 
 def _of_mlx_lm(
@@ -332,8 +335,7 @@ def _check_numbers(folder: Path, model: Any) -> None:
 
     Look at a few values first, and at the whole tensor only if those are all NaN.
     """
-    parameters: Any = tree_flatten(model.parameters())
-    floats = [(name, array.reshape(-1)) for name, array in parameters if _may_be_nan(array)]
+    floats = [(name, array.reshape(-1)) for name, array in _floats(model)]
     places = [mx.all(mx.isnan(array[:: max(1, array.size // LOOKED_AT)])) for _, array in floats]
     mx.eval(places)
     for (name, array), is_bad in zip(floats, places, strict=True):
@@ -346,8 +348,7 @@ def _check_numbers(folder: Path, model: Any) -> None:
 
 def _why_nan(model: Any) -> str:
     """Return why a model computes NaN: the first tensor with NaN, or a type that is too small."""
-    parameters: Any = tree_flatten(getattr(model, "inner", model).parameters())
-    floats = [(name, array) for name, array in parameters if _may_be_nan(array)]
+    floats = _floats(getattr(model, "inner", model))
     damaged = next((name for name, one in floats if mx.any(mx.isnan(one)).item()), None)
     if damaged is not None:
         return (
@@ -363,8 +364,14 @@ def _why_nan(model: Any) -> str:
     )
 
 
-def _may_be_nan(array: mx.array) -> bool:
-    return bool(array.size) and mx.issubdtype(array.dtype, mx.floating)
+def _floats(model: Any) -> list[tuple[str, mx.array]]:
+    """Return the parameters that may hold NaN."""
+    parameters: Any = tree_flatten(model.parameters())
+    return [
+        (name, array)
+        for name, array in parameters
+        if array.size and mx.issubdtype(array.dtype, mx.floating)
+    ]
 
 
 def explained(error: Exception) -> str:
@@ -429,8 +436,7 @@ def load_vision_model(
     loaded = unread_vision_model(name)
     check(loaded)
     read_weights(loaded.folder, loaded.model.inner, progress)
-    if HUB_ID.fullmatch(name) and not Path(name).is_dir():
-        remember_use(name)
+    remember_use(name)
     return replace(loaded, facts=tried(name, loaded.model, loaded.facts))
 
 
@@ -488,9 +494,7 @@ def _unread_vision(folder: Path, config: dict[str, Any]) -> Any:
     try:
         with foreign_code():
             model = internals.load_model(folder, check_weights(folder))
-        dtype = device.preferred_dtype()
-        if dtype is not None and not config.get("quantization"):
-            model.set_dtype(dtype)
+        _set_dtype(model, config)
     except ModelError:
         raise
     except Exception as error:
@@ -535,21 +539,15 @@ def ends_of(name: str) -> list[End]:
     Raise ModelError if its tokenizer can't be loaded.
     """
     tokenizer = tokenizer_of(name)
-    tokens = [
+    found = [
         End(tokenizer.decode([token]), token, places)
         for token, places in sorted(tokenizer.ends.items())
     ]
-    texts = [End(text, None, (GENERATION_CONFIG,)) for text in stop_strings(resolve(name))]
-    known = {end.text for end in texts}
-    return [
-        *tokens,
-        *texts,
-        *(
-            End(text, None, ("fallback template",))
-            for text in tokenizer.template_stops
-            if text not in known
-        ),
-    ]
+    stops = suggestion_of(resolve(name)).stops
+    for text in dict.fromkeys((*stops, *tokenizer.template_stops)):
+        place = GENERATION_CONFIG if text in stops else "fallback template"
+        found.append(End(text, None, (place,)))
+    return found
 
 
 def describe(name: str) -> Description:

@@ -14,11 +14,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlxrunner.config.names import hub_id_of, suggestion_for
-from mlxrunner.errors import ModelError, NoSuchModelError, OptionError
-from mlxrunner.models.download import is_being_downloaded, storage_of
+from mlxrunner.errors import ModelError, NoSuchModelError, OptionError, reason
+from mlxrunner.models.download import (
+    CODE,
+    SETTINGS,
+    Tell,
+    download,
+    in_turn,
+    is_being_downloaded,
+    storage_of,
+    tell_nobody,
+)
 from mlxrunner.models.files import (
     GGUF,
     INDEX,
@@ -33,10 +41,6 @@ from mlxrunner.options import EMBEDDED
 from mlxrunner.system.folders import cache_folder
 from mlxrunner.system.reading import is_there
 from mlxrunner.system.writing import open_own
-
-if TYPE_CHECKING:
-    from mlxrunner.models.download import Tell
-
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -70,7 +74,7 @@ def resolve(name: str, *, with_code: bool = False) -> Path:
         OSError,
         RuntimeError,
     ) as error:  # a name too long, or the home of an unknown user
-        raise ModelError(f"{shown}: not a usable path: {_one_line(error)}") from error
+        raise ModelError(f"{shown}: not a usable path: {reason(error)}") from error
     if name.lower().endswith(".gguf"):
         raise ModelError(f"{shown}: {GGUF}")
     if name.startswith((".", "/", "~")):
@@ -129,8 +133,6 @@ def _from_hub(name: str, with_code: bool) -> Path:
         return cached
     if part is None:
         return pull(name, with_code=with_code, partial=partial)
-    from mlxrunner.models.download import in_turn
-
     with in_turn(name):
         folder = pull(name, with_code=with_code, partial=cached or partial, weights=())
         check_shard(folder, read_config(folder))
@@ -146,8 +148,6 @@ def _cached(name: str, with_code: bool, weights: Sequence[str]) -> tuple[Path | 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    from mlxrunner.models.download import CODE, SETTINGS
-
     patterns = [*SETTINGS, *weights, *([CODE] if with_code else [])]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True)), None
@@ -157,7 +157,7 @@ def _cached(name: str, with_code: bool, weights: Sequence[str]) -> tuple[Path | 
         found = getattr(error, "snapshot_path", None)
         return None, Path(found) if found is not None else None
     except HFValidationError as error:
-        raise NoSuchModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
+        raise NoSuchModelError(f"{name}: not a valid hub id: {reason(error)}") from error
 
 
 def pull(
@@ -166,7 +166,7 @@ def pull(
     with_code: bool = False,
     weights: Sequence[str] | None = None,
     partial: Path | None = None,
-    tell: Tell | None = None,
+    tell: Tell = tell_nobody,
 ) -> Path:
     """Download the present revision of a model of the hub, and return its directory.
 
@@ -182,16 +182,14 @@ def pull(
         RepositoryNotFoundError,
     )
 
-    from mlxrunner.models.download import download, tell_nobody
-
     if not HUB_ID.fullmatch(name):
         raise not_a_hub_id(name)
     try:
-        return download(name, with_code=with_code, weights=weights, tell=tell or tell_nobody)
+        return download(name, with_code=with_code, weights=weights, tell=tell)
     except ModelError:
         raise
     except HFValidationError as error:
-        raise NoSuchModelError(f"{name}: not a valid hub id: {_one_line(error)}") from error
+        raise NoSuchModelError(f"{name}: not a valid hub id: {reason(error)}") from error
     except GatedRepoError as error:
         raise ModelError(
             f"{name}: access is restricted: accept its terms on the hub, then log in with `hf auth "
@@ -206,14 +204,14 @@ def pull(
             return partial
         part, cause = (
             "not" if partial is None else "only in part",
-            _one_line(error.__cause__ or error),
+            reason(error.__cause__ or error),
         )
         raise ModelError(
             f"{name}: {part} in the local cache, and the hub can't be reached: {cause}; "
             "go online and try again"
         ) from error
     except Exception as error:  # HTTP errors, a full disk, or an answer changed by a proxy
-        raise ModelError(f"{name}: the download failed: {_one_line(error)}") from error
+        raise ModelError(f"{name}: the download failed: {reason(error)}") from error
 
 
 def not_a_hub_id(name: str) -> NoSuchModelError:
@@ -232,10 +230,6 @@ def _is_whole(folder: Path) -> bool:
     except ModelError:
         return False
     return True
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -286,7 +280,12 @@ def _note_of(name: str) -> Path:
 
 
 def remember_use(name: str) -> None:
-    """Note that the model `name` is loaded now. Do nothing if that can't be written."""
+    """Note that the model `name` is loaded now, if it is one of the hub.
+
+    Do nothing if that can't be written.
+    """
+    if not HUB_ID.fullmatch(name) or Path(name).is_dir():
+        return
     with suppress(OSError, RuntimeError):
         note = _note_of(name)
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

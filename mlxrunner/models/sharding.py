@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,85 +18,36 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.pipeline import PipelineMixin
 
 from mlxrunner.cache.layers.attention import FullAttentionCache
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.errors import ModelError, ReadError
 from mlxrunner.models.files import (
-    ModelShard,
     check_shard,
     check_weights,
     missing_files,
     needed_tensors,
     own_shard,
     read_config,
-    take_shard,
-    tensors_of,
+    read_header,
 )
-from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import cutting
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.tensorfile import TensorPlace
 from mlxrunner.terminal.output import one_line
 
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""The settings of config.json that each rank has an equal part of."""
-
-_groups: list[mx.distributed.Group] = []
+_group: mx.distributed.Group | None = None
 
 
 def share_among(group: mx.distributed.Group | None) -> None:
     """Share every model that this process loads from now on as its part says; None: no longer."""
-    _groups[:] = [] if group is None else [group]
-
-
-def be_rank(part: ModelShard) -> None:
-    """Download, check and load only `part` of each model from now on."""
-    take_shard(part, check_shares)
+    global _group
+    _group = group
 
 
 def is_sharing() -> bool:
     """Return True if a model that is loaded now would be shared."""
-    return bool(_groups)
-
-
-def check_shares(folder: Path, config: dict[str, Any], part: ModelShard) -> None:
-    """Raise ModelError, with the name of the architecture, unless ranks can share it as `part`."""
-    from mlx_lm.utils import _get_classes
-
-    kind, ranks, way = config["model_type"], part.ranks, part.way
-    try:
-        with foreign_code():
-            model = _get_classes(config)[0]
-        known = hasattr(model, "shard") if way == "tensor-parallel" else _has_pipeline(model)
-    except Exception:  # an architecture that loading refuses with a better explanation
-        known = False
-    if not known:
-        raise ModelError(
-            f"{folder}: mlx-lm can't share the architecture {kind!r:.80} among ranks by --{way}"
-        )
-    if way == "pipeline":
-        count = config.get("num_hidden_layers")
-        if isinstance(count, int) and count < ranks:
-            raise ModelError(f"{folder}: {count} layers are too few for {ranks} ranks")
-        return
-    for name in DIVIDED:
-        count = config.get(name)
-        if isinstance(count, int) and count % ranks:
-            raise ModelError(
-                f"{folder}: {name} is {count}, which {ranks} ranks can't share equally: use a "
-                "number of hosts that divides it"
-            )
-
-
-def _has_pipeline(model: type) -> bool:
-    """Return True if the layers of `model` are in a class that can share them."""
-    classes = vars(sys.modules[model.__module__]).values()
-    return any(
-        isinstance(one, type) and one is not PipelineMixin and hasattr(one, "pipeline")
-        for one in classes
-    )
+    return _group is not None
 
 
 def share(folder: Path, model: Any, config: dict[str, Any], files: WeightFiles) -> None:
@@ -106,25 +56,25 @@ def share(folder: Path, model: Any, config: dict[str, Any], files: WeightFiles) 
     The parts of tensors that `files` has seen are read. Raise ModelError if a file can't be read,
     if the model can't be shared, or if a layer can't be rewound by itself.
     """
-    for group in _groups:
-        part = own_shard()
-        assert part is not None
-        check_shard(folder, config)
-        if not all(type(cache) is FullAttentionCache for cache in make_layer_caches(model)):
-            raise ModelError(
-                f"{folder}: the architecture {config['model_type']!r:.80} has layers other than "
-                "full attention, which several ranks can't keep equal"
-            )
-        try:
-            if part.way == "pipeline":
-                model.model.pipeline(group)
-            else:
-                with cutting(files.part):
-                    model.shard(group)
-        except ValueError as error:  # a tensor whose sides do not follow from DIVIDED
-            raise ModelError(
-                f"{folder}: {group.size()} ranks can't share it equally: {one_line(str(error))}"
-            ) from error
+    group, part = _group, own_shard()
+    assert group is not None
+    assert part is not None
+    check_shard(folder, config)
+    if not all(type(cache) is FullAttentionCache for cache in make_layer_caches(model)):
+        raise ModelError(
+            f"{folder}: the architecture {config['model_type']!r:.80} has layers other than "
+            "full attention, which several ranks can't keep equal"
+        )
+    try:
+        if part.way == "pipeline":
+            model.model.pipeline(group)
+        else:
+            with cutting(files.part):
+                model.shard(group)
+    except ValueError as error:  # a tensor whose sides do not follow from DIVIDED
+        raise ModelError(
+            f"{folder}: {group.size()} ranks can't share it equally: {one_line(str(error))}"
+        ) from error
 
 
 DIRECT = 2**16
@@ -154,7 +104,7 @@ class WeightFiles:
         self._names: dict[int, str] = {}
         self._arrays: list[mx.array] = []  # kept, so that each has an id of its own
         for file in check_weights(folder):
-            for name, place in tensors_of(file).tensors.items():
+            for name, place in read_header(file).tensors.items():
                 self._places[name] = (file, place)
 
     def take(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:

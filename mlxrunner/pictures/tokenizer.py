@@ -7,8 +7,7 @@ from itertools import groupby, islice
 from typing import Any, cast
 
 from mlxrunner.cache.entry import FIRST_OF_PICTURES, TokenArray, as_tokens
-from mlxrunner.errors import ModelError, PromptError
-from mlxrunner.pictures.table import Picture, PictureNames
+from mlxrunner.errors import ModelError, PromptError, reason
 from mlxrunner.pictures.vision_encoder import Prepared, VisionEncoder
 from mlxrunner.system.picture_files import Pixels
 from mlxrunner.templates.messages import PICTURE, PlainMessage
@@ -26,17 +25,12 @@ class SeeingTokenizer:
 
         Raise ModelError if its chat template has no place for pictures.
         """
-        self._inner, self._sight = inner, sight
+        self._inner, self.sight = inner, sight
         self.written = self._what_is_written()
         """The text that the chat template writes for a picture."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-    @property
-    def marker(self) -> str:
-        """The text that stands for a picture in a rendered conversation."""
-        return self._sight.marker
 
     def render(self, messages: Sequence[PlainMessage], **variables: Any) -> str:
         """Return the conversation with the model's own text in place of each picture."""
@@ -48,30 +42,9 @@ class SeeingTokenizer:
         text = list[str]()
         for is_picture, some in groupby(tokens, lambda token: token >= FIRST_OF_PICTURES):
             own = list(some)
-            runs = self._sight.table.among(as_tokens(own)) if is_picture else ()
+            runs = self.sight.table.among(as_tokens(own)) if is_picture else ()
             text += [PICTURE for _ in runs] if is_picture else [self._inner.decode(own)]
         return "".join(text)
-
-    def prepare(self, picture: Pixels) -> Prepared:
-        """Return what a prompt with this picture has to hold until it has run."""
-        return self._sight.prepare(picture)
-
-    def digest_of(self, picture: Pixels) -> bytes:
-        """Return the digest by which a picture is known."""
-        return self._sight.digest_of(picture)
-
-    def restore(self, picture: Picture) -> None:
-        """Take in a picture with the ids that it has in stored tokens. Raise PromptError."""
-        self._sight.table.restore(picture)
-
-    @property
-    def names(self) -> PictureNames:
-        """The pictures of the model, in a form that holds in every process."""
-        return PictureNames(self._sight.table)
-
-    def held(self, digest: bytes) -> Prepared | None:
-        """Return a picture that is still held, by its digest; None if it has to be prepared."""
-        return self._sight.held(digest)
 
     def tokens_of(
         self,
@@ -85,19 +58,19 @@ class SeeingTokenizer:
         tokens, by default those of a whole conversation. Raise PromptError if
         they do not fit together, and PictureError if one can't be seen.
         """
-        prepared = [self._sight.prepare(one) for one in pictures]
+        prepared = [self.sight.prepare(one) for one in pictures]
         tokens = (encode or self._inner.encode)(self.filled(text, prepared))
-        return self.placed(as_tokens(tokens), prepared), prepared
+        return self.sight.placed(as_tokens(tokens), prepared), prepared
 
     def filled(self, text: str, pictures: Sequence[Prepared]) -> str:
         """Return a rendered conversation with the text of each of its `pictures` in its place.
 
         Raise PromptError if they do not fit together.
         """
-        parts = text.split(self._sight.marker)
+        parts = text.split(self.sight.marker)
         if len(parts) != len(pictures) + 1:
             raise PromptError(
-                f"the conversation has {len(pictures)} pictures, and {self._sight.marker!r}, which "
+                f"the conversation has {len(pictures)} pictures, and {self.sight.marker!r}, which "
                 f"stands for one, is {len(parts) - 1} times in its text"
             )
         whole = [parts[0]]
@@ -128,13 +101,6 @@ class SeeingTokenizer:
             found.append(plain)
         return found
 
-    def placed(self, tokens: TokenArray, pictures: Sequence[Prepared]) -> TokenArray:
-        """Return the tokens of a filled text with the positions of its `pictures`, in order.
-
-        Raise PromptError if they do not fit together.
-        """
-        return self._sight.placed(tokens, pictures)
-
     def _plain(self, message: PlainMessage) -> dict[str, Any]:
         plain = dict(message)
         if plain.pop("pictures", ()):
@@ -151,9 +117,10 @@ class SeeingTokenizer:
             written = rest.partition("\ue001")[0]
             is_same = all(self._probed(texts) == self._joined(texts, written) for texts in PROBES)
         except Exception as error:
-            why = " ".join(str(error).split())[:200]
-            raise ModelError(f"the model's chat template refuses pictures: {why}") from error
-        if self._sight.marker not in written or not is_same:
+            raise ModelError(
+                f"the model's chat template refuses pictures: {reason(error, 200)}"
+            ) from error
+        if self.sight.marker not in written or not is_same:
             raise ModelError("the model's chat template has no place for pictures")
         return written
 

@@ -60,7 +60,7 @@ from mlxrunner.results import Rate, logger
 from mlxrunner.runner import Runner
 from mlxrunner.system.speed import PrefillCurve
 from mlxrunner.templates.messages import thinking_tokens
-from mlxrunner.tokenizer.prompt import Seeing
+from mlxrunner.tokenizer.prompt import sees
 
 if TYPE_CHECKING:
     from mlxrunner.engine.engine import Engine
@@ -144,7 +144,7 @@ class Profile:
             raise OptionError(
                 f"runner: {runner!r:.80} is not a runner; load one with Runner.load(model)"
             )
-        if isinstance(runner.tokenizer, Seeing) and (self._share or self._tokens is not None):
+        if sees(runner.tokenizer) and (self._share or self._tokens is not None):
             raise OptionError(
                 "verify, tokens: a model that sees pictures is neither verified nor recorded by "
                 "token: their ids are of this process only"

@@ -29,10 +29,10 @@ from mlxrunner.engine.request import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch
 from mlxrunner.errors import LaunchError, MlxrunnerError, ModelError, NotSupportedError
 from mlxrunner.memory.reserve import weights_of
-from mlxrunner.models.files import ModelShard, check_shard, read_config
+from mlxrunner.models.files import ModelShard, be_rank, check_shard, read_config
 from mlxrunner.models.fingerprint import by_files, different_files
 from mlxrunner.models.resolve import resolve
-from mlxrunner.models.sharding import be_rank, share_among
+from mlxrunner.models.sharding import share_among
 from mlxrunner.options import MOST_TOKENS
 from mlxrunner.ranks.links import JOIN_S, JOINED, JOINS, Hosts, Wire, inherited, versions
 from mlxrunner.runner import Runner

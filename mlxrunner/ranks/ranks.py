@@ -19,11 +19,10 @@ from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.cache.protocol import LayerCache, SavedEntry
 from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.errors import ModelError
-from mlxrunner.models.files import ModelShard, ShardingWay, read_config, take_all
+from mlxrunner.models.files import ModelShard, ShardingWay, be_rank, read_config
 from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import LoadedModel
 from mlxrunner.models.resolve import resolve
-from mlxrunner.models.sharding import be_rank
 from mlxrunner.ranks.links import END, GUARD_PATIENCE_S, Hosts, Wire
 from mlxrunner.ranks.passes import (
     COPY,
@@ -70,7 +69,7 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.tell(END)
-        take_all()
+        be_rank(None)
 
     def wait_for_all(self) -> None:
         """Wait until all ranks are there. The guard ends this process if one does not come."""

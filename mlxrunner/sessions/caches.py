@@ -319,7 +319,7 @@ class Saver:
         tokenizer = None if runner is None else runner.tokenizer
         names = PictureNames(PictureTable())
         if isinstance(tokenizer, SeeingTokenizer):
-            names = tokenizer.names
+            names = PictureNames(tokenizer.sight.table)
         try:
             names.of(tokens)
         except KeyError:  # a model that is gone saw it

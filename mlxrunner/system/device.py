@@ -53,17 +53,14 @@ def limits() -> list[Limit]:
 
 
 def _machine() -> Iterator[Limit]:
-    for line in _lines(PROC / "meminfo"):
+    for line in _text(PROC / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             yield Limit(MACHINE, int(line.split()[1]) * 1024)
 
 
 def _process() -> Iterator[Limit]:
-    pages = [
-        int(number) * os.sysconf("SC_PAGE_SIZE")
-        for line in _lines(PROC / "self" / "statm")
-        for number in line.split()
-    ]
+    counts = _text(PROC / "self" / "statm").split()
+    pages = [int(count) * os.sysconf("SC_PAGE_SIZE") for count in counts]
     if len(pages) < 6:
         return
     for name, kind, taken in (
@@ -80,7 +77,7 @@ def _cgroup() -> Iterator[Limit]:
 
     In a container the path may be the outer one. Then the root of the container is the group.
     """
-    for line in _lines(PROC / "self" / "cgroup"):
+    for line in _text(PROC / "self" / "cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
@@ -106,7 +103,7 @@ def _group(group: Path, most: str, taken: str) -> Iterator[Limit]:
     ):  # version 1 writes a huge number for no limit
         return
     # The system frees pages of files before it kills a process.
-    words = [line.split() for line in _lines(group / "memory.stat")]
+    words = [line.split() for line in _text(group / "memory.stat").splitlines()]
     files = sum(
         int(word[1])
         for word in words
@@ -116,15 +113,16 @@ def _group(group: Path, most: str, taken: str) -> Iterator[Limit]:
 
 
 def _number(file: Path) -> int | None:
-    text = "".join(_lines(file)[:1])
+    text = _text(file)
     return int(text) if text.isdecimal() else None
 
 
-def _lines(file: Path) -> list[str]:
+def _text(file: Path) -> str:
+    """Return the text of a file of the kernel; "" if it can't be read."""
     try:
-        return file.read_text().splitlines()  # opens: of the kernel
+        return file.read_text().strip()  # opens: of the kernel
     except (OSError, ValueError):
-        return []
+        return ""
 
 
 SUPPLIES = Path("/sys/class/power_supply")
@@ -148,7 +146,8 @@ class EnergyMeter:
         self._last = {
             package: count
             for package in packages
-            if package.name.count(":") == 1 and (count := _count(package / "energy_uj")) is not None
+            if package.name.count(":") == 1
+            and (count := _number(package / "energy_uj")) is not None
         }
         self._joules = 0.0
 
@@ -158,17 +157,12 @@ class EnergyMeter:
         Call it every few minutes: the counters begin again at their end.
         """
         for package, before in self._last.items():
-            now = _count(package / "energy_uj")
+            now = _number(package / "energy_uj")
             if now is not None:
-                span = _count(package / "max_energy_range_uj") or 0
+                span = _number(package / "max_energy_range_uj") or 0
                 self._joules += (now - before + (span if now < before else 0)) / 1e6
                 self._last[package] = now
         return self._joules if self._last else None
-
-
-def _count(file: Path) -> int | None:
-    text = _read(file)
-    return int(text) if text.isdecimal() else None
 
 
 def _macos() -> bool:
@@ -183,7 +177,7 @@ def _linux(supplies: Path) -> bool:
     """Return True if a battery discharges and no mains supply is online."""
     try:
         known = [
-            {name: _read(supply / name) for name in ("type", "online", "status", "scope")}
+            {name: _text(supply / name) for name in ("type", "online", "status", "scope")}
             for supply in supplies.iterdir()
         ]
     except OSError:
@@ -194,13 +188,6 @@ def _linux(supplies: Path) -> bool:
         s["type"] == "Battery" and s["status"] == "Discharging" and s["scope"] != "Device"
         for s in known
     )
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()  # opens: of the kernel
-    except (OSError, ValueError):
-        return ""
 
 
 _sharers = 1
@@ -379,7 +366,7 @@ def blas() -> Finding:
     loaded = sorted(
         {
             Path(line.split()[-1]).name
-            for line in _maps()
+            for line in _text(Path("/proc/self/maps")).splitlines()
             if "openblas" in line.lower() and "numpy" not in line
         }
     )
@@ -422,13 +409,6 @@ def compiler() -> Finding:
     return Finding(
         "compiler", "none", ok=False, advice="kernels run unfused, a little slower: install g++"
     )
-
-
-def _maps() -> list[str]:
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    return maps.read_text().splitlines()  # opens: of the kernel
 
 
 PACKAGES = ("mlxrunner", "mlx", "mlx-lm", "transformers", "numpy", "sentencepiece")

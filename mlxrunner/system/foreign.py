@@ -54,7 +54,9 @@ def is_failure(error: BaseException) -> bool:
         for frame, _ in places
     ):
         return False
-    return not isinstance(error, KeyboardInterrupt) or _is_raise(last.f_code, at)
+    code = last.f_code.co_code
+    is_raise = 0 <= at < len(code) and dis.opname[code[at]] == "RAISE_VARARGS"
+    return not isinstance(error, KeyboardInterrupt) or is_raise
 
 
 def _places(trace: TracebackType | None) -> Iterator[tuple[Any, int]]:
@@ -67,11 +69,6 @@ def _places(trace: TracebackType | None) -> Iterator[tuple[Any, int]]:
 def _code_of(handler: Any) -> CodeType | None:
     found = getattr(getattr(handler, "__func__", handler), "__code__", None)
     return found if isinstance(found, CodeType) else None
-
-
-def _is_raise(code: CodeType, at: int) -> bool:
-    """Return True if the instruction of `code` at offset `at` is a `raise`."""
-    return 0 <= at < len(code.co_code) and dis.opname[code.co_code[at]] == "RAISE_VARARGS"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,20 @@ def model_classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
 
     model_class, arguments_class = _get_classes(config)
     return model_class, arguments_class
+
+
+def has_pipeline(model: type) -> bool:
+    """Return True if the layers of a class of models are in a class that ranks can share.
+
+    Expects a subclass of `PipelineMixin` in the module of the model.
+    """
+    from mlx_lm.models.pipeline import PipelineMixin
+
+    classes = vars(sys.modules[model.__module__]).values()
+    return any(
+        isinstance(one, type) and one is not PipelineMixin and hasattr(one, "pipeline")
+        for one in classes
+    )
 
 
 Tensors = dict[str, mx.array]

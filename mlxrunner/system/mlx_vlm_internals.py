@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.errors import ModelError, PictureError
+from mlxrunner.errors import ModelError, PictureError, reason
 from mlxrunner.system.foreign import foreign_code
 from mlxrunner.system.mlx_lm_internals import with_globals
 from mlxrunner.system.reading import untagged
@@ -86,8 +86,9 @@ def load_processor(folder: Path) -> Any:
         with _silence(), foreign_code():
             return load_processor(folder, add_detokenizer=False, trust_remote_code=False)
     except Exception as error:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(f"{folder}: no processor of pictures could be loaded: {why}") from error
+        raise ModelError(
+            f"{folder}: no processor of pictures could be loaded: {reason(error)}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,9 @@ def process(
     try:
         found = dict(processor(text=[marker], images=[picture], add_special_tokens=False))
     except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise PictureError(f"the model's processor refuses the picture: {why}") from error
+        raise PictureError(
+            f"the model's processor refuses the picture: {reason(error, 200)}"
+        ) from error
     block = np.array(found.pop("input_ids"))[0].tolist()
     found.pop("attention_mask", None)
     inputs = {name: mx.array(value) for name, value in found.items()}

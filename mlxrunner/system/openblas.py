@@ -12,21 +12,7 @@ import sys
 _BEFORE = "MLXRUNNER_OPENBLAS_BEFORE"
 """The variable that hands the new program what its variables were before."""
 PRELOAD, THREADS = "LD_PRELOAD", "OPENBLAS_NUM_THREADS"
-COMMANDS = frozenset(
-    (
-        "chat",
-        "run",
-        "generate",
-        "batch",
-        "worker",
-        "serve",
-        "verify",
-        "bench",
-        "plan",
-        "doctor",
-        "launch",
-    )
-)
+COMMANDS = frozenset("chat run generate batch worker serve verify bench plan doctor launch".split())
 """The commands that load a model, or say how fast one would be."""
 
 
@@ -34,18 +20,12 @@ def find() -> str | None:
     """Return the path of OpenBLAS as Linux distributions or `make` install it, else None."""
     from glob import glob
 
-    return next(
-        (
-            path
-            for pattern in (
-                "/usr/lib/*-linux-gnu/libopenblas.so.0",
-                "/usr/lib64/libopenblas.so.0",
-                f"{sys.prefix}/lib/mlxrunner/libopenblas.so",
-            )
-            for path in sorted(glob(pattern))
-        ),
-        None,
+    patterns = (
+        "/usr/lib/*-linux-gnu/libopenblas.so.0",
+        "/usr/lib64/libopenblas.so.0",
+        f"{sys.prefix}/lib/mlxrunner/libopenblas.so",
     )
+    return next((path for pattern in patterns for path in sorted(glob(pattern))), None)
 
 
 def is_off() -> bool:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.errors import OptionError, PictureError
+from mlxrunner.errors import OptionError, PictureError, reason
 from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import read_bytes
 from mlxrunner.terminal.output import one_line, size
@@ -91,15 +91,12 @@ def decode_picture(content: bytes, name: str) -> Pixels:
             error
         )
     except Exception as error:  # a broken file may raise anything
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise PictureError(f"{name}: the picture is damaged: {why}") from error
+        raise PictureError(f"{name}: the picture is damaged: {reason(error, 200)}") from error
 
 
 def encoded(pixels: Pixels) -> bytes:
     """Return the PNG of a picture."""
-    stream = io.BytesIO()
-    _pillow().fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
+    return small_png(pixels, max(pixels.shape))[0]
 
 
 def small_png(pixels: Pixels, most: int) -> tuple[bytes, int]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from mlxrunner.errors import MissingFileError, ReadError
+from mlxrunner.errors import MissingFileError, ReadError, reason
 
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 MOST_NESTED = 100
@@ -142,24 +142,21 @@ def read_trusted(path: str | os.PathLike[str], limit: int) -> str:
     """
     descriptor, _ = open_file(path, limit)
     try:
-        _check_trusted(path, os.fstat(descriptor))
+        status = os.fstat(descriptor)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ReadError(
+                f"{os.fspath(path)}: it belongs to another user (number {status.st_uid}), who "
+                "could change it: make a copy of your own"
+            )
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ReadError(
+                f"{os.fspath(path)}: others may write to it (mode {status.st_mode & 0o777:04o}): "
+                "chmod 600 it"
+            )
     except BaseException:
         os.close(descriptor)
         raise
     return _decoded(path, _whole(path, descriptor, limit))
-
-
-def _check_trusted(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ReadError(
-            f"{os.fspath(path)}: it belongs to another user (number {status.st_uid}), who could "
-            "change it: make a copy of your own"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ReadError(
-            f"{os.fspath(path)}: others may write to it (mode {status.st_mode & 0o777:04o}): "
-            "chmod 600 it"
-        )
 
 
 def _decoded(path: str | os.PathLike[str], content: bytes) -> str:
@@ -197,9 +194,7 @@ def read_json(
     except (ValueError, RecursionError) as error:
         if content.startswith(LFS_POINTER):
             raise ReadError(f"{os.fspath(path)}: {FETCH_LFS}") from error
-        raise ReadError(
-            f"{os.fspath(path)}: not readable as JSON: {' '.join(str(error).split())[:300]}"
-        ) from error
+        raise ReadError(f"{os.fspath(path)}: not readable as JSON: {reason(error)}") from error
     return found
 
 

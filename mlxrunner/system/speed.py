@@ -7,6 +7,8 @@ cached tokens. The scheduler's own costs of a step are in its pace.
 
 from __future__ import annotations
 
+from typing import Any
+
 Terms = tuple[float, float, float]
 """The fixed, the linear and the square part of a cost."""
 
@@ -19,8 +21,8 @@ class PrefillCurve:
     """
 
     def __init__(self) -> None:
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._targets = [0.0] * 3
+        self._products: Any = 0.0
+        self._targets: Any = 0.0
         self._coming: list[tuple[Terms, float]] = []
         self._fitted: Terms = (0.0, 0.0, 0.0)
         self._count = 0
@@ -58,11 +60,11 @@ class PrefillCurve:
 
     def _fit(self) -> None:
         """Add the new chunks to the normal equations, and solve these."""
-        for row, seconds in self._coming:
-            for i in range(3):
-                self._targets[i] += row[i] * seconds
-                for j in range(3):
-                    self._products[i][j] += row[i] * row[j]
+        import numpy as np
+
+        rows = np.array([row for row, _ in self._coming])
+        self._products = self._products + rows.T @ rows
+        self._targets = self._targets + rows.T @ [seconds for _, seconds in self._coming]
         self._count += len(self._coming)
         self._coming.clear()
         self._fitted = self._solve()
@@ -73,9 +75,8 @@ class PrefillCurve:
 
         columns = [0, 1, 2]
         while columns:
-            products = [[self._products[i][j] for j in columns] for i in columns]
             solution, _, rank, _ = np.linalg.lstsq(
-                np.array(products), np.array([self._targets[i] for i in columns]), rcond=1e-12
+                self._products[np.ix_(columns, columns)], self._targets[columns], rcond=1e-12
             )
             solved = solution.tolist() if rank == len(columns) else None
             if solved is not None and min(solved) >= 0:
@@ -92,10 +93,8 @@ class PrefillCurve:
 
 
 def _row(begin: int, end: int) -> Terms:
-    """Return the factors of the coefficients for a chunk."""
-    return 1.0, float(end - begin), _scaled(end) - _scaled(begin)
+    """Return the factors of the coefficients for a chunk, the square in thousands.
 
-
-def _scaled(tokens: int) -> float:
-    """Return the square in thousands, so that the columns have similar sizes."""
-    return tokens * tokens / 1000
+    So the columns have similar sizes.
+    """
+    return 1.0, float(end - begin), end * end / 1000 - begin * begin / 1000

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlxrunner.errors import SessionError
+from mlxrunner.errors import SessionError, reason
 from mlxrunner.system.reading import no_constant
 from mlxrunner.system.writing import write_all
 
@@ -94,9 +94,7 @@ def _read_json(fd: int, size: int, most: int) -> tuple[dict[str, Any], int]:
             os.pread(fd, length, 8), object_pairs_hook=_once, parse_constant=no_constant
         )
     except (ValueError, RecursionError) as error:
-        raise HeaderError(
-            f"damaged: its header is no JSON ({' '.join(str(error).split())[:100]})"
-        ) from error
+        raise HeaderError(f"damaged: its header is no JSON ({reason(error, 100)})") from error
     if not isinstance(entries, dict):
         raise HeaderError("damaged: its header is not an object")
     return entries, 8 + length

@@ -212,7 +212,8 @@ def written(
     """
     path, mode = Path(path), 0o600
     with suppress(FileNotFoundError):
-        found = _found(path)
+        with _names_checked(path):
+            found = os.lstat(path)
         if not force:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         _check(path, found, replaced=True)
@@ -371,11 +372,6 @@ def _user(number: int) -> str:
         return f"the user {pwd.getpwuid(number).pw_name}"
     except KeyError:
         return f"the user {number}"
-
-
-def _found(path: Name) -> os.stat_result:
-    with _names_checked(path):
-        return os.lstat(path)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from mlxrunner.templates.messages import (
     has_calls,
     opens_thinking,
 )
-from mlxrunner.templates.probe import MARK, PARTS_SHOWN, FormatProbe
+from mlxrunner.templates.probe import MARK, PARTS_SHOWN, FormatProbe, rendered
 from mlxrunner.templates.rendering import Render
 
 SHORT = 16
@@ -515,7 +515,7 @@ def continued(
             raise PromptError("message 0: the assistant's words are empty, and nothing is before")
         text = render(before)
         return Continued(text, len(text), len(text))
-    begun = _try(render, before) if before else None
+    begun = rendered(render, before, True) if before else None
     tags = next((tags for tags in THINKING_TAGS if words.lstrip().startswith(tags.begin)), None)
     if begun is not None and words and not thought and (tags or _skips_thinking(begun)):
         own = words.lstrip() if tags else words
@@ -570,10 +570,11 @@ def _written_before_mark(
         text = render([*messages[:-1], last], add_generation_prompt=False)
     except TemplateLimitError:
         raise
-    except PromptError as error:
+    except PromptError as error:  # in its words, without the mark as it is or as `repr` shows it
+        why = str(error).replace(_END, "").replace(repr(_END)[1:-1], "")
         raise PromptError(
             f"message {number}: the conversation ends with the assistant's words, and the model's "
-            f"chat template can't end there ({_cleaned(error)}): {REMEDY}"
+            f"chat template can't end there ({why}): {REMEDY}"
         ) from error
     head, found, tail = text.partition(_END)
     why = ""
@@ -595,23 +596,8 @@ def _written_before_mark(
     return Continued(head, 0, len(head) - len(said))
 
 
-def _cleaned(error: PromptError) -> str:
-    """Return a message without the mark, as it is or as `repr` shows it."""
-    return str(error).replace(_END, "").replace(repr(_END)[1:-1], "")
-
-
 def _is_text(tail: str, ends: Iterable[str]) -> bool:
     """Return True if `tail` has more than end tokens, other tags and white space."""
     for end in sorted(filter(str.strip, ends), key=len, reverse=True):
         tail = tail.replace(end, "")
     return bool(_TAGS.sub("", tail).strip())
-
-
-def _try(render: Render, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a conversation with a generation prompt, or None if the template refuses it."""
-    try:
-        return render(messages, add_generation_prompt=True)
-    except TemplateLimitError:
-        raise
-    except PromptError:
-        return None

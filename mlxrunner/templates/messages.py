@@ -167,7 +167,9 @@ def check_message(index: int, message: Any, see: See | None = None) -> PlainMess
     if pictures:
         checked["pictures"] = pictures
     if calls:
-        checked["tool_calls"] = _tool_calls(index, calls)
+        if not isinstance(calls, list | tuple):
+            raise PromptError(f"message {index}: tool_calls has to be a list, not {shown(calls)}")
+        checked["tool_calls"] = [_tool_call(index, call) for call in calls]
     for name in (*FIELDS.get(role, ()), "name"):
         value = message.get(name)
         if value is not None and not isinstance(value, str):
@@ -209,12 +211,6 @@ def _part(index: int, part: Any, pictures: list[Any], see: See | None) -> str:
         f"message {index}: content of type {shown(unknown)} is not supported, only text "
         '({"type": "text", "text": text})'
     )
-
-
-def _tool_calls(index: int, calls: Any) -> list[ToolCall]:
-    if not isinstance(calls, list | tuple):
-        raise PromptError(f"message {index}: tool_calls has to be a list, not {shown(calls)}")
-    return [_tool_call(index, call) for call in calls]
 
 
 def _tool_call(index: int, call: Any) -> ToolCall:
@@ -282,7 +278,10 @@ class MessageFormat(NamedTuple):
         if self.is_split:
             shaped = [one for message in shaped for one in _split(message)]
         if self.has_text_arguments:
-            shaped = [_with_text_arguments(message) for message in shaped]
+            shaped = [
+                one | {"tool_calls": list(map(_with_text, calls_of(one)))} if calls_of(one) else one
+                for one in shaped
+            ]
         if self.is_silent:
             shaped = [
                 one | {"content": None} if calls_of(one) and not one["content"] else one
@@ -367,13 +366,8 @@ def _split(message: dict[str, Any]) -> Messages:
     return [text, calls]
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if not calls_of(message):
-        return message
-    return message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-
-
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are a JSON text."""
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return call | {"function": call["function"] | {"arguments": text}}

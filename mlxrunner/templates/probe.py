@@ -340,7 +340,7 @@ def turn_ends(
     """
     ends, within = set[int](), set[int]()
     try:
-        begun = _rendered(render, probe_messages("u"), True)
+        begun = rendered(render, probe_messages("u"), True)
         if begun is None or MARK.format(0) not in begun:
             return frozenset()
         openers = set(takewhile(is_mark, _tokens(encode, begun.partition(MARK.format(0))[0])))
@@ -383,18 +383,18 @@ def _look(
 ) -> tuple[int | None, set[int]]:
     """Return the mark that ends a turn, if one does, and those that stand within it."""
     whole, anchor = [*turn.before, turn.message], turn.before[-1]["content"]
-    begun = _rendered(render, turn.before, True, **turn.variables)
-    last = _rendered(render, whole, False, **turn.variables)
+    begun = rendered(render, turn.before, True, **turn.variables)
+    last = rendered(render, whole, False, **turn.variables)
     if begun is None or last is None or anchor not in begun or turn.mark not in last:
         return None, set()
     header = _tokens(encode, begun.rpartition(anchor)[2])
     texts, tails = [last], [_tokens(encode, _behind(last, turn.mark))]
-    longer = _rendered(render, [*whole, turn.after], False, **turn.variables) or ""
+    longer = rendered(render, [*whole, turn.after], False, **turn.variables) or ""
     followed, found, _ = longer.rpartition(turn.after["content"])
     if found and turn.mark in followed:
         texts.append(followed)
         tails.append(_tokens(encode, _behind(followed, turn.mark)))
-    open_ = _rendered(render, whole, True, **turn.variables) or ""
+    open_ = rendered(render, whole, True, **turn.variables) or ""
     end = _end(tails, _tokens(encode, _behind(open_, turn.mark)), is_mark, openers)
     inner = set[int]()
     for text, tail in zip(texts, tails, strict=True):
@@ -433,8 +433,11 @@ def _end(
     return own if own is not None else last_mark(open_[: common(open_, tails[1])])
 
 
-def _rendered(
-    render: Callable[..., str], messages: Messages, add_generation_prompt: bool, **variables: Any
+def rendered(
+    render: Callable[..., str],
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    **variables: Any,
 ) -> str | None:
     """Return a conversation as the template writes it, or None if the template refuses it.
 

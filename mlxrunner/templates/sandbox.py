@@ -122,11 +122,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
 
 
-def most_text(size: int) -> int:
-    """Return the characters of the longest text that a template may make of `size` bytes."""
-    return LEAST_TEXT + TEXT_SHARE * size
-
-
 def serve(requests: BinaryIO, answers: BinaryIO, parent: int, seconds: float) -> None:
     """Render what `requests` asks for until it ends, or the process `parent` does.
 
@@ -171,7 +166,7 @@ def _answer(
         return "limit", "it was stopped when it took too much memory", None
     except Exception as error:
         return "error", str(error) or type(error).__name__, getattr(error, "lineno", None)
-    if len(text) > most_text(size):
+    if len(text) > LEAST_TEXT + TEXT_SHARE * size:
         return "limit", f"it made {len(text):,} characters out of {size:,} bytes", None
     return "text", text, None
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mlxrunner.system.reading import is_there
@@ -31,6 +31,8 @@ def load_tokenizer(
     tokenizer is missing or damaged.
     """
     check_tables(folder)
+    if not isinstance(eos_tokens, Mapping):
+        eos_tokens = dict.fromkeys(eos_tokens, ("given",))
     if is_there(folder / "tokenizer.model") and not is_there(folder / "tokenizer.json"):
         from mlxrunner.tokenizer.sentencepiece import SentencePieceTokenizer
 

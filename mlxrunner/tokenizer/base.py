@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -51,20 +51,6 @@ FROM_CONFIG, FROM_TEMPLATE = "tokenizer_config.json", "chat template"
 """Places that say which tokens end an answer."""
 Ends = Mapping[int, tuple[str, ...]]
 """The places that say so, for each token that ends an answer."""
-
-
-def joined_ends(*several: tuple[str, Iterable[int]], first: Ends | Iterable[int] = ()) -> Ends:
-    """Return the ends of `first` and of further places, each with its tokens.
-
-    `first` may be tokens alone, which the caller gave.
-    """
-    ends: dict[int, tuple[str, ...]] = (
-        dict(first) if isinstance(first, Mapping) else dict.fromkeys(first, ("given",))
-    )
-    for place, tokens in several:
-        for token in sorted(tokens):
-            ends[token] = (*ends.get(token, ()), place)
-    return ends
 
 
 IN_UTF8 = {bytes([byte]) for byte in range(256)} - {
@@ -262,7 +248,7 @@ class TemplateTokenizer(ABC):
 
     def _find_ends(
         self,
-        given: Ends | Iterable[int],
+        given: Ends,
         place: str,
         own: int | None,
         *,
@@ -277,8 +263,11 @@ class TemplateTokenizer(ABC):
         written: frozenset[int] = frozenset()
         if has_template:
             written = turn_ends(self._template.unchecked, self.encode_more, self._is_mark)
-        ends = ((place, () if own is None else [own]), (FROM_TEMPLATE, written))
-        self.ends = joined_ends(*ends, first=given)
+        ends = dict(given)
+        for at, tokens in ((place, {own} - {None}), (FROM_TEMPLATE, written)):
+            for token in sorted(cast(set[int], tokens)):
+                ends[token] = (*ends.get(token, ()), at)
+        self.ends: Ends = ends
         self.stop_tokens = frozenset(self.ends)
         named = {token_of(text) for text in END_OF_MESSAGE} - {None}
         self.message_ends: frozenset[int] = self.stop_tokens | cast(set[int], named)
@@ -514,8 +503,6 @@ class AnswerTokens(NamedTuple):
 
 SHRINKS = 4
 """Most letters that a tokenizer may join into one before it looks for tokens: NFC joins three."""
-CHUNK = 2**16
-"""Characters that are looked at together."""
 PLAIN = frozenset(
     "NFC NFD NFKC NFKD Lowercase Strip Prepend ByteLevel Metaspace Digits Sequence".split()
 )
@@ -534,18 +521,9 @@ def check_text(tokenizer: Any, text: str, context: int | None) -> None:
         return
     most: int | None = getattr(tokenizer, "letters_per_token", None)
     least = context * (most or 0) * SHRINKS
-    if 0 < least <= len(text) and _has_letters(text, least):
+    letters = filter(str.isalnum, text)
+    if 0 < least <= len(text) and next(islice(letters, least - 1, None), None) is not None:
         raise ContextLengthError(context, context, is_least=True)
-
-
-def _has_letters(text: str, count: int) -> bool:
-    """Return True if at least `count` characters of `text` are letters or digits."""
-    found = 0
-    for at in range(0, len(text), CHUNK):
-        found += sum(map(str.isalnum, text[at : at + CHUNK]))
-        if found >= count:
-            return True
-    return False
 
 
 def letters_per_token(backend: Any) -> int | None:
@@ -558,12 +536,14 @@ def letters_per_token(backend: Any) -> int | None:
     vocab = backend.get_vocab(with_added_tokens=True)
     if type(backend.model).__name__ != "BPE" or not all(map(_drops_nothing, parts)):
         return None
-    is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
-    bytes_known = is_byte_level and _has_all(vocab, _byte_letters())
-    if not bytes_known and not (
-        backend.model.byte_fallback and _has_all(vocab, (f"<0x{byte:02X}>" for byte in range(256)))
-    ):
-        return None
+    letters = set[str]()
+    if any(part["type"] == "ByteLevel" for part in parts):
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        letters = set(ByteLevel.alphabet())
+    names = {f"<0x{byte:02X}>" for byte in range(256)} if backend.model.byte_fallback else set()
+    if not any(spelling and vocab.keys() >= spelling for spelling in (letters, names)):
+        return None  # a byte may be unknown
     return max(map(len, vocab))
 
 
@@ -585,16 +565,6 @@ def _drops_nothing(part: Mapping[str, Any]) -> bool:
     return part["type"] in PLAIN
 
 
-def _has_all(vocab: Mapping[str, int], texts: Iterable[str]) -> bool:
-    return all(text in vocab for text in texts)
-
-
-def _byte_letters() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return ByteLevel.alphabet()
-
-
 MOST_SPECIAL = 2**15
 """Most special tokens of a model. Some speech models have 28,000."""
 MOST_NAMED = 2**12
@@ -605,36 +575,28 @@ LAST_TOKEN = 2**22 - 1
 
 def check_tables(folder: Path) -> None:
     """Raise ModelError if a file of `folder` has too many special tokens, or too high ids."""
-    settings, added = (
-        read_json(folder / "tokenizer_config.json"),
-        read_json(folder / "added_tokens.json"),
-    )
-    decoder = _of(settings, "added_tokens_decoder", dict)
-    _check_count(
-        folder / "tokenizer_config.json", "added_tokens_decoder", len(decoder), MOST_SPECIAL
-    )
-    check_ids(
-        folder / "tokenizer_config.json",
-        (int(token) for token in decoder if token.isdecimal() and len(token) < 100),
-    )
-    _check_count(folder / "added_tokens.json", "the file", len(added), MOST_SPECIAL)
-    check_ids(
-        folder / "added_tokens.json", (token for token in added.values() if type(token) is int)
-    )
-    for name, table in (
-        ("tokenizer_config.json", settings),
-        ("special_tokens_map.json", read_json(folder / "special_tokens_map.json")),
-    ):
+    settings_file, added_file = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    settings, added = read_json(settings_file), read_json(added_file)
+    decoder = settings.get("added_tokens_decoder")
+    decoder = decoder if isinstance(decoder, dict) else {}
+    _check_count(settings_file, "added_tokens_decoder", len(decoder), MOST_SPECIAL)
+    short = (token for token in decoder if token.isdecimal() and len(token) < 100)
+    check_ids(settings_file, map(int, short))
+    _check_count(added_file, "the file", len(added), MOST_SPECIAL)
+    check_ids(added_file, (token for token in added.values() if type(token) is int))
+    map_file = folder / "special_tokens_map.json"
+    for file, table in ((settings_file, settings), (map_file, read_json(map_file))):
         for setting in ("additional_special_tokens", "extra_special_tokens"):
-            _check_count(folder / name, setting, len(_of(table, setting, (list, dict))), MOST_NAMED)
+            named = table.get(setting)
+            if isinstance(named, list | dict):
+                _check_count(file, setting, len(named), MOST_NAMED)
     file = folder / "tokenizer.json"
     if is_there(file):
         try:
-            _check_count(
-                file, "the file", read_bytes(file, MOST_JSON).count(b'"special"'), MOST_SPECIAL
-            )
+            count = read_bytes(file, MOST_JSON).count(b'"special"')
         except ReadError as error:
             raise ModelError(str(error)) from error
+        _check_count(file, "the file", count, MOST_SPECIAL)
 
 
 def check_ids(file: Path, tokens: Iterable[int]) -> None:
@@ -645,11 +607,6 @@ def check_ids(file: Path, tokens: Iterable[int]) -> None:
         raise ModelError(
             f"{file}: a token has the id {shown}, and {LAST_TOKEN:,} is the last that one can have"
         )
-
-
-def _of(table: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    found = table.get(name)
-    return found if isinstance(found, kind) else ()
 
 
 def _check_count(file: Path, name: str, count: int, most: int) -> None:

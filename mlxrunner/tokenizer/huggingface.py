@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from mlxrunner.errors import ModelError, OptionError, PromptError
+from mlxrunner.errors import ModelError, OptionError, PromptError, reason
 from mlxrunner.results import logger
 from mlxrunner.system.foreign import failures_as_errors, foreign_code, is_failure
 from mlxrunner.system.mlx_lm_internals import has_module, transformers_tokenizer
@@ -31,7 +32,6 @@ from mlxrunner.tokenizer.base import (
     Vocabulary,
     check_ids,
     checked_text,
-    joined_ends,
     letters_per_token,
     with_bos,
 )
@@ -52,7 +52,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
     def __init__(
         self,
         folder: Path,
-        eos_tokens: Ends | Iterable[int] = (),
+        eos_tokens: Ends = MappingProxyType({}),
         stops: Sequence[str] = (),
         *,
         trust_remote_code: bool = False,
@@ -63,7 +63,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
         templates = read_templates(folder, config, of_processor=of_processor)
         try:
             with foreign_code():
-                self._load(folder, joined_ends(first=eos_tokens), templates, trust_remote_code)
+                self._load(folder, eos_tokens, templates, trust_remote_code)
         except Exception as error:
             for name in JSON_FILES:
                 read_json(folder / name)  # raises the better error if this file is broken
@@ -180,7 +180,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
             if not is_failure(error):
                 raise
             raise ModelError(
-                f"the model's tokenizer can't decode its tokens: {_one_line(error)}"
+                f"the model's tokenizer can't decode its tokens: {reason(error)}"
             ) from error
         return str(text)
 
@@ -233,7 +233,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
                 return list(self._wrapper.encode(text, add_special_tokens=False, verbose=False))
         except Exception as error:
             raise PromptError(
-                f"the model's tokenizer can't encode this text: {_one_line(error)}"
+                f"the model's tokenizer can't encode this text: {reason(error)}"
             ) from error
 
     def _apply(
@@ -371,10 +371,6 @@ def _spell_byte_level() -> Callable[[str], bytes | None]:
     return lambda piece: (
         bytes(byte_of[letter] for letter in piece) if byte_of.keys() >= set(piece) else None
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _explain(folder: Path, error: Exception) -> str:

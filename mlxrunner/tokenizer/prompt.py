@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
 
@@ -26,26 +26,13 @@ from mlxrunner.templates.messages import (
 )
 from mlxrunner.tokenizer.base import Tokenizer, check_text
 
+if TYPE_CHECKING:
+    from mlxrunner.pictures.tokenizer import SeeingTokenizer
 
-@runtime_checkable
-class Seeing(Protocol):
-    """A tokenizer that puts pictures where a conversation has them."""
 
-    def tokens_of(self, text: str, pictures: Sequence[Any]) -> tuple[TokenArray, Any]:
-        """Return the tokens of a rendered conversation, and what it holds of its `pictures`."""
-        ...
-
-    def filled(self, text: str, pictures: Any) -> str:
-        """Return the text of a rendered conversation as it is tokenized with its `pictures`."""
-        ...
-
-    def spelled(self, text: str, pictures: Any) -> str:
-        """Return a filled text with PICTURE in place of each picture, as `decode` writes it."""
-        ...
-
-    def worded(self, messages: Sequence[PlainMessage], pictures: Any) -> Sequence[PlainMessage]:
-        """Return messages with PICTURE in their contents, and without pictures."""
-        ...
+def sees(tokenizer: Any) -> TypeGuard[SeeingTokenizer]:
+    """Return True if a tokenizer puts pictures where a conversation has them."""
+    return hasattr(tokenizer, "tokens_of")
 
 
 @dataclass(frozen=True)
@@ -164,13 +151,13 @@ def tokenize_prompt(
         has_parts = any(
             isinstance(one, dict) and not isinstance(one.get("content"), str) for one in messages
         )
-        sees = has_parts and isinstance(tokenizer, Seeing)  # slow: it looks up every method
-        if not sees and any(has_picture(message) for message in messages):
+        takes_pictures = has_parts and sees(tokenizer)
+        if not takes_pictures and any(has_picture(message) for message in messages):
             raise PromptError(
                 "the model was loaded without its eyes: pictures need Runner.load(MODEL, "
                 "pictures=True), or ParallelRunner.load(MODEL, pictures=True, ...)"
             )
-        checked = check_messages(messages, pixels_of if sees else None)
+        checked = check_messages(messages, pixels_of if takes_pictures else None)
         return _tokenize_messages(tokenizer, checked, variables, context, continues)
     if variables:
         raise OptionError(
@@ -198,7 +185,7 @@ def _tokenize_messages(
     check_text(tokenizer, text, context)
     pictures = [picture for message in messages for picture in message.get("pictures", ())]
     views = None
-    if pictures and isinstance(tokenizer, Seeing):
+    if pictures and sees(tokenizer):
         tokens, views = tokenizer.tokens_of(text, pictures)
         text = tokenizer.spelled(tokenizer.filled(text, views), views)
         messages = tokenizer.worded(messages, views)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mlxrunner.errors import ModelError
@@ -27,8 +28,6 @@ from mlxrunner.tokenizer.base import (
 )
 
 SPACE = "▁"
-NORMALIZER, NAME, CHARSMAP = 3, 1, 2
-"""Numbers of fields in sentencepiece_model.proto: `ModelProto` has the first."""
 RULES = frozenset({"identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"})
 """Rules of SentencePiece that drop no letters, and join three at most."""
 
@@ -42,7 +41,7 @@ class SentencePieceTokenizer(TemplateTokenizer):
     def __init__(
         self,
         folder: Path,
-        eos_tokens: Ends | Iterable[int] = (),
+        eos_tokens: Ends = MappingProxyType({}),
         stops: Sequence[str] = (),
         *,
         of_processor: bool = False,
@@ -57,9 +56,22 @@ class SentencePieceTokenizer(TemplateTokenizer):
             raise ModelError(f"{file}: not a SentencePiece model, or damaged") from error
         config = read_json(folder / "tokenizer_config.json")
         self._pieces: int = self._model.get_piece_size()
-        self._special = self._special_tokens(config, read_json(folder / "added_tokens.json"))
-        self.takers = _stripping(config, "rstrip")
-        before, space = _stripping(config, "lstrip"), r"\s*"
+        decoder = config.get("added_tokens_decoder")
+        entries = [
+            (token, one["content"], one)
+            for token, one in (decoder.items() if isinstance(decoder, dict) else ())
+            if isinstance(one, dict) and isinstance(one.get("content"), str)
+        ]
+        control = filter(self._model.is_control, range(self._pieces))
+        self._special: dict[str, int] = {self._model.id_to_piece(one): one for one in control}
+        added = read_json(folder / "added_tokens.json")
+        self._special |= {text: token for text, token in added.items() if isinstance(token, int)}
+        self._special |= {text: int(token) for token, text, _ in entries if token.isdecimal()}
+        self._special.pop("", None)
+        # Tokens that take the white space behind them, or before them.
+        self.takers = frozenset(text for _, text, one in entries if one.get("rstrip") is True)
+        before = {text for _, text, one in entries if one.get("lstrip") is True}
+        space = r"\s*"
         # Longest first: a token may begin like another one.
         alternatives = "|".join(
             space * (text in before) + re.escape(text) + space * (text in self.takers)
@@ -123,12 +135,10 @@ class SentencePieceTokenizer(TemplateTokenizer):
     @property
     def _has_own_rules(self) -> bool:
         """True if texts are normalized by rules that are not those of SentencePiece."""
-        spec = _fields(self._model.serialized_model_proto()).get(NORMALIZER, b"")
-        fields = _fields(spec)
-        return (
-            bool(fields.get(CHARSMAP))
-            and fields.get(NAME, b"").decode("utf-8", "replace") not in RULES
-        )
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto  # protobuf comes with mlx-lm
+
+        rules = ModelProto.FromString(self._model.serialized_model_proto()).normalizer_spec
+        return bool(rules.precompiled_charsmap) and rules.name not in RULES
 
     @cached_property
     def letters_per_token(self) -> int | None:
@@ -168,21 +178,6 @@ class SentencePieceTokenizer(TemplateTokenizer):
         """True if the model puts a space in front of a text, which decoding has to remove."""
         return bool(self._model.encode("a", out_type=str)[0].startswith(SPACE))
 
-    def _special_tokens(self, config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
-        special = {
-            self._model.id_to_piece(i): i for i in range(self._pieces) if self._model.is_control(i)
-        }
-        special |= {text: token for text, token in added.items() if isinstance(token, int)}
-        decoder = config.get("added_tokens_decoder")
-        for token, entry in decoder.items() if isinstance(decoder, dict) else ():
-            if (
-                isinstance(entry, dict)
-                and isinstance(entry.get("content"), str)
-                and token.isdecimal()
-            ):
-                special[entry["content"]] = int(token)
-        return {text: token for text, token in special.items() if text}
-
     def _named(self, config: dict[str, Any], name: str, default: int) -> int | None:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
@@ -198,41 +193,3 @@ class SentencePieceTokenizer(TemplateTokenizer):
         return (
             "" if token is None else self._texts.get(token) or str(self._model.id_to_piece(token))
         )
-
-
-def _stripping(config: dict[str, Any], flag: str) -> frozenset[str]:
-    """Return the added tokens with a flag: they take the white space on that side of them."""
-    decoder = config.get("added_tokens_decoder")
-    entries = decoder.values() if isinstance(decoder, dict) else ()
-    return frozenset(
-        one["content"]
-        for one in entries
-        if isinstance(one, dict) and one.get(flag) is True and isinstance(one.get("content"), str)
-    )
-
-
-def _fields(message: bytes) -> dict[int, bytes]:
-    """Return the last value of each field that has bytes, by its number, of a protobuf message."""
-    found, at = {}, 0
-    while at < len(message):
-        key, at = _number(message, at)
-        kind = key & 7
-        if kind == 0:
-            _, at = _number(message, at)
-            continue
-        size, at = _number(message, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
-        if kind == 2:
-            found[key >> 3] = message[at : at + size]
-        at += size
-    return found
-
-
-def _number(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number at the place `at` of a protobuf message, and the place behind it."""
-    number = shift = 0
-    while True:
-        byte = message[at]
-        number |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return number, at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from support.models import save_model, tiny_config, tiny_model, write_model
+from support.models import change_json, save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner.models.facts import facts_of
 from mlxrunner.models.files import read_header
@@ -18,8 +17,8 @@ from mlxrunner.models.fingerprint import (
     differences,
     fingerprint,
     loaded_fingerprint,
+    model_parts,
     option_parts,
-    run_parts,
     with_format,
 )
 from mlxrunner.models.load import load_model
@@ -34,19 +33,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def change_json(file: Path, **values: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
 def flip(folder: Path, name: str, place: Callable[[int, int], int]) -> None:
     """Change a byte of a tensor."""
     file = folder / "model.safetensors"
-    header, content = read_header(file), bytearray(file.read_bytes())
-    begin = len(content) - max(
-        entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"
-    )
-    first, last = header[name]["data_offsets"]
-    content[begin + place(first, last)] ^= 1
+    tensor, content = read_header(file).tensors[name], bytearray(file.read_bytes())
+    content[place(tensor.begin, tensor.begin + tensor.nbytes)] ^= 1
     file.write_bytes(content)
 
 
@@ -112,7 +103,7 @@ def test_few_bytes_of_the_weights_are_read(folder: Path, monkeypatch: pytest.Mon
 
     read: list[int] = []
     pread = os.pread
-    tensors = len(read_header(folder / "model.safetensors")) - 1
+    tensors = len(read_header(folder / "model.safetensors").tensors)
     begin = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
     monkeypatch.setattr(
         os, "pread", lambda fd, n, at: (read.append(n if at >= begin else 0), pread(fd, n, at))[1]
@@ -134,7 +125,7 @@ def test_digests_that_are_stored_stay_valid() -> None:
     """Files of an earlier version hold these: a change makes sessions cold and batches foreign."""
     demo = resolve("demo")
     assert fingerprint(demo) == DEMO_FILES
-    assert run_parts("demo", demo, {"max_tokens": 64, "seed": None}) == {
+    assert model_parts("demo", demo) | option_parts({"max_tokens": 64, "seed": None}) == {
         "model": "demo",
         "set of weights": DEMO_FILES["weights"],
         "config.json": DEMO_FILES["config"],

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import mlxrunner
 from mlxrunner import ParallelRunner, Runner, cli
-from mlxrunner.models.files import MOST_SUGGESTIONS, stop_strings, suggestion_of
+from mlxrunner.models.files import MOST_SUGGESTIONS, suggestion_of
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
 QWEN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -166,9 +166,9 @@ def test_too_many_stop_strings_are_cut_off_and_named(tmp_path: Path) -> None:
     """Each new token is compared with all of them."""
     texts = [f"end {number}" for number in range(10_000)]
     (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": texts}))
-    assert stop_strings(tmp_path) == tuple(texts[:64])
-    problem = suggestion_of(tmp_path).problem
-    assert "stop_strings: all but the first 64 of 10,000 texts" in str(problem)
+    suggestion = suggestion_of(tmp_path)
+    assert suggestion.stops == tuple(texts[:64])
+    assert "stop_strings: all but the first 64 of 10,000 texts" in str(suggestion.problem)
 
 
 def test_show_prints_the_ends(stopping: Path) -> None:

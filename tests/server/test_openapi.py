@@ -27,7 +27,7 @@ def nothing_downloads(name: str, **_: Any) -> Path:
 @pytest.fixture(autouse=True)
 def without_downloads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No request of a test reaches a hub."""
-    monkeypatch.setattr("mlxrunner.models.download.download", nothing_downloads)
+    monkeypatch.setattr("mlxrunner.models.resolve.download", nothing_downloads)
     return
 
 

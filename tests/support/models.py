@@ -7,6 +7,7 @@ Knows how a model is written, not how one is loaded: what comes back is decided 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-
-from mlxrunner import ModelError
 
 BOS, EOS = 256, 257
 """Ids of "<s>" and "</s>" in the tokenizer of `write_tokenizer`; each id below stands for one byte.
@@ -250,12 +249,26 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
+def change_json(file: Path, **settings: Any) -> None:
+    """Change settings of a JSON file, or write it; None takes a setting away."""
+    found = json.loads(file.read_text()) if file.exists() else {}
+    kept = {name: value for name, value in (found | settings).items() if value is not None}
+    file.write_text(json.dumps(kept))
+
+
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> mx.array:
     values = random.normal(size=shape) * 0.1 + (len(shape) == 1 and not name.endswith("bias"))
     return mx.array(values.astype(np.float32))
 
 
-def one_line(error: pytest.ExceptionInfo[ModelError]) -> str:
+def error_line(kind: type[Exception], call: Callable[..., object], *given: Any, **more: Any) -> str:
+    """Return the message of the error of this kind that a call raises, which is one line."""
+    with pytest.raises(kind) as error:
+        call(*given, **more)
+    return one_line(error)
+
+
+def one_line(error: pytest.ExceptionInfo[Any]) -> str:
     """The message, which is one line without a traceback."""
     text = str(error.value)
     assert "\n" not in text

@@ -14,6 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.pipeline import PipelineMixin
 from support.models import tiny_config, tiny_model
+from support.shares import group_of
 
 from mlxrunner.models.files import ModelShard
 from mlxrunner.system import mlx_lm_internals as internals
@@ -206,5 +207,5 @@ def test_layers_of_a_pipeline_are_those_of_mlx_lm(ranks: int) -> None:
         for rank in range(ranks):
             part, share = ModelShard(rank, ranks, "pipeline"), PipelineMixin()
             share.layers = list(range(count))
-            share.pipeline(part)
+            share.pipeline(group_of(part))
             assert part.layers(count) == range(share.start_idx, share.end_idx)

@@ -328,7 +328,8 @@ class PromptBuilder:
         if not messages:
             check_messages(messages)  # raises
         known, unseen, own = list[_CheckedMessage](), list[str](), own_message(messages)
-        marker = None if self._picture_reader is None else self._picture_reader.tokenizer.marker
+        reader = self._picture_reader
+        marker = None if reader is None else reader.tokenizer.sight.marker
         for index, message in enumerate(messages):
             if marker and not (index == own and has_picture(message)):
                 message = _without_marker(message, marker)
@@ -489,10 +490,10 @@ class PictureReader:
         content = picture_bytes(image, name, self._folder)
         file = blake2b(content, digest_size=16).digest()
         digest = self._known.get(file)
-        found = None if digest is None else self.tokenizer.held(digest)
+        found = None if digest is None else self.tokenizer.sight.held(digest)
         if found is None:
             with self._one_at_a_time:  # the plan has room for one that is decoded
-                found = self.tokenizer.prepare(decode_picture(content, name))
+                found = self.tokenizer.sight.prepare(decode_picture(content, name))
             self._known.put(file, found.picture.digest)
         return found
 
@@ -529,5 +530,5 @@ class RequestPictures:
         Text and messages follow as observers get them. Raise PromptError.
         """
         tokenizer, pictures = self._picture_reader.tokenizer, self.of(messages)
-        placed = tokenizer.placed(tokens, pictures)
+        placed = tokenizer.sight.placed(tokens, pictures)
         return placed, tokenizer.spelled(text, pictures), tokenizer.worded(messages, pictures)
