@@ -33,33 +33,17 @@ def write_bases(root: Path) -> list[Path]:
 
 
 def commands(folder: Path) -> list[list[str]]:
-    return [
-        ["show", str(folder)],
-        ["plan", str(folder)],
-        [
-            "generate",
-            "-m",
-            str(folder),
-            "-p",
-            "hi there aaaaaaaaaaaaaaaaaaaaaaaaaa",
-            "--max-tokens",
-            "2",
-        ],
-    ]
+    asked = ["-p", "hi there aaaaaaaaaaaaaaaaaaaaaaaaaa", "--max-tokens", "2"]
+    name = str(folder)
+    return [["show", name], ["plan", name], ["generate", "-m", name, *asked]]
 
 
-def complaint(code: int | None, said: str) -> str:
+def complaint(code: int, said: str) -> str:
     """Return what is wrong with how a command ended, or ""."""
     if code not in (0, 1, 2):
         return f"exit code {code}"
-    word = next(
-        (
-            word
-            for word in ("internal error", "Traceback", "panicked", "Segmentation")
-            if word in said
-        ),
-        "",
-    )
+    signs = ("internal error", "Traceback", "panicked", "Segmentation")
+    word = next((word for word in signs if word in said), "")
     lines = [line for line in said.splitlines() if line.startswith("mlxrunner: ")]
     if word or len(lines) > 1 or (code == 1 and not lines) or len(said) > 6000:
         return word or f"{len(said)} characters, {len(lines)} lines of errors"
@@ -68,9 +52,6 @@ def complaint(code: int | None, said: str) -> str:
 
 def main(seed: int, count: int, root: Path) -> int:
     """Each folder in a process of its own, forked from one that has imported everything."""
-    import signal
-    import time
-
     from support.model_damage import damage
 
     for name in "mlx_lm.utils sentencepiece transformers mlxrunner.cli mlxrunner.runner".split():
@@ -84,20 +65,10 @@ def main(seed: int, count: int, root: Path) -> int:
         shutil.copytree(base, folder)
         what = damage(folder, choose)
         for command in commands(folder):
-            begin = time.monotonic()
             child = os.fork()
             if not child:
                 _run(command, said)
-            code: int | None = None
-            while time.monotonic() - begin < 60:
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    code = os.waitstatus_to_exitcode(status)
-                    break
-                time.sleep(0.01)
-            else:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             text = said.read_bytes().decode(errors="replace")
             wrong = complaint(code, text)
             if wrong:
@@ -117,9 +88,11 @@ def main(seed: int, count: int, root: Path) -> int:
 
 
 def _run(command: list[str], said: Path) -> None:
-    """In a process of its own, with limits on memory and on a processor's time."""
+    """Run a command with a limit on memory and one of a minute, and end this process."""
     import resource
+    import signal
 
+    signal.alarm(60)
     resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from mlx.utils import tree_flatten
 from support.engine import Engine
-from support.models import _TINY, tiny_config, tiny_model, write_model
+from support.models import _TINY, change_json, tiny_config, tiny_model, write_model
 from support.saving import stored
 
 from mlxrunner import ModelError, Runner, cli
@@ -265,8 +265,7 @@ def test_a_model_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return len(tried)
 
     assert [count(), count(), count("other"), count("other"), count()] == [1, 0, 1, 0, 0]
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5000.0}))
+    change_json(tmp_path / "model" / "config.json", rope_theta=5000.0)
     assert [count(), count()] == [1, 0]
     monkeypatch.setattr("mlxrunner.models.load.PROBE_VERSION", 2)
     assert [count(), count()] == [1, 0]

@@ -140,12 +140,16 @@ def test_a_later_run_goes_on_where_one_was_cut_off(
     assert not list(hub_cache.rglob(f"*{download.PARTIAL}"))
 
 
-def test_a_hub_without_ranges_begins_the_file_again(
-    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", ["a hub without ranges", "a part that is too long"])
+def test_a_part_that_cannot_go_on_is_begun_again(
+    case: str, hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is right."""
+    """The file is right. Somebody may have written to the part."""
     cut_off(hub_of_a_model, hub_cache, monkeypatch)
-    hub_of_a_model.has_ranges = False
+    if case == "a hub without ranges":
+        hub_of_a_model.has_ranges = False
+    else:
+        partial_file(hub_cache).write_bytes(b"?" * (len(weights(hub_of_a_model)) + 1))
     folder = pull("org/name")
     assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
 
@@ -159,16 +163,6 @@ def test_a_part_that_was_changed_is_found_out(
     with pytest.raises(ModelError, match=r"model.safetensors came damaged: its SHA-256"):
         pull("org/name")
     assert cached_models() == []
-    folder = pull("org/name")
-    assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
-
-
-def test_a_part_that_is_too_long_is_begun_again(
-    hub_of_a_model: Any, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody wrote to it."""
-    cut_off(hub_of_a_model, hub_cache, monkeypatch)
-    partial_file(hub_cache).write_bytes(b"?" * (len(weights(hub_of_a_model)) + 1))
     folder = pull("org/name")
     assert (folder / "model.safetensors").read_bytes() == weights(hub_of_a_model)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.models import write_model
+from support.models import change_json, error_line, write_model
 from support.sample import fewer
 
 from mlxrunner import ModelError, PromptError
@@ -40,16 +40,8 @@ def folder(tmp_path: Path, whole: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
-def change(file: Path, **settings: Any) -> None:
-    content = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**content, **settings}))
-
-
 def refused(call: Callable[[str], object], folder: Path) -> str:
-    with pytest.raises(MlxrunnerError) as error:
-        call(str(folder))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return error_line(MlxrunnerError, call, str(folder))
 
 
 # Kinds of files
@@ -178,7 +170,7 @@ def test_a_setting_that_no_model_has_is_one_line(
     settings: dict[str, Any], message: str, folder: Path
 ) -> None:
     """The name, its value, and what is possible; nothing was built from it."""
-    change(folder / "config.json", **settings)
+    change_json(folder / "config.json", **settings)
     assert message in refused(describe, folder)
     assert len(refused(load_model, folder)) < 1000
 
@@ -270,7 +262,7 @@ def test_a_size_is_a_whole_number_above_0(value: Any) -> None:
 )
 def test_an_end_token_that_no_vocabulary_has_is_passed_over(value: Any, folder: Path) -> None:
     """The tokenizer's own is left."""
-    change(folder / "config.json", eos_token_id=value)
+    change_json(folder / "config.json", eos_token_id=value)
     assert load_model(str(folder)).tokenizer.stop_tokens == {257}
 
 
@@ -433,7 +425,7 @@ def test_a_tokenizer_that_can_not_be_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The line has the file, the number and what is possible, without a panic's print."""
-    change(folder / name, **settings)
+    change_json(folder / name, **settings)
     assert message in refused(tokenizer_of, folder)
     assert capfd.readouterr().err == ""
 

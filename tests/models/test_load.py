@@ -17,7 +17,16 @@ import pytest
 from mlx.utils import tree_flatten
 from support.architectures import build as build_model
 from support.architectures import settings_of
-from support.models import BOS, EOS, save_model, tiny_config, write_model, write_tokenizer
+from support.models import (
+    BOS,
+    EOS,
+    change_json,
+    error_line,
+    save_model,
+    tiny_config,
+    write_model,
+    write_tokenizer,
+)
 
 from mlxrunner import ModelError, ParallelRunner, Runner
 from mlxrunner.cache.layers.base import tree_bytes
@@ -40,22 +49,10 @@ def folder(tmp_path: Path, whole: Path) -> Path:
 
 def refusal(folder: Path, **options: Any) -> str:
     """The message of the ModelError: one line, without a traceback, that names the folder."""
-    with pytest.raises(ModelError) as error:
-        load_model(str(folder), **options)
-    text = str(error.value)
-    assert "\n" not in text
-    assert "Traceback" not in text
+    text = error_line(ModelError, load_model, str(folder), **options)
     assert len(text) < 600
     assert text.startswith(str(folder))
     return text
-
-
-def configure(folder: Path, **settings: Any) -> None:
-    """Change settings of config.json; None takes one away."""
-    config = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )
 
 
 def test_a_whole_directory_loads(folder: Path) -> None:
@@ -98,7 +95,7 @@ def test_weights_become_float32_on_a_cpu(tmp_path: Path, dtype: mx.Dtype) -> Non
 @pytest.mark.parametrize("kind", ["nosuch", "", "a.b", "..", "../llama", "llama.Model", "x y"])
 def test_an_unknown_model_type_is_named(folder: Path, kind: str) -> None:
     """Also one that is no module name."""
-    configure(folder, model_type=kind)
+    change_json(folder / "config.json", model_type=kind)
     assert (
         refusal(folder)
         == f"{folder / 'config.json'}: model_type {kind!r} is not one that mlx-lm supports"
@@ -108,7 +105,7 @@ def test_an_unknown_model_type_is_named(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cache", "base", "rope_utils"])
 def test_a_module_of_mlx_lm_that_is_no_architecture_is_refused(folder: Path, kind: str) -> None:
     """It has no Model class."""
-    configure(folder, model_type=kind)
+    change_json(folder / "config.json", model_type=kind)
     assert kind in refusal(folder)
 
 
@@ -128,13 +125,13 @@ def test_a_setting_that_is_missing_or_wrong_is_an_error(
     folder: Path, settings: dict[str, Any], message: str
 ) -> None:
     """The setting, or what was wrong with it, is in the message."""
-    configure(folder, **settings)
+    change_json(folder / "config.json", **settings)
     assert message in refusal(folder)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
     """The shapes are the configuration's and the file's."""
-    configure(folder, intermediate_size=96)
+    change_json(folder / "config.json", intermediate_size=96)
     text = refusal(folder)
     assert "model.layers.0.mlp" in text
     assert "96" in text
@@ -147,7 +144,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> No
 )
 def test_tensors_too_few_or_too_many_are_an_error(folder: Path, layers: int, message: str) -> None:
     """Nothing is filled in at random, nothing is passed over."""
-    configure(folder, num_hidden_layers=layers)
+    change_json(folder / "config.json", num_hidden_layers=layers)
     assert message in refusal(folder)
 
 
@@ -230,7 +227,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 def test_a_model_with_code_of_its_own_is_refused_unless_trusted(folder: Path) -> None:
     """The code does not run before the flag is given, and then the model loads."""
     (folder / "custom.py").write_text(MODEL_CODE)
-    configure(folder, model_file="custom.py", model_type="custom")
+    change_json(folder / "config.json", model_file="custom.py", model_type="custom")
     text = refusal(folder)
     assert "--trust-remote-code" in text
     assert not (folder / "ran").exists()
@@ -334,8 +331,7 @@ def test_settings_that_only_transformers_refuses_load(
 ) -> None:
     """The tokenizer is the one that a plain config.json has."""
     write_model(tmp_path, kind)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **settings}))
+    change_json(tmp_path / "config.json", **settings)
     loaded = load_model(str(tmp_path))
     describe(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

@@ -1,4 +1,4 @@
-"""`mlxrunner models`: the table, what it knows of each model, and the removal of one."""
+"""`mlxrunner models`: what it finds in the hub's cache, what it knows of it, and removal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.waiting import PATIENCE_S
 from mlxrunner import Runner, cli
 from mlxrunner.loading import context_and_plan
 from mlxrunner.models.download import repositories
-from mlxrunner.models.resolve import last_use, remember_use
+from mlxrunner.models.resolve import CachedModel, cached_models, last_use, remember_use, resolve
 
 
 def run(*arguments: str, stdin: str = "") -> Result:
@@ -32,6 +32,57 @@ def model(folder: Path) -> None:
 def broken(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "\\u001b[2J"}')
     (folder / "model.safetensors").write_bytes(b"1")
+
+
+def files(*names: str) -> Any:
+    def write(folder: Path) -> None:
+        for name in names:
+            (folder / name).write_bytes(b"123")
+
+    return write
+
+
+NEEDED = ("config.json", "model.safetensors")
+
+
+def test_no_cache_is_an_empty_list(hub_cache: Path) -> None:
+    """The folder has never been made, or nothing was downloaded yet."""
+    assert cached_models() == []
+    hub_cache.mkdir()
+    assert cached_models() == []
+
+
+def test_a_downloaded_model_is_listed(hub: Any, hub_cache: Path) -> None:
+    """huggingface_hub stores links to blobs, and each is counted once."""
+    write_model(hub_cache.parent / "source", tokenizer=False)
+    hub.files = {file.name: file.read_bytes() for file in (hub_cache.parent / "source").iterdir()}
+    folder = resolve("org/name")
+    assert cached_models() == [CachedModel("org/name", sum(map(len, hub.files.values())), folder)]
+
+
+@pytest.mark.parametrize("old", [f"{n:040x}" for n in range(4)])
+def test_of_several_revisions_the_current_one_is_listed(cache_repository: Any, old: str) -> None:
+    """The one that the name resolves to, not one that an update left behind."""
+    snapshot = cache_repository("org/name", model)
+    before = snapshot.parent / old
+    before.mkdir()
+    files(*NEEDED)(before)
+    assert [found.folder for found in cached_models()] == [snapshot] == [resolve("org/name")]
+
+
+def test_models_that_can_be_run_are_listed_by_name(hub_cache: Path, cache_repository: Any) -> None:
+    """A config.json and safetensors are the least. Whatever else is there is passed over."""
+    for name in ("b/x", "a/z", "a/b"):
+        cache_repository(name, files(*NEEDED))
+    lacking = ((), NEEDED[:1], NEEDED[1:], ("config.json", "pytorch_model.bin"), ("README.md",))
+    for number, names in enumerate(lacking):
+        cache_repository(f"org/{number}", files(*names))
+    (hub_cache / "models--org--broken").mkdir()
+    (hub_cache / "version.txt").write_text("1")
+    data = hub_cache / "datasets--org--data" / "snapshots" / ("0" * 40)
+    data.mkdir(parents=True)
+    files(*NEEDED)(data)
+    assert [found.name for found in cached_models()] == ["a/b", "a/z", "b/x"]
 
 
 @pytest.fixture

@@ -96,16 +96,6 @@ def test_the_weights_stay_quantized_in_memory(tmp_path: Path) -> None:
     assert sum(array.nbytes for array in parameters.values()) == weight_bytes(tmp_path)
 
 
-@pytest.mark.parametrize("missing", [1, 2])
-def test_a_missing_shard_is_named(tmp_path: Path, missing: int) -> None:
-    """Also the first one, although the others would load without it."""
-    write_quantized(tmp_path, shards=2)
-    file = tmp_path / f"model-{missing:05}-of-00002.safetensors"
-    file.unlink()
-    with pytest.raises(ModelError, match=f"{file.name}: missing: 1 of 2 weight files"):
-        load_model(str(tmp_path))
-
-
 def test_weights_that_are_not_as_quantized_as_the_configuration_says_are_refused(
     tmp_path: Path,
 ) -> None:

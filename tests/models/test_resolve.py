@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import one_line, save_model, tiny_config, tiny_model, write_model
+from support.models import error_line, save_model, tiny_config, tiny_model, write_model
 
 from mlxrunner import ModelError
 from mlxrunner.models.files import eos_tokens, read_config
@@ -55,18 +55,14 @@ def test_a_name_that_is_nothing_is_an_error_that_names_it(
     hub_cache: Path, name: str, message: str
 ) -> None:
     """In one line, whatever characters it has."""
-    with pytest.raises(ModelError) as error:
-        resolve(name)
-    assert message in one_line(error)
+    assert message in error_line(ModelError, resolve, name)
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     """The message says what to name instead."""
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(ModelError) as error:
-        resolve(str(file))
-    assert f"{file}: is a file; name the directory" in one_line(error)
+    assert f"{file}: is a file; name the directory" in error_line(ModelError, resolve, str(file))
 
 
 # The hub
@@ -89,21 +85,12 @@ def only_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
-def test_an_unreachable_hub_is_an_error(hub_cache: Path) -> None:
-    """A closed port."""
-    with pytest.raises(ModelError) as error:
-        resolve("org/name")
-    assert "org/name: not in the local cache, and the hub can't be reached: " in one_line(error)
-
-
-def test_offline_mode_is_an_error_that_says_so(
-    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """HF_HUB_OFFLINE is named, for whoever forgot that it is set."""
+def test_an_unreachable_hub_is_an_error(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed port; and HF_HUB_OFFLINE is named, for whoever forgot that it is set."""
+    said = error_line(ModelError, resolve, "org/name")
+    assert "org/name: not in the local cache, and the hub can't be reached: " in said
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError) as error:
-        resolve("org/name")
-    assert "HF_HUB_OFFLINE" in one_line(error)
+    assert "HF_HUB_OFFLINE" in error_line(ModelError, resolve, "org/name")
 
 
 @pytest.mark.parametrize(
@@ -150,11 +137,8 @@ def test_an_interrupted_download_without_a_network_is_an_error(
 ) -> None:
     """It says that a part is there."""
     cache_repository("org/name", write, listed=listed)
-    with pytest.raises(ModelError) as error:
-        resolve("org/name")
-    assert "org/name: only in part in the local cache, and the hub can't be reached" in one_line(
-        error
-    )
+    said = error_line(ModelError, resolve, "org/name")
+    assert "org/name: only in part in the local cache, and the hub can't be reached" in said
 
 
 def test_a_download_takes_what_is_needed_and_is_found_again_offline(
@@ -217,18 +201,15 @@ def test_an_interrupted_download_is_completed(
 def test_what_the_hub_refuses_is_one_line(hub: Any, answer: Any, message: str) -> None:
     """Each answer, sensible or not, becomes a ModelError with the id."""
     hub.answer = answer
-    with pytest.raises(ModelError) as error:
-        resolve("org/name")
-    assert one_line(error).startswith("org/name: ")
-    assert message in str(error.value)
+    said = error_line(ModelError, resolve, "org/name")
+    assert said.startswith("org/name: ")
+    assert message in said
 
 
 def test_a_hub_that_hangs_up_is_one_line(hub: Any) -> None:
     """The HTTP library's own exceptions don't get through."""
     hub.hang_up = True
-    with pytest.raises(ModelError) as error:
-        resolve("org/name")
-    assert "org/name: the download failed" in one_line(error)
+    assert "org/name: the download failed" in error_line(ModelError, resolve, "org/name")
 
 
 def repository_files(folder: Path) -> dict[str, bytes]:
@@ -263,9 +244,7 @@ def test_a_config_that_says_no_model_type_is_an_error_that_names_the_file(
     """Anything else may be in config.json."""
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ModelError) as error:
-        read_config(tmp_path)
-    assert f"{tmp_path / 'config.json'}: {message}" in one_line(error)
+    assert f"{tmp_path / 'config.json'}: {message}" in error_line(ModelError, read_config, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from mlx.utils import tree_flatten
 from support.architectures import build, settings_of
-from support.models import one_line, save_model, write_tokenizer
+from support.models import change_json, one_line, save_model, write_tokenizer
 from support.ranks import command, write_hosts
 from support.shares import sharing
 from support.waiting import until
@@ -162,15 +162,9 @@ def test_a_model_that_cannot_be_shared_is_not_downloaded(
 
 def test_a_layer_that_is_partly_there(source: Path) -> None:
     """A file has the end of another rank's layer, whose beginning is in a file that is not here."""
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    moved = [name for name in index["weight_map"] if ".layers.2.mlp" in name]
     weights: Any = mx.load(str(source / "model-2.safetensors"))
-    rest: Any = mx.load(str(source / "model-rest.safetensors"))
-    rest |= {name: weights[name] for name in moved}
-    mx.eval(rest)
-    mx.save_safetensors(str(source / "model-rest.safetensors"), rest, {"format": "mlx"})
-    index["weight_map"] |= dict.fromkeys(moved, "model-rest.safetensors")
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    moved = {name: array for name, array in weights.items() if ".layers.2.mlp" in name}
+    change(source / "model-rest.safetensors", lambda rest: rest | moved)
     (source / "model-2.safetensors").unlink()
     with sharing(ModelShard(0, 3, "pipeline")):
         model = unread_model(source)
@@ -204,15 +198,10 @@ def test_a_number_of_a_layer_of_any_length(source: Path) -> None:
 
 def test_a_tensor_in_no_file_is_named(source: Path) -> None:
     """A parameter is never left as it was made, at random."""
-    file, index = source / "model-4.safetensors", source / "model.safetensors.index.json"
-    weights: Any = mx.load(str(file))
-    mx.eval(weights)
-    name = next(name for name in weights if "q_proj.weight" in name)
-    del weights[name]
-    mx.save_safetensors(str(file), weights, {"format": "mlx"})
-    found = json.loads(index.read_text())
-    del found["weight_map"][name]
-    index.write_text(json.dumps(found))
+    change(
+        source / "model-4.safetensors",
+        lambda found: {name: one for name, one in found.items() if "q_proj.weight" not in name},
+    )
     (source / "model-0.safetensors").unlink()
     said = r"Missing 1 parameters: model\.layers\.4\.self_attn\.q_proj\.weight"
     with sharing(ModelShard(0, 3, "pipeline")), pytest.raises(ModelError, match=said):
@@ -239,9 +228,8 @@ def test_a_tensor_of_another_shape_is_named(
 
 def test_a_rank_has_its_files_of_a_model_in_the_format_of_awq(source: Path) -> None:
     """Its tensors have other names than the parameters that mlx-lm makes of them."""
-    settings = json.loads((source / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
-    (source / "config.json").write_text(json.dumps(settings))
+    awq_settings = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    change_json(source / "config.json", quantization_config=awq_settings)
     for file in source.glob("model-*.safetensors"):
         change(file, awq)
     part = ModelShard(0, 3, "pipeline")
@@ -292,10 +280,10 @@ def test_files_that_two_ranks_have_are_compared(source: Path, tmp_path: Path) ->
     expected, part = by_files(source), ModelShard(1, 3, "pipeline")
     with sharing(part):
         assert checked_folder(str(tmp_path / "other"), part, expected) == tmp_path / "other"
-        weights: Any = mx.load(str(tmp_path / "other" / file))
-        changed = {name: array + 1 for name, array in weights.items()}
-        mx.eval(changed)
-        mx.save_safetensors(str(tmp_path / "other" / file), changed, {"format": "mlx"})
+        change(
+            tmp_path / "other" / file,
+            lambda found: {name: array + 1 for name, array in found.items()},
+        )
         with pytest.raises(LaunchError, match=r"not the model of rank 0: weights \(model-1.safet"):
             checked_folder(str(tmp_path / "other"), part, expected)
 

@@ -10,52 +10,39 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from support.seeing import (
     CONFIGS,
-    VOCABULARY,
-    MadeUpProcessor,
+    Eyes,
     Part,
     block_of,
     built,
-    cold_answer,
     histories,
     joined,
     own_answer,
-    prompt_of,
-    seeing_model,
 )
 
 from mlxrunner import PromptError, Runner
-from mlxrunner.models.facts import VISION_ARCHITECTURES, ModelFacts
-from mlxrunner.pictures.vision_encoder import VisionEncoder
+from mlxrunner.models.facts import VISION_ARCHITECTURES
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
 
-class Eyes:
+class Asked(Eyes):
     """A runner of one architecture, and mlx-vlm beside it."""
 
     def __init__(self, kind: str, step: int = 32) -> None:
-        self.kind, self.model = kind, built(kind)
-        self.sight = VisionEncoder(self.model, MadeUpProcessor(kind), "*", b"")
-        facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
-        seeing = seeing_model(self.model, self.sight)
-        self.runner = Runner(seeing, ByteTokenizer(), facts, context=1024, prefill_step=step)
+        model = built(kind)
+        super().__init__(kind, model, model)
+        self.runner = Runner(
+            self.model, ByteTokenizer(), self.facts, context=1024, prefill_step=step
+        )
 
     def model_kept(self) -> list[Any]:
         """Return the keys and values of pictures beside the tokens."""
-        model: Any = self.runner.model
+        model: Any = self.model
         return [one for layers in model._looked_at._kept.values() for one in layers]
-
-    def prompt(self, history: list[Part]) -> TokenizedPrompt:
-        return prompt_of(self.kind, self.sight, history)
 
     def answer(self, history: list[Part], count: int = 6) -> list[int]:
         result = self.runner.complete(self.prompt(history), max_tokens=count, stop_tokens=[])
         assert set(self.sight._views) == set(self.sight._seen)  # no inputs are left
         return result.tokens
-
-    def cold(self, history: list[Part], count: int = 6) -> list[int]:
-        """Return what mlx-vlm's model says to all of it."""
-        return cold_answer(self.kind, self.model, history, count)
 
 
 def test_each_architecture_is_tried() -> None:
@@ -67,7 +54,7 @@ def test_each_architecture_is_tried() -> None:
 @pytest.mark.parametrize("kind", VISION_ARCHITECTURES)
 def test_warm_answers_are_those_of_mlx_vlm(kind: str) -> None:
     """Pictures come early and late, change, go, and change places."""
-    eyes = Eyes(kind)
+    eyes = Asked(kind)
     asked = histories(10, seed=len(kind))
     assert any(part[0] == "picture" for part in asked[0] + asked[1])
     cached = 0
@@ -84,7 +71,7 @@ def test_warm_answers_are_those_of_mlx_vlm(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
 def test_a_pass_may_end_within_a_picture(kind: str) -> None:
     """The positions behind it do not depend on where its chunks end."""
-    eyes = Eyes(kind, step=3)
+    eyes = Asked(kind, step=3)
     history: list[Part] = [("text", [1, 2]), ("picture", 1), ("text", [7]), ("picture", 2)]
     assert eyes.answer(history) == eyes.cold(history)
     longer: list[Part] = [*history, ("text", [9, 8, 7])]
@@ -93,7 +80,7 @@ def test_a_pass_may_end_within_a_picture(kind: str) -> None:
 
 def test_a_second_question_runs_no_encoder() -> None:
     """The features are kept, also when its positions are evaluated again."""
-    eyes = Eyes("qwen2_5_vl")
+    eyes = Asked("qwen2_5_vl")
     eyes.answer([("picture", 1), ("text", [1, 2, 3])])
     for history in ([("picture", 1), ("text", [4])], [("text", [4, 4]), ("picture", 1)]):
         assert eyes.answer(history) == eyes.cold(history)
@@ -102,7 +89,7 @@ def test_a_second_question_runs_no_encoder() -> None:
 
 def test_another_picture_is_a_miss_at_its_first_position() -> None:
     """The text before it stays, and the same picture stays whole."""
-    eyes = Eyes("gemma3")
+    eyes = Asked("gemma3")
     eyes.answer([("text", [1, 2, 3]), ("picture", 1), ("text", [4, 5])])
     eyes.answer([("text", [1, 2, 3]), ("picture", 2), ("text", [4, 5])])
     assert eyes.runner.usage is not None
@@ -113,7 +100,7 @@ def test_another_picture_is_a_miss_at_its_first_position() -> None:
 
 def test_what_was_seen_is_kept_within_a_budget() -> None:
     """A picture that was dropped is encoded again."""
-    eyes = Eyes("qwen2_5_vl")
+    eyes = Asked("qwen2_5_vl")
     eyes.sight._kept_bytes = 0
     for _ in range(2):
         history: list[Part] = [("text", [eyes.sight.encoded + 1]), ("picture", 1), ("text", [1])]
@@ -125,7 +112,7 @@ def test_what_was_seen_is_kept_within_a_budget() -> None:
 @pytest.mark.parametrize("ending", ["closed", "error", "interrupt", "never begun"])
 def test_pictures_are_given_up_after_every_ending(ending: str) -> None:
     """The next answer is right, and nothing of the request before waits."""
-    eyes = Eyes("qwen2_vl", step=4)
+    eyes = Asked("qwen2_vl", step=4)
     history: list[Part] = [("text", [1]), ("picture", 1), ("text", [2, 3] * 10)]
 
     def fail(done: int, total: int) -> None:
@@ -146,7 +133,7 @@ def test_pictures_are_given_up_after_every_ending(ending: str) -> None:
 
 def test_an_entry_evaluated_in_advance_serves_pictures() -> None:
     """Evaluating stops anywhere, also within a picture."""
-    eyes = Eyes("qwen3_vl")
+    eyes = Asked("qwen3_vl")
     history: list[Part] = [("text", [1, 2]), ("picture", 2), ("text", [5])]
     assert eyes.runner.evaluate(eyes.prompt(history), cancelled=iter([False, True]).__next__)
     assert eyes.answer(history) == eyes.cold(history)
@@ -154,18 +141,18 @@ def test_an_entry_evaluated_in_advance_serves_pictures() -> None:
 
 def test_a_picture_beside_the_tokens_is_seen_as_by_mlx_vlm() -> None:
     """Its own generate is exact where no token is in front of a picture, and no tile is empty."""
-    eyes = Eyes("mllama")
+    eyes = Asked("mllama")
     block, inputs = block_of("mllama", 3)
     assert inputs["aspect_ratio_mask"].all()
     for text in ([1, 2, 3], [1, 2, 4] * 20, [7]):
-        own = own_answer(eyes.model, [*block, *text], joined("mllama", [inputs]), 6)
+        own = own_answer(eyes.other, [*block, *text], joined("mllama", [inputs]), 6)
         assert eyes.answer([("picture", 3), ("text", text)]) == own
     assert eyes.sight.encoded == 1
 
 
 def test_pictures_side_by_side_are_looked_at_together() -> None:
     """Text between them hides the first one, and five of them are too many."""
-    eyes = Eyes("mllama")
+    eyes = Asked("mllama")
     both: list[Part] = [("text", [5]), ("picture", 1), ("picture", 2), ("text", [1, 2, 3])]
     apart: list[Part] = [("text", [5]), ("picture", 1), ("text", [9]), ("picture", 2), both[-1]]
     changed: list[Part] = [*apart[:1], ("picture", 3), *apart[2:]]
@@ -181,7 +168,7 @@ def test_pictures_side_by_side_are_looked_at_together() -> None:
 
 def test_what_is_looked_at_is_kept_within_a_budget() -> None:
     """Conversations with other pictures make room, and come back."""
-    eyes = Eyes("mllama")
+    eyes = Asked("mllama")
     asked: list[list[Part]] = [
         [("picture", number), ("picture", number + 1), ("text", [1, 2])] for number in range(6)
     ]

@@ -17,7 +17,8 @@ from click.testing import CliRunner, Result
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from PIL import Image
-from support.seeing import masked_answer, own_answer, write_seeing
+from support.models import change_json
+from support.seeing import masked_answer, noise, own_answer, write_seeing
 
 from mlxrunner import (
     MemoryPlanError,
@@ -35,12 +36,6 @@ from mlxrunner.system import device
 from mlxrunner.system import mlx_vlm_internals as internals
 
 KINDS = ("qwen2_5_vl", "gemma3", "idefics3", "mllama")
-
-
-def noise(seed: int) -> np.ndarray[Any, Any]:
-    made = np.random.default_rng(seed)
-    shape = (*made.integers(10, 60, 2), 3)
-    return made.integers(0, 255, shape, dtype=np.uint8)
 
 
 def png(pixels: np.ndarray[Any, Any]) -> bytes:
@@ -173,19 +168,16 @@ def test_options_that_know_no_pictures_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"kv_bits": 8}, "kv_bits"),
-        ({"draft_model": "demo"}, "draft_model"),
-        ({"trust_remote_code": True}, "trust_remote_code"),
-    ],
+    "settings",
+    [{"kv_bits": 8}, {"draft_model": "demo"}, {"trust_remote_code": True}],
+    ids=lambda settings: next(iter(settings)),
 )
-def test_settings_that_know_no_pictures_are_refused(
-    folder: Path, settings: Any, match: str
-) -> None:
+def test_settings_that_know_no_pictures_are_refused(folder: Path, settings: Any) -> None:
     """Each by its name, when the model is loaded."""
-    with pytest.raises(OptionError, match=f"^{match}: a model that sees pictures"):
-        Runner.load(folder, pictures=True, reserve=False, **settings)
+    (name,) = settings
+    for kind, more in ((Runner, {}), (ParallelRunner, {"max_sequences": 2})):
+        with pytest.raises(OptionError, match=f"^{name}: a model that sees pictures"):
+            kind.load(folder, pictures=True, reserve=False, **more, **settings)
 
 
 def test_tokens_of_pictures_are_neither_recorded_nor_given(runner: Runner, tmp_path: Path) -> None:
@@ -218,8 +210,7 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path, name: str) -> 
     """Not even asked for."""
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    found = json.loads((tmp_path / name).read_text())
-    (tmp_path / name).write_text(json.dumps(found | {"auto_map": {"AutoProcessor": "code.Mine"}}))
+    change_json(tmp_path / name, auto_map={"AutoProcessor": "code.Mine"})
     with pytest.raises(ModelError, match="auto_map names Python code"):
         Runner.load(tmp_path, pictures=True, reserve=False)
 

@@ -17,52 +17,33 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from support.seeing import (
-    VOCABULARY,
-    MadeUpProcessor,
+    Eyes,
     Part,
     built,
-    cold_answer,
     histories,
-    prompt_of,
-    seeing_model,
     write_seeing,
 )
 
-from mlxrunner import OptionError, ParallelRunner, PictureError, Runner, StepFailedError
-from mlxrunner.models.facts import VISION_ARCHITECTURES, ModelFacts
+from mlxrunner import ParallelRunner, PictureError, Runner, StepFailedError
+from mlxrunner.models.facts import VISION_ARCHITECTURES
 from mlxrunner.pictures import vision_encoder
-from mlxrunner.pictures.vision_encoder import VisionEncoder
 from mlxrunner.testing import ByteTokenizer
-from mlxrunner.tokenizer.prompt import TokenizedPrompt, tokenize_prompt
-
-
-class Many:
-    """A runner of several requests of one architecture, and mlx-vlm beside it."""
-
-    def __init__(self, kind: str, runner: ParallelRunner, model: Any, sight: VisionEncoder) -> None:
-        self.kind, self.runner, self.model, self.sight = kind, runner, model, sight
-
-    def prompt(self, history: list[Part]) -> TokenizedPrompt:
-        return prompt_of(self.kind, self.sight, history)
-
-    def cold(self, history: list[Part], count: int = 6) -> list[int]:
-        return cold_answer(self.kind, self.model, history, count)
+from mlxrunner.tokenizer.prompt import tokenize_prompt
 
 
 @contextmanager
-def many(kind: str, slots: int = 3, step: int = 16) -> Iterator[Many]:
-    model, other = built(kind), built(kind)
-    sight = VisionEncoder(model, MadeUpProcessor(kind), "*", b"")
-    facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
+def many(kind: str, slots: int = 3, step: int = 16) -> Iterator[Any]:
+    """Give the runner of several requests of one architecture, and mlx-vlm beside it."""
+    eyes: Any = Eyes(kind, built(kind), built(kind))
     with ParallelRunner(
-        seeing_model(model, sight),
+        eyes.model,
         ByteTokenizer(),
-        facts,
+        eyes.facts,
         max_sequences=slots,
         context=1024,
         prefill_step=step,
-    ) as runner:
-        yield Many(kind, runner, other, sight)
+    ) as eyes.runner:
+        yield eyes
 
 
 @pytest.mark.exhaustive(8)
@@ -221,19 +202,3 @@ def test_a_directory_is_loaded_with_its_eyes(folder: Path) -> None:
     with Runner.load(folder, context=512, pictures=True, reserve=False) as single:
         expected = single.complete(messages, max_tokens=5).tokens
     assert found == [expected, expected]
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"kv_bits": 8}, "kv_bits"),
-        ({"draft_model": "demo"}, "draft_model"),
-        ({"trust_remote_code": True}, "trust_remote_code"),
-    ],
-)
-def test_settings_that_know_no_pictures_are_refused(
-    folder: Path, settings: Any, match: str
-) -> None:
-    """Each by its name."""
-    with pytest.raises(OptionError, match=f"^{match}: a model that sees pictures"):
-        ParallelRunner.load(folder, max_sequences=2, pictures=True, reserve=False, **settings)

@@ -6,23 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
-from support.seeing import write_seeing
+from support.seeing import noise, write_seeing
 
 from mlxrunner import ParallelRunner, PromptError, Runner
 from mlxrunner.cache.entry import FIRST_OF_PICTURES, as_tokens
 from mlxrunner.pictures.table import PictureNames, PictureTable, as_json, renumbered
 
 KINDS = ("qwen2_5_vl", "gemma3", "idefics3", "mllama")
-
-
-def noise(seed: int) -> np.ndarray[Any, Any]:
-    made = np.random.default_rng(seed)
-    return made.integers(0, 255, (*made.integers(10, 60, 2), 3), dtype=np.uint8)
 
 
 def asked(text: str, *pictures: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlxrunner.cache.entry import as_tokens
+from mlxrunner.models.facts import ModelFacts
 from mlxrunner.pictures.model import CrossingModel, SeeingModel
 from mlxrunner.pictures.vision_encoder import Prepared, VisionEncoder
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
@@ -341,6 +342,29 @@ TEMPLATE = (
     "{% if c['type'] == 'image' %}MARKER{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+class Eyes:
+    """A model that sees, and mlx-vlm beside it."""
+
+    def __init__(self, kind: str, model: Any, other: Any) -> None:
+        self.kind, self.other = kind, other
+        self.sight = VisionEncoder(model, MadeUpProcessor(kind), "*", b"")
+        self.facts = ModelFacts(kind, 2048, True, {"full": 2}, VOCABULARY, False)
+        self.model = seeing_model(model, self.sight)
+
+    def prompt(self, history: list[Part]) -> TokenizedPrompt:
+        return prompt_of(self.kind, self.sight, history)
+
+    def cold(self, history: list[Part], count: int = 6) -> list[int]:
+        """Return what mlx-vlm's model says to all of it."""
+        return cold_answer(self.kind, self.other, history, count)
+
+
+def noise(seed: int) -> np.ndarray[Any, Any]:
+    """Return the pixels of a picture of any size."""
+    made = np.random.default_rng(seed)
+    return made.integers(0, 255, (*made.integers(10, 60, 2), 3), dtype=np.uint8)
 
 
 def family(kind: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import change_json
 
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
@@ -205,16 +206,8 @@ def save_byte_fallback(folder: Path, normalizer: Any, pre_tokenizer: Any) -> Non
 def configure(folder: Path, **settings: Any) -> None:
     """Write tokenizer_config.json anew or change it; None takes a setting away."""
     file = folder / "tokenizer_config.json"
-    before = (
-        json.loads(file.read_text())
-        if file.exists()
-        else {"tokenizer_class": "PreTrainedTokenizerFast"}
-    )
-    file.write_text(
-        json.dumps(
-            {name: value for name, value in (before | settings).items() if value is not None}
-        )
-    )
+    given = {} if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    change_json(file, **given | settings)
 
 
 KINDS: dict[str, Callable[[Path], None]] = {

@@ -23,19 +23,24 @@ def limits_after(before: tuple[int, int], imports: str) -> str:
     return run.stdout.strip()
 
 
+SAMPLING = "import mlxrunner.engine.sampling"
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [((5000, 6000), "5000 6000"), ((300, 6000), "2048 6000"), ((300, 400), "400 400")],
-    ids=["enough", "few", "no more allowed"],
+    ("before", "imports", "after"),
+    [
+        ((5000, 6000), SAMPLING, "5000 6000"),
+        ((300, 6000), SAMPLING, "2048 6000"),
+        ((300, 400), SAMPLING, "400 400"),
+        ((5000, 6000), "import mlxrunner, mlx_lm.utils", "5000 6000"),
+    ],
+    ids=["enough", "few", "no more allowed", "mlx-lm itself"],
 )
-def test_importing_mlx_lm_lowers_no_limit(before: tuple[int, int], after: str) -> None:
+def test_importing_mlx_lm_lowers_no_limit(
+    before: tuple[int, int], imports: str, after: str
+) -> None:
     """It may raise the limit, as mlx-lm wants it, within what the user may have."""
-    assert limits_after(before, "import mlxrunner.engine.sampling") == after
-
-
-def test_every_way_to_mlx_lm_keeps_the_limit() -> None:
-    """A program that imports mlxrunner first, and mlx-lm itself, keeps it, too."""
-    assert limits_after((5000, 6000), "import mlxrunner, mlx_lm.utils") == "5000 6000"
+    assert limits_after(before, imports) == after
 
 
 STRUCTURE = (
@@ -56,10 +61,15 @@ def structure(imports: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_transformers_files_are_read_once_and_say_the_same(own_home: Path) -> None:
+@pytest.fixture(scope="module")
+def own() -> str:
+    """Return what transformers finds alone."""
+    return structure("pass")
+
+
+def test_transformers_files_are_read_once_and_say_the_same(own: str, own_home: Path) -> None:
     """A damaged file is read anew; one of another version stays beside it."""
     kept = own_home / ".cache" / "mlxrunner" / "transformers.json"
-    own = structure("pass")
     assert not kept.exists()
     assert structure("import mlxrunner") == own
     assert kept.stat().st_mode & 0o777 == 0o600
@@ -73,7 +83,7 @@ def test_transformers_files_are_read_once_and_say_the_same(own_home: Path) -> No
     assert kept.read_bytes() == written
 
 
-def test_a_home_that_can_not_be_written_changes_nothing(own_home: Path) -> None:
+def test_a_home_that_can_not_be_written_changes_nothing(own: str, own_home: Path) -> None:
     """A cache that is no folder is left alone, too."""
     (own_home / ".cache").write_text("no folder")
-    assert structure("import mlxrunner") == structure("pass")
+    assert structure("import mlxrunner") == own

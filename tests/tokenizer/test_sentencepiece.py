@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import error_line
 
 from mlxrunner import ModelError
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -251,10 +252,7 @@ def test_a_broken_file_is_named(
     """In one line."""
     folder = copy_of("spm_prefix")
     (folder / file).write_bytes(content)
-    with pytest.raises(ModelError) as error:
-        load_tokenizer(folder)
-    assert str(error.value).startswith(f"{folder / file}: {message}")
-    assert "\n" not in str(error.value)
+    assert error_line(ModelError, load_tokenizer, folder).startswith(f"{folder / file}: {message}")
 
 
 @pytest.mark.parametrize("cut", [1, 10, 1000, -1])
@@ -286,10 +284,3 @@ def test_a_template_is_a_text_or_the_default_of_several(
     tokenizer = load_tokenizer(copy_of("spm_prefix", chat_template=template))
     expected = "User: hi\nAssistant:" if rendered is None else rendered
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == expected
-
-
-def test_a_chat_template_json_is_read(copy_of: Callable[..., Path]) -> None:
-    """Some processors have one; tokenizer_config.json comes first."""
-    folder = copy_of("spm_prefix", chat_template=None)
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json " + SAYS}))
-    assert load_tokenizer(folder).render([{"role": "user", "content": "hi"}]) == "json hi"

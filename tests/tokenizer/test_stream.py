@@ -306,39 +306,6 @@ def test_exactly_what_may_begin_a_stop_string_is_held_back(
         assert shown == so_far[: len(so_far) - held]
 
 
-@pytest.mark.parametrize(
-    ("stops", "pieces", "expected", "stopped"),
-    [
-        ([], ["a", "b"], ["a", "b", ""], False),
-        (["END"], ["xEN", "D", "y"], ["x", ""], True),
-        (["END"], ["xEN", "E", "N."], ["x", "EN", "EN.", ""], False),
-        (["END"], ["xE"], ["x", "E"], False),
-        (["\nUser:"], ["hi\n", "\n", "Us", "er: x"], ["hi", "\n", "", ""], True),
-        (["aab"], ["a", "a", "a", "b"], ["", "", "a", ""], True),
-        (["b", "abc"], ["a", "b", "c"], ["", "a"], True),
-        (["b", "abc"], ["abc"], ["a"], True),
-        (["bc", "abc"], ["abc"], [""], True),
-        (["é"], ["e", "\u0301", "é"], ["e", "\u0301", ""], True),
-    ],
-    ids=(
-        "none, split, almost, end of text, fallback, overlap with itself, "
-        "the shorter one ends first, in one piece, the longer one begins first, code points"
-    ).split(", "),
-)
-def test_a_stop_string_by_example(
-    stops: list[str], pieces: list[str], expected: list[str], stopped: bool
-) -> None:
-    """The pieces that are shown, `finish` last unless it stopped."""
-    scanner, shown = StopScanner(stops), []
-    for piece in pieces:
-        shown.append(scanner.add(piece))
-        if scanner.stopped:
-            break
-    else:
-        shown.append(scanner.finish())
-    assert (shown, scanner.stopped) == (expected, stopped)
-
-
 @given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=6))
 def test_overlap(text: str, tag: str) -> None:
     """It is the longest end of a text that begins a tag, but for the whole tag."""

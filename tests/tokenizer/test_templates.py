@@ -31,7 +31,7 @@ PLACES = (
 
 
 def source(name: str) -> str:
-    return f"{name} {{{{ messages[0].content }}}}{{% if tools %}}{{{{ tools }}}}{{% endif %}}"
+    return f"ü {name} {{{{ messages[0].content }}}}{{% if tools %}}{{{{ tools }}}}{{% endif %}}"
 
 
 def write(folder: Path, places: tuple[str, ...]) -> None:
@@ -48,7 +48,7 @@ def write(folder: Path, places: tuple[str, ...]) -> None:
     for place in PLACES:
         (folder / place).unlink() if place != PLACES[2] and (folder / place).exists() else None
         if place in places and place.endswith(".jinja"):
-            (folder / place).write_text(source(place))
+            (folder / place).write_text(source(place), encoding="utf-8")
         elif place in places and place in ("chat_template.json", "processor_config.json"):
             (folder / place).write_text(json.dumps({"chat_template": source(place)}))
 
@@ -97,8 +97,8 @@ def test_a_prompt_is_written_by_the_template_that_is_found(
     write(folder, places)
     before = fingerprint_of_template(folder)
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.render(USER) == f"{plain} hi"
-    assert tokenizer.render(USER, tools=[TOOL]).startswith(f"{with_tools} hi")
+    assert tokenizer.render(USER) == f"ü {plain} hi"
+    assert tokenizer.render(USER, tools=[TOOL]).startswith(f"ü {with_tools} hi")
     assert tokenizer.template_stops == ()
     write(folder, ("chat_template.jinja", "chat_template.json"))
     assert fingerprint_of_template(folder) != before
@@ -115,8 +115,8 @@ def test_a_processors_template_comes_first_for_a_model_that_sees(
     """It is the one that knows pictures."""
     folder = copy_of(kind)
     write(folder, ("tokenizer_config.json", "chat_template.json"))
-    assert load_tokenizer(folder).render(USER) == "tokenizer_config.json hi"
-    assert load_tokenizer(folder, of_processor=True).render(USER) == "chat_template.json hi"
+    assert load_tokenizer(folder).render(USER) == "ü tokenizer_config.json hi"
+    assert load_tokenizer(folder, of_processor=True).render(USER) == "ü chat_template.json hi"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "spm_prefix"])

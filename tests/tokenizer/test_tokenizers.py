@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import write_model
 from support.sample import examples
 
-from mlxrunner import PromptError, Runner
+from mlxrunner import PromptError
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 
 FIXTURE = examples(80)
@@ -243,26 +242,6 @@ def test_an_end_of_turn_that_is_no_token_is_no_stop(
     assert load_tokenizer(copy_of("spm_prefix", chat_template=templates["chatml"])).stop_tokens == {
         2
     }
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        ({}, None, set()),
-        ({"eos_token_id": 7}, None, {7}),
-        ({"eos_token_id": [7, 8]}, None, {7, 8}),
-        ({"eos_token_id": 7}, [8, 9], {7, 8, 9}),
-    ],
-    ids=["none", "one", "list", "generation_config"],
-)
-def test_a_runner_stops_at_the_end_tokens_of_all_files(
-    tmp_path: Path, config: Any, generation: Any, expected: set[int]
-) -> None:
-    """config.json, generation_config.json and the tokenizer's own."""
-    write_model(tmp_path, **config)
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {generation}}}')
-    assert Runner.load(str(tmp_path)).tokenizer.stop_tokens == expected | {257}
 
 
 def test_every_stop_token_ends_a_message(tokenizer: Tokenizer) -> None:
