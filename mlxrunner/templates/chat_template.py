@@ -26,7 +26,6 @@ from mlxrunner.templates.messages import (
     can_fold,
     check_messages,
     common,
-    has_calls,
     opens_thinking,
 )
 from mlxrunner.templates.probe import MARK, PARTS_SHOWN, FormatProbe, rendered
@@ -184,7 +183,8 @@ class ChatTemplate:
 
     def _forms(self, messages: Sequence[PlainMessage]) -> Iterator[MessageFormat]:
         """Yield the forms that a conversation may have, the likeliest first."""
-        has_text, is_silent = self._probe.of_calls if has_calls(messages) else (False, False)
+        has_calls = any(map(calls_of, messages))
+        has_text, is_silent = self._probe.of_calls if has_calls else (False, False)
         first = MessageFormat(self._probe.parts, has_text, is_silent=is_silent)
         yield first
         if self._render is None:
@@ -193,9 +193,7 @@ class ChatTemplate:
         has_several = any(len(calls_of(message)) > 1 for message in messages)
         others = product(
             dict.fromkeys((first.parts, frozenset[str](), ROLES, ROLES - {"system"})),
-            (first.has_text_arguments, not first.has_text_arguments)
-            if has_calls(messages)
-            else (False,),
+            (first.has_text_arguments, not first.has_text_arguments) if has_calls else (False,),
             (False, True) if shares else (False,),
             (False, True) if can_fold(messages) else (False,),
             (is_silent,),

@@ -301,11 +301,6 @@ def calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
     return calls
 
 
-def has_calls(messages: Sequence[PlainMessage]) -> bool:
-    """Return True if a message has calls."""
-    return any(map(calls_of, messages))
-
-
 def with_one_call_each(messages: Messages) -> Messages:
     """Return messages in which each call is a message of its own, before its result.
 

@@ -343,7 +343,7 @@ def turn_ends(
         begun = rendered(render, probe_messages("u"), True)
         if begun is None or MARK.format(0) not in begun:
             return frozenset()
-        openers = set(takewhile(is_mark, _tokens(encode, begun.partition(MARK.format(0))[0])))
+        openers = set(takewhile(is_mark, encode(begun.partition(MARK.format(0))[0])))
         for turn in _turns():
             end, inner = _look(render, encode, is_mark, turn, openers)
             ends |= {end} if end is not None else set()
@@ -387,18 +387,18 @@ def _look(
     last = rendered(render, whole, False, **turn.variables)
     if begun is None or last is None or anchor not in begun or turn.mark not in last:
         return None, set()
-    header = _tokens(encode, begun.rpartition(anchor)[2])
-    texts, tails = [last], [_tokens(encode, _behind(last, turn.mark))]
+    header = encode(begun.rpartition(anchor)[2])
+    texts, tails = [last], [encode(_behind(last, turn.mark))]
     longer = rendered(render, [*whole, turn.after], False, **turn.variables) or ""
     followed, found, _ = longer.rpartition(turn.after["content"])
     if found and turn.mark in followed:
         texts.append(followed)
-        tails.append(_tokens(encode, _behind(followed, turn.mark)))
+        tails.append(encode(_behind(followed, turn.mark)))
     open_ = rendered(render, whole, True, **turn.variables) or ""
-    end = _end(tails, _tokens(encode, _behind(open_, turn.mark)), is_mark, openers)
+    end = _end(tails, encode(_behind(open_, turn.mark)), is_mark, openers)
     inner = set[int]()
     for text, tail in zip(texts, tails, strict=True):
-        body = _tokens(encode, text[: text.rindex(turn.mark)].rpartition(anchor)[2])
+        body = encode(text[: text.rindex(turn.mark)].rpartition(anchor)[2])
         begins = common(header, body)
         if any(map(is_mark, header)) and not any(map(is_mark, header[:begins])):
             return None, set()  # the turn begins in another way than with a generation prompt
@@ -449,10 +449,6 @@ def rendered(
         raise
     except PromptError:
         return None
-
-
-def _tokens(encode: Encode, text: str) -> list[int]:
-    return encode(text) if text else []
 
 
 def _behind(text: str, mark: str) -> str:
