@@ -442,19 +442,11 @@ def check_settings(file: Path, config: dict[str, Any]) -> None:
         is_size = COUNTS.fullmatch(last) or SIZES.fullmatch(last)
         if isinstance(value, str) and value.strip().isdecimal() and is_size:
             raise ModelError(f"{file}: {name[:200]} is the text {value[:40]!r}: write a number")
+        number = value if isinstance(value, int | float) else 0
         for pattern, most in ((COUNTS, MOST_PARTS), (SIZES, MOST_SIZE)):
-            if (
-                isinstance(value, int | float)
-                and pattern.fullmatch(last)
-                and not -1 <= value <= most
-            ):
-                shown = (
-                    repr(value)
-                    if abs(value) < 10**20
-                    else f"{value:.0e}"
-                    if abs(value) < 10**300
-                    else "a huge number"
-                )
+            if pattern.fullmatch(last) and not -1 <= number <= most:
+                huge = f"{number:.0e}" if abs(number) < 10**300 else "a huge number"
+                shown = repr(number) if abs(number) < 10**20 else huge
                 raise ModelError(
                     f"{file}: {name[:200]} is {shown}; no model has more than {most:,}: download "
                     "the file again"

@@ -423,23 +423,18 @@ def findings() -> list[Finding]:
         or platform.processor()
         or platform.machine()
     )
-    found = [
+    has_metal = platform.system() != "Darwin" or backend() == "metal"
+    remedy = "no Metal: a native arm64 Python on macOS 14 or newer is needed"
+    return [
         Finding("device", f"{name} ({platform.system()} {platform.machine()})"),
-        Finding("backend", backend()),
+        Finding("backend", backend(), ok=has_metal, advice="" if has_metal else remedy),
         memory(),
         wired(),
         blas(),
         compiler(),
         Finding("python", platform.python_version()),
+        *map(_package, PACKAGES),
     ]
-    if platform.system() == "Darwin" and backend() != "metal":
-        found[1] = Finding(
-            "backend",
-            backend(),
-            ok=False,
-            advice="no Metal: a native arm64 Python on macOS 14 or newer is needed",
-        )
-    return found + [_package(name) for name in PACKAGES]
 
 
 def _package(name: str) -> Finding:
