@@ -201,18 +201,14 @@ class _LookedAt:
             )
         digests = tuple(picture.digest for picture in together)
         if digests not in self._kept:
-            self._make_room(len(together))
+            while sum(map(len, self._kept)) + len(together) > LOOKED_AT:
+                self._kept.popitem(last=False)
             dtype = internals.embedding(self._model)(mx.array([0])).dtype
             states = [self._sight.seen(picture).embeddings for picture in together]
             joined = mx.concatenate(states).astype(dtype)
             self._kept[digests] = internals.projected(self._model, joined)
         self._kept.move_to_end(digests)
         return self._kept[digests]
-
-    def _make_room(self, pictures: int) -> None:
-        """Drop what was looked at least recently, until there is room for some pictures."""
-        while sum(map(len, self._kept)) + pictures > LOOKED_AT:
-            self._kept.popitem(last=False)
 
 
 def stretches(

@@ -221,7 +221,9 @@ class ChatTemplate:
 
     def _marked(self, rendering: _Rendering) -> set[Lost]:
         """Return all that the template writes, as it shows with a mark behind each text."""
-        mark = _unused_mark(rendering)
+        mark = MARK
+        while mark.partition("{")[0] in rendering.text:  # its letters have to be the mark's alone
+            mark = "q" + mark
         messages: Any = [_with_marks(mark, n, one) for n, one in enumerate(rendering.messages)]
         variables = dict(rendering.variables)
         if rendering.tools:
@@ -361,14 +363,6 @@ def _found(rendering: _Rendering) -> set[Lost]:
     if all(_name(tool) in text for tool in rendering.tools):
         found.add(Lost(None, "tools"))
     return found
-
-
-def _unused_mark(rendering: _Rendering) -> str:
-    """Return a mark whose letters are not in the text."""
-    mark = MARK
-    while mark.partition("{")[0] in rendering.text:
-        mark = "q" + mark
-    return mark
 
 
 def _with_marks(mark: str, number: int, message: PlainMessage) -> dict[str, Any]:
