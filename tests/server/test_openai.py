@@ -11,7 +11,6 @@ import pytest
 from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from llm.default_plugins.openai_models import Chat
 from pydantic import SecretStr
 from support.scripted import CALLS, HELLO, HI, TOOL, Scripted, ended
 
@@ -249,6 +248,8 @@ def test_langchain(url: str, answers: Scripted) -> None:
 
 def test_llm(url: str, answers: Scripted) -> None:
     """The command line's models of OpenAI's kind work with this address."""
+    from llm.default_plugins.openai_models import Chat  # which imports pandas: a second
+
     model = Chat("tiny", model_name="tiny", api_base=f"{url}/v1", key="x")
     assert "".join(model.prompt("Hi", key="x")) == "Hello"
     response = model.prompt("Hi", key="x", stream=False)
