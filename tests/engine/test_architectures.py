@@ -132,8 +132,19 @@ def test_rows_of_many_answer_as_each_alone(architecture: str) -> None:
         assert mx.stack(gaps).max().item() < 1e-3  # type: ignore[operator]
 
 
+SHARING = """
+deepseek_v3 dbrx gemma2 gpt_neox llama minicpm3 nemotron phi3 smollm3 telechat3
+afmoe cohere2 gemma3_text gemma3n gpt_oss olmo3 step3p5
+bailing_hybrid jamba kimi_linear lfm2 nemotron_h plamo2 qwen3_5
+deepseek_v32 longcat_flash nanochat plamo qwen talkie
+mamba mamba2 rwkv7 afm7 gpt2 gpt_bigcode
+baichuan_m1 falcon_h1 llama4 longcat_flash_ngram recurrent_gemma
+""".split()
+"""Some of each mix of layer caches and way to run together, all of a mix that few have."""
+
+
 @pytest.mark.exhaustive(4, "qwen3_5", "llama4", "falcon_h1", "afm7")
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", SHARING)
 def test_requests_with_prefixes_in_common_answer_as_the_single_runner(architecture: str) -> None:
     """Four over one header, in three slots, and then the next turn of the last two."""
     model = build(architecture)

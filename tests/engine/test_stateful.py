@@ -86,5 +86,5 @@ def test_whatever_happens_each_answer_is_that_of_a_cold_runner(name: str) -> Non
     """Requests come, share, shift, are cancelled, fail, and are interrupted at any line."""
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: Conversations(name),
-        settings=settings(max_examples=fewer(8, 4), stateful_step_count=fewer(40, 25)),
+        settings=settings(max_examples=fewer(5, 4), stateful_step_count=fewer(40, 25)),
     )
