@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.accounts import FullMemory, usage_of
-from support.sample import fewer
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.cache.account import ConversationName, TokenAccounting
@@ -26,7 +25,7 @@ from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Caller
 
 FAMILIES = "llama3 qwen3 gemma3 chatml mistral gpt-oss deepseek glm".split()
-CASES = fewer(4, 2)
+CASES = 2
 """Random conversations for each cause and family."""
 WANTED = 0.98
 WORDS = (
