@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -59,10 +61,7 @@ class WorstCaseBatch:
         return batch.fixed + batch.per_token * context
 
     def measured(self, nbytes: int, context: int) -> WorstCaseBatch:
-        """Return a batch that was measured to take `nbytes` with `context` tokens.
-
-        It keeps the estimated growth with the context.
-        """
+        """Return a batch that took `nbytes` with `context` tokens, with the estimated growth."""
         per_token = min(self.per_token, nbytes // context)
         fixed = nbytes - per_token * context
         step = min(self.step, context)
@@ -107,10 +106,7 @@ class Demand:
         return sum(layout.nbytes(context) for layout in self.layouts)
 
     def drafts(self, context: int) -> int:
-        """Return the bytes that layers are kept twice while a draft of `context` tokens is checked.
-
-        No layer of a usual kind needs any.
-        """
+        """Return the bytes that layers have twice while a draft of `context` tokens is checked."""
         return sum(layout.draft_bytes(context) for layout in self.layouts)
 
     def checkpoints(self, context: int, offered: int) -> int:
@@ -124,38 +120,21 @@ class Demand:
         return default_checkpoints(one, context, offered)
 
     def growing(self, tokens: int, prefill_step: int, offered: int) -> int:
-        """Return the bytes in use after `tokens` tokens if memory is allocated as tokens come.
+        """Return the bytes in use after `tokens` tokens if memory is allocated as they come."""
+        return self._used(tokens, self.batch.of_step(prefill_step), offered)
 
-        `prefill_step`: most tokens of a step.
-        """
-        batch = self.batch.of_step(prefill_step).nbytes(tokens)
-        caches = self.caches(tokens) + self.drafts(tokens)
-        return self.weights + caches + self.checkpoints(tokens, offered) + batch + self.pictures
+    def _used(self, tokens: int, batch: WorstCaseBatch, offered: int) -> int:
+        caches = self.caches(tokens) + self.drafts(tokens) + self.checkpoints(tokens, offered)
+        return self.weights + caches + batch.nbytes(tokens) + self.pictures
 
     def total(self, context: int, offered: int) -> int:
         """Return all bytes for `context` tokens on a device that offers `offered` bytes."""
-        return (
-            self.weights
-            + self.caches(context)
-            + self.drafts(context)
-            + self.checkpoints(context, offered)
-            + self.batch.nbytes(context)
-            + self.host(context)
-            + self.pictures
-        )
+        return self._used(context, self.batch, offered) + self.host(context)
 
     def largest_context(self, offered: int, limit: int) -> int:
-        """Return the largest context, in tokens, up to `limit` that fits into `offered` bytes.
-
-        Return 0 if none fits.
-        """
-        if self.total(limit, offered) <= offered:
-            return limit
-        low, high = 0, limit
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.total(middle, offered) <= offered else (low, middle)
-        return low
+        """Return the most tokens, up to `limit`, that fit into `offered` bytes; 0 if none fits."""
+        longer = range(1, limit + 1)
+        return bisect_right(longer, offered, key=lambda context: self.total(context, offered))
 
 
 @dataclass(frozen=True)
@@ -171,6 +150,14 @@ class PlanLine:
     """Bytes of one token in one layer."""
     fixed: int = 0
     """Bytes that do not depend on the tokens."""
+
+    @property
+    def detail(self) -> str:
+        """The layers, and the bytes of each, in words; empty for other lines."""
+        stored = f"{self.rows} tokens x {size(self.row_bytes)}" if self.row_bytes else ""
+        fixed = f"{size(self.fixed)} whatever the length" if self.fixed else ""
+        parts = " + ".join(filter(None, (stored, fixed)))
+        return f"{self.layers} x {parts}" if self.layers else ""
 
 
 @dataclass(frozen=True)
@@ -202,15 +189,9 @@ class Plan:
         return {"weights": self.lines[0].total, "all": self.total, "none": 0}[wire]
 
     def table(self) -> str:
-        """Return the plan as a table for users.
-
-        It has a line for each item, the sum, and the largest context that fits.
-        """
-        names = {"weights": "weights in memory"}
-        rows = [
-            (names.get(line.what, line.what), _detail(line), size(line.total))
-            for line in self.lines
-        ]
+        """Return a line for each item, the sum, and the largest context that fits."""
+        rows = [(line.what, line.detail, size(line.total)) for line in self.lines]
+        rows[0] = ("weights in memory", *rows[0][1:])
         rows += [("total", "", size(self.total)), ("device offers", "", size(self.offered))]
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
         text = [
@@ -221,25 +202,17 @@ class Plan:
 
     def advice(self) -> str:
         """Return a sentence about the largest context that fits."""
+        said, step, largest = f"a context of {self.context} tokens", "", self.largest_context
         if self.fits:
-            smaller = (
-                f", with a prefill step of {self.prefill_step} tokens instead of {self.asked_step}"
-                if self.asked_step
-                else ""
-            )
-            return (
-                f"a context of {self.context} tokens fits{smaller}; the largest that would: "
-                f"{self.largest_context}"
-            )
-        if self.largest_context >= SMALLEST_CONTEXT:
-            return (
-                f"a context of {self.context} tokens does not fit; this would: --context "
-                f"{self.largest_context}"
-            )
-        smaller = (
-            f", a smaller --prefill-step than {self.prefill_step}" if self.prefill_step > 64 else ""
-        )
-        return f"not even a short context fits: try a smaller or quantized model{smaller}"
+            if self.asked_step:
+                step = f", with a prefill step of {self.prefill_step} tokens instead of "
+                step += str(self.asked_step)
+            return f"{said} fits{step}; the largest that would: {largest}"
+        if largest >= SMALLEST_CONTEXT:
+            return f"{said} does not fit; this would: --context {largest}"
+        if self.prefill_step > 64:
+            step = f", a smaller --prefill-step than {self.prefill_step}"
+        return f"not even a short context fits: try a smaller or quantized model{step}"
 
 
 def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, limit: int) -> Plan:
@@ -249,33 +222,24 @@ def make_plan(demand: Demand, *, context: int, prefill_step: int, offered: int, 
     own context in tokens. `largest_context` of the plan is at most the larger of `limit` and
     `context`.
     """
-    budget, drafts = demand.checkpoints(context, offered), demand.drafts(context)
-    batch, host = demand.batch.nbytes(context), demand.host(context)
+    budget, is_measured = demand.checkpoints(context, offered), demand.batch.is_measured
+    batch = f"batch of {prefill_step} tokens ({'measured' if is_measured else 'estimated'})"
+    optional = [
+        PlanLine("checkpoints", budget),
+        PlanLine("copies while a draft is checked", demand.drafts(context)),
+        PlanLine(batch, demand.batch.nbytes(context)),
+        PlanLine("places of the tokens, and a mask", demand.host(context)),
+        PlanLine("pictures", demand.pictures),
+    ]
     lines = [
         PlanLine("weights", demand.weights),
-        *_layer_lines(demand.layouts, context),
-        *([PlanLine("checkpoints", budget)] if budget else []),
-        *([PlanLine("copies while a draft is checked", drafts)] if drafts else []),
-        PlanLine(
-            f"batch of {prefill_step} tokens "
-            f"({'measured' if demand.batch.is_measured else 'estimated'})",
-            batch,
-        ),
-        *([PlanLine("places of the tokens, and a mask", host)] if host else []),
-        *([PlanLine("pictures", demand.pictures)] if demand.pictures else []),
+        *(_layer_line(*layers, context) for layers in Counter(demand.layouts).items()),
+        *(line for line in optional if line.total or line.what == batch),
     ]
     total = sum(line.total for line in lines)
     largest = demand.largest_context(offered, max(limit, context))
-    return Plan(
-        context,
-        prefill_step,
-        tuple(lines),
-        total,
-        offered,
-        largest,
-        budget,
-        demand.batch.is_measured,
-    )
+    sizes = tuple(lines), total, offered, largest, budget
+    return Plan(context, prefill_step, *sizes, is_measured)
 
 
 def choose(
@@ -294,24 +258,17 @@ def choose(
     the model's own fits with no step, the longest step is chosen that costs at most a tenth of the
     longest context that fits.
     """
-    plans = [
-        _with_step(demand, context, step, prefill_step, offered=offered, limit=limit)
-        for step in _steps(prefill_step, smallest if demand.batch.step else prefill_step)
-    ]
+    plans, smallest = list[Plan](), smallest if demand.batch.step else prefill_step
+    step = prefill_step
+    while not plans or step >= smallest:
+        plans.append(_with_step(demand, context, step, prefill_step, offered=offered, limit=limit))
+        step //= 2
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return plans[-1]
     longest = max(plan.context for plan in fitting)
     enough = longest if context is not None or longest == limit else longest * 9 // 10
     return next(plan for plan in fitting if plan.context >= enough)
-
-
-def _steps(prefill_step: int, smallest: int) -> Iterator[int]:
-    """Yield `prefill_step` and its halves that are at least `smallest`."""
-    yield prefill_step
-    while prefill_step >= 2 * smallest:
-        prefill_step //= 2
-        yield prefill_step
 
 
 def _with_step(
@@ -321,34 +278,14 @@ def _with_step(
     demand = replace(demand, batch=demand.batch.of_step(step))
     if context is None:
         fitting = demand.largest_context(offered, limit)
-        context = (
-            fitting if fitting >= min(SMALLEST_CONTEXT, limit) else limit
-        )  # no useful context fits: the plan reports it
+        is_useful = fitting >= min(SMALLEST_CONTEXT, limit)  # else the plan reports it
+        context = fitting if is_useful else limit
     plan = make_plan(demand, context=context, prefill_step=step, offered=offered, limit=limit)
     return plan if step == asked else replace(plan, asked_step=asked)
 
 
-def _layer_lines(layouts: Sequence[Layout], context: int) -> list[PlanLine]:
-    """Return one line for each group of equal layers."""
-    counts: dict[Layout, int] = {}
-    for layout in layouts:
-        counts[layout] = counts.get(layout, 0) + 1
-    return [
-        PlanLine(
-            f"{layout.kind} layers",
-            n * layout.nbytes(context),
-            n,
-            layout.rows(context),
-            layout.row_bytes,
-            layout.fixed_bytes,
-        )
-        for layout, n in counts.items()
-    ]
-
-
-def _detail(line: PlanLine) -> str:
-    if not line.layers:
-        return ""
-    stored = f"{line.rows} tokens x {size(line.row_bytes)}" if line.row_bytes else ""
-    fixed = f"{size(line.fixed)} whatever the length" if line.fixed else ""
-    return f"{line.layers} x " + " + ".join(filter(None, (stored, fixed)))
+def _layer_line(layout: Layout, count: int, context: int) -> PlanLine:
+    """Return the line of a group of equal layers."""
+    rows, total = layout.rows(context), count * layout.nbytes(context)
+    sizes = total, count, rows, layout.row_bytes, layout.fixed_bytes
+    return PlanLine(f"{layout.kind} layers", *sizes)

@@ -45,10 +45,9 @@ def demand_of(
     `model` may have no weights loaded. `weights`: their bytes. `checkpoint_budget`: bytes for
     checkpoints; None chooses the default.
     """
-    gpu = device.is_gpu()
-    batch = estimate_batch(
-        config, prefill_step, 2 if gpu else 4, is_fused=gpu, has_sinks=_has_sinks(model)
-    )
+    gpu, parameters = device.is_gpu(), dict(tree_flatten(model.parameters()))
+    has_sinks = any(name.endswith("sinks") for name in parameters)  # scores beside those of keys
+    batch = estimate_batch(config, prefill_step, 2 if gpu else 4, is_fused=gpu, has_sinks=has_sinks)
     return Demand(weights, layouts_of(model, options), batch, checkpoint_budget)
 
 
@@ -59,12 +58,6 @@ def weights_of(model: Any) -> int:
     return tree_bytes(model.parameters())
 
 
-def _has_sinks(model: Any) -> bool:
-    """Return True if an attention of `model` has sinks: scores beside those of the keys."""
-    parameters: Any = tree_flatten(model.parameters())
-    return any(name.endswith("sinks") for name, _ in parameters)
-
-
 def estimate_batch(
     config: dict[str, Any], prefill_step: int, item: int, *, is_fused: bool, has_sinks: bool = False
 ) -> WorstCaseBatch:
@@ -73,11 +66,8 @@ def estimate_batch(
     `item`: bytes of one number. `is_fused`: attention kernels keep no scores in memory.
     """
     get = partial(size_of, config)
-    hidden, heads, vocab = (
-        get("hidden_size", "d_model", "n_embd"),
-        get("num_attention_heads", "n_head"),
-        get("vocab_size"),
-    )
+    hidden, vocab = get("hidden_size", "d_model", "n_embd"), get("vocab_size")
+    heads = get("num_attention_heads", "n_head")
     experts, dense = get("num_experts_per_tok"), get("intermediate_size", "ffn_dim", "n_inner")
     chosen = (get("moe_intermediate_size") or dense) * experts
     wide = max(3 * max(dense, 4 * hidden), 5 * chosen)
@@ -105,19 +95,16 @@ def must_have_room(demand: Demand, tokens: int, prefill_step: int) -> None:
     if limit is None:
         return
     offered = limit.nbytes + mx.get_active_memory() + mx.get_cache_memory()
-    needed = demand.growing(tokens, prefill_step, offered)
-    if needed > offered:
-        most = (
-            bisect_right(
-                range(tokens), offered, key=lambda n: demand.growing(n, prefill_step, offered)
-            )
-            - 1
-        )
+
+    def needed(tokens: int) -> int:
+        return demand.growing(tokens, prefill_step, offered)
+
+    if needed(tokens) > offered:
+        most = max(bisect_right(range(tokens), offered, key=needed) - 1, 0)
         smaller = f", or a smaller --prefill-step than {prefill_step}" if prefill_step > 64 else ""
         raise MemoryPlanError(
-            f"{tokens} tokens need {size(needed)} of memory, and {limit.name} leaves "
-            f"{size(offered)}: "
-            f"give at most {max(most, 0)} tokens{smaller}"
+            f"{tokens} tokens need {size(needed(tokens))} of memory, and {limit.name} leaves "
+            f"{size(offered)}: give at most {most} tokens{smaller}"
         )
 
 
@@ -139,11 +126,7 @@ def must_be_offered(
 
 
 def announce(plan: Plan, asked: int | None, limit: int) -> None:
-    """Log a warning if the context differs from the model's own, `limit` tokens, or if the prefill
-    step became smaller.
-
-    `asked`: the context that the user asked for; None: the plan chose it.
-    """
+    """Log a warning if the context is not the model's own, `limit`, or the step is smaller."""
     announce_step(plan)
     if plan.context > limit:
         logger.warning(
@@ -197,7 +180,9 @@ def reserve(
     before the next layer starts. Therefore the other layers would only cost time. `scratch` holds
     caches like `caches`, for the layers that are not computed.
     """
-    step, seed = min(prefill_step, context - 1), min(_longest_seed(caches), context - 1)
+    # The most tokens of a prompt that are evaluated together with their logits.
+    longest = HEADER if any(cache.needs_checkpoints for cache in caches) else 0
+    step, seed = min(prefill_step, context - 1), min(max(SEED_TOKENS, longest), context - 1)
     first = _layers_of_each_kind(model, caches)
     with device.no_garbage_collected():
         before = mx.get_active_memory()
@@ -229,28 +214,13 @@ def _pretend(caches: Sequence[LayerCache], offset: int) -> None:
         cache.pretend(offset)
 
 
-def _longest_seed(caches: Sequence[LayerCache]) -> int:
-    """Return the most tokens of a prompt that are evaluated together with their logits."""
-    return (
-        max(SEED_TOKENS, HEADER)
-        if any(cache.needs_checkpoints for cache in caches)
-        else SEED_TOKENS
-    )
-
-
 def _layers_of_each_kind(model: Any, caches: Sequence[LayerCache]) -> int:
-    """Return the number of first layers that hold one of each kind, plus one layer.
-
-    The input of the extra layer is computed from all of these. Two layers are of one kind if they
-    store the same and have weights of the same shapes. For example, some layers have experts and
-    others do not.
-    """
+    """Return the number of first layers with one of each kind, and one that is fed by them."""
     layers = getattr(model, "layers", ())
     if len(layers) != len(caches):
         return len(caches)
-    kinds = [
-        (cache.layouts(), shapes_of(layer)) for cache, layer in zip(caches, layers, strict=True)
-    ]
+    pairs = zip(caches, layers, strict=True)
+    kinds = [(cache.layouts(), shapes_of(layer)) for cache, layer in pairs]
     return min(max(map(kinds.index, kinds)) + 2, len(caches))
 
 
@@ -288,17 +258,13 @@ def demand_of_slots(
     """
     one = demand_of(model, dict(config), options, step, weights=weights_of(model))
     windows = slots * options.rewind_slack + step
-    layouts = [
-        replace(
-            layout,
-            most_rows=None
-            if layout.most_rows is None
-            else slots * (layout.checkpoint_rows + 1) + windows,
-            fixed_bytes=slots * layout.fixed_bytes,
-            draft_rows=0,
-        )
-        for layout in one.layouts
-    ]
+    layouts = []
+    for layout in one.layouts:
+        rows = None
+        if layout.most_rows is not None:
+            rows = slots * (layout.checkpoint_rows + 1) + windows
+        fixed = slots * layout.fixed_bytes
+        layouts.append(replace(layout, most_rows=rows, fixed_bytes=fixed, draft_rows=0))
     context = settings.context or 0
     checkpoint = sum(layout.checkpoint_bytes(context) for layout in one.layouts)
     budget = default_checkpoints(checkpoint, context, offered, slots)
@@ -315,27 +281,15 @@ def demand_of_slots(
 
 
 def cells_within(demand: Demand, memory: int, most: int) -> int:
-    """Return the largest number of cells, at most `most`, whose caches fit into `memory` bytes.
-
-    `memory` is for cells, states and checkpoints, not for weights or pictures. Return 0 if none
-    fits.
-    """
-    caches = replace(
-        demand,
-        weights=0,
-        batch=replace(demand.batch, fixed=0, per_token=0),
-        host_fixed=0,
-        host_per_token=0,
-        pictures=0,
-    )
+    """Return the most cells, up to `most`, whose caches fit into `memory` bytes; 0 if none fits."""
+    caches = Demand(0, demand.layouts, WorstCaseBatch(0), demand.checkpoint_budget)
     return caches.largest_context(memory, most)
 
 
 def must_have_cells(cells: int, memory: int, demand: Demand) -> None:
     """Raise MemoryPlanError if `cells`, all that fit into `memory` bytes, are too few to run."""
     if cells < 2:
-        caches = replace(demand, weights=0, pictures=0)
-        needed = caches.caches(2) + caches.checkpoints(2, memory)
+        needed = demand.caches(2) + demand.checkpoints(2, memory)
         raise MemoryPlanError(
             f"memory: {size(memory)} is not enough for the states and checkpoints of all, "
             f"which take {size(needed)}: give more, or fewer sequences at a time"

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from support.models import tiny_config, write_model
+from support.composites import BAICHUAN, FALCON
+from support.models import save_model, tiny_config, write_model
 
 from mlxrunner import OptionError, Runner
 from mlxrunner.cache.entry import SPACING
@@ -37,12 +39,7 @@ from mlxrunner.models.load import describe
 from mlxrunner.system import device
 from mlxrunner.terminal.output import size
 
-BYTES = st.integers(0, 2**40)
-
-
-SMALL = st.integers(0, 2**20)
-
-
+BYTES, SMALL = st.integers(0, 2**40), st.integers(0, 2**20)
 LAYOUTS = st.builds(
     Layout,
     kind=st.sampled_from(["full", "sliding", "recurrent"]),
@@ -53,8 +50,6 @@ LAYOUTS = st.builds(
     checkpoint_fixed=SMALL,
     draft_rows=st.integers(0, 5000),
 )
-
-
 DEMANDS = st.builds(
     Demand,
     weights=BYTES,
@@ -62,11 +57,7 @@ DEMANDS = st.builds(
     batch=st.builds(WorstCaseBatch, BYTES, SMALL, st.booleans()),
     checkpoint_budget=st.none() | BYTES,
 )
-
-
 CONTEXTS = st.integers(2, 10**6)
-
-
 PLANS = st.builds(
     make_plan,
     DEMANDS,
@@ -81,7 +72,6 @@ PLANS = st.builds(
 def test_a_longer_context_never_takes_less(
     demand: Demand, one: int, other: int, offered: int
 ) -> None:
-    """Neither in all, nor for the caches or the checkpoints."""
     short, long = sorted((one, other))
     for nbytes in (demand.caches, demand.drafts, demand.batch.nbytes):
         assert nbytes(short) <= nbytes(long)
@@ -93,7 +83,6 @@ def test_a_longer_context_never_takes_less(
 def test_the_largest_context_fits_and_one_more_token_does_not(
     demand: Demand, limit: int, data: st.DataObject
 ) -> None:
-    """Otherwise it is the limit, or nothing fits at all."""
     total = demand.total(data.draw(st.integers(0, limit)), 0)
     offered = data.draw(st.integers(total - 5, total + 5) | BYTES)
     largest = demand.largest_context(offered, limit)
@@ -129,7 +118,6 @@ def test_the_lines_of_a_plan_add_up_to_its_total(
 
 
 def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
-    """Counted by hand."""
     full, window, state = (
         Layout("full", 10),
         Layout("sliding", 10, most_rows=100),
@@ -141,28 +129,21 @@ def test_a_window_is_paid_for_once_and_a_state_whatever_the_length() -> None:
     assert demand.total(500, 10**9) == 1000 + 11007 + 50 + 1000
 
 
+ONE = 3 * 10 + 5
+BUDGETS: dict[str, tuple[int | None, int, int, int]] = {
+    "by default room for several": (None, 100, 10**9, CHECKPOINTS * ONE),
+    "for many, where they are small": (None, 2**17, 10**9, SMALL_CHECKPOINTS * ONE),
+    "one every interval": (None, 10 * SPACING, 10**9, 10 * ONE),
+    "as many as are small": (None, 2**17, 50_000, 50_000 // SMALL_SHARE),
+    "several, where they are not": (None, 2**17, 10_000, CHECKPOINTS * ONE),
+    "a share of what is offered": (None, 2**17, 1000, 1000 // CHECKPOINT_SHARE),
+    "what the caller says": (12, 100, 10**9, 12),
+    "none": (0, 100, 10**9, 0),
+}
+
+
 @pytest.mark.parametrize(
-    ("budget", "context", "offered", "expected"),
-    [
-        (None, 100, 10**9, CHECKPOINTS * (3 * 10 + 5)),
-        (None, 2**17, 10**9, SMALL_CHECKPOINTS * (3 * 10 + 5)),
-        (None, 10 * SPACING, 10**9, 10 * (3 * 10 + 5)),
-        (None, 2**17, 50_000, 50_000 // SMALL_SHARE),
-        (None, 2**17, 10_000, CHECKPOINTS * (3 * 10 + 5)),
-        (None, 2**17, 1000, 1000 // CHECKPOINT_SHARE),
-        (12, 100, 10**9, 12),
-        (0, 100, 10**9, 0),
-    ],
-    ids=[
-        "by default room for several",
-        "for many, where they are small",
-        "one every interval",
-        "as many as are small",
-        "several, where they are not",
-        "a share of what is offered",
-        "what the caller says",
-        "none",
-    ],
+    ("budget", "context", "offered", "expected"), BUDGETS.values(), ids=BUDGETS
 )
 def test_the_budget_for_checkpoints(
     budget: int | None, context: int, offered: int, expected: int
@@ -173,30 +154,21 @@ def test_the_budget_for_checkpoints(
 
 
 def test_what_only_a_copy_undoes_is_planned_twice() -> None:
-    """Its line is there for such layers only."""
     full, unknown = Layout("full", 10), Layout("unknown", 7, draft_rows=2**31)
-    plans = [
-        make_plan(
-            Demand(0, layouts, WorstCaseBatch(0)),
-            context=100,
-            prefill_step=8,
-            offered=10**6,
-            limit=100,
-        )
-        for layouts in ((full,), (full, unknown))
-    ]
+    demands = (Demand(0, layouts, WorstCaseBatch(0)) for layouts in ((full,), (full, unknown)))
+    sizes = {"context": 100, "prefill_step": 8, "offered": 10**6, "limit": 100}
+    plans = [make_plan(demand, **sizes) for demand in demands]
     found = [[line.total for line in plan.lines if "draft" in line.what] for plan in plans]
     assert found == [[], [700]]
     assert [plan.total for plan in plans] == [1000, 1000 + 2 * 700]
 
 
 def test_a_model_that_rewinds_by_itself_gets_no_budget_for_checkpoints() -> None:
-    """Even if there was one asked for."""
     demand = Demand(0, (Layout("full", 10),), WorstCaseBatch(0), checkpoint_budget=99)
     assert demand.checkpoints(100, 10**9) == 0
-    assert [
-        line.what for line in make_plan(demand, context=9, prefill_step=4, offered=9, limit=9).lines
-    ] == ["weights", "full layers", "batch of 4 tokens (estimated)"]
+    lines = make_plan(demand, context=9, prefill_step=4, offered=9, limit=9).lines
+    names = [line.what for line in lines]
+    assert names == ["weights", "full layers", "batch of 4 tokens (estimated)"]
 
 
 @given(PLANS)
@@ -217,26 +189,21 @@ def test_the_table_is_aligned_and_holds_the_numbers(plan: Plan) -> None:
 
 @given(PLANS)
 def test_the_json_has_the_numbers_of_the_table(plan: Plan) -> None:
-    """All of them, in bytes."""
     read = json.loads(json.dumps(plan.as_dict()))
     assert read.pop("fits") == plan.fits
     assert Plan(**read | {"lines": plan.lines}) == plan
     assert [line["total"] for line in read["lines"]] == [line.total for line in plan.lines]
 
 
-@pytest.mark.parametrize(
-    ("offered", "advice"),
-    [
-        (5000, "a context of 400 tokens fits; the largest that would: 490"),
-        (4000, "a context of 400 tokens does not fit; this would: --context 390"),
-        (
-            1000,
-            "not even a short context fits: try a smaller or quantized model, a smaller "
-            "--prefill-step than 256",
-        ),
-    ],
-    ids=["fits", "too long", "hopeless"],
-)
+HOPELESS = "not even a short context fits: try a smaller or quantized model"
+ADVICE = {
+    5000: "a context of 400 tokens fits; the largest that would: 490",
+    4000: "a context of 400 tokens does not fit; this would: --context 390",
+    1000: f"{HOPELESS}, a smaller --prefill-step than 256",
+}
+
+
+@pytest.mark.parametrize(("offered", "advice"), ADVICE.items())
 def test_the_advice_says_what_would_fit(offered: int, advice: str) -> None:
     """100 bytes of weights, 10 for each token."""
     demand = Demand(100, (Layout("full", 10),), WorstCaseBatch(0))
@@ -266,33 +233,21 @@ def test_a_batch_of_another_step_is_in_proportion(
     assert (measured.nbytes(context), measured.is_measured) == (12345, True)
 
 
-@pytest.mark.parametrize(
-    ("context", "offered", "expected"),
-    [
-        (1000, 100_000, (2048, 1000, True)),
-        (5000, 50_000 + 20_530, (2048, 5000, True)),
-        (5000, 50_000 + 20_529, (1024, 5000, True)),
-        (5000, 50_000 + 2_610, (256, 5000, True)),
-        (5000, 50_000 + 2_609, (256, 5000, False)),
-        (None, 80_000 + 20_530, (2048, 8000, True)),
-        (None, 80_000 + 20_529, (1024, 8000, True)),
-        (None, 80_000 + 2_609, (1024, 7231, True)),
-        (None, 70_000, (512, 6483, True)),
-        (None, 3_000, (256, 8000, False)),
-    ],
-    ids=[
-        "fits",
-        "just fits",
-        "half fits",
-        "the smallest fits",
-        "none fits",
-        "the model's own fits",
-        "the model's own fits with half",
-        "shorter by a tenth at most",
-        "and not by more",
-        "nothing fits",
-    ],
-)
+STEPS: dict[str, tuple[int | None, int, tuple[int, int, bool]]] = {
+    "fits": (1000, 100_000, (2048, 1000, True)),
+    "just fits": (5000, 50_000 + 20_530, (2048, 5000, True)),
+    "half fits": (5000, 50_000 + 20_529, (1024, 5000, True)),
+    "the smallest fits": (5000, 50_000 + 2_610, (256, 5000, True)),
+    "none fits": (5000, 50_000 + 2_609, (256, 5000, False)),
+    "the model's own fits": (None, 80_000 + 20_530, (2048, 8000, True)),
+    "the model's own fits with half": (None, 80_000 + 20_529, (1024, 8000, True)),
+    "shorter by a tenth at most": (None, 80_000 + 2_609, (1024, 7231, True)),
+    "and not by more": (None, 70_000, (512, 6483, True)),
+    "nothing fits": (None, 3_000, (256, 8000, False)),
+}
+
+
+@pytest.mark.parametrize(("context", "offered", "expected"), STEPS.values(), ids=STEPS)
 def test_the_step_shrinks_until_the_context_fits(
     context: int | None,
     offered: int,
@@ -337,23 +292,8 @@ KINDS: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "convolution": ("lfm2", None, {}),
     "recurrent with attention": ("jamba", None, {}),
     "delta rule": ("qwen3_next", None, {}),
-    "composite": (
-        "falcon_h1",
-        None,
-        {
-            "head_dim": 16,
-            "mamba_d_head": 16,
-            "mamba_d_ssm": 64,
-            "mamba_n_heads": 4,
-            "mamba_d_state": 16,
-            "mlp_expansion_factor": 2,
-        },
-    ),
-    "composite with a window": (
-        "baichuan_m1",
-        None,
-        {"rope_theta": 1e4, "sliding_window": 64, "sliding_window_layers": [1], "conv_window": 2},
-    ),
+    "composite": ("falcon_h1", None, FALCON),
+    "composite with a window": ("baichuan_m1", None, {**BAICHUAN, "sliding_window_layers": [1]}),
 }
 
 
@@ -381,9 +321,8 @@ def fill(runner: Runner, answer: int = 10) -> None:
         pass
     gc.collect()
     assert len(runner.entry.tokens) == runner.context - 1  # nothing follows the last token
-    mx.eval(
-        [cache.state for cache in runner.entry.caches]
-    )  # the last token's states would be computed with the next one
+    # The last token's states would be computed with the next one.
+    mx.eval([cache.state for cache in runner.entry.caches])
 
 
 @pytest.mark.skipif(
@@ -431,10 +370,8 @@ def test_a_state_is_planned_twice_because_the_one_before_it_is_kept(folder: Path
 
 def test_layers_of_chunks_take_no_more_than_planned(folder: Path) -> None:
     """They are mlx-lm's, which allocate as they go."""
-    text = tiny_config("llama4")["text_config"] | {
-        "attn_temperature_tuning": True,
-        "max_position_embeddings": CONTEXT,
-    }
+    text = tiny_config("llama4")["text_config"] | {"attn_temperature_tuning": True}
+    text["max_position_embeddings"] = CONTEXT
     write_model(folder, "llama4", text_config=text, max_position_embeddings=CONTEXT)
     plan = plan_model(str(folder))
     runner = Runner.load(str(folder), checkpoint_budget=0)
@@ -444,13 +381,11 @@ def test_layers_of_chunks_take_no_more_than_planned(folder: Path) -> None:
 
 @pytest.mark.parametrize("budget", [None, 20_000])
 def test_checkpoints_stay_within_their_line(folder: Path, budget: int | None) -> None:
-    """Taken every few tokens of a long prompt."""
     write_model(folder, "gemma3_text", max_position_embeddings=CONTEXT)
     plan = plan_model(str(folder), checkpoint_budget=budget)
     (line,) = (line for line in plan.lines if line.what == "checkpoints")
-    runner = Runner.load(
-        str(folder), checkpoint_budget=budget, checkpoint_interval=50, prefill_step=64
-    )
+    options = {"checkpoint_interval": 50, "prefill_step": 64}
+    runner = Runner.load(str(folder), checkpoint_budget=budget, **options)
     fill(runner)
     assert budget is None or line.total == budget
     assert line.total == plan.checkpoint_budget
@@ -461,12 +396,14 @@ def test_checkpoints_stay_within_their_line(folder: Path, budget: int | None) ->
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "quantized"])
 def test_weights_are_planned_as_they_will_be_loaded(folder: Path, stored: str) -> None:
     """A CPU computes in float32; quantized weights stay as they are."""
-    model = write_model(
-        folder,
-        max_position_embeddings=64,
-        torch_dtype="float16" if stored == "quantized" else stored,
-    )
-    rewrite(folder, model, stored)
+    dtype = "float16" if stored == "quantized" else stored
+    model = write_model(folder, max_position_embeddings=64, torch_dtype=dtype)
+    config = json.loads((folder / "config.json").read_text())
+    model.set_dtype(getattr(mx, dtype))
+    if stored == "quantized":
+        config["quantization"] = {"group_size": 32, "bits": 4}
+        nn.quantize(model, **config["quantization"])
+    save_model(folder, model, config)
     plan = plan_model(str(folder))
     runner = Runner.load(str(folder))
     fill(runner)
@@ -475,26 +412,9 @@ def test_weights_are_planned_as_they_will_be_loaded(folder: Path, stored: str) -
     assert caches(plan) == runner.entry.nbytes
 
 
-def rewrite(folder: Path, model: Any, stored: str) -> None:
-    """Save `model` again, in another type."""
-    from mlx import nn
-    from support.models import save_model
-
-    config = json.loads((folder / "config.json").read_text())
-    if stored == "quantized":
-        model.set_dtype(mx.float16)
-        nn.quantize(model, group_size=32, bits=4)
-        config["quantization"] = {"group_size": 32, "bits": 4}
-    else:
-        model.set_dtype({"float16": mx.float16, "bfloat16": mx.bfloat16}[stored])
-    save_model(folder, model, config)
-
-
 def test_heads_that_can_not_be_quantized_are_refused_by_the_plan(folder: Path) -> None:
-    """Before anything is loaded, in one line."""
     write_model(folder)
-    with pytest.raises(
-        OptionError, match="kv_bits: this model can't use a quantized cache: heads of 16"
-    ) as error:
+    refused = "kv_bits: this model can't use a quantized cache: heads of 16"
+    with pytest.raises(OptionError, match=refused) as error:
         plan_model(str(folder), kv_bits=8)
     assert "\n" not in str(error.value)

@@ -28,7 +28,6 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_the_command_prints_the_table(offers: int) -> None:
-    """On stdout; 0 is the exit code of a plan that fits."""
     result = run("demo", "--prefill-step", "256")
     assert (result.stdout, result.stderr, result.exit_code) == (
         plan_model("demo", prefill_step=256).table() + "\n",
@@ -39,7 +38,6 @@ def test_the_command_prints_the_table(offers: int) -> None:
 
 
 def test_the_options_of_the_command_are_those_of_the_plan(offers: int) -> None:
-    """Context, bits and prefill step, and the same numbers in JSON."""
     result = run("demo", "--context", "700", "--kv-bits", "8", "--prefill-step", "100", "--json")
     plan = plan_model("demo", 700, kv_bits=8, prefill_step=100)
     assert json.loads(result.stdout) == json.loads(json.dumps(plan.as_dict() | {"wired": 0}))
@@ -87,7 +85,6 @@ def test_measure_runs_the_batch_and_says_so(offers: int) -> None:
     ids=" ".join,
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
-    """On stderr."""
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(message)

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from support.composites import BAICHUAN, FALCON
 from support.models import EOS, write_model
 
 from mlxrunner import Chunk, MemoryPlanError, Runner, Usage, cli, loading
@@ -29,24 +30,10 @@ from mlxrunner.system import device
 from mlxrunner.system.device import Limit
 from mlxrunner.terminal.output import size
 
-FALCON: dict[str, Any] = {
-    "hidden_size": 64,
-    "head_dim": 16,
-    "mamba_d_head": 16,
-    "mamba_d_ssm": 64,
-    "mamba_n_heads": 4,
-    "mamba_d_state": 16,
-    "mlp_expansion_factor": 2,
-}
-BAICHUAN: dict[str, Any] = {
-    "rope_theta": 1e4,
-    "sliding_window": 64,
-    "sliding_window_layers": [1, 3],
-    "conv_window": 2,
-}
 WIDE: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256}
 """Large enough that what Python and MLX hold beside it does not matter."""
 TOLERANCE = 0.05
+HOPELESS = "not even a short context fits: try a smaller or quantized model"
 
 
 @pytest.fixture
@@ -112,13 +99,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sliding": ("gemma3_text", {**WIDE, "sliding_window": 256}, {}),
     "steps longer than the window": (
         "gemma3_text",
-        {
-            **WIDE,
-            "num_hidden_layers": 18,
-            "hidden_size": 64,
-            "head_dim": 64,
-            "num_key_value_heads": 4,
-        },
+        WIDE
+        | {"num_hidden_layers": 18, "hidden_size": 64, "head_dim": 64}
+        | {"num_key_value_heads": 4},
         {"context": 800, "prefill_step": 728, "rewind_slack": 0},
     ),
     "convolution": ("lfm2", {**WIDE, "block_dim": 128}, {}),
@@ -146,9 +129,8 @@ def test_a_full_context_needs_what_was_planned_and_no_more(
     planned_to_stay = plan.total - batch(plan)
     assert at_start <= planned_to_stay + spare
     prompt = [place * 7 % 250 for place in range(context - 8)]
-    prompt[-HEADER] = (
-        EOS  # what follows is evaluated in one piece with its logits, where there are checkpoints
-    )
+    # What follows is evaluated in one piece with its logits, where there are checkpoints.
+    prompt[-HEADER] = EOS
     again = [*prompt[: context // 2], *prompt[: context // 2 - 8]]
     peaks = []
     for text in (prompt, again, [*prompt, 1, 2, 3]):
@@ -223,7 +205,6 @@ def test_a_reserved_runner_answers_like_one_that_is_not(
 def test_what_does_not_fit_fails_before_its_caches_are_taken(
     folder: Path, offer: Callable[[int], None]
 ) -> None:
-    """With the table, and a context that fits when it is tried."""
     write_model(folder, max_position_embeddings=4096)
     plan = plan_model(str(folder), 1000, prefill_step=64)
     offer(plan.total)
@@ -245,18 +226,14 @@ def test_what_does_not_fit_fails_before_its_caches_are_taken(
 def test_the_default_context_is_what_fits_and_that_is_said(
     folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning says it, on stderr."""
     write_model(folder, max_position_embeddings=4096)
     offered = plan_model(str(folder), 1000, prefill_step=64).total
     offer(offered)
     runner = Runner.load(str(folder), prefill_step=64)
     assert runner.context == 1000
     said = f"context: 1000 tokens, the most that fits into {size(offered)}; the model's own is 4096"
-    assert [
-        (record.levelno, record.getMessage())
-        for record in caplog.records
-        if record.name == "mlxrunner"
-    ] == [(logging.WARNING, said)]
+    told = [record for record in caplog.records if record.name == "mlxrunner"]
+    assert [(one.levelno, one.getMessage()) for one in told] == [(logging.WARNING, said)]
 
 
 def test_the_default_context_is_the_models_own_where_that_fits(
@@ -271,13 +248,10 @@ def test_the_default_context_is_the_models_own_where_that_fits(
 def test_a_model_that_leaves_no_room_for_a_context_is_refused(
     folder: Path, offer: Callable[[int], None]
 ) -> None:
-    """It is refused for any context."""
     write_model(folder)
     offer(1000)
     for context in (None, 16):
-        with pytest.raises(
-            MemoryPlanError, match="not even a short context fits: try a smaller or quantized model"
-        ):
+        with pytest.raises(MemoryPlanError, match=HOPELESS):
             Runner.load(str(folder), context)
 
 
@@ -305,22 +279,9 @@ def test_the_batch_of_a_model_with_sinks_is_not_underestimated(
     folder: Path, step: int, context: int, experts: int
 ) -> None:
     """Sinks take the scores once more, and each expert of a token has rows of its own."""
-    sizes = {
-        "hidden_size": 128,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-    }
     layers = ["sliding_attention", "full_attention"] * 2
-    write_model(
-        folder,
-        "gpt_oss",
-        max_position_embeddings=8192,
-        num_experts_per_tok=experts,
-        layer_types=layers,
-        **sizes,
-    )
+    sizes = WIDE | {"num_attention_heads": 8, "head_dim": 32, "num_experts_per_tok": experts}
+    write_model(folder, "gpt_oss", max_position_embeddings=8192, layer_types=layers, **sizes)
     options: dict[str, Any] = {"context": context, "prefill_step": step}
     estimated = plan_model(str(folder), **options).lines[-1].total
     # a busy machine frees later, and the models before are garbage
@@ -333,7 +294,6 @@ def test_the_batch_of_a_model_with_sinks_is_not_underestimated(
 def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(
     folder: Path, offer: Callable[[int], None]
 ) -> None:
-    """The plan is there to be read."""
     write_model(folder, max_position_embeddings=4096)
     offer(1000)
     before = active()
@@ -348,7 +308,6 @@ def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(
 
 
 def test_the_command_line_says_on_stderr_how_much_context_is_left() -> None:
-    """It answers on stdout as ever."""
     code = (
         "from mlxrunner import cli, loading\nfrom mlxrunner.system import device\n"
         "total = loading.plan_model('demo', 1000, prefill_step=64).total\n"
@@ -366,14 +325,11 @@ def test_the_command_line_says_on_stderr_how_much_context_is_left() -> None:
 def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(
     offer: Callable[[int], None],
 ) -> None:
-    """Exit code 2, and the table on stderr."""
     offer(1000)
     refused = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!"])
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert (
-        refused.stderr
-        == f"mlxrunner: this does not fit into memory\n{plan_model('demo').table()}\n"
-    )
+    table = plan_model("demo").table()
+    assert refused.stderr == f"mlxrunner: this does not fit into memory\n{table}\n"
     lazy = CliRunner().invoke(cli.main, ["generate", "-p", "Hello!", "--no-reserve"])
     assert (lazy.exit_code, lazy.stdout) == (0, "Hello! How can I help you?\n")
 
@@ -397,10 +353,8 @@ def test_the_prefill_step_shrinks_so_that_the_context_fits(
     plan = plan_of(runner)
     assert (plan.context, plan.fits, plan.batch_is_measured) == (1024, True, True)
     assert plan.prefill_step == runner.prefill_step == runner.settings["prefill_step"] < 1024
-    assert [record.message for record in caplog.records] == [
-        f"prefill step: {plan.prefill_step} tokens instead of 1024, so that 1024 tokens fit into "
-        f"{size(plan.offered)}"
-    ]
+    said = f"prefill step: {plan.prefill_step} tokens instead of 1024, so that 1024 tokens fit"
+    assert [one.message for one in caplog.records] == [f"{said} into {size(plan.offered)}"]
     prompt = [7 * i % 250 for i in range(900)]
     found = [[one.token for one in answer(each, prompt, 20)] for each in (usual, runner)]
     assert found[0] == found[1]
@@ -528,7 +482,6 @@ def test_a_request_shrinks_its_own_step(
 def test_a_model_that_can_never_fit_is_refused_before_it_is_loaded(
     folder: Path, offer: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one weight is read."""
     write_model(folder)
     offer(1000)
     monkeypatch.setattr(mx, "load", None)
@@ -536,18 +489,12 @@ def test_a_model_that_can_never_fit_is_refused_before_it_is_loaded(
         Runner.load(str(folder), reserve="request")
 
 
-@pytest.mark.parametrize(
-    ("options", "reserve"),
-    [
-        ([], "request"),
-        (["--max-tokens", "5"], "request"),
-        (["--reserve"], True),
-        (["--no-reserve"], False),
-    ],
-    ids=["usual", "with --max-tokens", "--reserve", "--no-reserve"],
-)
+WAYS = {"": "request", "--max-tokens 5": "request", "--reserve": True, "--no-reserve": False}
+
+
+@pytest.mark.parametrize(("options", "reserve"), WAYS.items())
 def test_generate_takes_what_it_needs(
-    options: list[str], reserve: Any, monkeypatch: pytest.MonkeyPatch
+    options: str, reserve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it is told otherwise, as the config file may, too."""
     asked: list[Any] = []
@@ -558,7 +505,7 @@ def test_generate_takes_what_it_needs(
         return load(*parts, **rest)
 
     monkeypatch.setattr("mlxrunner.runner.load", note)
-    result = CliRunner().invoke(cli.main, ["generate", "Hello!", *options])
+    result = CliRunner().invoke(cli.main, ["generate", "Hello!", *options.split()])
     assert (result.exit_code, asked) == (0, [reserve]), result.output
 
 
@@ -610,16 +557,13 @@ def test_memory_that_grows_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) 
     demand = runner.growing
     assert demand is not None
     offered = demand.growing(600, runner.prefill_step, 0)
-    monkeypatch.setattr(
-        device,
-        "hard_limit",
-        lambda: Limit("ulimit -v", offered - mx.get_active_memory() - mx.get_cache_memory()),
-    )
-    with pytest.raises(
-        MemoryPlanError,
-        match=r"^1256 tokens need .*, and ulimit -v leaves .*: "
-        r"give at most 600 tokens, or a smaller",
-    ) as error:
+
+    def left() -> Limit:
+        return Limit("ulimit -v", offered - mx.get_active_memory() - mx.get_cache_memory())
+
+    monkeypatch.setattr(device, "hard_limit", left)
+    said = r"^1256 tokens need .*, and ulimit -v leaves .*: give at most 600 tokens, or a smaller"
+    with pytest.raises(MemoryPlanError, match=said) as error:
         runner.generate([5] * 1000)
     assert "\n" not in str(error.value)
     chunks, count = runner.generate([5] * 200, stop_tokens=[]), 0

@@ -76,7 +76,6 @@ def test_each_way_wires_what_it_says(
 def test_the_limit_is_the_sum_of_all_models_and_falls_with_each(
     folder: str, limits: list[int]
 ) -> None:
-    """Also where one is not wired, and when all are closed."""
     runners = [Runner.load(folder, reserve=False) for _ in range(2)]
     runners.append(Runner.load(folder, reserve=False, wire="none"))
     weights = plan_model(folder).lines[0].total
@@ -92,7 +91,6 @@ def test_the_limit_is_the_sum_of_all_models_and_falls_with_each(
 
 
 def test_a_draft_model_is_wired_beside_its_model(folder: str, limits: list[int]) -> None:
-    """By the same choice."""
     with Runner.load(folder, reserve=False, draft_model=folder):
         assert limits[-1] == 2 * plan_model(folder).lines[0].total
     with Engine.load(folder, max_sequences=2, draft_model=folder, wire="all"):
@@ -121,7 +119,6 @@ def test_a_thread_of_its_own_wires_too(folder: str, limits: list[int]) -> None:
 
 
 def test_an_unknown_way_is_refused(folder: str) -> None:
-    """Before anything is loaded."""
     for load in (Runner.load, OPENERS["several"]):
         with pytest.raises(OptionError, match=r"wire: 'some' is not known, .* weights, all, none"):
             load(folder, wire="some")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.waiting import PATIENCE_S
 
 from mlxrunner import Runner, cli
 from mlxrunner.loading import context_and_plan
+from mlxrunner.memory.plan import choose
 from mlxrunner.models.download import repositories
 from mlxrunner.models.resolve import CachedModel, cached_models, last_use, remember_use, resolve
 
@@ -142,7 +144,7 @@ def test_it_says_if_a_model_fits(
     cached: Path, monkeypatch: pytest.MonkeyPatch, less: int | None, words: str
 ) -> None:
     """By the memory plan, which `mlxrunner plan` shows whole."""
-    monkeypatch.setattr("mlxrunner.memory.plan._steps", lambda step, smallest: [step])
+    monkeypatch.setattr("mlxrunner.loading.choose", partial(choose, smallest=2**20))
     context, plan = context_and_plan("org/name")
     assert context == 512
     offered = 1000 if less is None else plan.total - less
