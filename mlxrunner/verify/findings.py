@@ -97,50 +97,34 @@ class Findings:
 
     def limit_of(self, row: Check) -> float:
         """Return the limit of a check's difference."""
-        if row.limit is not None:
-            return row.limit
-        return (
-            self.limit if row.apart is None else _largest([self.limit, FACTOR * row.apart.logits])
-        )
+        if row.limit is not None or row.apart is None:
+            return self.limit if row.limit is None else row.limit
+        return _largest([self.limit, FACTOR * row.apart.logits])
 
     def verdict(self, row: Check) -> str:
         """Return the verdict on a row: OK, DIFFERENT or NOT_TESTED."""
         if row.untested is not None:
             return NOT_TESTED
+        limit = self.limit_of(row)
         # Not `>`: NaN counts as different.
-        if (
-            row.found is None
-            or self.fault_of(row) is not None
-            or not row.found.logits <= self.limit_of(row)
-        ):
+        if row.found is None or self.fault_of(row) is not None or not row.found.logits <= limit:
             return DIFFERENT
-        return NOT_TESTED if self._hides(row) else OK
+        return NOT_TESTED if row.limit is None and self._hides_a_token(limit) else OK
 
     def fault_of(self, row: Check) -> str | None:
-        """Return the error of a check that no limit excuses, or None.
-
-        The error is a failure of the check itself, or more noise than any device makes.
-        """
+        """Return the error of a check that no limit excuses, also too much noise; or None."""
         believed = _largest([FACTOR * self.limit, (self.wrong_token or 0.0) / UNNOTICED])
         if row.fault is None and row.apart is not None and not row.apart.logits <= believed:
             return f"its own noise, {_short(row.apart.logits)}, is more than a device makes"
         return row.fault
 
-    def _hides(self, row: Check) -> bool:
-        """Return True if the change that one wrong token makes is within the check's limit."""
-        return (
-            row.limit is None
-            and self.wrong_token is not None
-            and not self.limit_of(row) < self.wrong_token
-        )
+    def _hides_a_token(self, limit: float) -> bool:
+        return self.wrong_token is not None and not limit < self.wrong_token
 
     @property
     def is_blind(self) -> bool:
-        """True if the limit hides the change that one wrong token makes.
-
-        Equal answers then prove nothing.
-        """
-        return self.wrong_token is not None and not self.limit < self.wrong_token
+        """True if the limit hides one wrong token, so that equal answers prove nothing."""
+        return self._hides_a_token(self.limit)
 
     @property
     def is_different(self) -> bool:
@@ -154,12 +138,7 @@ class Findings:
 
     def as_dict(self) -> dict[str, Any]:
         rows = [asdict(row) | {"verdict": self.verdict(row)} for row in self.checks]
-        sums = {
-            "noise": self.noise,
-            "limit": self.limit,
-            "is_blind": self.is_blind,
-            "passed": self.passed,
-        }
+        sums = {name: getattr(self, name) for name in ("noise", "limit", "is_blind", "passed")}
         facts = {name: value for name, value in asdict(self).items() if name != "checks"}
         found: dict[str, Any] = _finite(facts | {"rows": rows} | sums)
         return found
@@ -171,30 +150,23 @@ class Findings:
             *map(self._line, self.checks),
         ]
         wide = [max(len(line[i]) for line in lines) for i in range(5)]
-        text = [_aligned(line, wide) for line in lines]
+        text = []
+        for name, *figures, verdict in lines:
+            cells = [f"{cell:>{width}}" for cell, width in zip(figures, wide[1:], strict=True)]
+            text.append("  ".join([f"{name:<{wide[0]}}", *cells, verdict]).rstrip())
         return "\n".join([self.about, *text, *self._conclusion()])
 
     def _line(self, row: Check) -> tuple[str, ...]:
-        reused = "" if row.reused is None or row.prompt is None else f"{row.reused} of {row.prompt}"
-        tokens = (
-            ""
-            if row.found is None or not row.found.tokens
-            else f"{row.found.equal} of {row.found.tokens}"
-        )
-        found, noise = (
-            _short(one.logits) if one is not None else ""
-            for one in (row.found, row.noise or row.apart)
-        )
-        hidden = HIDDEN if self.verdict(row) == NOT_TESTED else None
-        remark = row.untested or self.fault_of(row) or hidden
-        return (
-            row.name,
-            reused,
-            tokens,
-            found,
-            noise,
-            f"{self.verdict(row)}{f': {remark}' if remark else ''}",
-        )
+        reused = tokens = ""
+        if row.reused is not None and row.prompt is not None:
+            reused = f"{row.reused} of {row.prompt}"
+        if row.found is not None and row.found.tokens:
+            tokens = f"{row.found.equal} of {row.found.tokens}"
+        sides = row.found, row.noise or row.apart
+        found, noise = ("" if one is None else _short(one.logits) for one in sides)
+        verdict = self.verdict(row)
+        remark = row.untested or self.fault_of(row) or (HIDDEN if verdict == NOT_TESTED else None)
+        return row.name, reused, tokens, found, noise, verdict + (f": {remark}" if remark else "")
 
     def _conclusion(self) -> list[str]:
         lines = [
@@ -225,13 +197,6 @@ class Findings:
                 "and reuse changes nothing in them."
             )
         return lines
-
-
-def _aligned(line: Sequence[str], wide: Sequence[int]) -> str:
-    """Return a line of the table: the name to the left, figures to the right, then the verdict."""
-    name, *figures, verdict = line
-    cells = [f"{cell:>{width}}" for cell, width in zip(figures, wide[1:], strict=True)]
-    return "  ".join([f"{name:<{wide[0]}}", *cells, verdict]).rstrip()
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -73,10 +73,7 @@ class Case:
 
 
 class Talk:
-    """Made-up text of a conversation, as tokens.
-
-    `base` is a prompt that fills the runner's context except for answers and next turns.
-    """
+    """Made-up tokens of a conversation; `base` is a prompt with room for answers and turns."""
 
     def __init__(self, runner: Runner, answer: int) -> None:
         self.runner, self.answer = runner, answer
@@ -114,13 +111,9 @@ class Talk:
         ]
 
     def say(self, prompt: list[int], count: int) -> list[int]:
-        """Return `count` tokens of a greedy answer.
-
-        The entry then holds the prompt and all of them but the last.
-        """
-        return [
-            chunk.token or 0 for chunk in self.runner.generate(prompt, max_tokens=count, **PLAIN)
-        ]
+        """Return `count` tokens of a greedy answer. The entry then holds all but the last."""
+        chunks = self.runner.generate(prompt, max_tokens=count, **PLAIN)
+        return [chunk.token or 0 for chunk in chunks]
 
     def _text(self, count: int) -> list[int]:
         tokens: list[int] = []
@@ -244,12 +237,7 @@ class AnswerLogits:
     """The logits from which each token was chosen, `[tokens, vocab]`."""
     epsilon: float
     """The relative rounding step of the type in which the logits were computed."""
-    usage: Usage | None
-
-    @property
-    def largest(self) -> float:
-        """The largest absolute value of a finite logit."""
-        return float(np.abs(self.logits[np.isfinite(self.logits)]).max(initial=0))
+    usage: Usage
 
 
 def ask(runner: Runner, case: Case, count: int) -> AnswerLogits:
@@ -264,24 +252,23 @@ def ask(runner: Runner, case: Case, count: int) -> AnswerLogits:
     chunks = list(runner.generate(case.prompt, logits_processors=[keep], **options))
     logits = np.array(mx.concatenate(rows).astype(mx.float32))[: len(chunks)]
     tokens, epsilon = [chunk.token or 0 for chunk in chunks], float(mx.finfo(rows[0].dtype).eps)
-    return AnswerLogits(tokens, logits, epsilon, chunks[-1].usage)
+    return AnswerLogits(tokens, logits, epsilon, _usage_of(chunks))
+
+
+def _usage_of(chunks: list[Chunk]) -> Usage:
+    usage = chunks[-1].usage
+    assert usage is not None
+    return usage
 
 
 def difference(one: AnswerLogits, other: AnswerLogits) -> Difference:
-    """Return the difference of two answers, up to and including the first token that differs."""
+    """Return the difference up to the first other token, included; masked logits are equal."""
     equal = common_prefix(as_tokens(one.tokens), as_tokens(other.tokens))
     count = min(equal + 1, len(one.tokens), len(other.tokens))
-    return Difference(
-        equal,
-        max(len(one.tokens), len(other.tokens)),
-        largest(one.logits[:count], other.logits[:count]),
-    )
-
-
-def largest(one: Logits, other: Logits) -> float:
-    """Return the largest difference. Logits masked (minus infinity) in both are equal."""
+    here, there = one.logits[:count], other.logits[:count]
     with np.errstate(invalid="ignore"):
-        return float(np.where(one == other, 0, np.abs(one - other)).max(initial=0))
+        gap = float(np.where(here == there, 0, np.abs(here - there)).max(initial=0))
+    return Difference(equal, max(len(one.tokens), len(other.tokens)), gap)
 
 
 MOVED_KEYS, GUESSED, PARALLEL = "overflow: moved keys", "guessed tokens", "two in parallel"
@@ -305,7 +292,7 @@ def moved_keys(talk: Talk) -> Check:
     moved = _keys(runner.entry.caches[0])
     if moved is None:
         return Check(MOVED_KEYS, untested="the first layer stores no keys as they were computed")
-    if usage is None or usage.cached_tokens <= case.options["keep"]:
+    if usage.cached_tokens <= case.options["keep"]:
         return Check(
             MOVED_KEYS, untested="nothing was moved: the remaining text was evaluated again"
         )
@@ -325,10 +312,7 @@ def moved_keys(talk: Talk) -> Check:
 
 
 def _keys(cache: LayerCache) -> mx.array | None:
-    """Return a copy of the keys of the last tokens, `[1, kv_heads, n, head_dim]`.
-
-    Return None if the layer does not store them as computed.
-    """
+    """Return a copy of the last keys; None if the layer does not store them as computed."""
     if not cache.stores_plain_rows:
         return None
     keys = mx.contiguous(cache.export().arrays["keys"])
@@ -350,7 +334,7 @@ def guessed(talk: Talk) -> Check:
     talk.say(talk.base, talk.answer)
     options = {"max_tokens": talk.answer, "logprobs": LIKELIEST, **GUESSING}
     found = [_said(list(runner.generate(prompt, **options))) for prompt in prompts]
-    usages = _usages(found)
+    usages = [answer.usage for answer in found]
     if not any(use.drafted for usage in usages for use in usage.drafts):
         return Check(GUESSED, untested="nothing was guessed")
     return Check(
@@ -384,7 +368,8 @@ def parallel(talk: Talk) -> Check:
     except NotSupportedError as error:
         return Check(PARALLEL, untested=str(error))
     noise = [_worst(apart, [base, others[1]]), _worst(in_parts, at_once)]
-    usages, none = _usages(in_parts), sum(usage.cached_tokens for usage in _usages(apart))
+    usages = [answer.usage for answer in in_parts]
+    none = sum(answer.usage.cached_tokens for answer in apart)
     return Check(
         PARALLEL,
         found=_worst(in_parts, [base, others[0]]),
@@ -402,7 +387,7 @@ class LogprobAnswer:
     tokens: list[int]
     logprobs: list[dict[int, float]]
     """Log-probabilities of the likeliest tokens, by token id, for each place of the answer."""
-    usage: Usage | None
+    usage: Usage
 
 
 def _alone(talk: Talk, prompt: list[int]) -> LogprobAnswer:
@@ -438,12 +423,8 @@ def _said(chunks: list[Chunk]) -> LogprobAnswer:
     return LogprobAnswer(
         [chunk.token or 0 for chunk in chunks],
         [dict(chunk.top_logprobs or {}) for chunk in chunks],
-        chunks[-1].usage,
+        _usage_of(chunks),
     )
-
-
-def _usages(answers: list[LogprobAnswer]) -> list[Usage]:
-    return [answer.usage for answer in answers if answer.usage is not None]
 
 
 def _worst(answers: list[LogprobAnswer], others: list[LogprobAnswer]) -> Difference:
@@ -556,17 +537,17 @@ class Verification:
         cold = self._cold(self._runner, case)
         # A run that shifts uses the caches under test: it shows nothing about the device.
         noise = None if case.options else difference(cold, self._cold(self._other, case))
-        self.findings.largest = max(self.findings.largest, cold.largest)
-        reused = usage.cached_tokens if usage is not None else 0
-        reason = usage.reason if usage is not None else ""
+        largest = float(np.abs(cold.logits[np.isfinite(cold.logits)]).max(initial=0))
+        self.findings.largest = max(self.findings.largest, largest)
+        is_tested = usage.cached_tokens or fault
         return Check(
             name,
             found=difference(warm, cold),
             noise=noise,
-            reused=reused,
-            prompt=usage.prompt_tokens if usage is not None else 0,
+            reused=usage.cached_tokens,
+            prompt=usage.prompt_tokens,
             fault=fault,
-            untested=None if reused or fault else f"nothing could be reused: {reason}",
+            untested=None if is_tested else f"nothing could be reused: {usage.reason}",
         )
 
     def _cold(self, runner: Runner, case: Case) -> AnswerLogits:
@@ -624,19 +605,13 @@ def prepared(
 
 
 def _affordable(limit: int, token_s: float, step_s: float, beside: int) -> int:
-    """Return the context whose prompts can be evaluated RUNS times in SECONDS.
-
-    A ninth of the prompts is evaluated in small steps. `beside`: other tokens of the context.
-    """
+    """Return the context for RUNS prompts in SECONDS, a ninth of them in small steps."""
     prompt = SECONDS / RUNS / (token_s + step_s / (9 * SMALL_STEP))
     return min(limit, max(int(prompt), 2 * SMALLEST) + beside)
 
 
 def _speed(make: Callable[..., Runner], most: int) -> tuple[float, float]:
-    """Return the seconds of a prompt token among many, and of a single one.
-
-    `most`: tokens of the context. Raise OptionError if they are too few.
-    """
+    """Return the seconds of a prompt token among many, and of a single one."""
     if most < SMALLEST:
         raise OptionError(
             f"context: {most} tokens are too few to verify anything: at least {SMALLEST} are needed"
@@ -646,8 +621,7 @@ def _speed(make: Callable[..., Runner], most: int) -> tuple[float, float]:
     for _ in range(2):  # the first time, kernels are compiled
         runner.reset()
         began = time.perf_counter()
-        *_, last = runner.generate([1] * count, max_tokens=4, stop_tokens=[])
+        chunks = list(runner.generate([1] * count, max_tokens=4, stop_tokens=[]))
         seconds = time.perf_counter() - began
-    usage = last.usage
-    decode = usage.timing.decode_s if usage is not None else 0.0
+    decode = _usage_of(chunks).timing.decode_s
     return (seconds - decode) / count, decode / 3

@@ -22,47 +22,26 @@ NOISE = Check("the same cold run twice", found=Difference(8, 8, 0.0), noise=Diff
 
 
 def report(*rows: Check, wrong_token: float = 5.0) -> Findings:
-    made = Findings(
-        "m",
-        "cpu",
-        100,
-        "m on cpu",
-        epsilon=1e-7,
-        largest=10.0,
-        wrong_token=wrong_token,
-        checks=[NOISE, *rows],
-    )
-    made.is_complete = True
+    made = Findings("m", "cpu", 100, "m on cpu", 1e-7, largest=10.0, wrong_token=wrong_token)
+    made.checks, made.is_complete = [NOISE, *rows], True
     return made
 
 
-@pytest.mark.parametrize(
-    ("row", "verdict"),
-    [
-        (Check("r", found=Difference(8, 8, 0.079)), OK),
-        (Check("r", found=Difference(3, 8, 0.079)), OK),
-        (Check("r", found=Difference(8, 8, 0.081)), DIFFERENT),
-        (Check("r", found=Difference(8, 8, math.nan)), DIFFERENT),
-        (Check("r", found=Difference(8, 8, math.inf)), DIFFERENT),
-        (Check("r", found=Difference(8, 8, 0.0), fault="the entry is not true"), DIFFERENT),
-        (Check("r"), DIFFERENT),
-        (Check("r", untested="nothing could be reused"), NOT_TESTED),
-        (Check("r", found=Difference(0, 0, 0.5), limit=1.0), OK),
-        (Check("r", found=Difference(0, 0, 0.03), limit=0.02), DIFFERENT),
-    ],
-    ids=[
-        "within",
-        "a tie within",
-        "beyond",
-        "not a number",
-        "infinite",
-        "fault",
-        "nothing",
-        "untested",
-        "own limit",
-        "beyond its own",
-    ],
-)
+JUDGED = {
+    "within": (Check("r", found=Difference(8, 8, 0.079)), OK),
+    "a tie within": (Check("r", found=Difference(3, 8, 0.079)), OK),
+    "beyond": (Check("r", found=Difference(8, 8, 0.081)), DIFFERENT),
+    "not a number": (Check("r", found=Difference(8, 8, math.nan)), DIFFERENT),
+    "infinite": (Check("r", found=Difference(8, 8, math.inf)), DIFFERENT),
+    "fault": (Check("r", found=Difference(8, 8, 0.0), fault="the entry is not true"), DIFFERENT),
+    "nothing": (Check("r"), DIFFERENT),
+    "untested": (Check("r", untested="nothing could be reused"), NOT_TESTED),
+    "own limit": (Check("r", found=Difference(0, 0, 0.5), limit=1.0), OK),
+    "beyond its own": (Check("r", found=Difference(0, 0, 0.03), limit=0.02), DIFFERENT),
+}
+
+
+@pytest.mark.parametrize(("row", "verdict"), JUDGED.values(), ids=JUDGED)
 def test_a_row_is_judged_by_the_noise_of_cold_runs(row: Check, verdict: str) -> None:
     """A token within a few times the noise is a tie; what is no number is different."""
     made = report(row)
@@ -75,14 +54,8 @@ def test_a_row_is_judged_by_the_noise_of_cold_runs(row: Check, verdict: str) -> 
 
 def test_the_limit_is_at_least_some_units_in_the_last_place() -> None:
     """Where cold runs happen to agree."""
-    quiet = Findings(
-        "m",
-        "cpu",
-        100,
-        epsilon=1e-3,
-        largest=20.0,
-        checks=[Check("r", Difference(8, 8, 0.0), Difference(8, 8, 0.0))],
-    )
+    same = Check("r", Difference(8, 8, 0.0), Difference(8, 8, 0.0))
+    quiet = Findings("m", "cpu", 100, epsilon=1e-3, largest=20.0, checks=[same])
     assert quiet.limit == pytest.approx(LAST_PLACES * 0.02)
 
 
@@ -103,7 +76,6 @@ def test_what_a_limit_hides_is_untested(wrong_token: float) -> None:
 
 
 def test_what_is_beyond_a_limit_that_hides_is_different() -> None:
-    """A row with a bound of its own is judged by that."""
     hidden = report(
         Check("append", Difference(0, 8, 3.0)),
         Check("moved", Difference(0, 0, 0.5), limit=1.0),
@@ -114,18 +86,13 @@ def test_what_is_beyond_a_limit_that_hides_is_different() -> None:
     assert not hidden.passed
 
 
-@pytest.mark.parametrize(
-    ("found", "apart", "verdict"),
-    [
-        (0.07, 0.0, OK),
-        (0.09, 0.0, DIFFERENT),
-        (0.09, 0.02, OK),
-        (0.17, 0.02, DIFFERENT),
-        (0.07, 0.65, DIFFERENT),
-        (0.0, math.nan, DIFFERENT),
-        (0.0, math.inf, DIFFERENT),
-    ],
-)
+AT_ONCE = [
+    *[(0.07, 0.0, OK), (0.09, 0.0, DIFFERENT), (0.09, 0.02, OK), (0.17, 0.02, DIFFERENT)],
+    *[(0.07, 0.65, DIFFERENT), (0.0, math.nan, DIFFERENT), (0.0, math.inf, DIFFERENT)],
+]
+
+
+@pytest.mark.parametrize(("found", "apart", "verdict"), AT_ONCE)
 def test_prompts_at_once_have_a_noise_of_their_own(
     found: float, apart: float, verdict: str
 ) -> None:
@@ -141,15 +108,13 @@ def test_a_quiet_device_may_still_have_noise_in_a_row_of_two() -> None:
     """Up to a thousandth of what a wrong token makes; beyond, the row's limit would hide one."""
     quiet = Check("the same cold run twice", Difference(8, 8, 0.0), Difference(8, 8, 0.0))
     for apart, verdict in ((0.004, OK), (0.006, DIFFERENT)):
-        made = report(
-            Check("two", found=Difference(8, 8, 8 * apart), apart=Difference(8, 8, apart))
-        )
+        found = Difference(8, 8, 8 * apart)
+        made = report(Check("two", found, apart=Difference(8, 8, apart)))
         made.checks[0] = quiet
         assert made.verdict(made.checks[1]) == verdict
 
 
 def test_an_interrupted_report_does_not_say_that_all_is_well() -> None:
-    """Only what it has seen."""
     made = report(Check("append", found=Difference(8, 8, 0.0), reused=9, prompt=10))
     assert "2 of 2 rows tested, and reuse changes nothing" in made.table()
     made.is_complete = False
