@@ -61,10 +61,7 @@ SHORTEST = 16
 
 
 class Bench:
-    """A bench of one model.
-
-    `run` fills `measurements` as it goes, so an interrupted bench has some.
-    """
+    """A bench of one model. `run` fills `measurements` as it goes, also up to an interrupt."""
 
     def __init__(
         self,
@@ -163,16 +160,12 @@ class Bench:
             )
 
     def _compare_loads(self) -> dict[str, list[float]]:
-        """Measure the seconds in which each backend loads model and tokenizer, one after the other.
-
-        Nothing of one backend is left in memory while the other loads.
-        """
+        """Measure the seconds in which each backend loads model and tokenizer, in turns."""
         folder = str(resolve(self._model))
+        trust = {"trust_remote_code": self._trust}
         ways: dict[str, Callable[[], object]] = {
-            "ours": lambda: load_or_make(self._model, trust_remote_code=self._trust),
-            "mlx-lm": lambda: mlx_lm.load(
-                folder, tokenizer_config={"trust_remote_code": self._trust}
-            ),
+            "ours": lambda: load_or_make(self._model, **trust),
+            "mlx-lm": lambda: mlx_lm.load(folder, tokenizer_config=trust),
         }
         found: dict[str, list[float]] = {backend: [] for backend in ways}
         for turn in range(self._rounds + 1):
@@ -184,18 +177,20 @@ class Bench:
                 except MlxrunnerError:
                     raise
                 except Exception as error:  # such as a tokenizer that only we know
-                    print(
-                        f"mlx-lm can't load it by itself: {type(error).__name__}", file=sys.stderr
-                    )
+                    why = type(error).__name__
+                    print(f"mlx-lm can't load it by itself: {why}", file=sys.stderr)
                     return {}
                 found[backend].append(time.perf_counter() - began)
         return {backend: those[1:] for backend, those in found.items()}
 
     def _say_what(self, ceilings: Ceilings) -> None:
         """Record the model, the versions, the time to load and the ceilings."""
+        ranks, sharing = self._ranks, dict[str, Any]()
+        if ranks is not None:
+            sharing = {"ranks": len(ranks.shares), "sharing": ranks.way, "measured on": "rank 0"}
         self.measurements.about = {
             "model": self._model,
-            **self._sharing(),
+            **sharing,
             "parameters": f"{num_parameters(self._runner.model) / 1e6:.3g} M",
             "weights": size(self._weights),
             "device": device.backend(),
@@ -206,22 +201,10 @@ class Bench:
         }
         share = self._weights / ceilings.bandwidth / median(self._loads["ours"])
         self._add("load", "s", self._loads, (share, "bandwidth"), less_is_better)
-        self.measurements.figures += [
-            Figure(f"ceiling: bandwidth, {ceilings.dtype}", "GB/s", [ceilings.bandwidth / 1e9]),
-            Figure(
-                f"ceiling: arithmetic, {ceilings.dtype}", "GFLOP/s", [ceilings.arithmetic / 1e9]
-            ),
-        ]
-
-    def _sharing(self) -> dict[str, Any]:
-        """Describe how ranks share the model; empty if this process has all of it."""
-        if self._ranks is None:
-            return {}
-        return {
-            "ranks": len(self._ranks.shares),
-            "sharing": self._ranks.way,
-            "measured on": "rank 0",
-        }
+        for name, unit in (("bandwidth", "GB/s"), ("arithmetic", "GFLOP/s")):
+            value = getattr(ceilings, name) / 1e9
+            figure = Figure(f"ceiling: {name}, {ceilings.dtype}", unit, [value])
+            self.measurements.figures.append(figure)
 
     def _cold(self, context: int) -> None:
         """Measure prefill, decode at that depth, and memory."""
@@ -259,10 +242,7 @@ class Bench:
             self.measurements.comparisons.append(compared)
 
     def _warm(self, context: int) -> None:
-        """Measure the time to the first token of prompts whose beginning is in the entry.
-
-        The last prompt is repeated after its answer.
-        """
+        """Measure the time to the first token where parts of a prompt are cached, or repeated."""
         backends: dict[str, Backend] = {"ours": our_backend(self._runner)}
         if self._versus:
             backends["mlx-lm"] = other = PromptCacheBackend(self._runner)
@@ -286,26 +266,21 @@ class Bench:
                 kept = context * percent // 100
                 # The rest differs from its first token on, so that no more than `kept` tokens of
                 # the last entry can be reused.
-                prompt = prompt[:kept] + [
-                    (token + 1) % self._runner.facts.vocab for token in prompt[kept:]
-                ]
+                vocab = self._runner.facts.vocab
+                prompt = prompt[:kept] + [(token + 1) % vocab for token in prompt[kept:]]
                 ask(name, prompt)
             for backend in backends.values():
                 measure(backend, prompt, self._answer, self._runner)
             ask(f"first token of {context}, regenerated", prompt)
         for name, ms in found.items():
-            share = self._share(
-                median(ms["ours"]) / 1e3, evaluated[name], self._runner.entry.used_bytes
-            )
+            took, stored = median(ms["ours"]) / 1e3, self._runner.entry.used_bytes
+            share = self._share(took, evaluated[name], stored)
             if name == names[0]:  # the cold prompt is compared as a rate
                 ms = {"ours": ms["ours"]}
             self._add(name, "ms", ms, share, less_is_better, evaluated[name])
 
     def _guessed(self, context: int) -> None:
-        """Measure decode where the earlier answer to the same prompt is guessed.
-
-        No answer repeats more: this is the most that guesses save on this machine.
-        """
+        """Measure decode where the earlier answer is guessed, the most that guesses save."""
         self._begin(f"guessed answers after {context}")
         prompt, steps = some_tokens(self._runner, context), self._answer - 1
         ways = {how: our_backend(self._runner, how) for how in ("off", self._guess)}
@@ -317,10 +292,10 @@ class Bench:
                 rates[how].append(steps / run.decode)
                 passes[how] = steps - self._accepted
         name = f"decode after {context}, the answer asked for again"
-        for how, label in (("off", name), (self._guess, f"{name}, guessed")):
-            self.measurements.figures.append(
-                Figure(label, "tok/s", rates[how][1:], passes=passes[how])
-            )
+        self.measurements.figures += [
+            Figure(label, "tok/s", rates[how][1:], passes=passes[how])
+            for how, label in (("off", name), (self._guess, f"{name}, guessed"))
+        ]
 
     def _observe(self, runner: Any, observation: Observation) -> None:
         self._evaluated = observation.usage.evaluated_tokens
@@ -338,11 +313,7 @@ class Bench:
         mx.clear_cache()
 
     def _share(self, seconds: float, tokens: int, stored: int) -> tuple[float | None, str | None]:
-        """Return the share of a ceiling that a pass reached, and the name of the ceiling.
-
-        The pass is over `tokens` tokens with `stored` bytes of caches, in `seconds`. Both are None
-        if the cost of a pass is not known.
-        """
+        """Return the share of a ceiling that a pass reached, and its name; None: unknown."""
         if self._cost is None:
             return None, None
         least, ceiling = self._cost.least_s(tokens, stored, self._ceilings)
@@ -380,20 +351,14 @@ class PassCost:
     """The bytes of both, as they are stored."""
 
     def least_s(self, tokens: int, stored: int, ceilings: Ceilings) -> tuple[float, str]:
-        """Return the least seconds of a pass, and the name of the ceiling that sets them.
-
-        The pass is over `tokens` tokens with `stored` bytes of caches.
-        """
+        """Return the least seconds of a pass with `stored` bytes of caches, and what limits it."""
         computing = 2 * (self.body * tokens + self.head) / ceilings.arithmetic
         reading = (self.nbytes + stored) / ceilings.bandwidth
         return (computing, "arithmetic") if computing > reading else (reading, "bandwidth")
 
 
 def measure_ceilings(model: Any, *, quick: bool = False) -> Ceilings:
-    """Measure the ceilings of the device for the type in which `model` computes.
-
-    With `quick` the arrays that measure the bandwidth are a quarter as large.
-    """
+    """Measure the ceilings of the device for the type of `model`; `quick`: with smaller arrays."""
     dtype = compute_dtype(model)
     nbytes = min(
         (2**28 if device.is_gpu() else 2**27) >> (2 if quick else 0), device.offered_bytes() // 8
@@ -436,10 +401,7 @@ def _best(work: Callable[[], mx.array]) -> float:
 
 
 def compute_dtype(model: Any) -> mx.Dtype:
-    """Return the type in which a model computes.
-
-    It is the type of the weights, or of the scales if they are quantized.
-    """
+    """Return the type in which a model computes: that of its weights, or of their scales."""
     parameters: Any = tree_flatten(model.parameters())
     dtypes: list[mx.Dtype] = [array.dtype for _, array in parameters]
     return next(dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating))
@@ -450,19 +412,16 @@ def cost_of(model: Any, config: dict[str, Any]) -> PassCost | None:
 
     A table of embeddings that is not also the head is left out, since a pass reads one row of it.
     """
-    text = config.get("text_config") or {}
-    if any(
-        isinstance(source.get(name), int) and source[name] > 1
-        for source in (config, text)
-        for name in EXPERTS
-    ):
+    sources = config, config.get("text_config") or {}
+    experts = [source.get(name) for source in sources for name in EXPERTS]
+    if any(isinstance(count, int) and count > 1 for count in experts):
         return None
     arrays: Any = tree_flatten(model.parameters())
-    total = num_parameters(model)
+    total, modules = num_parameters(model), dict(model.named_modules())
     is_untied = any("lm_head" in name for name, _ in arrays)
     weights = [name for name, _ in arrays if name.endswith(".weight")]
     table, head = (
-        sum(_weights(model, name) for name in weights if part in name)
+        sum(_count(modules[name.removesuffix(".weight")]) for name in weights if part in name)
         for part in ("embed", "lm_head")
     )
     read = sum(array.nbytes for name, array in arrays if not (is_untied and "embed" in name))
@@ -475,8 +434,7 @@ def num_parameters(model: Any) -> int:
     return count
 
 
-def _weights(model: Any, name: str) -> int:
-    """Count the numbers in the weight `name`, which may be packed."""
-    module = dict(model.named_modules())[name.removesuffix(".weight")]
+def _count(module: Any) -> int:
+    """Count the numbers in a weight, which may be packed."""
     packed = getattr(module, "bits", None)
     return int(module.weight.size * 32 // packed if packed else module.weight.size)

@@ -56,9 +56,8 @@ def mlx_lm_backend(runner: Runner) -> Backend:
     tokenizer = SameDecoder(runner.tokenizer)
 
     def generate(prompt: list[int], max_tokens: int) -> Tokens:
-        with closing(
-            stream_generate(runner.model, tokenizer, prompt, max_tokens=max_tokens)
-        ) as responses:
+        responses = stream_generate(runner.model, tokenizer, prompt, max_tokens=max_tokens)
+        with closing(responses):
             for response in responses:
                 yield response.token
 
@@ -66,11 +65,7 @@ def mlx_lm_backend(runner: Runner) -> Backend:
 
 
 class PromptCacheBackend:
-    """A backend that asks mlx-lm with one prompt cache.
-
-    The cache is trimmed to the prefix that a prompt shares with it, or made anew if it can't be
-    trimmed.
-    """
+    """A backend that asks mlx-lm with one prompt cache, which is trimmed or made anew."""
 
     def __init__(self, runner: Runner) -> None:
         self._model, self._tokenizer = runner.model, SameDecoder(runner.tokenizer)
@@ -99,10 +94,7 @@ class PromptCacheBackend:
 
 
 class SameDecoder(TokenizerWrapper):  # type: ignore[misc]  # not annotated upstream
-    """A tokenizer for mlx-lm's generator that decodes with the stream of the runner.
-
-    No token ends the answer.
-    """
+    """A tokenizer for mlx-lm that decodes as the runner does. No token ends the answer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._detokenizer = _Detokenizer(tokenizer)
@@ -158,15 +150,12 @@ def alternate(
 ) -> dict[str, list[TimedRun]]:
     """Run each backend cold `rounds` times, after one run that does not count.
 
-    `count` is the number of tokens to answer. Print a line on standard error if the backends give
-    different tokens.
+    Print a line on standard error if the backends give different tokens.
     """
     runs: dict[str, list[TimedRun]] = {backend: [] for backend in backends}
     for turn in range(rounds + 1):
-        begin(
-            f"cold prompt of {len(prompt)}, "
-            + (f"round {turn} of {rounds}" if turn else "warming up")
-        )
+        which = f"round {turn} of {rounds}" if turn else "warming up"
+        begin(f"cold prompt of {len(prompt)}, {which}")
         for backend in in_turn(backends, turn):
             runner.reset()
             runs[backend].append(measure(backends[backend], prompt, count, runner))
@@ -181,11 +170,7 @@ def in_turn(backends: Mapping[str, Any], turn: int) -> list[str]:
 
 
 def measure(backend: Backend, prompt: list[int], count: int, runner: Runner) -> TimedRun:
-    """Measure an answer of `count` tokens.
-
-    A single token is measured as the first of two, so that the second is already being computed, as
-    it is for a reader.
-    """
+    """Measure `count` tokens. As for a reader, a second one is computed while one is read."""
     wait()
     mx.reset_peak_memory()
     began = time.perf_counter()
@@ -196,15 +181,8 @@ def measure(backend: Backend, prompt: list[int], count: int, runner: Runner) -> 
         tokens.append(next(answer))
     last, last_python = time.perf_counter(), time.thread_time()
     answer.close()
-    stored = runner.entry.used_bytes
-    return TimedRun(
-        tokens,
-        first - began,
-        last - first,
-        last_python - first_python,
-        mx.get_peak_memory(),
-        stored,
-    )
+    times = first - began, last - first, last_python - first_python
+    return TimedRun(tokens, *times, mx.get_peak_memory(), runner.entry.used_bytes)
 
 
 def wait() -> None:
@@ -217,9 +195,8 @@ def wait() -> None:
 
 def some_tokens(runner: Runner, count: int, seed: int = 0) -> list[int]:
     """Return `count` random tokens of the runner's vocabulary."""
-    tokens: list[int] = (
-        np.random.default_rng(seed).integers(runner.facts.vocab, size=count).tolist()
-    )
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = rng.integers(runner.facts.vocab, size=count).tolist()
     return tokens
 
 
@@ -246,10 +223,9 @@ def load_or_make(name: str, *, trust_remote_code: bool = False) -> LoadedModel:
 
 
 def random_llama(name: str, parameters: float) -> LoadedModel:
-    """Make the Llama that comes nearest to `parameters`, with 64 times as much width as depth.
+    """Make the Llama nearest to `parameters`, 64 times as wide as deep, as small models are.
 
-    Small models have such shapes. Raise ModelError if its weights do not fit into the memory of the
-    device.
+    Raise ModelError if its weights do not fit into the memory of the device.
     """
     depth = min(range(1, 200), key=lambda layers: abs(_parameters(layers) - parameters))
     dtype, hidden = device.preferred_dtype() or mx.bfloat16, HEAD_DIM * depth
@@ -306,18 +282,10 @@ class Figure:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figure with minimum, median and maximum of its values."""
-        low, middle, high = spread(self.values)
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            "min": low,
-            "median": middle,
-            "max": high,
-            "share": None if self.share is None else short(self.share),
-            "ceiling": self.ceiling,
-            "evaluated": self.evaluated,
-            "passes": self.passes,
-        }
+        share = None if self.share is None else short(self.share)
+        rest = {name: getattr(self, name) for name in ("ceiling", "evaluated", "passes")}
+        head = {"name": self.name, "unit": self.unit, **_named(spread(self.values))}
+        return {**head, "share": share, **rest}
 
 
 @dataclass(frozen=True)
@@ -354,13 +322,12 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison with the medians, and the spread of its gain or excess."""
-        low, middle, high = spread(self.compared)
         return {
             "name": self.name,
             "unit": self.unit,
             "ours": short(median(self.ours)),
             "other": short(median(self.other)),
-            "excess" if self.is_excess else "gain": {"min": low, "median": middle, "max": high},
+            "excess" if self.is_excess else "gain": _named(spread(self.compared)),
             "target": self.target,
             "met": self.is_met,
         }
@@ -425,11 +392,7 @@ class Measurements:
 def table_of(
     comparisons: Sequence[Comparison], ours: str = "runner", other: str = "other"
 ) -> list[str]:
-    """Return the lines of a table of comparisons.
-
-    A line has the medians over the rounds, and the spread of the gain ("x") or of the excess ("+").
-    `ours` and `other` name the columns of the backends.
-    """
+    """Return the lines of a table: medians, and the spread of the gain (x) or the excess (+)."""
     width = max(len(one.name) for one in comparisons)
     heads = f"{'unit':>5}  {ours:>7}  {other:>7}     {'min':>7}  {'median':>7}  {'max':>7}"
     has_target = any(one.target is not None for one in comparisons)
@@ -447,6 +410,10 @@ def table_of(
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """Return minimum, median and maximum."""
     return short(min(values)), short(median(values)), short(max(values))
+
+
+def _named(values: tuple[float, float, float]) -> dict[str, float]:
+    return dict(zip(("min", "median", "max"), values, strict=True))
 
 
 def short(value: float) -> float:

@@ -33,51 +33,23 @@ def no_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_figure_of_a_model(tmp_path: Path) -> None:
     """Load, ceilings, prefill, decode, memory and warm prompts each come with a share."""
     write_model(tmp_path / "m")
-    result = run(
-        str(tmp_path / "m"),
-        "--prompt-tokens",
-        "64",
-        "--prompt-tokens",
-        "100",
-        "--rounds",
-        "2",
-        "--json",
-    )
+    options = "--prompt-tokens 64 --prompt-tokens 100 --rounds 2 --json".split()
+    result = run(str(tmp_path / "m"), *options)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     figures = {figure["name"]: figure for figure in found["figures"]}
-    assert list(figures) == [
-        "load",
-        "ceiling: bandwidth, float32",
-        "ceiling: arithmetic, float32",
-        "cold prefill of 64",
-        "decode after 64",
-        "peak memory with 64",
-        "cold prefill of 100",
-        "decode after 100",
-        "peak memory with 100",
-        "first token of 100, 0 % cached",
-        "first token of 100, 50 % cached",
-        "first token of 100, 90 % cached",
-        "first token of 100, 99 % cached",
-        "first token of 100, 100 % cached",
-        "first token of 100, regenerated",
-        "weights",
-        "entry of 100 tokens",
-    ]
-    assert all(
-        0 < figure["min"] <= figure["median"] <= figure["max"] for figure in figures.values()
-    )
-    bound = {
-        name: figure["ceiling"] for name, figure in figures.items() if figure["share"] is not None
-    }
-    assert set(figures) - set(bound) == {
-        "ceiling: bandwidth, float32",
-        "ceiling: arithmetic, float32",
-    }
-    assert [
-        figure["evaluated"] for figure in figures.values() if figure["evaluated"] is not None
-    ] == [100, 50, 10, 1, 1, 1]
+    ceilings = {"ceiling: bandwidth, float32", "ceiling: arithmetic, float32"}
+    cold = ("cold prefill of", "decode after", "peak memory with")
+    cached = ("0 % cached", "50 % cached", "90 % cached", "99 % cached", "100 % cached")
+    wanted = [f"{name} {tokens}" for tokens in (64, 100) for name in cold]
+    wanted += [f"first token of 100, {part}" for part in (*cached, "regenerated")]
+    head = ["load", *sorted(ceilings, reverse=True)]
+    assert list(figures) == [*head, *wanted, "weights", "entry of 100 tokens"]
+    assert all(0 < one["min"] <= one["median"] <= one["max"] for one in figures.values())
+    bound = {name: one["ceiling"] for name, one in figures.items() if one["share"] is not None}
+    assert set(figures) - set(bound) == ceilings
+    evaluated = [one["evaluated"] for one in figures.values() if one["evaluated"] is not None]
+    assert evaluated == [100, 50, 10, 1, 1, 1]
     assert bound["decode after 100"] == "bandwidth"
     assert bound["peak memory with 64"] == "memory"
     assert found["versus"] == []
@@ -104,14 +76,10 @@ def test_beside_mlx_lm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert result.exit_code == 0, result.output
     assert "not the same tokens" not in result.stderr
     versus = result.stdout.split("against mlx-lm")[1].splitlines()
-    assert [line.split("  ")[0] for line in versus[2:]] == [
-        "load",
-        "cold prefill of 48",
-        "decode after 48",
-        "peak memory with 48",
-        *(f"first token of 48, {p} % cached" for p in (50, 90, 99, 100)),
-        "first token of 48, regenerated",
-    ]
+    cold = ["load", "cold prefill of 48", "decode after 48", "peak memory with 48"]
+    cached = [f"first token of 48, {p} % cached" for p in (50, 90, 99, 100)]
+    names = [line.split("  ")[0] for line in versus[2:]]
+    assert names == [*cold, *cached, "first token of 48, regenerated"]
     measurements = Bench(str(tmp_path / "m"), contexts=[48], rounds=2, versus=True).run()
     assert measurements.as_dict()["versus"][0]["gain"].keys() == {"min", "median", "max"}
 
@@ -123,10 +91,7 @@ def test_what_mlx_lm_can_not_load_by_itself_has_no_row(
     """All else is compared on the weights that we have loaded."""
     write_model(tmp_path / "m")
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError
-
-    monkeypatch.setattr("mlx_lm.load", refuse)
+    monkeypatch.setattr("mlx_lm.load", raising(ValueError))
     measurements = Bench(str(tmp_path / "m"), contexts=[32], rounds=1, versus=True).run()
     assert "mlx-lm can't load it by itself: ValueError" in capsys.readouterr().err
     assert measurements.comparisons[0].name == "cold prefill of 32"
@@ -164,7 +129,6 @@ def test_mlx_lm_s_prompt_cache_is_trimmed_to_what_is_shared(
 
 @pytest.mark.exhaustive(0)
 def test_what_is_done_is_said_as_often_as_promised() -> None:
-    """The bar comes to its end."""
     said: list[str] = []
     Bench("demo", contexts=[32, 64], rounds=2, answer=4, begin=said.append).run()
     assert len(said) == Bench.num_parts(2, 2)
@@ -174,7 +138,6 @@ def test_what_is_done_is_said_as_often_as_promised() -> None:
 
 @pytest.mark.exhaustive(0)
 def test_quick_is_one_round_of_a_short_prompt() -> None:
-    """--rounds asks for more."""
     result = run("--quick")
     assert result.exit_code == 0, result.output
     assert "cold prefill of 128" in result.stdout
@@ -185,7 +148,6 @@ def test_quick_is_one_round_of_a_short_prompt() -> None:
 
 
 def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures so far, and the exit code of an interrupt."""
     monkeypatch.setattr(Bench, "_warm", raising(KeyboardInterrupt))
     result = run("--quick")
     assert result.exit_code == 130
@@ -212,7 +174,6 @@ def test_ctrl_c_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     ids=["too long", "too short", "no size", "too large", "no model"],
 )
 def test_what_can_not_be_measured_is_said(arguments: list[str], message: str) -> None:
-    """In one line, with both numbers, before anything is measured."""
     result = run(*arguments)
     ends(result, 2, message)
     assert result.stdout == ""
@@ -229,7 +190,6 @@ def test_a_random_model_has_about_the_size_of_its_name() -> None:
 
 
 def test_nothing_measured_is_an_empty_table() -> None:
-    """An interrupt may come early."""
     assert Measurements({"model": "demo"}).table() == "model demo"
 
 
