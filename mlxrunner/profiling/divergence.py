@@ -45,8 +45,8 @@ _LONGEST_MARK = max(len(tags.begin) for tags in THINKING_TAGS)
 class Divergences:
     """The divergences of one runner's requests from the earlier requests of their conversations.
 
-    Tokens are shown as hashes with a random key that is never stored. Without a key, trying the
-    whole vocabulary would reveal the tokens.
+    Tokens are shown as hashes with a random key that is never stored: without one, trying the whole
+    vocabulary would reveal them.
     """
 
     tokenizer: Tokenizer
@@ -102,16 +102,14 @@ class Divergences:
             return self._place(prepared, None), Place()
         before, text = self._before, prepared.text
         known = before.text[:at] == text[: len(before.text)][:at]
-        old = self._goes_on(before.text[at:] if known else "", dropped)
-        first = [*dropped[:1], *prompt[index : index + 1].tolist()]
-        shows = any(token >= FIRST_OF_PICTURES for token in first)
+        spelled, rest = self.tokenizer.decode(dropped), before.text[at:] if known else ""
+        old = spelled if spelled.startswith(rest) else rest or spelled  # as far as they go
+        first = dropped[:1], prompt[index : index + 1].tolist()
+        shows = any(token >= FIRST_OF_PICTURES for side in first for token in side)
         same = 0 if shows else common(old, text[at:])
         if same == len(old) and not shows:
             # All that is remembered is the same text in other tokens: compare the first two tokens.
-            ours, theirs = (
-                self.tokenizer.decode(tokens[:1]) for tokens in (dropped, prompt[index:].tolist())
-            )
-            same = common(ours, theirs)
+            same = common(*map(self.tokenizer.decode, first))
         at, old = min(at + same, len(text) - 1), old[same:]
         here = self._place(prepared, at, shows)
         if not known:
@@ -126,19 +124,8 @@ class Divergences:
             self._part_of_answer(text[len(before.text) : at], old),
         )
 
-    def _goes_on(self, rest: str, dropped: Sequence[int]) -> str:
-        """Return the text of the entry from a place on, as far as the `dropped` tokens go.
-
-        `rest` is the text of its prompt from that place on.
-        """
-        spelled = self.tokenizer.decode(dropped)
-        return spelled if spelled.startswith(rest) else rest or spelled
-
     def _part_of_answer(self, begun: str, rest: str) -> str:
-        """Return the part of the answer with which `rest` begins.
-
-        The `begun` part of the answer comes before it, and may have opened a thinking block.
-        """
+        """Return the part of the answer with which `rest` begins, behind the `begun` part."""
         shared = self._before.text[-_LONGEST_MARK:] + begun
         if is_thinking(shared + rest, len(shared)):
             return "thinking"
@@ -153,10 +140,7 @@ class Divergences:
         return "message_end" if is_end else "text"
 
     def _place(self, prepared: TokenizedPrompt, at: int | None, shows: bool = False) -> Place:
-        """Return the place of the character at index `at` of a prompt.
-
-        `shows`: PICTURE stands for a picture there.
-        """
+        """Return the place of character `at`. `shows`: PICTURE stands for a picture there."""
         if at is None or prepared.kind == "tokens":
             return Place()
         if prepared.kind == "text":
@@ -169,10 +153,7 @@ class Divergences:
         return found._replace(part="picture", picture=text[:at].count(PICTURE) - earlier + 1)
 
     def _character(self, prepared: TokenizedPrompt, prompt: TokenArray, index: int) -> int | None:
-        """Return the index in the text at which token `index` begins.
-
-        Return None if the tokens do not spell the text.
-        """
+        """Return where token `index` begins in the text; None if the tokens spell another one."""
         text, decode = prepared.text, self.tokenizer.decode
         if not text:
             return None
@@ -197,17 +178,17 @@ class Divergences:
 
 
 def _from_begin(text: str, decoded: str) -> int | None:
-    """Count the characters of `text` that the `decoded` tokens spell; None if they spell others.
-
-    A decoder may drop or add spaces, and cut the last character in two.
-    """
+    """Count the characters of `text` that the tokens spell, except for spaces; None: others."""
     whole = decoded.rstrip("\ufffd")
     if text.startswith(whole):
         return len(whole)
-    letters = "".join(whole.split())
-    at = _after(text, len(letters))
-    if "".join(text[:at].split()) != letters:
-        return None
+    letters, at = "".join(whole.split()), 0
+    for letter in letters:
+        while text[at : at + 1].isspace():
+            at += 1
+        if text[at : at + 1] != letter:
+            return None
+        at += 1
     spaces = len(whole) - len(whole.rstrip())
     while spaces and text[at : at + 1].isspace():
         at, spaces = at + 1, spaces - 1
@@ -215,22 +196,10 @@ def _from_begin(text: str, decoded: str) -> int | None:
 
 
 def _from_end(text: str, decoded: str) -> int | None:
-    """Return the index in `text` from which on the `decoded` tokens spell it.
-
-    Return None if they spell another text.
-    """
+    """Return from where on the `decoded` tokens spell `text`; None if they spell another one."""
     whole = decoded.lstrip("\ufffd")
     spelled = len(whole) if text.endswith(whole) else _from_begin(text[::-1], whole[::-1])
     return None if spelled is None else max(0, len(text) - spelled - (whole != decoded))
-
-
-def _after(text: str, letters: int) -> int:
-    """Return the index behind the first `letters` characters that are not spaces."""
-    for at, character in enumerate(text):
-        if letters == 0:
-            return at
-        letters -= not character.isspace()
-    return len(text)
 
 
 REMEDIES = {
@@ -314,11 +283,7 @@ class PromptRecord:
         self._found: list[Cause | None] = []
 
     def cause(self, account: PromptAccount, usage: Usage) -> Cause | None:
-        """Return the cause for which less was reused than could be; None if there is none.
-
-        The `account` of the prompt names the earlier request. Texts are compared once: the event
-        and the response say the same.
-        """
+        """Return the cause for which less was reused than could be; None if there is none."""
         if not self._found:
             earlier = account.earlier
             caller = getattr(earlier.source, "caller", None) if earlier is not None else None
@@ -369,16 +334,12 @@ def _cause_of(prompt: PromptRecord, old: PromptRecord | None, usage: Usage) -> C
         return _cause(
             "tool-order" if sorted(old.tools) == sorted(prompt.tools) else "tools-changed"
         )
-    if usage.displaced_tokens and _has_other_keys(old.unordered_tools, prompt.unordered_tools):
+    tools = old.unordered_tools, prompt.unordered_tools  # equal ones, as they came
+    if usage.displaced_tokens and all(tools) and json.dumps(tools[0]) != json.dumps(tools[1]):
         return _cause("key-order")
     if at < len(old.digests):
         return _changed(prompt, old, at)
     return _grown(prompt, old, usage)
-
-
-def _has_other_keys(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Return True if equal tools have their keys in another order, and no rule has mended that."""
-    return bool(old and new) and json.dumps(old) != json.dumps(new)
 
 
 def _continues(prompt: PromptRecord, old: PromptRecord, at: int) -> bool:
@@ -390,11 +351,8 @@ def _continues(prompt: PromptRecord, old: PromptRecord, at: int) -> bool:
 
 
 def _summary(prompt: PromptRecord, old: PromptRecord, at: int) -> int | None:
-    """Return the number of a message that asks for a summary, or is one; None if there is none.
-
-    There is nothing to sum up behind a single question.
-    """
-    if len(old.digests) <= system_count(old.messages) + 1:
+    """Return the number of a message that asks for a summary, or is one; None if there is none."""
+    if len(old.digests) <= system_count(old.messages) + 1:  # a question has nothing to sum up
         return None
     first = max(at, system_count(prompt.messages))
     new = [n for n, one in enumerate(prompt.digests) if n >= first and one not in old.known]
@@ -434,10 +392,7 @@ def _changed(prompt: PromptRecord, old: PromptRecord, at: int) -> Cause:
 
 
 def _changed_picture(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | None:
-    """Return the number, from 1, of the first picture that is another one before the texts differ.
-
-    None if there is none.
-    """
+    """Return the number, from 1, of the first picture that differs before the texts do."""
     same = before["content"][: common(before["content"], after["content"])].count(PICTURE)
     pairs = zip(before.get("pictures", ()), after.get("pictures", ()), strict=False)
     changed = (number for number, (old, new) in enumerate(pairs) if old != new)
@@ -511,11 +466,7 @@ _NUMBER = re.compile(r"\d[\d,._]*")
 
 
 def difference(old: str, new: str) -> str:
-    """Return the kind of the difference between two versions of a text.
-
-    That is "billing-header", "changing-date", "changing-id", "changing-number", "grown" if the new
-    text only goes on, or "other".
-    """
+    """Return the kind of the difference of a text: a name of REMEDIES, "grown", or "other"."""
     if "x-anthropic-billing-header" in old and _BILLING.sub("", old) == _BILLING.sub("", new):
         return "billing-header"
     first, second = _windows(old, new)

@@ -144,16 +144,14 @@ class LineWriter:
 
     def _rotate(self) -> None:
         """Rename the file and its older ones. Nothing is renamed unless all are ours."""
-        names = [
-            self._file,
-            *(self._file.with_name(f"{self._file.name}.{number}") for number in range(1, KEPT + 1)),
-        ]
-        for name in names:  # nothing is renamed unless all files are ours
+        older = (f"{self._file.name}.{number}" for number in range(1, KEPT + 1))
+        names = [self._file, *map(self._file.with_name, older)]
+        for name in names:
             with suppress(FileNotFoundError):
                 check_own(name, replaced=True)
-        for older, younger in zip(names[:0:-1], names[-2::-1], strict=True):
+        for target, younger in zip(names[:0:-1], names[-2::-1], strict=True):
             with suppress(FileNotFoundError):
-                os.replace(younger, older)
+                os.replace(younger, target)
 
 
 def _write_whole(descriptor: int, data: bytes, size: int) -> None:
@@ -218,36 +216,29 @@ class LogLines(Generic[T]):
         with suppress(ValueError, RecursionError):
             line = json.loads(raw, parse_constant=no_constant)
         if not isinstance(line, dict):
-            self.skipped["unreadable"] += 1
+            why = "unreadable"
         elif line.get("schema") != self._schema:
-            self.skipped["foreign"] += 1
+            why = "foreign"
         elif line.get("version") != self._version:
-            self.skipped["version"] += 1
+            why = "version"
         else:
-            try:
+            why = "invalid"
+            with suppress(ValueError, RecursionError):
                 value = self._convert(line)
-            except (ValueError, RecursionError):
-                self.skipped["invalid"] += 1
-            else:
                 self.bounded += bool(line.get("lost_tokens")) and not is_counted(line)
                 return value
+        self.skipped[why] += 1
         return None
 
 
 def read_events(files: Iterable[str | Path]) -> LogLines[Event]:
-    """Read the events of `files`, in the order in which they were written.
-
-    The iteration raises ReadError if a file can't be read.
-    """
+    """Read the events of `files`. The iteration raises ReadError if a file can't be read."""
     decode = msgspec.json.Decoder(Event).decode
     return LogLines(files, SCHEMA, VERSION, Event.of, lambda raw: decode(raw).checked())
 
 
 def with_rotated(file: str | Path) -> list[Path]:
-    """List the files that `file` was rotated to, and then `file`.
-
-    The oldest comes first; FILE.1 is the youngest of the rotated files.
-    """
+    """List the files that `file` was rotated to, the oldest first, and then `file`."""
     older: list[Path] = []
     while os.path.exists(one := f"{file}.{len(older) + 1}"):  # also False for an impossible name
         older.append(Path(one))

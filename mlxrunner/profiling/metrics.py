@@ -7,10 +7,11 @@ counts of the last one to write stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlxrunner.errors import MissingFileError, OptionError, ReadError
 from mlxrunner.results import logger
@@ -27,33 +28,34 @@ if TYPE_CHECKING:
 LARGEST = 2**24
 """The most bytes of a file whose counts are continued."""
 Labels = tuple[tuple[str, str], ...]
-COUNTERS = {
-    "mlxrunner_requests": "Requests, by what they found and how they ended.",
-    "mlxrunner_prompt_tokens": "Prompt tokens asked for.",
-    "mlxrunner_cached_tokens": "Prompt tokens that requests did not evaluate.",
-    "mlxrunner_prefetched_tokens": "Of these, the ones that were evaluated in advance.",
-    "mlxrunner_evaluated_tokens": "Prompt tokens that requests evaluated.",
-    "mlxrunner_lost_tokens": "Prompt tokens that could have been reused, by reason.",
-    "mlxrunner_completion_tokens": "Tokens of answers.",
-    "mlxrunner_prefill_seconds": "Time spent on evaluating prompts.",
-    "mlxrunner_decode_seconds": "Time spent on answers after their first token.",
-}
-GAUGES = {
-    "mlxrunner_entry_tokens": "Tokens in the KV cache after the last request.",
-    "mlxrunner_used_bytes": "Bytes of the caches that hold them.",
-    "mlxrunner_allocated_bytes": "Bytes allocated for caches and checkpoints.",
-}
-HISTOGRAMS = {
-    "mlxrunner_ttft_seconds": (
-        "Time to the first token, by outcome.",
-        (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+METRICS: Mapping[str, tuple[str, str]] = {
+    "mlxrunner_requests": ("counter", "Requests, by what they found and how they ended."),
+    "mlxrunner_prompt_tokens": ("counter", "Prompt tokens asked for."),
+    "mlxrunner_cached_tokens": ("counter", "Prompt tokens that requests did not evaluate."),
+    "mlxrunner_prefetched_tokens": (
+        "counter",
+        "Of these, the ones that were evaluated in advance.",
     ),
+    "mlxrunner_evaluated_tokens": ("counter", "Prompt tokens that requests evaluated."),
+    "mlxrunner_lost_tokens": ("counter", "Prompt tokens that could have been reused, by reason."),
+    "mlxrunner_completion_tokens": ("counter", "Tokens of answers."),
+    "mlxrunner_prefill_seconds": ("counter", "Time spent on evaluating prompts."),
+    "mlxrunner_decode_seconds": ("counter", "Time spent on answers after their first token."),
+    "mlxrunner_entry_tokens": ("gauge", "Tokens in the KV cache after the last request."),
+    "mlxrunner_used_bytes": ("gauge", "Bytes of the caches that hold them."),
+    "mlxrunner_allocated_bytes": ("gauge", "Bytes allocated for caches and checkpoints."),
+    "mlxrunner_ttft_seconds": ("histogram", "Time to the first token, by outcome."),
     "mlxrunner_request_evaluated_tokens": (
+        "histogram",
         "Prompt tokens that a request evaluated.",
-        (1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6),
     ),
 }
-"""The histograms with their descriptions and the upper bounds of their buckets."""
+"""The type and the description of each metric, by its name."""
+BUCKETS = {
+    "mlxrunner_ttft_seconds": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+    "mlxrunner_request_evaluated_tokens": (1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6),
+}
+"""The upper bounds of the buckets of each histogram."""
 
 
 class MetricsCollector:
@@ -67,82 +69,60 @@ class MetricsCollector:
             raise OptionError(
                 f"--metrics needs the package prometheus_client: {how_to_install('metrics')}"
             ) from error
-        self._values: dict[tuple[str, Labels], float] = {}
+        self._values: dict[str, dict[tuple[str, Labels], float]] = {name: {} for name in METRICS}
+        """The samples of each metric, by the ending of their name and their labels."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
         model = {"model": event.model}
-        self._add(
-            "mlxrunner_requests_total", 1, **model, outcome=event.outcome, finish=event.finish
-        )
+        outcome = {**model, "outcome": event.outcome}
+        self._add("mlxrunner_requests", "_total", 1, **outcome, finish=event.finish)
         for name in ("prompt", "cached", "prefetched", "evaluated", "completion"):
-            self._add(f"mlxrunner_{name}_tokens_total", getattr(event, f"{name}_tokens"), **model)
+            tokens = getattr(event, f"{name}_tokens")
+            self._add(f"mlxrunner_{name}_tokens", "_total", tokens, **model)
         if event.lost_tokens:
-            self._add(
-                "mlxrunner_lost_tokens_total",
-                event.lost_tokens,
-                **model,
-                reason=str(event.reason),
-            )
+            reason = str(event.reason)
+            self._add("mlxrunner_lost_tokens", "_total", event.lost_tokens, **model, reason=reason)
         for name in ("prefill", "decode"):
-            self._add(
-                f"mlxrunner_{name}_seconds_total", getattr(event, f"{name}_s") or 0.0, **model
-            )
+            seconds = getattr(event, f"{name}_s") or 0.0
+            self._add(f"mlxrunner_{name}_seconds", "_total", seconds, **model)
         if event.ttft_s is not None:
-            self._observe("mlxrunner_ttft_seconds", event.ttft_s, **model, outcome=event.outcome)
+            self._observe("mlxrunner_ttft_seconds", event.ttft_s, **outcome)
         self._observe("mlxrunner_request_evaluated_tokens", event.evaluated_tokens, **model)
-        gauges = (event.entry_tokens_after, event.used_bytes, event.cache_bytes)
-        for name, value in zip(GAUGES, gauges, strict=True):
-            self._values[name, _labels(model)] = value
+        for name, value in (
+            ("entry_tokens", event.entry_tokens_after),
+            ("used_bytes", event.used_bytes),
+            ("allocated_bytes", event.cache_bytes),
+        ):
+            self._values[f"mlxrunner_{name}"]["", _labels(model)] = value
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, as prometheus_client asks of a collector."""
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
+        from prometheus_client.core import Metric
 
-        for name, text in COUNTERS.items():
-            yield _filled(CounterMetricFamily(name, text), self._samples(f"{name}_total"))
-        for name, text in GAUGES.items():
-            yield _filled(GaugeMetricFamily(name, text), self._samples(name))
-        for name, (text, _) in HISTOGRAMS.items():
-            samples = [
-                sample
-                for end in ("_bucket", "_count", "_sum")
-                for sample in self._samples(name + end)
-            ]
-            yield _filled(HistogramMetricFamily(name, text), samples)
+        for name, (kind, text) in METRICS.items():
+            metric = Metric(name, text, kind)
+            values = self._values[name]
+            for ending, labels in sorted(values, key=lambda sample: sample[0]):
+                metric.add_sample(name + ending, dict(labels), values[ending, labels])
+            yield metric
 
-    def _samples(self, name: str) -> list[tuple[str, Labels, float]]:
-        return [
-            (one, labels, value) for (one, labels), value in self._values.items() if one == name
-        ]
-
-    def _add(self, name: str, value: float, **labels: str) -> None:
-        key = name, _labels(labels)
-        self._values[key] = self._values.get(key, 0.0) + value
+    def _add(self, name: str, ending: str, value: float, **labels: str) -> None:
+        key, values = (ending, _labels(labels)), self._values[name]
+        values[key] = values.get(key, 0.0) + value
 
     def _observe(self, name: str, value: float, **labels: str) -> None:
-        for bound in (*HISTOGRAMS[name][1], float("inf")):
-            self._add(
-                f"{name}_bucket",
-                value <= bound,
-                **labels,
-                le="+Inf" if bound == float("inf") else repr(bound),
-            )
-        self._add(f"{name}_count", 1, **labels)
-        self._add(f"{name}_sum", value, **labels)
+        for bound in (*BUCKETS[name], math.inf):
+            shown = "+Inf" if bound == math.inf else repr(bound)
+            self._add(name, "_bucket", value <= bound, **labels, le=shown)
+        self._add(name, "_count", 1, **labels)
+        self._add(name, "_sum", value, **labels)
 
 
 class MetricsFile(MetricsCollector):
-    """A sink of events that replaces the whole file after each event.
-
-    Whoever could read the file before can read the new one.
-    """
+    """A sink of events that replaces the whole file, with the same readers, after each event."""
 
     def __init__(self, file: str | Path) -> None:
         """Take over the counts in `file`, and write it.
@@ -181,15 +161,16 @@ class MetricsFile(MetricsCollector):
             raise OptionError(
                 f"{self._path} is not in Prometheus text format: choose another file for --metrics"
             ) from error
-        foreign = {family.name for family in families} - {*COUNTERS, *GAUGES, *HISTOGRAMS}
+        foreign = {family.name for family in families} - METRICS.keys()
         if foreign:
             raise OptionError(
                 f"{self._path} holds {min(foreign)}, which is not mlxrunner's: choose another file "
                 "for --metrics"
             )
         for family in families:
-            self._values |= {
-                (sample.name, _labels(sample.labels)): sample.value for sample in family.samples
+            self._values[family.name] |= {
+                (sample.name.removeprefix(family.name), _labels(sample.labels)): sample.value
+                for sample in family.samples
             }
 
     def _write(self) -> None:
@@ -210,10 +191,3 @@ def _labels(labels: Mapping[str, str]) -> Labels:
         (name, value.encode("utf-8", "backslashreplace").decode())
         for name, value in sorted(labels.items())
     )
-
-
-def _filled(family: Any, samples: Iterable[tuple[str, Labels, float]]) -> Metric:
-    for name, labels, value in samples:
-        family.add_sample(name, dict(labels), value)
-    metric: Metric = family
-    return metric

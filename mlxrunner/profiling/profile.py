@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -126,7 +126,11 @@ class Profile:
         self.log_text = log_text
         """True if events show a few tokens' text at a divergence."""
         self._events = LineWriter(events) if events is not None else None
-        self._tokens = LineWriter(tokens, first=self._process_line) if tokens is not None else None
+        self._tokens = None
+        if tokens is not None:
+            self._tokens = LineWriter(
+                tokens, first=lambda: as_line(self._lines.first()) if self._lines else ""
+            )
         self._layers: list[dict[str, Any]] = []
         self._identity: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}
@@ -152,32 +156,30 @@ class Profile:
         before, settings = self._identity.get("model"), self._settings
         self._settings = {LOGGED_AS.get(k, k): value for k, value in runner.settings.items()}
         if self._entry and before is not None and isinstance(runner, Runner):
-            changed = [
-                f"{name}: {settings.get(name)} -> {value}"
-                for name, value in self._settings.items()
-                if settings.get(name) != value
-            ]
-            if before != runner.name:
-                runner.cache.explain_loss(
-                    "model_changed", f"{before} -> {runner.name}", self._entry.array
+            reason, by = "model_changed", f"{before} -> {runner.name}"
+            if before == runner.name:
+                changed = (
+                    f"{name}: {settings.get(name)} -> {value}"
+                    for name, value in self._settings.items()
+                    if settings.get(name) != value
                 )
-            else:
-                runner.cache.explain_loss(
-                    "options_changed", ", ".join(changed) or "loaded again", self._entry.array
-                )
+                reason, by = "options_changed", ", ".join(changed) or "loaded again"
+            runner.cache.explain_loss(reason, by, self._entry.array)
+        model: Any = runner.model
+        weights: Any = tree_flatten(model.parameters()) if hasattr(model, "parameters") else []
         self._identity = {
             "process": self.process,
             "command": self._command,
             "model": runner.name,
             "max_sequences": self._settings.get("max_sequences", 1),
-            "fingerprint": _fingerprint(runner, self._settings),
+            "fingerprint": loaded_fingerprint(weights, runner.facts, self._settings),
         }
         self._entry = TokenBuffer()
         self._divergences = Divergences(runner.tokenizer, self.log_text)
         self._curve = PrefillCurve()
         self._measured, self._lines = None, None
         if self._tokens is not None:
-            self._layers = _describe_layers(runner.model, self._caches(runner))
+            self._layers = _describe_layers(model, self._caches(runner))
         if self not in runner.observers:
             runner.observers.append(self)
         self._watched.append(weakref.ref(runner))
@@ -254,10 +256,7 @@ class Profile:
             sink(event)
 
     def _saved_s(self, observed: Observation) -> float | None:
-        """Estimate the seconds that evaluating the reused tokens would have taken.
-
-        The estimate comes from the prefills so far. Return None if that would be a guess.
-        """
+        """Estimate the time of the reused tokens from the prefills so far; None: unknown."""
         at = observed.usage.cached_tokens
         if self._is_parallel:  # requests share their passes, so no time is that of one alone
             return None
@@ -269,11 +268,7 @@ class Profile:
         return None if seconds is None else round(seconds, 7)
 
     def _is_chosen(self, observed: Observation) -> bool:
-        """Return True for the share of the requests that is verified, drawn by chance.
-
-        Only requests that reused tokens are eligible. Chance chooses processes of one request each
-        as often as others.
-        """
+        """Draw the share of the requests with reused tokens that is verified."""
         if not self._share or observed.logits is None or not observed.usage.cached_tokens:
             return False
         self.eligible += 1
@@ -289,11 +284,8 @@ class Profile:
             self._measured,
             is_rough=rough,
         )
-        tokens: TokenArray = observed.entry.array.copy()
-        logger.debug("verifying %d tokens", len(tokens))
-        found = verifier.verify(
-            Warm(tokens, len(observed.prompt), observed.logits, observed.is_greedy)
-        )
+        logger.debug("verifying %d tokens", len(observed.entry))
+        found = verifier.verify(observed)
         self._measured = verifier.measured
         if found.equal is None:
             logger.warning(
@@ -318,10 +310,6 @@ class Profile:
             runner.cache.free(why, "verify_failed")
         return found
 
-    def _process_line(self) -> str:
-        """Return the token log's line about this process; empty before its first request."""
-        return as_line(self._lines.first()) if self._lines is not None else ""
-
     def _caches(self, runner: Any) -> list[LayerCache]:
         """Return empty layer caches, as a runner of one request at a time has them."""
         if self._is_parallel:
@@ -344,18 +332,8 @@ class Profile:
         }
 
 
-def _fingerprint(runner: Any, settings: Mapping[str, Any]) -> str:
-    model = runner.model
-    weights: Any = tree_flatten(model.parameters()) if hasattr(model, "parameters") else []
-    return loaded_fingerprint(weights, runner.facts, settings)
-
-
 def _describe_layers(model: Any, caches: Sequence[LayerCache]) -> list[dict[str, Any]]:
-    """Return the `layers` of a token log: a line per kind of layer, with the number of its layers.
-
-    `caches` are empty and can't be used afterwards: their shapes are those after an unevaluated
-    token.
-    """
+    """Return a line per kind of layer. The empty `caches` can't be used afterwards."""
     run_lazily(model, caches, 1)
     lines = [describe(cache) for cache in caches]
     return [
@@ -445,18 +423,12 @@ def event_of(observed: Observation, identity: Mapping[str, Any], number: int) ->
 
 def _client(caller: Caller, observed: Observation) -> ClientRequest:
     """Return who sent the request, and the cause on that side for what was not reused."""
-    record, account = caller.record, observed.account
-    found = None if record is None else record.cause(account, observed.usage)
-    more = {} if found is None else {name: getattr(found, name) for name in ("remedy", "message")}
-    return ClientRequest(
-        caller.request,
-        caller.client,
-        caller.session,
-        caller.rules,
-        None if found is None else found.name,
-        replaced=caller.replaced,
-        **more,
-    )
+    names = ("request", "client", "session", "rules", "replaced")
+    made = ClientRequest(**{name: getattr(caller, name) for name in names})
+    found = caller.record and caller.record.cause(observed.account, observed.usage)
+    if found:
+        made.cause, made.remedy, made.message = found.name, found.remedy, found.message
+    return made
 
 
 def _times(observed: Observation) -> dict[str, Any]:
@@ -506,10 +478,10 @@ def as_line(line: Event | Mapping[str, Any]) -> str:
 def _prefill_rate(observed: Observation) -> float | None:
     """Return tokens per second over the chunks up to the first token; None without chunks."""
     answered, first = observed.usage.completion_tokens, observed.clock.first
-    chunks = [chunk for chunk in observed.chunks if not answered or chunk[1] <= first]
     measured = Rate()
-    for begin, end, count in chunks:
-        measured.add(count, end - begin)
+    for begin, end, count in observed.chunks:
+        if not answered or end <= first:
+            measured.add(count, end - begin)
     return None if measured.per_second is None else round(measured.per_second, 1)
 
 
@@ -537,12 +509,8 @@ def _spans(observed: Observation) -> list[Span]:
 def _utc(began: float) -> str:
     """Return the UTC time of a moment on time.perf_counter, in RFC 3339."""
     # time.strftime would look up the time zone each time.
-    return (
-        datetime.fromtimestamp(time.time() - (time.perf_counter() - began), UTC).isoformat(
-            timespec="microseconds"
-        )[:-6]
-        + "Z"
-    )
+    moment = datetime.fromtimestamp(time.time() - (time.perf_counter() - began), UTC)
+    return moment.isoformat(timespec="microseconds")[:-6] + "Z"
 
 
 def _seconds(value: float) -> float:
@@ -566,19 +534,6 @@ NEAR_END = 4
 """The distance in tokens of the wrong token from the end: a recurrent state forgets the rest."""
 _RELATIVE = {mx.float32: 1e-4, mx.float16: 5e-3, mx.bfloat16: 3e-2}
 """The least tolerance by type, as a share of the largest logit."""
-
-
-@dataclass(frozen=True)
-class Warm:
-    """The result of a request on the entry."""
-
-    tokens: TokenArray
-    prompt: int
-    """The number of these tokens that are the prompt."""
-    logits: mx.array
-    """The logits after the last token, `[1, vocab]`."""
-    is_greedy: bool
-    """True if each token of the answer was the likeliest one."""
 
 
 @dataclass(frozen=True)
@@ -614,14 +569,18 @@ class Verifier:
         self._least = _RELATIVE[mx.bfloat16] if is_rough else 0.0
         self.measured = measured
 
-    def verify(self, warm: Warm) -> Verify:
+    def verify(self, observed: Observation) -> Verify:
         """Run the request cold and compare it with the result on the entry."""
         began = time.perf_counter()
-        last, gaps = self._cold(warm, self._step)
+        tokens, prompt = observed.entry.array.copy(), len(observed.prompt)
+        last, gaps = self._cold(tokens, prompt, self._step)
         if self.measured is None:
-            self.measured = self._measure(warm, last)
-        tolerance = self._tolerance(last, self.measured.noise)
-        difference = _distance(last, warm.logits)
+            self.measured = self._measure(tokens, prompt, last)
+        scale = max(1.0, _largest(last))
+        relative = max(self._least, _RELATIVE.get(last.dtype, _RELATIVE[mx.bfloat16]))
+        tolerance = max(relative * scale, NOISE * self.measured.noise)
+        difference = _distance(last, observed.logits)
+        gaps = gaps if observed.is_greedy else []
         wrong = [number for number, gap in enumerate(gaps) if not gap <= tolerance]
         is_equal = not wrong and difference <= tolerance
         return Verify(
@@ -634,30 +593,18 @@ class Verifier:
             seconds=round(time.perf_counter() - began, 6),
         )
 
-    def _measure(self, warm: Warm, last: mx.array) -> Measured:
+    def _measure(self, tokens: TokenArray, prompt: int, last: mx.array) -> Measured:
         """Measure the noise and the effect of a wrong token with two more cold runs."""
-        tokens = warm.tokens.copy()
-        place = max(len(tokens) - 1 - NEAR_END, 0)
-        tokens[place] = tokens[place] + 1 if tokens[place] < last.shape[-1] - 1 else 0
-        halves = self._cold(warm, max(1, min(self._step, warm.prompt) // 2))[0]
-        return Measured(
-            _distance(last, halves),
-            _distance(last, self._cold(replace(warm, tokens=tokens), self._step)[0]),
-        )
+        halves = self._cold(tokens, prompt, max(1, min(self._step, prompt) // 2))[0]
+        place, wrong = max(len(tokens) - 1 - NEAR_END, 0), tokens.copy()
+        wrong[place] = wrong[place] + 1 if wrong[place] < last.shape[-1] - 1 else 0
+        other = self._cold(wrong, prompt, self._step)[0]
+        return Measured(_distance(last, halves), _distance(last, other))
 
-    def _tolerance(self, logits: mx.array, noise: float) -> float:
-        """Return the largest difference of logits that counts as none."""
-        scale = max(1.0, _largest(logits))
-        relative = max(self._least, _RELATIVE.get(logits.dtype, _RELATIVE[mx.bfloat16]))
-        return max(relative * scale, NOISE * noise)
-
-    def _cold(self, warm: Warm, step: int) -> tuple[mx.array, list[float]]:
-        """Return the last logits of a cold run, and the gaps of the tokens of a greedy answer.
-
-        A gap is the distance of a token's logit below the largest.
-        """
+    def _cold(self, tokens: TokenArray, prompt: int, step: int) -> tuple[mx.array, list[float]]:
+        """Return the last logits, and how far each answer token's logit is below the largest."""
         gaps: list[float] = []
-        with PrefixCache(self._make_caches).begin(warm.tokens) as session:
+        with PrefixCache(self._make_caches).begin(tokens) as session:
 
             def forward(count: int) -> mx.array:
                 chunk = session.remaining[:count]
@@ -667,17 +614,16 @@ class Verifier:
                 session.record(chunk)
                 return logits
 
-            while session.recorded < warm.prompt - 1:
-                forward(min(step, warm.prompt - 1 - session.recorded))
+            while session.recorded < prompt - 1:
+                forward(min(step, prompt - 1 - session.recorded))
                 evaluate(session.caches)
                 mx.clear_cache()
             while len(session.remaining):
-                following = warm.tokens[session.recorded + 1 :][:ANSWER_STEP]
+                following = tokens[session.recorded + 1 :][:ANSWER_STEP]
                 logits = forward(ANSWER_STEP)[0]
                 last = mx.array(logits[-1:])
                 evaluate(session.caches)
-                if warm.is_greedy:
-                    gaps += _gaps(logits, following)
+                gaps += _gaps(logits, following)
             mx.eval(last)
         return last, gaps
 
@@ -689,10 +635,7 @@ def _distance(a: mx.array, b: mx.array) -> float:
 
 
 def _gaps(logits: mx.array, following: TokenArray) -> list[float]:
-    """Return for each token of `following` how far its logit is below the largest of its row.
-
-    The rows are those of `logits`, `[n, vocab]`.
-    """
+    """Return how far each token is below the largest of its row of `logits`, `[n, vocab]`."""
     rows = logits[: len(following)].astype(mx.float32)
     chosen = mx.take_along_axis(rows, mx.array(following)[:, None], axis=1)[:, 0]
     gaps: Any = (rows.max(axis=1) - chosen).tolist() if len(following) else []

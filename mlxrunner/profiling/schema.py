@@ -183,10 +183,7 @@ def remedy(reason: str | None, *, has_one_entry: bool = False) -> str:
 
 
 def place_remedy(place: str) -> str:
-    """Return the change that helps if tokens are lost at `place`; empty if none is known.
-
-    `summary.place_of` names the places.
-    """
+    """Return the change that helps if tokens are lost at `place`; empty if none is known."""
     part = place.rpartition(": ")[2]
     return PLACE_REMEDIES.get(place, PLACE_REMEDIES.get(part, ""))
 
@@ -276,10 +273,7 @@ class SharedTokens:
 
 @dataclass
 class Divergence:
-    """The place where the prompt leaves the earlier request of its conversation.
-
-    In a batch, it is where the prompt leaves the entry.
-    """
+    """The place where the prompt leaves its earlier request; in a batch, the entry."""
 
     index: Count
     """Index of the first different token."""
@@ -299,10 +293,7 @@ class Divergence:
     """Number of the picture in that message, from 1; null: no picture."""
 
     def compared(self) -> tuple[bool, str, Pieces, Pieces]:
-        """Return the common text before the index, and both sides cut into pieces.
-
-        These are text if the first value is True, else hashes of tokens.
-        """
+        """Return True for text, False for hashes; those before; and both sides in pieces."""
         common, sides = self.common, (self.previous, self.current)
         if common.text is None and all(side.text is None for side in sides):
             before, *hashes = (
@@ -313,10 +304,7 @@ class Divergence:
         return True, (common.text or "")[-LONGEST_WORD:], *compare(*texts)
 
     def place(self) -> str:
-        """Say where the prompt leaves the entry: "in the text of message 2 (user)".
-
-        Add the place in the entry if that is another one.
-        """
+        """Say where the prompt leaves the entry, in it and, if that differs, in the entry."""
         here = _place(self)
         before = _place(self.previous) if self.previous.part else here
         return here if before == here else f"{here}, where before was {before.removeprefix('in ')}"
@@ -328,10 +316,7 @@ def cut_words(text: str) -> list[str]:
 
 
 def compare(left: list[str], right: list[str]) -> tuple[Pieces, Pieces]:
-    """Cut both sides into pieces that the other one has as well, and pieces that it has not.
-
-    Compare and show only the first words of a long side.
-    """
+    """Cut the first words of both sides into pieces that the other one has as well, or has not."""
     compared = left[:MOST_WORDS], right[:MOST_WORDS]
     matcher = SequenceMatcher(None, *compared, autojunk=False)
     sides: tuple[Pieces, Pieces] = ([], [])
@@ -652,11 +637,7 @@ class Event:
         return msgspec.convert(with_new_names(line), cls).checked()
 
     def checked(self) -> Event:
-        """Return the event itself.
-
-        Raise ValueError if its counts can't belong to one prompt, or its rate can't have been
-        measured.
-        """
+        """Return the event. Raise ValueError if its counts or its rate can't have been measured."""
         saved, ahead, cached = self.saved_tokens, self.prefetched_tokens, self.cached_tokens
         evaluated, prompt, lost = self.evaluated_tokens, self.prompt_tokens, self.lost_tokens
         missed, displaced, new = self.missed_tokens, self.displaced_tokens, self.new_tokens

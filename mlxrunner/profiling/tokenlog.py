@@ -10,21 +10,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from mlxrunner.cache.account import ConversationName
 from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
-from mlxrunner.errors import PromptError
 from mlxrunner.profiling.logs import LogLines
 from mlxrunner.results import with_new_names
 
 if TYPE_CHECKING:
-    from mlxrunner.engine.request import Observation, SchedulingRecord
+    from mlxrunner.engine.request import Observation
     from mlxrunner.profiling.schema import Event
 
 
@@ -32,19 +32,44 @@ SCHEMA, VERSION = "mlxrunner/tokens", 1
 ANEW = 64
 """The number of requests after which a line shares nothing with the one before."""
 
-_TYPES: Mapping[str, Mapping[type, str]] = {
-    "process": {
-        str: "process model fingerprint",
-        int: "context prefill_step checkpoint_interval checkpoint_budget rewind_slack",
-        list: "layers message_ends thinking",
-    },
-    "request": {
-        str: "process id",
-        int: "number shared matched cached entry_before entry_after evaluated shifted",
-        list: "prompt answer checkpoints",
-    },
-}
-"""The fields that a line of each kind must have, by their type."""
+TokenIds = list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+
+
+class _ProcessFields(TypedDict):
+    """The fields that the line of a process must have."""
+
+    kind: Literal["process"]
+    process: str
+    model: str
+    fingerprint: str
+    context: int
+    prefill_step: int
+    checkpoint_interval: int
+    checkpoint_budget: int
+    rewind_slack: int
+    layers: list[Any]
+    thinking: list[Any]
+    message_ends: TokenIds
+
+
+class _RequestFields(TypedDict):
+    """The fields that the line of a request must have."""
+
+    kind: Literal["request"]
+    process: str
+    id: str
+    number: int
+    shared: int
+    matched: int
+    cached: int
+    entry_before: int
+    entry_after: int
+    evaluated: int
+    shifted: int
+    prompt: TokenIds
+    answer: TokenIds
+    checkpoints: TokenIds
+    conversation: NotRequired[tuple[str, str | None, bool] | None]
 
 
 @dataclass(frozen=True)
@@ -114,11 +139,14 @@ class TokenLines:
             "conversation": None if name is None else list(name),
             "began_s": round(observed.clock.began - self._began, 6),
         }
-        return line if scheduling is None else {**line, "scheduling": _as_dict(scheduling)}
+        if scheduling is not None:
+            facts = vars(scheduling).items()
+            line["scheduling"] = {name: value for name, value in facts if name != "answer"}
+        return line
 
 
 class TokenLog:
-    """The requests of token logs, in the order in which they were written."""
+    """The requests of token logs, with their whole prompts, in the order of the files."""
 
     def __init__(self, files: Iterable[str | Path]) -> None:
         self._lines = LogLines(files, SCHEMA, VERSION, _checked)
@@ -126,11 +154,7 @@ class TokenLog:
 
     @property
     def skipped(self) -> Counter[str]:
-        """The number of lines that the last iteration skipped, by kind.
-
-        The kinds are those of `LogLines`, and "lost" for requests that share tokens with a missing
-        one.
-        """
+        """The number of skipped lines by the kinds of `LogLines`; "lost" continue missing ones."""
         return self._lines.skipped + Counter(lost=self._lost)
 
     def __iter__(self) -> Iterator[LoggedRequest]:
@@ -148,79 +172,23 @@ class TokenLog:
                 self._lost += 1
                 continue
             facts = dict(line)
-            prompt = np.concatenate([tokens[: line["shared"]], _ids(facts.pop("prompt"))])
-            answer = _ids(facts.pop("answer"))
+            prompt = np.concatenate([tokens[: line["shared"]], as_tokens(facts.pop("prompt"))])
+            answer = as_tokens(facts.pop("answer"))
             before[name] = line["number"], np.concatenate([prompt, answer])
             yield LoggedRequest(processes[name], prompt, answer, facts)
 
 
-def _as_dict(scheduling: SchedulingRecord) -> dict[str, Any]:
-    return {
-        one.name: getattr(scheduling, one.name)
-        for one in fields(scheduling)
-        if one.name != "answer"
-    }
-
-
 def read_token_log(files: Iterable[str | Path]) -> TokenLog:
-    """Read the requests of `files` with their whole prompts.
-
-    The iteration raises ReadError if a file can't be read.
-    """
+    """Read the requests of `files`. The iteration raises ReadError if a file can't be read."""
     return TokenLog(files)
 
 
 def _checked(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line with the names of today.
-
-    Raise ValueError if a field is missing or has an impossible value.
-    """
+    """Return a line with the names of today. Raise ValueError if it is none."""
     line = with_new_names(line)
-    if not _is_valid(line):
-        raise ValueError("not a line of a token log")
-    return line
-
-
-def _is_valid(line: Mapping[str, Any]) -> bool:
-    """Return True if a line has all fields of its kind, with possible values."""
-    wanted = _TYPES.get(str(line.get("kind")), {})
-    if not wanted or not all(
-        type(line.get(name)) is kind for kind, names in wanted.items() for name in names.split()
-    ):
-        return False
+    msgspec.convert(line, _RequestFields if line.get("kind") == "request" else _ProcessFields)
     if any(isinstance(value, int) and not 0 <= value <= 2**53 for value in line.values()):
-        return False
-    if not all(
-        are_ids(line.get(name, [])) for name in ("prompt", "answer", "message_ends", "checkpoints")
-    ):
-        return False
-    if line["kind"] == "process":
-        return True
-    return bool(line["shared"] + len(line["prompt"])) and _are_names(line.get("conversation"))
-
-
-def _are_names(names: Any) -> bool:
-    """Return True if a field names a conversation, or that there is none."""
-    try:
-        msgspec.convert(names, tuple[str, str | None, bool] | None)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
-def are_ids(tokens: Any) -> bool:
-    """Return True if `tokens` is a list of token ids.
-
-    Each item is checked: for a text among them, numpy would allocate its length for every token.
-    """
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        return False
-    try:
-        as_tokens(tokens)
-    except PromptError:
-        return False
-    return True
-
-
-def _ids(tokens: list[int]) -> TokenArray:
-    return as_tokens(tokens)
+        raise ValueError("a count is out of range")
+    if line["kind"] == "request" and not line["shared"] + len(line["prompt"]):
+        raise ValueError("the prompt is empty")
+    return line

@@ -81,11 +81,9 @@ class Cases:
     def __init__(self, family: str, seed: int) -> None:
         rng, kind = random.Random(f"{family} {seed}"), KINDS[family]
         self.family, self.rng, self.has_tools = family, rng, kind.has_tools
-        self.tools = (
-            [{"name": rng.choice(WORDS[:8]), "description": text(rng)} for _ in range(2)]
-            if seed % 3 and kind.has_tools
-            else []
-        )
+        count = 2 if seed % 3 and kind.has_tools else 0
+        names = ((rng.choice(WORDS[:8]), text(rng)) for _ in range(count))
+        self.tools = [{"name": name, "description": said} for name, said in names]
         self.thinks = seed % 2 == 1
         call = json.dumps({"name": "weather", "arguments": {"in": text(rng, 3)}})
         self.chat = [said("system", text(rng))] if seed % 4 else []
@@ -225,14 +223,8 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
         fast = Fast(models.BPE())
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
-        corpus = [
-            part
-            for seed in range(40)
-            for part in [
-                _spelled(_pieces(name, case.after, case.variables))
-                for case in list(Cases(name, 1000 + seed))[:1]
-            ]
-        ]
+        firsts = (next(iter(Cases(name, 1000 + seed))) for seed in range(40))
+        corpus = [_spelled(_pieces(name, case.after, case.variables)) for case in firsts]
         special = ["<s>", "</s>", *(mark for mark in kind.marks if mark != "</s>")]
         for mark in special:
             corpus = [piece for one in corpus for piece in one.split(mark)]

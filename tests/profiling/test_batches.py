@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.events import as_event, example_event, run
+from support.events import example_event, run, summary_of
 
 from mlxrunner import BatchRequest, Profile, Runner, run_batch
 from mlxrunner.profiling.report.page import page
-from mlxrunner.profiling.report.summary import MOST_RUNS, Summary, name_of, words
+from mlxrunner.profiling.report.summary import MOST_RUNS, name_of, words
 from mlxrunner.profiling.schema import Event
 
 
@@ -22,15 +22,7 @@ def line_event(number: int, **changes: Any) -> dict[str, Any]:
     return example_event(command="batch", line=line, **changes)
 
 
-def summary_of(*events: dict[str, Any]) -> Summary:
-    summary = Summary()
-    for event in events:
-        summary.add(as_event(event))
-    return summary
-
-
 def test_a_line_that_is_tried_again_is_one_line() -> None:
-    """Its last try says how it ended."""
     (made,) = summary_of(
         line_event(1),
         line_event(2, finish="error", error="TimeLimitError"),
@@ -74,26 +66,23 @@ def test_events_that_do_not_name_their_line_are_counted_by_their_command() -> No
 
 
 def test_the_runs_of_a_report_are_bounded() -> None:
-    """A file of any number of runs makes no endless list."""
     many = (line_event(1, process=f"{number:08x}") for number in range(MOST_RUNS + 9))
     assert len(summary_of(*many).batches.runs) == MOST_RUNS
 
 
 def test_a_page_without_a_batch_has_no_section_for_it() -> None:
-    """A page with a batch says how it ran."""
     assert "<h2>Batches</h2>" not in page(summary_of(example_event()), ["e"])
     shown = page(summary_of(line_event(1), line_event(2, finish="length")), ["e"])
     assert "<h2>Batches</h2>" in shown
     assert "10 lines, 2 answered, 1 of them cut" in shown
 
 
-def test_the_report_of_a_real_batch_knows_the_optimum_of_its_tree(tmp_path: Path) -> None:
+def test_the_report_of_a_real_batch_knows_the_optimum_of_its_tree(
+    batch: Path, events: Path, tmp_path: Path
+) -> None:
     """The best share is that of the plan, in any order; the share reused is that of the order."""
-    texts = [f"{'abcdefgh'[number % 2] * 60} question {number}" for number in range(8)]
-    lines = [{"prompt": text, "max_tokens": 2} for text in texts]
-    given, events, rows = tmp_path / "in.jsonl", tmp_path / "events", tmp_path / "rows.csv"
-    given.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"promt": ""}]))
-    common = ["batch", given, "--parallel", 1]
+    rows, common = tmp_path / "rows.csv", ["batch", batch, "--parallel", 1]
+    batch.write_text(batch.read_text() + '{"promt": ""}\n')
     for order in ("prefix", "input"):
         wanted = ["-o", tmp_path / order, "--order", order, "--events", events, "-q"]
         run(*common, *wanted, code=3)
@@ -119,14 +108,11 @@ def test_a_batch_of_a_program_names_its_lines() -> None:
     seen: list[Event] = []
     with Runner.load("demo", reserve=False) as runner, Profile(sinks=[seen.append]).watch(runner):
         requests = [BatchRequest("Hello!", {"max_tokens": 1}), BatchRequest([]), BatchRequest("A")]
-        assert [result.error is None for result in run_batch(runner, requests)] == [
-            True,
-            False,
-            True,
-        ]
-    assert sorted(event.line.number for event in seen if event.line) == [1, 3]
-    assert all(event.line and event.line.refused == 1 for event in seen)
-    assert all(event.line and event.line.order == "prefix" for event in seen)
+        answered = [result.error is None for result in run_batch(runner, requests)]
+    assert answered == [True, False, True]
+    lines = [event.line for event in seen if event.line]
+    assert sorted(line.number for line in lines) == [1, 3]
+    assert {(line.refused, line.order) for line in lines} == {(1, "prefix")}
 
 
 @pytest.fixture
@@ -155,9 +141,8 @@ def test_a_batch_that_evaluates_the_tree_has_lost_nothing(
     run("batch", batch, "-o", tmp_path / "out", "--parallel", parallel, "--events", events)
     made, words, page, explained = told(events, tmp_path / "page.html")
     assert made["tokens"]["lost"] <= (0 if parallel == 1 else 16)
-    assert {reason for reason, loss in made["reasons"].items() if loss["tokens"]} <= {
-        "side_by_side"
-    }
+    lost = {reason for reason, loss in made["reasons"].items() if loss["tokens"]}
+    assert lost <= {"side_by_side"}
     for text in (words, page, explained):
         assert "put changing text" not in text
         assert "send earlier messages back" not in text

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checks import read_lines
 
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.profiling.divergence import _from_begin, _from_end
@@ -44,10 +45,8 @@ def test_an_edited_message_is_named(talk: Callable[..., Any], family: Any) -> No
     assert divergence["common"]["text"].endswith("blue ")
     assert divergence["previous"]["text"].startswith("cars")
     assert divergence["current"]["text"].startswith("bikes")
-    assert (
-        f"at token {divergence['index']}, in the text of message 2 (user)"
-        in Event.of(event).explain()
-    )
+    where = f"at token {divergence['index']}, in the text of message 2 (user)"
+    assert where in Event.of(event).explain()
 
 
 def test_an_answer_that_was_changed_is_named(talk: Callable[..., Any], family: Any) -> None:
@@ -64,20 +63,15 @@ def test_an_answer_that_was_changed_is_named(talk: Callable[..., Any], family: A
 
 
 def test_a_message_that_goes_on_parts_at_its_end(talk: Callable[..., Any]) -> None:
-    """Something appended to a message that was sent already."""
     talking = talk("chatml")
     talking.ask([user("Hello")], "fine")
     event = talking.ask([user("Hello, once more")], "fine")
     assert sides(event) == ((0, "user", "message_end"), (0, "user", "text"))
-    assert (
-        Event.of(event)
-        .explain()
-        .startswith("the prompt leaves the cached text in the middle; they part at token ")
-    )
-    assert (
-        "in the text of message 0 (user), where before was the end mark of message 0 (user)"
-        in Event.of(event).explain()
-    )
+    told = Event.of(event).explain()
+    head = "the prompt leaves the cached text in the middle; they part at token "
+    assert told.startswith(head)
+    where = "in the text of message 0 (user), where before was the end mark of message 0 (user)"
+    assert where in told
 
 
 ANALYSIS = (
@@ -126,7 +120,6 @@ def test_each_part_of_a_template_is_named(
 
 
 def test_thinking_that_qwen_strips_is_named(talk: Callable[..., Any]) -> None:
-    """The entry still holds it, the next prompt does not."""
     talking = talk("qwen3", log_text=True)
     answer = "<think>\nhm\n</think>\n\nfine"
     talking.ask([user("Hello")], answer)
@@ -149,13 +142,8 @@ def test_another_tool_list_is_named(talk: Callable[..., Any]) -> None:
     def prepared(tool: str) -> TokenizedPrompt:
         variables = {"tools": [{"name": tool}]}
         text = tokenizer.render([SYSTEM, user("Hello")], **variables)
-        return TokenizedPrompt(
-            np.array(tokenizer.encode(text), np.int32),
-            "messages",
-            [SYSTEM, user("Hello")],
-            text,
-            variables,
-        )
+        tokens = np.array(tokenizer.encode(text), np.int32)
+        return TokenizedPrompt(tokens, "messages", [SYSTEM, user("Hello")], text, variables)
 
     talking.ask(prepared("weather"), "fine")
     event = talking.ask(prepared("clock"), "fine")
@@ -169,28 +157,20 @@ def test_hashes_are_all_that_is_written_by_default(talk: Callable[..., Any]) -> 
     talking.ask([user("Hello secret")], "fine")
     event = talking.ask([user("Hello hidden secret")], "fine")
     divergence = event["divergence"]
-    assert [divergence[name]["text"] for name in ("common", "previous", "current")] == [
-        None,
-        None,
-        None,
-    ]
+    assert {divergence[name]["text"] for name in ("common", "previous", "current")} == {None}
     assert "secret" not in talking.file.read_text()
     common, previous = divergence["common"]["tokens"], divergence["previous"]["tokens"]
-    assert (
-        common[-1]
-        == talking.profile._divergences._hashes(talking.runner.tokenizer.encode_more(" "))[0]
-    )
+    blank = talking.runner.tokenizer.encode_more(" ")
+    assert common[-1] == talking.profile._divergences._hashes(blank)[0]
     assert len(common) == 8
     assert 0 < len(previous) <= 16
     again = talk("chatml")
     again.ask([user("Hello secret")], "fine")
-    assert (
-        again.ask([user("Hello hidden secret")], "fine")["divergence"]["common"]["tokens"] != common
-    )
+    other = again.ask([user("Hello hidden secret")], "fine")["divergence"]
+    assert other["common"]["tokens"] != common
 
 
 def test_raw_prompts_have_text_and_token_ids_nothing(talk: Callable[..., Any]) -> None:
-    """A prompt that was never a conversation has no messages."""
     talking = talk("chatml")
     talking.ask("Hello you", "fine")
     assert sides(talking.ask("Hello there", "fine")) == ((None, None, "text"), (None, None, "text"))
@@ -207,9 +187,7 @@ def test_a_chat_knows_its_messages(talk: Callable[..., Any]) -> None:
     list(conversation.send("first"))
     conversation.clear()
     list(conversation.send("second"))
-    from json import loads
-
-    event = loads(talking.file.read_text().splitlines()[-1])
+    event = read_lines(talking.file)[-1]
     assert (event["prompt_kind"], event["messages"]) == ("messages", 2)
     assert sides(event) == ((1, "user", "text"), (1, "user", "text"))
 
@@ -237,5 +215,4 @@ def test_a_character_of_several_tokens_is_not_cut_apart(talk: Callable[..., Any]
 def test_tokens_are_found_in_the_text_whatever_a_decoder_does_to_spaces(
     text: str, decoded: str, begin: int | None, end: int | None
 ) -> None:
-    """They are not found where they say something else."""
     assert (_from_begin(text, decoded), _from_end(text, decoded)) == (begin, end)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -26,12 +25,6 @@ from mlxrunner.profiling.profile import Profile, logfmt
 from mlxrunner.profiling.schema import Event
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
-
-
-@pytest.fixture
-def events(tmp_path: Path) -> Path:
-    """Where the events go."""
-    return tmp_path / "events.jsonl"
 
 
 @pytest.fixture
@@ -74,12 +67,8 @@ def test_each_request_is_one_event_of_the_schema(runner: Runner, events: Path) -
     found = checked(read_lines(events))
     assert [event["number"] for event in found] == list(range(1, 8))
     assert [event["finish"] for event in found] == [*["length"] * 6, "error"]
-    assert [event["prompt_kind"] for event in found] == [
-        *["tokens"] * 4,
-        "text",
-        "messages",
-        "text",
-    ]
+    kinds = [event["prompt_kind"] for event in found]
+    assert kinds == [*["tokens"] * 4, "text", "messages", "text"]
     assert found[-1]["error"] == "ContextFullError"
     assert found[-2]["shifted_tokens"] > 0
     assert len({event["id"] for event in found}) == 7
@@ -96,16 +85,11 @@ def test_the_spans_are_the_chunks_that_were_run(runner: Runner, events: Path) ->
     prefill = [span for span in event["spans"] if span["name"] == "prefill"]
     assert sum(span["tokens"] for span in prefill) == 49
     assert max(span["tokens"] for span in prefill) <= 16
-    assert event["prefill_rate"] == pytest.approx(
-        49 / sum(span["duration_s"] for span in prefill), rel=0.01
-    )
+    took = sum(span["duration_s"] for span in prefill)
+    assert event["prefill_rate"] == pytest.approx(49 / took, rel=0.01)
     assert event["decode_rate"] == pytest.approx(6 / event["decode_s"], rel=0.01)
-    assert [span["name"] for span in event["spans"]] == [
-        "tokenize",
-        "lookup",
-        *["prefill"] * len(prefill),
-        "decode",
-    ]
+    names = [span["name"] for span in event["spans"]]
+    assert names == ["tokenize", "lookup", *["prefill"] * len(prefill), "decode"]
     assert event["spans"][-1]["tokens"] == 6
     list(runner.generate([1, 2, 3, 99], max_tokens=1))
     again = checked(read_lines(events))[-1]
@@ -119,16 +103,10 @@ def test_what_an_event_has_of_usage_is_the_usage(runner: Runner, events: Path) -
         usage = list(runner.generate(prompt, max_tokens=4))[-1].usage
         assert usage is not None
         event = read_lines(events)[-1]
-        shared = event.keys() & usage.as_dict().keys() - {
-            "tokenize_s",
-            "lookup_s",
-            "prefill_s",
-            "ttft_s",
-            "decode_s",
-        }
-        assert {name: event[name] for name in shared} == {
-            name: usage.as_dict()[name] for name in shared
-        }
+        told = usage.as_dict()
+        times = "tokenize_s lookup_s prefill_s ttft_s decode_s".split()
+        shared = event.keys() & told.keys() - set(times)
+        assert {name: event[name] for name in shared} == {name: told[name] for name in shared}
         assert len(shared) >= 17
     chunks = runner.generate([1, 2], max_tokens=9)
     next(chunks)
@@ -160,9 +138,8 @@ def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
     if then == "generate":
         list(runner.generate([9, 8], max_tokens=2, stop_tokens=[]))
     else:
-        {"evaluate": runner.evaluate, "keep": runner.cache.keep, "reset": lambda _: runner.reset()}[
-            then
-        ]([9, 8])
+        ways = {"evaluate": runner.evaluate, "keep": runner.cache.keep}
+        ways.get(then, lambda _: runner.reset())([9, 8])
     first.close()  # type: ignore[attr-defined]
     written = checked(read_lines(events))
     assert [event["prompt_tokens"] for event in written] == [5, 2][: len(written)]
@@ -174,7 +151,6 @@ def test_a_request_whose_iterator_is_kept_is_told_of_before_the_entry_changes(
 def test_a_request_that_is_refused_for_another_takes_nothing_from_its_event(
     runner: Runner, events: Path
 ) -> None:
-    """BusyError in the middle of an answer."""
     first = runner.generate(list(range(1, 40)), max_tokens=3, stop_tokens=[])
     next(first)
     with pytest.raises(BusyError):
@@ -197,7 +173,6 @@ def test_an_exception_in_the_model_is_named_without_its_text(runner: Runner, eve
 
 
 def test_an_observer_that_fails_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    """It is a warning."""
     runner = oracle_runner()
     runner.observers.append(lambda runner, observation: 1 / 0)
     assert len(list(runner.generate([1, 2], max_tokens=3))) == 3
@@ -216,18 +191,13 @@ def test_nothing_is_made_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_same_answers_with_and_without_events(events: Path) -> None:
-    """Nothing that is watched changes."""
     answers = []
     for watched in (False, True):
         runner = oracle_runner(("full", "sliding"))
         if watched:
             Profile(events=events, log_text=True, verify=1).watch(runner)
-        answers.append(
-            [
-                [c.token for c in runner.generate(prompt, max_tokens=5)]
-                for prompt in ([1, 2, 3], [1, 2, 9], [1, 2])
-            ]
-        )
+        prompts = ([1, 2, 3], [1, 2, 9], [1, 2])
+        answers.append([[c.token for c in runner.generate(p, max_tokens=5)] for p in prompts])
     assert answers[0] == answers[1]
 
 
@@ -253,24 +223,11 @@ def test_requests_of_a_parallel_runner_are_events(events: Path) -> None:
 
 @pytest.mark.exhaustive(0)
 def test_answers_at_once_are_events_of_the_command(events: Path) -> None:
-    """generate --n."""
-    ends(
-        CliRunner().invoke(
-            cli.main, ["generate", "-p", "Hello!", "--n", "3", "--events", str(events)]
-        ),
-        0,
-    )
-    assert [(event["command"], event["number"]) for event in checked(read_lines(events))] == [
-        ("generate", n) for n in (1, 2, 3)
-    ]
-
-
-def test_the_file_can_come_from_the_environment(events: Path) -> None:
-    """MLXRUNNER_EVENTS."""
-    CliRunner().invoke(
-        cli.main, ["generate", "-p", "Hello!"], env={"MLXRUNNER_EVENTS": str(events)}
-    )
-    assert len(checked(read_lines(events))) == 1
+    """generate --n, and the file comes from the environment."""
+    command, given = ["generate", "-p", "Hello!", "--n", "3"], {"MLXRUNNER_EVENTS": str(events)}
+    ends(CliRunner().invoke(cli.main, command, env=given), 0)
+    found = checked(read_lines(events))
+    assert [(e["command"], e["number"]) for e in found] == [("generate", n) for n in (1, 2, 3)]
 
 
 def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> None:
@@ -282,10 +239,8 @@ def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> N
         list(runner.generate("hello you", max_tokens=2))
         list(runner.generate("hello there", max_tokens=2))
     first, second = caplog.messages
-    assert first.startswith(
-        "command=python number=1 outcome=miss reason=empty prompt_tokens=10 new_tokens=10 "
-        "evaluated_tokens=10"
-    )
+    head = "command=python number=1 outcome=miss reason=empty prompt_tokens=10 new_tokens=10 "
+    assert first.startswith(f"{head}evaluated_tokens=10")
     assert "outcome=partial reason=diverged" in second
     assert "divergence_index=7 divergence_part=text" in second
     assert logged[1].divergence is not None
@@ -295,7 +250,6 @@ def test_verbose_logs_the_event_as_logfmt(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_logfmt_quotes_what_has_to_be() -> None:
-    """Spaces, quotes, control characters: a line stays a line."""
     example = json.loads(Path(__file__).with_name("example.jsonl").read_text().splitlines()[0])
     hostile = {"evicted_by": 'a "reset"\n\x1b[31m', "error": "", "command": "a=b"}
     line = logfmt(Event.of(example | hostile))
@@ -316,9 +270,8 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path, number: signal.Sign
     """In an endless run, Ctrl-C also leaves the event of the request that it ended."""
     file = tmp_path / "events"
     command = greetings(1_000_000, str(file))
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **quiet)
     until(lambda: file.exists() and file.read_bytes().count(b"\n") >= 3)
     process.send_signal(number)
     process.wait(PATIENCE_S)
@@ -330,7 +283,6 @@ def test_a_killed_process_leaves_whole_lines(tmp_path: Path, number: signal.Sign
 
 
 def test_a_full_disk_is_a_warning_and_the_answer_comes(full: int) -> None:
-    """On standard error, once."""
     stream = f"/dev/fd/{full}"
     command = greetings(3, stream)
     result = subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=[full])

@@ -26,17 +26,16 @@ def run(*arguments: str | Path, width: int = 120) -> Result:
 @pytest.fixture
 def events(tmp_path: Path) -> Path:
     file = tmp_path / "events.jsonl"
-    made = [*afternoon(30), example_event()]
-    write_lines(file, made)
+    write_lines(file, [*afternoon(30), example_event()])
     return file
 
 
-def without_text(event: dict[str, Any]) -> dict[str, Any]:
-    """Return the event as it is logged without --log-text."""
-    divergence = dict(event["divergence"])
+def with_texts(text: str | None) -> dict[str, Any]:
+    """Return an event with this text at its divergence."""
+    event = example_event()
     for side in ("common", "previous", "current"):
-        divergence[side] = divergence[side] | {"text": None}
-    return event | {"divergence": divergence}
+        event["divergence"][side]["text"] = text
+    return event
 
 
 def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> None:
@@ -54,24 +53,13 @@ def test_a_divergence_is_shown_with_both_sides_and_the_remedy(events: Path) -> N
 
 
 def test_the_last_one_and_the_beginning_of_an_id_will_do(events: Path) -> None:
-    """All ways to the same event."""
-    assert (
-        run(events, "--last").stdout
-        == run(events, "00000000002a").stdout
-        == run(events, "00000000002").stdout
-    )
-
-
-def test_the_file_may_come_from_the_environment(events: Path) -> None:
-    """The one argument is the ID then."""
+    """All ways to the same event. The file may come from the environment."""
+    given = {"MLXRUNNER_EVENTS": str(events), "COLUMNS": "120"}
+    told = run(events, "--last").stdout
+    assert told == run(events, "00000000002a").stdout == run(events, "00000000002").stdout
     for arguments in (["--last"], ["00000000002a"], ["00000000002"], [str(events), "--last"]):
-        result = CliRunner().invoke(
-            cli.main,
-            ["explain", *arguments],
-            env={"MLXRUNNER_EVENTS": str(events), "COLUMNS": "120"},
-        )
-        assert result.stdout == run(events, "--last").stdout
-    result = CliRunner().invoke(cli.main, ["explain"], env={"MLXRUNNER_EVENTS": str(events)})
+        assert CliRunner().invoke(cli.main, ["explain", *arguments], env=given).stdout == told
+    result = CliRunner().invoke(cli.main, ["explain"], env=given)
     assert f"give the ID of an event in {events}, or --last" in result.stderr
 
 
@@ -86,29 +74,23 @@ def test_the_file_may_come_from_the_environment(events: Path) -> None:
     ids=["unknown", "ambiguous", "neither", "both"],
 )
 def test_what_cannot_be_found_is_said(events: Path, arguments: list[str], message: str) -> None:
-    """One line, exit code 2."""
     result = run(events, *arguments)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert message in result.stderr
 
 
-def test_hashes_are_shown_as_such_with_the_way_to_text(tmp_path: Path) -> None:
-    """Nobody takes them for the text."""
-    file = tmp_path / "events.jsonl"
-    write_lines(file, [without_text(example_event())])
-    text = " ".join(run(file, "--last").stdout.split())
+def test_hashes_are_shown_as_such_with_the_way_to_text() -> None:
+    text = " ".join(shown(with_texts(None)).split())
     assert "00000001 00000002" in text
     assert "only keyed hashes were logged" in text
     assert "--log-text" in text
 
 
 @pytest.mark.parametrize("reason", [*REASONS, None])
-def test_every_reason_is_explained(tmp_path: Path, reason: str | None) -> None:
+def test_every_reason_is_explained(reason: str | None) -> None:
     """With its sentence, and its remedy where it has one; also without a divergence."""
-    file = tmp_path / "events.jsonl"
     event = example_event(reason=reason, divergence=None, ttft_s=None, prefill_rate=None)
-    write_lines(file, [event])
-    text = " ".join(run(file, "--last", width=300).stdout.split())
+    text = " ".join(shown(event, width=300).split())
     if reason is None:
         assert "Nothing was lost" in text
         return
@@ -135,7 +117,6 @@ def test_what_was_given_up_and_what_came_back_is_said() -> None:
 
 
 def test_a_prompt_that_ends_is_shown_as_that() -> None:
-    """The other side has nothing there."""
     divergence = example_event()["divergence"]
     nothing = {"message": None, "role": None, "part": None, "tokens": [], "text": ""}
     text = shown(example_event(divergence=divergence | {"current": nothing}))
@@ -156,14 +137,11 @@ def test_blanks_that_make_the_difference_are_seen() -> None:
 
 
 def test_only_what_differs_is_coloured() -> None:
-    """Words that come again on the other side are plain."""
     left, right = compare(cut_words("the red fox"), cut_words("the blue fox"))
     assert left == [("the ", True), ("red", False), (" fox", True)]
     assert right == [("the ", True), ("blue", False), (" fox", True)]
-    assert (
-        "".join(cut_words("any text,\n\n with\t all\u00a0of it\u200b"))
-        == "any text,\n\n with\t all\u00a0of it\u200b"
-    )
+    text = "any text,\n\n with\t all\u00a0of it\u200b"
+    assert "".join(cut_words(text)) == text
     coloured = shown(example_event(), colours=True)
     assert "\x1b[1;31m" in coloured
     assert "\x1b[1;32m" in coloured
@@ -171,7 +149,6 @@ def test_only_what_differs_is_coloured() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_both_sides_are_whole_in_a_narrow_terminal(width: int) -> None:
-    """Below each other where there is no room."""
     together = "".join(shown(example_event(), width=width).split())
     assert "Thepromptleavesthecachedtext" in together
     assert "<think>↵" in together
@@ -179,7 +156,6 @@ def test_both_sides_are_whole_in_a_narrow_terminal(width: int) -> None:
 
 
 def test_logged_text_cannot_drive_the_terminal() -> None:
-    """Roles and models cannot drive it either."""
     divergence = example_event()["divergence"]
     evil = "\x1b]0;evil\x07[red]\u202e"
     sides = {
@@ -195,14 +171,9 @@ def test_logged_text_cannot_drive_the_terminal() -> None:
 
 
 def shown(event: dict[str, Any], width: int = 120, *, colours: bool = False) -> str:
-    console = Console(
-        width=width,
-        force_terminal=colours,
-        color_system="standard" if colours else None,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
+    system: Any = "standard" if colours else None
+    plain = {"markup": False, "highlight": False, "emoji": False}
+    console = Console(width=width, force_terminal=colours, color_system=system, **plain)
     with console.capture() as captured:
         show_event(as_event(event), console)
     return captured.get()
@@ -231,11 +202,5 @@ def test_long_sides_are_compared_by_their_first_words(
     assert (before[-1][0], after[-1][0]) == (" ... and 3,800 more", " ... and 5,800 more")
 
 
-def test_a_word_that_fills_the_screen_is_cut(tmp_path: Path) -> None:
-    """A side has a bounded size, whatever a file holds."""
-    event = example_event()
-    for side in ("common", "previous", "current"):
-        event["divergence"][side]["text"] = "x" * 10**6
-    file = tmp_path / "events.jsonl"
-    write_lines(file, [event])
-    assert len(run(file, "--last").stdout) < 10**4
+def test_a_word_that_fills_the_screen_is_cut() -> None:
+    assert len(shown(with_texts("x" * 10**6))) < 10**4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.browser import WIDTHS, browse, measure, needs_chromium
-from support.events import afternoon, as_event, example_event
+from support.events import afternoon, example_event, summary_of
 
 from mlxrunner.profiling.report.page import SHAPES, Plot, Scale, page
 from mlxrunner.profiling.report.summary import BINS, Summary
@@ -18,11 +18,8 @@ from mlxrunner.profiling.report.summary import BINS, Summary
 HOSTILE = """</title><script>alert(1)</script><img src=x onerror=alert(2)>"'&\x1b[31m\u202e"""
 
 
-def summary_of(count: int = 60, **changes: object) -> Summary:
-    summary = Summary()
-    for event in afternoon(count):
-        summary.add(as_event(event | changes))
-    return summary
+def some(count: int = 60, **changes: object) -> Summary:
+    return summary_of(*(event | changes for event in afternoon(count)))
 
 
 class Elements(HTMLParser):
@@ -51,7 +48,7 @@ class Elements(HTMLParser):
 
 def test_the_page_fetches_nothing_and_runs_nothing() -> None:
     """No script, no address, and a policy that forbids both; every element is closed."""
-    text = page(summary_of(), ["events.jsonl"])
+    text = page(some(), ["events.jsonl"])
     elements = Elements(text)
     assert elements.open_tags == []
     assert {tag for tag, _ in elements.found}.isdisjoint(
@@ -64,10 +61,9 @@ def test_the_page_fetches_nothing_and_runs_nothing() -> None:
 
 def test_names_from_files_are_text() -> None:
     """Model, role and file names cannot end a tag, run, reorder or hide anything."""
-    summary = Summary()
     divergence = example_event()["divergence"] | {"role": HOSTILE[:40]}
-    summary.add(as_event(example_event(model=HOSTILE, divergence=divergence, time=HOSTILE)))
-    text = page(summary, [HOSTILE])
+    event = example_event(model=HOSTILE, divergence=divergence, time=HOSTILE)
+    text = page(summary_of(event), [HOSTILE])
     elements = Elements(text)
     assert elements.open_tags == []
     assert {tag for tag, _ in elements.found}.isdisjoint({"script", "img"})
@@ -76,8 +72,7 @@ def test_names_from_files_are_text() -> None:
 
 
 def test_each_plot_has_a_name_a_description_and_its_figures_as_a_table() -> None:
-    """For those who don't see it."""
-    panels = re.findall(r"<section.*?</section>", page(summary_of(), ["events.jsonl"]), re.DOTALL)
+    panels = re.findall(r"<section.*?</section>", page(some(), ["events.jsonl"]), re.DOTALL)
     plots = [panel for panel in panels if 'class="plot"' in panel]
     assert len(plots) == 3
     for plot in plots:
@@ -113,23 +108,10 @@ def test_red_is_only_what_could_have_been_avoided() -> None:
 
 def one_request(reason: str) -> Summary:
     """Return a summary of a request that lost 20 of its 100 tokens to `reason`."""
-    summary = Summary()
-    for id in ("00000000002a", "00000000002b"):
-        summary.add(
-            as_event(
-                example_event(
-                    id=id,
-                    reason=reason,
-                    prompt_tokens=100,
-                    matched_tokens=60,
-                    cached_tokens=50,
-                    saved_tokens=50,
-                    evaluated_tokens=50,
-                    lost_tokens=20,
-                )
-            )
-        )
-    return summary
+    counts = {"prompt": 100, "matched": 60, "cached": 50, "saved": 50, "evaluated": 50, "lost": 20}
+    tokens = {f"{name}_tokens": count for name, count in counts.items()}
+    ids = ("00000000002a", "00000000002b")
+    return summary_of(*(example_event(id=id, reason=reason, **tokens) for id in ids))
 
 
 def bars_of(summary: Summary) -> dict[str, float]:
@@ -143,12 +125,12 @@ def bars_of(summary: Summary) -> dict[str, float]:
 
 def test_ticks_of_a_timeline_say_a_time_once() -> None:
     """Requests of one second have their numbers below them, and the second at the first."""
-    summary = summary_of(60, time="2026-11-20T13:00:00.000000Z")
+    summary = some(60, time="2026-11-20T13:00:00.000000Z")
     timeline = page(summary, ["e"]).split("</svg></div>")[0]
     assert timeline.count(">13:00:00</text>") == 1
     ticks = re.findall(r">([\d,]+)</text>", timeline)
     assert ticks[-7:] == ["1", "10", "20", "30", "40", "50", "60"]
-    days = page(summary_of(9000), ["e"])
+    days = page(some(9000), ["e"])
     assert ">11-20 13:00</text>" in days
     assert ">11-21 " in days
 
@@ -170,33 +152,20 @@ NOTHING = {f"{name}_tokens": 0 for name in COUNTS}
 )
 @pytest.mark.parametrize("count", [1, 2, BINS + 5])
 def test_every_page_is_whole(count: int, changes: dict[str, object]) -> None:
-    """There may be few requests, of which little is known."""
-    text = page(summary_of(count, **changes), ["events.jsonl"])
+    text = page(some(count, **changes), ["events.jsonl"])
     assert Elements(text).open_tags == []
     assert not re.search(r"\bnan\b", text)
 
 
 def test_a_page_of_many_requests_is_small() -> None:
-    """The drawing does not grow with the file."""
-    assert len(page(summary_of(3000), ["events.jsonl"])) < 600_000
+    assert len(page(some(3000), ["events.jsonl"])) < 600_000
 
 
 def test_a_share_that_is_not_quite_nothing_is_written_in_one_size() -> None:
     """Only the unit is small."""
-    summary = Summary()
-    summary.add(
-        as_event(
-            example_event(
-                prompt_tokens=10**6,
-                cached_tokens=50,
-                saved_tokens=50,
-                evaluated_tokens=999_950,
-                saved_s=None,
-                max_sequences=4,
-            )
-        )
-    )
-    text = page(summary, ["e"])
+    counts = {"prompt_tokens": 10**6, "evaluated_tokens": 999_950, "cached_tokens": 50}
+    event = example_event(saved_s=None, max_sequences=4, saved_tokens=50, **counts)
+    text = page(summary_of(event), ["e"])
     assert "<dd>&lt; 0.1 <span>%</span>" in text
     assert "<small>of prompt processing (prefill), an estimate" in text
     assert "prefill of evaluated tokens, for each of several at a time" in text
@@ -216,7 +185,6 @@ def test_scales_end_at_round_numbers_close_to_the_values() -> None:
 
 
 def test_marks_differ_without_colours() -> None:
-    """A circle, a triangle, a square."""
     plot = Plot()
     for shape in SHAPES.values():
         plot.mark("cached", shape, 0.1, 10)
@@ -232,7 +200,7 @@ def test_a_browser_shows_the_page_in_light_and_dark(
 ) -> None:
     """The page has no error on the console, and its two screenshots have their background."""
     file = tmp_path / "report.html"
-    file.write_text(page(summary_of(), ["events.jsonl"]), encoding="utf-8")
+    file.write_text(page(some(), ["events.jsonl"]), encoding="utf-8")
     backgrounds = set()
     for scheme in (0, 1):
         picture = tmp_path / f"{scheme}.png"
@@ -257,15 +225,16 @@ def test_nothing_is_clipped_and_one_type_scale_is_used_at_any_width(tmp_path: Pa
 
     Nothing leaves its panel, no text lies on another, and no table has to be scrolled.
     """
-    hostile = Summary()
-    for event in afternoon(9):
-        place = event["divergence"] and event["divergence"] | {"role": HOSTILE + 60 * "W"}
-        hostile.add(as_event(event | {"model": HOSTILE + 300 * "M", "divergence": place}))
+    events = list(afternoon(9))
+    for event in events:
+        event["model"] = HOSTILE + 300 * "M"
+        if event["divergence"]:
+            event["divergence"]["role"] = HOSTILE + 60 * "W"
     pages = {
-        "chat": page(summary_of(), ["events.jsonl"]),
-        "days": page(summary_of(9_000), ["events.jsonl"]),
-        "one": page(summary_of(1), ["events.jsonl"]),
-        "hostile": page(hostile, [HOSTILE + 300 * "M"]),
+        "chat": page(some(), ["events.jsonl"]),
+        "days": page(some(9_000), ["events.jsonl"]),
+        "one": page(some(1), ["events.jsonl"]),
+        "hostile": page(summary_of(*events), [HOSTILE + 300 * "M"]),
     }
     found = measure(pages, tmp_path)
     assert set(found) == {(name, width) for name in pages for width in WIDTHS}
@@ -277,10 +246,9 @@ def test_nothing_is_clipped_and_one_type_scale_is_used_at_any_width(tmp_path: Pa
 @needs_chromium
 def test_a_browser_runs_nothing_of_a_hostile_file(tmp_path: Path) -> None:
     """The page as the browser understands it has no script, and its policy was never needed."""
-    summary = Summary()
-    summary.add(as_event(example_event(model=HOSTILE)))
     file = tmp_path / "report.html"
-    file.write_text(page(summary, [HOSTILE]), encoding="utf-8")
+    text = page(summary_of(example_event(model=HOSTILE)), [HOSTILE])
+    file.write_text(text, encoding="utf-8")
     console = browse(file, tmp_path, "--dump-dom")
     assert "CONSOLE" not in console
     assert "<script" not in console

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
-from support.checks import ends
-from support.events import afternoon, as_event, example_event
+from support.events import afternoon, as_event, example_event, run
 
-from mlxrunner import cli
 from mlxrunner.errors import OptionError
 from mlxrunner.profiling.metrics import MetricsFile
 from mlxrunner.system.imports import how_to_install
@@ -20,15 +17,12 @@ from mlxrunner.system.imports import how_to_install
 
 def values(file: Path) -> dict[str, float]:
     """Every sample as the official parser reads it: name and labels -> value."""
-    families = text_string_to_metric_families(file.read_text())
-    return {
-        f"{sample.name}"
-        f"{{{','.join(f'{name}={value}' for name, value in sorted(sample.labels.items()))}}}": (
-            sample.value
-        )
-        for family in families
-        for sample in family.samples
-    }
+    found = {}
+    for family in text_string_to_metric_families(file.read_text()):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
 
 
 @pytest.fixture
@@ -41,17 +35,8 @@ def test_events_are_counted_by_model(file: Path) -> None:
     metrics = MetricsFile(file)
     metrics(as_event(example_event()))
     metrics(as_event(example_event(model="other", outcome="hit", reason=None, lost_tokens=0)))
-    metrics(
-        as_event(
-            example_event(
-                finish="interrupted",
-                ttft_s=None,
-                prefill_s=None,
-                decode_s=None,
-                entry_tokens_after=5,
-            )
-        )
-    )
+    none = dict.fromkeys(("ttft_s", "prefill_s", "decode_s"))
+    metrics(as_event(example_event(finish="interrupted", entry_tokens_after=5, **none)))
     found = values(file)
     assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=partial}"] == 1
     assert found["mlxrunner_requests_total{finish=interrupted,model=demo,outcome=partial}"] == 1
@@ -72,13 +57,8 @@ def test_histograms_are_cumulative(file: Path) -> None:
     metrics(as_event(example_event(ttft_s=None)))
     found = values(file)
     bucket = "mlxrunner_ttft_seconds_bucket{{le={},model=demo,outcome=partial}}"
-    assert [found[bucket.format(bound)] for bound in ("0.01", "0.03", "0.1", "100.0", "+Inf")] == [
-        1,
-        1,
-        3,
-        3,
-        4,
-    ]
+    bounds = ("0.01", "0.03", "0.1", "100.0", "+Inf")
+    assert [found[bucket.format(bound)] for bound in bounds] == [1, 1, 3, 3, 4]
     assert found["mlxrunner_ttft_seconds_count{model=demo,outcome=partial}"] == 4
     assert found["mlxrunner_ttft_seconds_sum{model=demo,outcome=partial}"] == pytest.approx(500.105)
 
@@ -93,18 +73,11 @@ def test_a_second_run_goes_on_counting(file: Path) -> None:
     for event in afternoon(20):
         together(as_event(event))
     assert values(file) == pytest.approx(one_by_one)
-    assert (
-        sum(
-            value
-            for name, value in one_by_one.items()
-            if name.startswith("mlxrunner_requests_total")
-        )
-        == 20
-    )
+    requests = (name for name in one_by_one if name.startswith("mlxrunner_requests_total"))
+    assert sum(map(one_by_one.__getitem__, requests)) == 20
 
 
 def test_a_file_of_an_earlier_program_goes_on_counting(file: Path) -> None:
-    """Tokens evaluated in advance had another name."""
     count = "mlxrunner_prefetched_tokens_total"
     MetricsFile(file)(as_event(example_event(prefetched_tokens=7, saved_tokens=23)))
     file.write_text(file.read_text().replace("_prefetched_", "_ahead_"))
@@ -131,7 +104,6 @@ def test_labels_are_escaped(file: Path) -> None:
     ],
 )
 def test_a_file_of_somebody_else_is_refused(file: Path, content: str, message: str) -> None:
-    """It is left as it is."""
     file.write_text(content)
     with pytest.raises(OptionError, match=message):
         MetricsFile(file)
@@ -139,7 +111,6 @@ def test_a_file_of_somebody_else_is_refused(file: Path, content: str, message: s
 
 
 def test_what_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
-    """Before a model is loaded, with the file's name."""
     for target in (tmp_path / "no" / "file.prom", tmp_path):
         with pytest.raises(OptionError, match="can't be"):
             MetricsFile(target)
@@ -157,7 +128,6 @@ def test_only_its_owner_and_who_could_before_can_read_it(file: Path) -> None:
 def test_a_disk_that_fills_up_ends_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said in the log."""
     folder = tmp_path / "metrics"
     folder.mkdir()
     metrics = MetricsFile(folder / "m.prom")
@@ -170,26 +140,18 @@ def test_a_disk_that_fills_up_ends_no_request(
 def test_generate_keeps_metrics(file: Path) -> None:
     """Through the command line, request by request and run after run."""
     for _ in range(2):
-        ends(
-            CliRunner().invoke(
-                cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--metrics", str(file)]
-            ),
-            0,
-        )
+        run("generate", "-p", "Hello!", "--repeat", 2, "--metrics", file)
     found = values(file)
     assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=miss}"] == 2
     assert found["mlxrunner_requests_total{finish=stop,model=demo,outcome=hit}"] == 2
 
 
 def test_without_the_client_it_says_what_to_install(file: Path) -> None:
-    """One line and exit code 2, not an ImportError."""
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         f"from mlxrunner.cli import main; main(['generate', '-p', 'x', '--metrics', {str(file)!r}])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
-    assert (
-        result.stderr == "mlxrunner: --metrics needs the package prometheus_client: "
-        f"{how_to_install('metrics')}\n"
-    )
+    needs = "mlxrunner: --metrics needs the package prometheus_client: "
+    assert result.stderr == f"{needs}{how_to_install('metrics')}\n"

@@ -50,28 +50,19 @@ def completed(line: dict[str, Any]) -> dict[str, Any]:
     return line | {"verify": {"wrong_token": None, **line["verify"]}}
 
 
-def test_the_examples_are_events() -> None:
-    """By the schema, which is one; and read as they are."""
-    jsonschema.Draft202012Validator.check_schema(event_schema())
-    read = read_events([EXAMPLES])
-    lines = read_lines(EXAMPLES)
+@pytest.mark.parametrize("file", [EXAMPLES, EARLIER], ids=["today", "earlier"])
+def test_the_examples_are_events(file: Path) -> None:
+    """They are read as they are, or as an earlier program wrote them, with the names of today."""
+    read, lines = read_events([file]), read_lines(file)
     assert [event.as_dict() for event in read] == [completed(line) for line in lines]
     assert read.skipped.total() == 0
-    for line in lines:
-        jsonschema.validate(line, event_schema())
-
-
-def test_a_file_of_an_earlier_program_is_read_and_written_with_the_names_of_today() -> None:
-    """Chat, answers at once and a verified request, by the program before `Event` existed."""
-    text = EARLIER.read_text()
-    lines = text.splitlines()
-    read = read_events([EARLIER])
-    events = list(read)
-    assert read.skipped.total() == 0
-    assert [event.as_dict() for event in events] == [completed(json.loads(line)) for line in lines]
-    assert {event.command for event in events} == {"chat", "generate"}
-    assert any(event.divergence for event in events)
-    assert any(event.verify for event in events)
+    if file == EXAMPLES:
+        for line in lines:
+            jsonschema.validate(line, event_schema())
+    else:  # chat, answers at once and a verified request
+        assert {line["command"] for line in lines} == {"chat", "generate"}
+        assert any(line["divergence"] for line in lines)
+        assert any(line["verify"] for line in lines)
 
 
 def test_every_field_says_what_it_is() -> None:
@@ -79,16 +70,8 @@ def test_every_field_says_what_it_is() -> None:
 
     def undescribed(schema: dict[str, Any], name: str) -> list[str]:
         own = [] if "description" in schema or "$ref" in schema else [name]
-        inner = [
-            *schema.get("properties", {}).items(),
-            *([("items", schema["items"])] if "properties" in schema.get("items", {}) else []),
-        ]
-        return own + [
-            found
-            for key, value in inner
-            if key != "items"
-            for found in undescribed(value, f"{name}.{key}")
-        ]
+        inner = schema.get("properties", {}).items()
+        return own + [one for key, value in inner for one in undescribed(value, f"{name}.{key}")]
 
     assert undescribed(event_schema(), "event") == []
 
@@ -104,10 +87,7 @@ BROKEN = {
     "another tool's": (b'{"level": "info"}', "foreign"),
     "an older version": (line_of(version=0), "version"),
     "a newer version": (line_of(version=2), "version"),
-    "a field is missing": (
-        json.dumps({k: v for k, v in example().items() if k != "reason"}).encode(),
-        "invalid",
-    ),
+    "a field is missing": (line_of().replace(b'"reason"', b'"cause"'), "invalid"),
     "a wrong type": (line_of(cached_tokens="many"), "invalid"),
     "a negative count": (line_of(cached_tokens=-1), "invalid"),
     "a boolean count": (line_of(cached_tokens=True), "invalid"),
@@ -121,7 +101,6 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_can_not_be_used_is_skipped_and_counted(tmp_path: Path, what: str) -> None:
-    """Between two events that are read."""
     line, kind = BROKEN[what]
     file, whole = tmp_path / "events", line_of()
     file.write_bytes(b"\n".join([whole, line, b"", whole]))
@@ -133,20 +112,8 @@ def test_what_can_not_be_used_is_skipped_and_counted(tmp_path: Path, what: str) 
 
 
 def test_fields_that_are_not_known_yet_are_no_mistake(tmp_path: Path) -> None:
-    """A later program may add some."""
     (tmp_path / "events").write_text(json.dumps(example() | {"mood": "good"}))
     assert len(list(read_events([tmp_path / "events"]))) == 1
-
-
-@given(st.binary(max_size=300))
-def test_garbage_never_raises(data: bytes) -> None:
-    """The bytes may be any."""
-    import tempfile
-
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        assert list(read_events([file.name])) == []
 
 
 @cache
@@ -174,20 +141,15 @@ def test_the_reader_agrees_with_the_schema(name: str, value: Any) -> None:
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    """With its name."""
     with pytest.raises(ReadError, match=r"nowhere: no such file"):
         list(read_events([tmp_path / "nowhere"]))
 
 
 def test_rotated_files_come_first(tmp_path: Path) -> None:
-    """The oldest of them first of all."""
     for name in ("events", "events.1", "events.2", "events.4"):
         (tmp_path / name).touch()
-    assert [path.name for path in with_rotated(tmp_path / "events")] == [
-        "events.2",
-        "events.1",
-        "events",
-    ]
+    names = [path.name for path in with_rotated(tmp_path / "events")]
+    assert names == ["events.2", "events.1", "events"]
 
 
 NAMES = [field.name for field in fields(Event)]
@@ -206,16 +168,13 @@ def test_fields_are_those_that_are_written_in_their_order() -> None:
 
 
 def test_the_schema_the_rows_and_the_columns_have_every_field() -> None:
-    """In the same order."""
     assert list(event_schema()["properties"]) == NAMES
     assert [name for name, _, _ in field_rows() if "." not in name] == NAMES
-    assert [name for name in NAMES if name not in NESTED] == list(
-        COLUMNS[: len(NAMES) - len(NESTED)]
-    )
+    flat = [name for name in NAMES if name not in NESTED]
+    assert flat == list(COLUMNS[: len(flat)])
 
 
 def test_each_field_has_a_description_and_each_quantity_a_unit() -> None:
-    """Names tell which fields are quantities."""
     units = {"_tokens": "tokens", "_s": "seconds", "_bytes": "bytes", "_rate": "tokens/s"}
     for name, unit, description in field_rows():
         assert description.endswith("."), name
@@ -242,7 +201,6 @@ def test_each_field_has_a_description_and_each_quantity_a_unit() -> None:
     ],
 )
 def test_an_event_that_can_not_be_is_refused(changes: dict[str, object], message: str) -> None:
-    """With what is wrong, and the values."""
     with pytest.raises(ValueError, match=message):
         Event.of(example_event(**changes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.checks import ends, has, read_lines
-from support.events import run, said
+from support.events import run, said, watched
 from support.models import write_model
 
 from event_schema import event_schema
@@ -38,7 +37,6 @@ def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
 
 
 def test_empty_and_prompt_shorter(events: Path) -> None:
-    """The first request of a process, and the same again."""
     run("generate", "-p", "Hello!", "--repeat", 2, "--events", events)
     first, second = read_lines(events)
     assert (first["outcome"], first["reason"], first["run"]) == ("miss", "empty", "cold-miss")
@@ -49,7 +47,6 @@ def test_empty_and_prompt_shorter(events: Path) -> None:
 
 
 def test_nothing_lost(events: Path) -> None:
-    """The next turn of a chat."""
     run("chat", "--events", events, stdin="My name is Ana.\nWhat is my name?\n")
     last = read_lines(events)[-1]
     assert (last["outcome"], last["reason"], last["divergence"]) == ("hit", None, None)
@@ -57,30 +54,16 @@ def test_nothing_lost(events: Path) -> None:
     assert "nothing was lost" in said(events)
 
 
-def test_diverged_in_each_family(family: Any, scripted: Callable[..., Path], events: Path) -> None:
+def test_diverged(events: Path) -> None:
     """A chat that begins anew with other words: role, message and part are named."""
-    begin = {"mistral": "[/INST]", "harmony": "t"}.get(family.name, "\n")
-    folder = scripted(family.name, begin, "fine")
-    command = f"chat -m {folder} --events {events} --log-text --no-reserve"
-    run(*command.split(), stdin="Dear old friend\n/clear\nDear you\n")
+    said_in = "Dear old friend\n/clear\nDear you\n"
+    run("chat", "--events", events, "--log-text", stdin=said_in)
     event = read_lines(events)[-1]
     assert event["reason"] == "diverged"
     assert place(event["divergence"]) == (0, "user", "text")
-    assert event["divergence"]["common"]["text"].endswith("Dear ")
-    assert event["divergence"]["previous"]["text"].startswith("old friend")
+    assert event["divergence"]["previous"]["text"].lstrip().startswith("old friend")
     assert event["missed_tokens"] == event["displaced_tokens"] == 0  # the words are new
     assert "in the text of message 0 (user)" in said(events)
-
-
-def test_diverged_at_thinking_that_is_stripped(scripted: Callable[..., Path], events: Path) -> None:
-    """Qwen 3: the model thinks, and the template leaves that out of the next prompt."""
-    folder = scripted("qwen3", "\n", "<think>hm</think>Ok")
-    run("chat", "-m", folder, "--events", events, "--no-reserve", stdin="Hello\nAgain\n")
-    event = read_lines(events)[-1]
-    assert event["reason"] == "diverged"
-    sides = [place(event["divergence"][side]) for side in ("previous", "current")]
-    assert sides == [(1, "assistant", "thinking"), (1, "assistant", "text")]
-    assert "where before was the thinking block of message 1 (assistant)" in said(events)
 
 
 def test_no_common_token(tmp_path: Path, events: Path) -> None:
@@ -96,36 +79,26 @@ def test_no_common_token(tmp_path: Path, events: Path) -> None:
     assert "the first token already differs" in said(events)
 
 
-def test_rewind_limited(tmp_path: Path, events: Path) -> None:
-    """A recurrent model without checkpoints can't go back over its answer."""
-    write_model(tmp_path / "model", "mamba2")
-    command = f"generate -m {tmp_path}/model -p hello --raw --max-tokens 4 --no-reserve"
-    run(*command.split(), "--repeat", 2, "--set", "checkpoint_budget=0", "--events", events)
-    event = read_lines(events)[-1]
-    assert (event["outcome"], event["reason"]) == ("miss", "rewind_limited")
-    assert event["trim_limited_by"] == "recurrent"
-    assert event["lost_tokens"] == event["prompt_tokens"] - 1
-    assert "(recurrent)" in said(events)
-    assert "checkpoint_interval" in said(events)
-
-
-def test_rewind_limited_names_the_place_in_each_family(
-    family: Any, write_family: Callable[[Path, str], None], tmp_path: Path, events: Path
+def test_rewind_limited(
+    write_family: Callable[[Path, str], None], tmp_path: Path, events: Path
 ) -> None:
     """Where the conversation was edited, and the layer that could not go back to there."""
     write_model(tmp_path / "model", "mamba2", vocab_size=300)
     config = (tmp_path / "model" / "config.json").read_bytes()
-    write_family(tmp_path / "model", family.name)
+    write_family(tmp_path / "model", "chatml")
     (tmp_path / "model" / "config.json").write_bytes(config)
     options = "--max-tokens 2 --no-reserve --set checkpoint_budget=0"
     command = f"chat -m {tmp_path}/model {options} --events {events}"
     run(*command.split(), stdin="Dear old friend\n/clear\nDear you\n")
     event = read_lines(events)[-1]
-    assert (event["reason"], event["trim_limited_by"]) == ("rewind_limited", "recurrent")
-    assert event["cached_tokens"] == 0
+    has(event, outcome="miss", reason="rewind_limited", trim_limited_by="recurrent")
+    has(event, cached_tokens=0)
     assert place(event["divergence"]) == (0, "user", "text")
     assert event["lost_tokens"] == event["matched_tokens"] == event["divergence"]["index"] > 0
-    assert "in the text of message 0 (user)" in said(events)
+    told = said(events)
+    assert "in the text of message 0 (user)" in told
+    assert "(recurrent)" in told
+    assert "checkpoint_interval" in told
 
 
 def test_entry_freed(talk: Callable[..., Any], events: Path) -> None:
@@ -209,61 +182,297 @@ def test_verify_failed(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert after["lost_tokens"] == after["prompt_tokens"] - 1
     assert after["evicted_by"].startswith("request 2 run again cold: ")
     assert "found the cache wrong" in said(events)
-    assert (
-        run(*command, "--verify-cache", 1).exit_code == 0
-    )  # without --verify-strict it is only reported
-    assert json.loads(events.read_text().splitlines()[-1])["reason"] == "verify_failed"
+    run(*command, "--verify-cache", 1)  # without --verify-strict it is only reported
+    assert read_lines(events)[-1]["reason"] == "verify_failed"
 
 
-def test_another_model_in_the_middle_of_a_chat_says_why_nothing_was_reused(tmp_path: Path) -> None:
-    """The event after `/set context` or `/model` has the reason why nothing was reused."""
-    file = tmp_path / "events.jsonl"
-    said = "My name is Ana.\n/set context 1024\nWhat is my name?\n"
-    result = CliRunner().invoke(cli.main, ["chat", "--events", str(file)], input=said)
-    assert result.exit_code == 0
+def test_other_options_in_the_middle_of_a_chat_say_why_nothing_was_reused(events: Path) -> None:
+    said_in = "My name is Ana.\n/set context 1024\nWhat is my name?\n"
+    result = run("chat", "--events", events, stdin=said_in)
     assert result.stdout.splitlines()[-1] == "Your name is Ana."
-    first, second = (json.loads(line) for line in file.read_text().splitlines())
-    assert (first["reason"], first["command"], first["messages"]) == ("empty", "chat", 1)
-    assert (second["reason"], second["messages"]) == ("options_changed", 3)
-    assert second["evicted_by"] == "context: 2048 -> 1024"
+    first, second = read_lines(events)
+    has(first, reason="empty", command="chat", messages=1)
+    has(second, reason="options_changed", messages=3, evicted_by="context: 2048 -> 1024")
 
 
-def chat(file: Path, said: str, *arguments: str, data: Path) -> list[dict[str, Any]]:
-    """Return the events of a chat by pipe."""
-    command = ["chat", "--events", str(file), *arguments]
-    ends(CliRunner().invoke(cli.main, command, input=said, env={"MLXRUNNER_DATA": str(data)}), 0)
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_another_model_says_so(tmp_path: Path) -> None:
+def test_another_model_says_so(tmp_path: Path, events: Path) -> None:
     """`/model` with the same tokenizer's text: nothing of the entry is of use to it."""
     write_model(tmp_path / "other", "llama", max_position_embeddings=512)
-    first, second = chat(
-        tmp_path / "e",
-        f"Hello!\n/model {tmp_path / 'other'}\nHello!\n",
-        "--max-tokens",
-        "3",
-        data=tmp_path,
-    )
-    assert (first["reason"], second["reason"], second["cached_tokens"]) == (
-        "empty",
-        "model_changed",
-        0,
-    )
-    assert second["evicted_by"] == f"demo -> {tmp_path / 'other'}"
+    said_in = f"Hello!\n/model {tmp_path / 'other'}\nHello!\n"
+    run("chat", "--events", events, "--max-tokens", 3, stdin=said_in)
+    first, second = read_lines(events)
+    assert (first["reason"], second["reason"]) == ("empty", "model_changed")
+    has(second, cached_tokens=0, evicted_by=f"demo -> {tmp_path / 'other'}")
 
 
 def test_a_session_is_restored_or_says_why_not(tmp_path: Path) -> None:
     """The first turn of the next process reuses the file, or a damaged one is given up."""
     data = tmp_path / "data"
-    chat(tmp_path / "1", "My name is Ana.\n", "--session", "a", data=data)
-    (restored,) = chat(tmp_path / "2", "What is my name?\n", "--session", "a", data=data)
+
+    def ask(name: str, text: str) -> dict[str, Any]:
+        """Return the event of a turn in a process of its own."""
+        command = ["chat", "--events", str(tmp_path / name), "--session", "a"]
+        env = {"MLXRUNNER_DATA": str(data)}
+        ends(CliRunner().invoke(cli.main, command, input=text, env=env), 0)
+        (event,) = read_lines(tmp_path / name)
+        return event
+
+    ask("1", "My name is Ana.\n")
+    restored = ask("2", "What is my name?\n")
     has(restored, reason="restored", evicted_by="session a", run="cold-restored")
     assert restored["cached_tokens"] == restored["matched_tokens"] > 0
     (cache, *_) = data.rglob("rows-*.safetensors")
     content = bytearray(cache.read_bytes())
     content[-1] ^= 1
     cache.write_bytes(content)
-    (damaged,) = chat(tmp_path / "3", "What is my name?\n", "--session", "a", data=data)
-    assert (damaged["outcome"], damaged["reason"]) == ("miss", "entry_freed")
+    damaged = ask("3", "What is my name?\n")
+    has(damaged, outcome="miss", reason="entry_freed")
     assert damaged["evicted_by"].startswith("a saved cache that could not be read")
+
+
+def test_interrupted() -> None:
+    """A prefill that Ctrl-C ends counts what it finished, and nothing else is lost."""
+    runner, seen = watched(prefill_step=8)
+    prompt = list(range(1, 41))
+
+    def press(done: int, total: int) -> None:
+        if done == 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.generate(prompt, max_tokens=2, progress=press))
+    list(runner.generate(prompt, max_tokens=2))
+    list(runner.generate([*prompt[:30], 90, 91], max_tokens=2))
+    stopped, event, later = seen
+    has(stopped, finish="interrupted", completion_tokens=0, entry_tokens_after=16)
+    has(stopped, evaluated_tokens=16, lost_tokens=0, ttft_s=None, decode_s=None, prefill_s=None)
+    assert [span.tokens for span in stopped.spans if span.name == "prefill"] == [8, 8]
+    has(event, reason="interrupted", cached_tokens=16, evaluated_tokens=24, lost_tokens=0)
+    assert later.reason == "diverged"
+    assert event.explain().startswith("the previous prefill was interrupted")
+
+
+# The program, which takes a second for each forward pass until a file is there.
+SLOW = """
+import sys, time
+from pathlib import Path
+from mlxrunner.cli import main
+from mlxrunner.engine.backends.backend import SequentialModel
+
+forward, file = SequentialModel._pass, Path(sys.argv.pop(1))
+
+def slowly(self, *arguments, **options):
+    for _ in range(100):
+        if not file.exists():
+            time.sleep(0.01)
+    return forward(self, *arguments, **options)
+
+SequentialModel._pass = slowly
+main()
+"""
+
+
+@pytest.mark.exhaustive(0)
+def test_interrupted_in_a_terminal(open_screen: Any, events: Path, tmp_path: Path) -> None:
+    """A long message, Ctrl-C while it is evaluated, and the same message again."""
+    go_on = tmp_path / "go on"
+    options = ("--set", "no_type_ahead=true", "--prefill-step", "4", "--events", str(events))
+    screen = open_screen("-c", SLOW, str(go_on), "chat", *options, size=(200, 40))
+    for requests in (1, 2):
+        screen.prompt()
+        screen.child.send("and then " * 30 + "\r")
+        if requests == 1:
+            screen.until("evaluating")
+            screen.child.sendintr()
+            screen.until("interrupted")
+            go_on.touch()
+        screen.until(lambda n=requests: events.exists() and len(read_lines(events)) == n)
+    stopped, again = read_lines(events)
+    held = stopped["entry_tokens_after"]
+    has(stopped, finish="interrupted", completion_tokens=0)
+    assert stopped["evaluated_tokens"] == held - stopped["cached_tokens"]
+    has(again, reason="interrupted", cached_tokens=held, outcome="hit", lost_tokens=0)
+    assert "previous prefill was interrupted" in said(events)
+
+
+def test_what_an_interrupted_request_lost_is_counted_once() -> None:
+    """The rest of an interrupted request is evaluated by the next one and counted once."""
+    runner, seen = watched(prefill_step=50, context=2000)
+    list(runner.generate([1] * 1000, max_tokens=1))
+    prompt = [1] * 500 + [2] * 500
+
+    def press(done: int, total: int) -> None:
+        if done == 550:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.generate(prompt, max_tokens=1, progress=press))
+    list(runner.generate(prompt, max_tokens=1))
+    counts = [(event.reason, event.evaluated_tokens, event.lost_tokens) for event in seen[1:]]
+    assert counts == [("diverged", 50, 0), ("interrupted", 450, 0)]
+
+
+def test_interrupted_before_anything_was_evaluated() -> None:
+    """The entry is empty then, and that is why; for another prompt it is just empty."""
+    runner = oracle_runner(prefill_step=64)
+    for prompt, reason, lost in (([1, 2, 3, 4], "interrupted", 0), ([5, 6], "empty", 0)):
+        runner.reset()
+
+        def press(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            list(runner.generate([1, 2, 3, 4], max_tokens=2, progress=press))
+        usage = list(runner.generate(prompt, max_tokens=2))[-1].usage
+        assert usage is not None
+        assert (usage.reason, usage.cache.lost_tokens) == (reason, lost)
+
+
+def test_what_was_evaluated_in_advance_is_no_interrupted_request() -> None:
+    """It is there or not yet there; nothing was lost, and nothing was saved."""
+    runner, seen = watched(prefill_step=8)
+    asked = iter([False, False, True])
+    assert 0 < runner.evaluate(list(range(1, 41)), cancelled=lambda: next(asked)) < 40
+    list(runner.generate(list(range(1, 41)), max_tokens=2))
+    (event,) = seen
+    has(event, outcome="miss", reason="empty", lost_tokens=0, saved_tokens=0, saved_s=0.0)
+    assert event.prefetched_tokens == event.cached_tokens > 0
+
+
+# The program, which adds each prompt that was evaluated in advance to a file once that is done.
+TELLS = """
+import sys
+from mlxrunner.cli import main
+from mlxrunner.runner import Runner
+
+evaluate, file = Runner.evaluate, sys.argv.pop(1)
+
+def told(self, prompt, **options):
+    count = evaluate(self, prompt, **options)
+    with open(file, "a") as stream:
+        stream.write(self.tokenizer.decode(self.entry.tokens))
+    return count
+
+Runner.evaluate = told
+main()
+"""
+
+
+def test_typing_ahead_hides_no_loss_in_a_terminal(
+    open_screen: Any, events: Path, tmp_path: Path
+) -> None:
+    """A turn, /clear, another one, all of it evaluated while it is typed."""
+    evaluated = tmp_path / "evaluated"
+    options = ("--set", "no_input_history=true", "--events", str(events))
+    screen = open_screen("-c", TELLS, str(evaluated), "chat", *options)
+    ana, tom = "My name is Ana and I live in Rome.", "My name is Tom and I live in Oslo."
+    for text in (ana, "/clear", tom):
+        screen.prompt()
+        screen.child.send(text)
+        if not text.startswith("/"):
+            begin = text[:25]
+            screen.until(lambda b=begin: evaluated.exists() and b in evaluated.read_text())
+        screen.child.send("\r")
+    screen.until(lambda: len(read_lines(events)) == 2)
+    first, second = read_lines(events)
+    assert (first["run"], first["saved_tokens"]) == ("cold-miss", 0)
+    assert (second["run"], second["reason"]) == ("warm-partial", "diverged")
+    assert second["divergence"].items() >= {"message": 0, "role": "user", "part": "text"}.items()
+    assert second["missed_tokens"] == second["displaced_tokens"] == 0
+    assert min(first["prefetched_tokens"], second["prefetched_tokens"]) > 0
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "given up unread"])
+def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(is_read: bool) -> None:
+    """In a chat something is evaluated before nearly every turn. Nothing is restored unread."""
+    runner, seen = watched()
+    other = oracle_runner()
+    list(other.generate([1, 2, 3], max_tokens=2))
+    told = list(other.entry.tokens)
+    runner.cache.adopt(other.entry.export(), "session a")
+    if is_read:
+        runner.evaluate([*told, 9])
+    else:
+        runner.reset()
+    list(runner.generate([*told, 9, 8], max_tokens=1))
+    reason, kind = ("restored", "restored") if is_read else ("entry_freed", "miss")
+    has(seen[0], reason=reason, run=f"cold-{kind}")
+
+
+def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing() -> None:
+    """An unsent draft loses nothing of the last request, and its used part is not saved."""
+    runner, seen = Runner.load("demo", reserve=False), list[Event]()
+    Profile(sinks=[seen.append], log_text=True).watch(runner)
+    messages = [{"role": "user", "content": "My name is Ana."}]
+    answer = "".join(chunk.text for chunk in runner.generate(messages))
+    messages.append({"role": "assistant", "content": answer})
+    runner.evaluate(
+        [*messages, {"role": "user", "content": "I have a parrot and much more to say about it"}]
+    )
+    list(runner.generate([*messages, {"role": "user", "content": "I have a dog."}]))
+    event = seen[1]
+    has(event, outcome="hit", reason=None, divergence=None, lost_tokens=0)
+    assert event.saved_tokens == event.entry_tokens == event.matched_tokens
+    assert 0 < event.prefetched_tokens < event.prompt_tokens - event.saved_tokens
+
+
+@pytest.mark.parametrize(
+    "drafts", [[], [""], ["you"], ["me", "you"]], ids=["none", "before", "typed", "changed"]
+)
+def test_what_is_evaluated_in_advance_hides_no_loss(
+    family: Any, talk: Callable[..., Any], drafts: list[str]
+) -> None:
+    """A conversation that begins anew: the same reason, place and loss as without it."""
+    talking = talk(family.name, log_text=True)
+    talking.ask([{"role": "user", "content": "Dear old friend"}], "fine")
+    for draft in drafts:
+        talking.runner.evaluate([{"role": "user", "content": "Dear " + draft}])
+    event = talking.ask([{"role": "user", "content": "Dear you"}], "fine")
+    place = {"message": 0, "role": "user", "part": "text"}
+    has(event, reason="diverged", outcome="partial", run="warm-partial")
+    assert event["divergence"].items() >= place.items()
+    assert event["divergence"]["previous"].items() >= place.items()
+    assert event["divergence"]["previous"]["text"].startswith("old friend")
+    index, saved = event["divergence"]["index"], event["saved_tokens"]
+    assert saved <= event["matched_tokens"] == index <= saved + 1
+    assert event["displaced_tokens"] == 0  # the words are new
+    assert event["missed_tokens"] == max(0, event["matched_tokens"] - event["cached_tokens"])
+    assert (event["prefetched_tokens"] > 0) == ("you" in drafts)
+
+
+def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() -> None:
+    """A draft that leaves the entry early, or cannot be taken back, is what freed the rest."""
+    for kind, budget, reason in (("full", 0, "entry_freed"), ("recurrent", 0, "rewind_limited")):
+        runner, seen = watched((kind,), checkpoint_budget=budget)
+        prompt = list(range(1, 41))
+        list(runner.generate(prompt, max_tokens=1))
+        runner.evaluate([*prompt[:30], 99])
+        list(runner.generate([*prompt, 98], max_tokens=2))
+        event = seen[-1]
+        kept = 30 if kind == "full" else 0
+        has(event, reason=reason, saved_tokens=kept, missed_tokens=40 - event.cached_tokens)
+        assert event.trim_limited_by == (None if kind == "full" else kind)
+
+
+def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() -> None:
+    """The tokens of the last request count, not those of the draft."""
+    runner, seen = watched()
+    list(runner.generate([1, 2, 3, 4], max_tokens=1))
+    runner.evaluate([1, 2, 9, 9])
+    runner.reset()
+    list(runner.generate([1, 2, 3, 5], max_tokens=1))
+    has(seen[-1], reason="entry_freed", lost_tokens=3, prefetched_tokens=0)
+
+
+def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:
+    """A full context before the request: the share of the draft is no saving."""
+    runner, seen = Runner.load("demo", reserve=False, context=64), list[Event]()
+    Profile(sinks=[seen.append]).watch(runner)
+    prompt = list(range(1, 41))
+    list(runner.generate(prompt, max_tokens=1))
+    runner.evaluate([*prompt, *range(101, 121)])
+    list(runner.generate([*prompt, *range(101, 131)], max_tokens=1, overflow="shift", keep=4))
+    event = seen[-1]
+    assert event.shifted_tokens > 0
+    assert event.prefetched_tokens == 20
+    assert event.saved_tokens == event.cached_tokens - 20 == 40 - event.shifted_tokens

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.events import afternoon, example_event
+from support.checks import has
+from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
+from mlxrunner.profiling.report.report import CsvWriter, TraceWriter
 
 
 def run(*arguments: str | Path, env: dict[str, str] | None = None) -> Result:
@@ -32,7 +38,6 @@ def events(tmp_path: Path) -> Path:
 
 
 def test_json_is_one_object(events: Path) -> None:
-    """With the same figures and nothing else on stdout."""
     found = json.loads(run(events, "--json").stdout)
     assert found["requests"] == 60
     assert found["files"] == [str(events)]
@@ -47,10 +52,8 @@ def test_a_hit_rate_below_the_wanted_one_is_exit_code_3(events: Path) -> None:
     below = run(events, "--min-hit-rate", str(rate + 0.001))
     assert below.exit_code == 3
     found = json.loads(run(events, "--json").stdout)["tokens"]
-    assert (
-        f"mlxrunner: {found['saved']:,} of {found['prompt']:,} prompt tokens were reused, less "
-        "than " in below.stderr
-    )
+    share = f"{found['saved']:,} of {found['prompt']:,}"
+    assert f"mlxrunner: {share} prompt tokens were reused, less than " in below.stderr
     assert "hit rate by token" in below.stdout
     assert run(events, "--min-hit-rate", "80").exit_code == 2
 
@@ -99,7 +102,6 @@ def test_counts_of_an_earlier_program_are_called_upper_bounds(tmp_path: Path) ->
     ids=["missing", "directory", "empty", "no event", "gzip"],
 )
 def test_what_is_no_events_file_is_one_clear_line(tmp_path: Path, make: Any, message: str) -> None:
-    """Exit code 2, the file's name, and nothing on stdout."""
     path = tmp_path / "events.jsonl"
     make(path)
     result = run(path)
@@ -123,19 +125,14 @@ def test_rotated_files_are_read_too_and_none_twice(tmp_path: Path) -> None:
 def test_all_results_are_written_in_one_go_for_their_owner_only(
     events: Path, tmp_path: Path
 ) -> None:
-    """A page, rows and a trace; files of users are 0600."""
     page, rows, trace = tmp_path / "p.html", tmp_path / "r.csv", tmp_path / "t.json"
     assert run(events, "--html", page, "--csv", rows, "--trace", trace).exit_code == 0
     assert page.read_text().startswith("<!doctype html>")
     assert len(list(csv.DictReader(rows.open(newline="")))) == 60
     assert json.loads(trace.read_text())["traceEvents"]
     assert {file.stat().st_mode & 0o777 for file in (page, rows, trace)} == {0o600}
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "events.jsonl",
-        "p.html",
-        "r.csv",
-        "t.json",
-    ]
+    there = " ".join(sorted(file.name for file in tmp_path.iterdir()))
+    assert there == "events.jsonl p.html r.csv t.json"
 
 
 def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path, full: int) -> None:
@@ -154,9 +151,8 @@ def test_what_cannot_be_written_is_one_clear_line(events: Path, tmp_path: Path, 
         assert message in result.stderr
         assert "o.trace" not in result.stderr
     assert events.read_bytes() == before
-    assert {file.name for file in tmp_path.iterdir()} - {"o.trace"} == {
-        "events.jsonl"
-    }  # a trace may have been whole before
+    there = {file.name for file in tmp_path.iterdir()}
+    assert there - {"o.trace"} == {"events.jsonl"}  # a trace may have been whole before
 
 
 def test_one_file_for_two_results_is_refused(events: Path, tmp_path: Path, null: Path) -> None:
@@ -169,38 +165,23 @@ def test_one_file_for_two_results_is_refused(events: Path, tmp_path: Path, null:
     assert run(events, "--csv", null, "--trace", null).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"ttft_s": 5e-324},
-        {"prefill_rate": 1e-305},
-        {"cached_tokens": 65},
-        {"missed_tokens": 35},
-        {"saved_tokens": 29},
-    ],
-    ids=["time", "rate", "cached", "missed", "saved"],
-)
-def test_counts_and_rates_that_can_not_be_are_skipped_or_harmless(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_counts_and_rates_that_can_not_be_are_skipped_or_harmless(tmp_path: Path) -> None:
     """Whoever wrote them: the figures stay numbers, and shares stay within all."""
-    file = write(tmp_path / "e", example_event(), example_event(**changes))
+    wrong: dict[str, Any] = {"prefill_rate": 1e-305, "cached_tokens": 65, "missed_tokens": 35}
+    wrong |= {"saved_tokens": 29}
+    events = [example_event(**{name: value}) for name, value in wrong.items()]
+    file = write(tmp_path / "e", example_event(), example_event(ttft_s=5e-324), *events)
     result = run(file, "--json", "--html", tmp_path / "p.html")
     found = json.loads(result.stdout, parse_constant=pytest.fail)
-    assert found["requests"] == (2 if "ttft_s" in changes else 1)
+    assert (found["requests"], found["skipped"]) == (2, {"invalid": 4})
     assert 0 <= found["hit_rate"] <= 1
     assert run(file).exit_code == 0
 
 
 def test_a_pipe_closed_early_is_no_error(events: Path) -> None:
-    """report | head ends quietly."""
     command = f"{sys.executable} -m mlxrunner report {events} | head -2"
-    result = subprocess.run(
-        ["bash", "-c", command],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, env=unbuffered)
     assert result.stdout.count("\n") == 2
     assert "Traceback" not in result.stderr
 
@@ -227,7 +208,6 @@ def test_a_report_that_is_told_to_end_leaves_nothing_half_written(
 
 @pytest.mark.parametrize("command", ["report", "explain", "simulate"])
 def test_help_and_reading_need_no_mlx(command: str) -> None:
-    """Help imports nothing heavy."""
     code = (
         "import sys; from mlxrunner.cli import main\n"
         f"try: main(['{command}', '--help'])\n"
@@ -235,3 +215,120 @@ def test_help_and_reading_need_no_mlx(command: str) -> None:
         "assert not {'mlx', 'numpy', 'rich'} & {n.split('.')[0] for n in sys.modules}\n"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+NOON = int(datetime(2026, 11, 20, 13, tzinfo=UTC).timestamp()) * 10**6
+
+
+def trace_of(*events: dict[str, Any]) -> list[dict[str, Any]]:
+    stream = io.StringIO()
+    trace = TraceWriter(stream)
+    for event in events:
+        trace.add(as_event(event))
+    trace.close()
+    document = json.loads(stream.getvalue())
+    assert document["displayTimeUnit"] == "ms"
+    entries: list[dict[str, Any]] = document["traceEvents"]
+    return entries
+
+
+def test_a_trace_has_what_the_format_asks_for() -> None:
+    """A trace has complete events, metadata and counters with the format's fields and types."""
+    for entry in trace_of(*afternoon(50)):
+        kinds = [type(entry[name]) for name in ("name", "pid", "tid")]
+        assert kinds == [str, int, int]
+        assert entry["ph"] in "XMC"
+        if entry["ph"] == "X":
+            assert min(entry["ts"], entry["dur"]) >= 0
+        if entry["ph"] == "C":
+            assert all(isinstance(value, int) for value in entry["args"].values())
+
+
+def test_every_span_is_there_and_lies_in_its_request() -> None:
+    entries = [entry for entry in trace_of(example_event()) if entry["ph"] == "X"]
+    request, *spans = entries
+    assert [span["name"] for span in spans] == ["tokenize", "lookup", "rewind", "prefill", "decode"]
+    assert request["dur"] == 37500
+    assert request["args"]["reason"] == "diverged"
+    for span in spans:
+        assert request["ts"] <= span["ts"]
+        assert span["ts"] + span["dur"] <= request["ts"] + request["dur"] + 1
+
+
+def test_requests_lie_where_they_were_in_time() -> None:
+    first = example_event(time="2026-11-20T13:00:00.000000Z")
+    second = example_event(time="2026-11-20T13:00:01.500000Z", process="00ff00ff", model="other")
+    entries = trace_of(first, second)
+    begins = [entry["ts"] for entry in entries if entry.get("cat") == "request"]
+    assert begins == [NOON, NOON + 1_500_000]
+    names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    assert names == {1: "demo (a1b2c3d4)", 2: "other (00ff00ff)"}
+
+
+def test_a_request_that_began_before_the_first_one_lies_before_it() -> None:
+    """The shorter request of several is written first, and files may come in any order."""
+    late = example_event(time="2026-11-20T13:00:05.000000Z")
+    early = example_event(time="2026-11-20T13:00:00.000000Z", total_s=10.0)
+    requests = [entry for entry in trace_of(late, early) if entry.get("cat") == "request"]
+    assert [entry["ts"] - NOON for entry in requests] == [5_000_000, 0]
+    assert [entry["tid"] for entry in requests] == [1, 2]
+
+
+def test_requests_that_overlap_get_threads_of_their_own() -> None:
+    """Spans of one thread have to be nested: parallel requests are not."""
+    begins = [0.0, 0.1, 0.2, 0.9, 1.05]
+    events = [
+        example_event(time=f"2026-11-20T13:00:0{begin:08.6f}Z", total_s=0.5, spans=[])
+        for begin in begins
+    ]
+    requests = [entry for entry in trace_of(*events) if entry.get("cat") == "request"]
+    assert [entry["tid"] for entry in requests] == [1, 2, 3, 1, 2]
+    by_thread = defaultdict(list)
+    for entry in requests:
+        by_thread[entry["tid"]].append((entry["ts"], entry["ts"] + entry["dur"]))
+    for spans in by_thread.values():
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans))
+
+
+@pytest.mark.parametrize("time", ["yesterday", "", "9999-99-99", "2026-11-20T13:00:00"])
+def test_a_time_that_is_none_breaks_nothing(time: str) -> None:
+    """The span is there, with the one before it; a time without a zone is UTC."""
+    entries = trace_of(example_event(time="2026-11-20T13:00:00.000000Z"), example_event(time=time))
+    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [NOON, NOON]
+
+
+def test_names_of_a_file_stay_text() -> None:
+    entries = trace_of(example_event(model='"}],\n\x1b[31m', reason=None))
+    assert entries[0]["args"]["name"] == '"}],\n\x1b[31m (a1b2c3d4)'
+
+
+def rows_of(*events: dict[str, Any]) -> list[dict[str, str]]:
+    stream = io.StringIO(newline="")
+    rows = CsvWriter(stream)
+    for event in events:
+        rows.add(as_event(event))
+    return list(csv.DictReader(io.StringIO(stream.getvalue(), newline="")))
+
+
+def test_a_row_has_every_field_of_the_event() -> None:
+    """A row has every field of the event, nested ones as their figures."""
+    verify = {"equal": False, "tokens": 3, "first_difference": 1, "logits_difference": 0.5}
+    event = example_event(verify=verify | {"tolerance": 0.1, "seconds": 1.0})
+    (row,) = rows_of(event)
+    for name, value in event.items():
+        if name not in ("divergence", "spans", "verify"):
+            assert row[name] == ("" if value is None else str(value))
+    has(row, divergence_index="30", divergence_role="assistant", divergence_part="text")
+    has(row, prefill_chunks="1", verified_equal="False")
+    (row,) = rows_of(example_event(divergence=None, ttft_s=None, reason=None))
+    assert (row["divergence_index"], row["ttft_s"], row["reason"]) == ("", "", "")
+
+
+FORMULAS = ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", '=HYPERLINK("http://x","y")']
+
+
+@pytest.mark.parametrize("text", [*FORMULAS, 'a,"b"\nc', "demo", "名前", "x\x00y"])
+def test_no_cell_is_a_formula(text: str) -> None:
+    """A spreadsheet would run it: it is marked as text. Of other text only NUL is dropped."""
+    (row,) = rows_of(example_event(model=text))
+    assert row["model"] == ("'" if text in FORMULAS else "") + text.replace("\x00", "")

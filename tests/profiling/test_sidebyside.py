@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.accounts import ASK, FullMemory, writers
 from support.checks import read_lines, write_lines
 from support.conversations import Played, Trace, play
 from support.engine import Engine, EngineHandle, move_no_keys, request_of
+from support.events import run
 from support.histories import History, Parts, tiny_parts
 from support.sample import fewer
 
@@ -22,10 +25,11 @@ from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.profiling.logs import read_events
 from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed
+from mlxrunner.profiling.replay.sidebyside import as_run, can_be_replayed
 from mlxrunner.profiling.replay.trials import Simulation, simulate
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.results import Usage
+from mlxrunner.testing import oracle_runner
 
 ROW = 512
 """Bytes of a token in all layers of the tiny llama."""
@@ -71,13 +75,9 @@ class LoggedHistory(History):
         if rng.random() < 0.3:
             options |= self.shift()
         elif rng.random() < 0.4:
-            options |= rng.choice(
-                [
-                    {"overflow": "error", "max_tokens": 150, "stop_tokens": []},
-                    {"temperature": 1.0, "seed": 3},
-                    {"choices": ["yes", "no"], "stop_tokens": []},
-                ]
-            )
+            more = [{"overflow": "error", "max_tokens": 150, "stop_tokens": []}]
+            more += [{"temperature": 1.0, "seed": 3}, {"choices": ["yes", "no"], "stop_tokens": []}]
+            options |= rng.choice(more)
         try:
             self.live.append((runner.submit(prompt, **options), prompt, options))
             self.seen["waited"] += not self.live[-1][0]._request.is_placed
@@ -98,21 +98,11 @@ class LoggedHistory(History):
 def assert_agrees(logged: list[LoggedRequest]) -> None:
     """Check each request's slot, matched and cached tokens, their source and the slot's end."""
     assert all(map(can_be_replayed, logged))
-    group = SideBySide(logged[0].process)
-    group.requests = logged
-    for one, request in zip(logged, group.as_run(), strict=True):
+    for one, request in zip(logged, as_run(logged[0].process, logged), strict=True):
         facts, found = one.facts, request.lookup
-        replayed = (
-            request.slot.number,
-            found.matched,
-            found.cached,
-            found.entry_tokens,
-            request.shifted,
-        )
-        real = (
-            facts["scheduling"]["slot"],
-            *(facts[name] for name in ("matched", "cached", "entry_before", "shifted")),
-        )
+        replayed = [found.matched, found.cached, found.entry_tokens, request.shifted]
+        real = [facts[name] for name in ("matched", "cached", "entry_before", "shifted")]
+        assert request.slot.number == facts["scheduling"]["slot"], f"request {facts['number']}"
         assert replayed == real, f"request {facts['number']}"
         assert request.finished
 
@@ -126,16 +116,7 @@ def test_a_replay_agrees_with_the_parallel_runner(name: str, tmp_path: Path) -> 
         history = LoggedHistory(name, random.Random(f"{name} {seed}"), tmp_path / str(seed))
         assert_agrees(history.logged(40))
         seen += history.seen
-    wanted = [
-        "ended",
-        "failed",
-        "reused",
-        "waited",
-        "in vain",
-        "shifted",
-        "cancelled",
-        "interrupted",
-    ]
+    wanted = "ended,failed,reused,waited,in vain,shifted,cancelled,interrupted".split(",")
     assert set(wanted) <= set(seen), seen
 
 
@@ -145,13 +126,10 @@ def logged_batch(
     """Run a batch whose prompts share much in `slots` slots. Return its log and its sums."""
     rng, given = random.Random(name), parts(name)
     trunk = some(rng, 120)
-    requests = [
-        BatchRequest(
-            trunk[: 20 * rng.randint(0, 5)] + some(rng, rng.choice([1, 9])),
-            options={"max_tokens": rng.choice([1, 2, 9])},
-        )
-        for _ in range(24)
-    ]
+    requests = []
+    for _ in range(24):
+        prompt = trunk[: 20 * rng.randint(0, 5)] + some(rng, rng.choice([1, 9]))
+        requests.append(BatchRequest(prompt, options={"max_tokens": rng.choice([1, 2, 9])}))
     profile, total = Profile(tokens=file), Counter[str]()
     with Engine(*given, max_sequences=slots, context=160, prefill_step=64) as runner:
         profile.watch(runner)
@@ -175,13 +153,10 @@ def test_a_batch_is_replayed_as_it_was_run(name: str, tmp_path: Path) -> None:
     made = simulate([tmp_path / "log"])
     assert (made.agreed, made.requests, made.side_by_side, made.only_logged) == (24, 24, 24, 0)
     assert (made.rows[0].cached, made.rows[0].hits) == (total["cached"], total["hits"])
-    said = " ".join(
-        CliRunner().invoke(cli.main, ["simulate", str(tmp_path / "log")]).stdout.split()
-    )
+    said = " ".join(run("simulate", tmp_path / "log").stdout.split())
     assert "each of the 24 requests found exactly what the log says" in said
     assert (
-        "24 requests ran side by side, in slots of their own. With other slots and sorted by "
-        "prefix they do so again" in said
+        "24 requests ran side by side, in slots of their own. With other slots and sorted" in said
     )
 
 
@@ -201,22 +176,15 @@ def test_other_slots_are_what_a_runner_with_them_does(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sorted_by_prefix_is_what_a_sorted_batch_does(name: str, tmp_path: Path) -> None:
-    """A batch that ran as its lines came, replayed in that order."""
     logged_batch(name, tmp_path / "log", 4, order="input")
     _, total = logged_batch(name, tmp_path / "other", 4, order="prefix")
     assert rows(simulate([tmp_path / "log"]))["sorted by prefix"].cached == total["cached"]
 
 
 def test_usual_slots_leave_out_those_there_were(tmp_path: Path) -> None:
-    """A log of one at a time has none to change."""
     logged_batch("llama", tmp_path / "log", 4)
-    names = list(rows(simulate([tmp_path / "log"])))
-    assert [name for name in names if "slot" in name] == [
-        "1 slot",
-        "2 slots",
-        "8 slots",
-        "16 slots",
-    ]
+    names = [name for name in rows(simulate([tmp_path / "log"])) if "slot" in name]
+    assert names == ["1 slot", "2 slots", "8 slots", "16 slots"]
 
 
 def test_keys_that_could_not_be_moved_are_not_moved_on_paper(
@@ -247,11 +215,7 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
     file = tmp_path / "log"
     logged_batch("llama", file, 3)
     lines = read_lines(file)
-    begun = min(
-        (line for line in lines if line["kind"] == "request"),
-        key=lambda line: line["scheduling"]["began"],
-    )
-    del lines[lines.index(begun)]
+    lines.remove(min(lines[1:], key=lambda line: line["scheduling"]["began"]))
     for line in lines[1:]:
         line["shared"], line["prompt"] = 0, line["prompt"] or [1]
     write_lines(file, lines)
@@ -260,13 +224,12 @@ def test_a_request_that_is_not_in_the_log_is_said(tmp_path: Path) -> None:
     assert made.agreed < 23
 
 
-@pytest.mark.parametrize(
-    "name",
-    """
-        slot began ended ending limit keep said sampled stuck failures scheduling cells
-        prefill_step
-    """.split(),
-)
+FIELDS = """
+slot began ended ending limit keep said sampled stuck failures scheduling cells prefill_step memory
+""".split()
+
+
+@pytest.mark.parametrize("name", FIELDS)
 def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
     """Every field in turn, of another type or far out of range."""
     file = tmp_path / "log"
@@ -274,14 +237,12 @@ def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
     lines = read_lines(file)[:9]
     values: list[Any] = ["", "cancelled", "forgotten", -1, 0, 1, 10**12, 2**60, True, None, {}]
     for value in [*values, [], [[]], [5], [0, 0], [0, 2**50], [2**50, 2**50]]:
+        new, first = {name: value}, lines[0]
         changed = [
-            line | {name: value}
-            if name in line
-            else line | {"scheduling": line["scheduling"] | {name: value}}
+            line | (new if name in line else {"scheduling": line["scheduling"] | new})
             for line in lines[1:]
         ]
-        first = lines[0] | ({name: value} if name in lines[0] else {})
-        write_lines(file, [first, *changed])
+        write_lines(file, [first | (new if name in first else {}), *changed])
         result = CliRunner().invoke(cli.main, ["simulate", str(file)])
         assert result.exit_code in (0, 2), (value, result.output)
         assert "internal error" not in result.output
@@ -369,3 +330,34 @@ def test_events_say_what_was_parked_and_what_came_back(tmp_path: Path) -> None:
     assert len(evicted) == played.evicted > 0
     assert all(one.parked and one.tokens for one in evicted)
     assert not any(event.reason == "evicted" for event in events)
+
+
+RUNNERS: dict[str, Callable[[], Any]] = {
+    "one entry": lambda: oracle_runner(["full"], context=2000),
+    "two slots": lambda: Engine(*tiny_parts("llama"), max_sequences=2, context=2000),
+}
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_replay_counts_as_the_run_did(tmp_path: Path, kind: str) -> None:
+    """Conversations of several clients and sessions, with all kinds of edits."""
+    rng, log, events = random.Random(3), tmp_path / "tokens", list[dict[str, int]]()
+    runner, memory, talks = RUNNERS[kind](), FullMemory(), writers(rng)
+    names = "prompt cached missed displaced new".split()
+
+    def keep(event: object) -> None:
+        events.append({name: getattr(event, f"{name}_tokens") for name in names})
+
+    with Profile(tokens=log, sinks=[keep]).watch(runner):
+        for _ in range(30):
+            one = rng.choice(talks)
+            result = runner.complete(one.tokenized(), **ASK)
+            memory.check(one.prompt, one.name, result.usage)
+            memory.add(one.prompt, result, one.name)
+            one.go_on(list(result.tokens))
+    row = simulate([log]).rows[0].as_dict()
+    assert {name: row[name] for name in names} == {
+        name: sum(event[name] for event in events) for name in names
+    }
+    assert row["missed"] > 0
+    assert row["displaced"] > 0

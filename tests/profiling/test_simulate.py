@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from mlxrunner import Runner, cli
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay import simulate
-from mlxrunner.profiling.replay.simulate import Replay, ReplayedRequest, ReplaySettings
-from mlxrunner.profiling.replay.trials import Simulation, by_prefix
+from mlxrunner.profiling.replay.simulate import Replay, ReplayedRequest
+from mlxrunner.profiling.replay.trials import Simulation
 from mlxrunner.profiling.replay.trials import simulate as replay
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
 from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
@@ -41,10 +42,9 @@ SMALL: dict[str, Any] = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_int
 
 def nested(depth: int) -> dict[str, Any]:
     """Return the line of a layer that lies in `depth` others."""
-    line: dict[str, Any] = dict.fromkeys(("window", "slack", "room")) | dict.fromkeys(
-        ("row_bytes", "checkpoint_rows", "checkpoint_fixed"), 0
-    )
-    line |= {"kind": "composite", "needs_checkpoints": False, "count": 1}
+    line: dict[str, Any] = {"kind": "composite", "needs_checkpoints": False, "count": 1}
+    line |= dict.fromkeys(("window", "slack", "room"))
+    line |= dict.fromkeys(("row_bytes", "checkpoint_rows", "checkpoint_fixed"), 0)
     for _ in range(depth):
         line = line | {"parts": [line]}
     return line
@@ -69,13 +69,8 @@ def talk(seed: str, turns: int) -> Iterator[tuple[str, list[list[int]]]]:
 
     messages = [message(), message()]
     kinds = ["append", "edit", "regenerate", "cut", "interrupt", "strip", "new", "reset"]
-    for kind in [
-        "append",
-        "append",
-        "interrupt",
-        "reset",
-        *rng.choices(kinds, [4, 1, 1, 1, 1, 1, 1, 1], k=turns),
-    ]:
+    some = rng.choices(kinds, [4, 1, 1, 1, 1, 1, 1, 1], k=turns)
+    for kind in ["append", "append", "interrupt", "reset", *some]:
         if kind == "new":
             del messages[1:]
         elif kind == "edit":
@@ -110,9 +105,8 @@ def converse(
         chunks = runner.generate(
             prompt, max_tokens=length, stop_tokens=[], overflow="shift", keep=8
         )
-        answer = [
-            chunk.token for chunk, _ in zip(chunks, range(rng.choice([3, 100])), strict=False)
-        ]
+        pairs = zip(chunks, range(rng.choice([3, 100])), strict=False)
+        answer = [chunk.token for chunk, _ in pairs]
         chunks.close()  # type: ignore[attr-defined]
         messages.append([token for token in answer if token is not None] + [EOS])
     profile.finish()
@@ -168,9 +162,8 @@ def test_a_replay_agrees_with_the_runner_on_real_architectures(
     """Every request of a long conversation agrees exactly, for all kinds of layers."""
     logged = converse(tiny_runner(architecture), tmp_path / "log", architecture, monkeypatch)
     assert {"diverged", "entry_freed", None} <= assert_agrees(logged)
-    assert any(one.facts["evaluated"] < len(one.prompt) for one in logged), (
-        "no prefill was interrupted"
-    )
+    was_interrupted = [one.facts["evaluated"] < len(one.prompt) for one in logged]
+    assert any(was_interrupted)
     assert any(one.facts["checkpoints"] for one in logged) == (architecture != "llama")
 
 
@@ -190,11 +183,8 @@ def test_a_replay_agrees_in_a_full_context(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens dropped before or during an answer are replayed, moved or evaluated again."""
-    runner = (
-        oracle_runner(["full", "sliding"], context=200, **SMALL)
-        if name == "oracle"
-        else tiny_runner(name, context=200)
-    )
+    runner = oracle_runner(["full", "sliding"], context=200, **SMALL)
+    runner = runner if name == "oracle" else tiny_runner(name, context=200)
     logged = converse(runner, tmp_path / "log", name, monkeypatch, turns=70)
     assert any(one.facts["shifted"] for one in logged)
     assert_agrees(logged)
@@ -207,13 +197,8 @@ def test_the_constants_are_the_pipelines() -> None:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    converse(
-        oracle_runner(["full", "sliding", "recurrent"], **SMALL),
-        tmp_path / "log",
-        "some",
-        monkeypatch,
-        30,
-    )
+    runner = oracle_runner(["full", "sliding", "recurrent"], **SMALL)
+    converse(runner, tmp_path / "log", "some", monkeypatch, 30)
     return tmp_path / "log"
 
 
@@ -223,14 +208,10 @@ def row(simulation: Simulation, name: str) -> Any:
 
 def test_settings_that_are_those_of_the_run_change_nothing(log: Path) -> None:
     """The same rate again, with the interval, the slack and the one entry that there were."""
-    simulation = replay(
-        [log], entries=[1], intervals=[SMALL["checkpoint_interval"]], slacks=[SMALL["rewind_slack"]]
-    )
+    simulation = replay([log], entries=[1], intervals=[50], slacks=[10])
     assert simulation.agreed == simulation.requests
-    assert {
-        row(simulation, name).cached
-        for name in ("as it was run", "1 entries", "interval 50", "slack 10")
-    } == {simulation.rows[0].cached}
+    names = ("as it was run", "1 entries", "interval 50", "slack 10")
+    assert {row(simulation, name).cached for name in names} == {simulation.rows[0].cached}
 
 
 def log_of(file: Path, *models: tuple[list[str], bool]) -> None:
@@ -264,37 +245,26 @@ def test_each_model_is_replayed_with_its_own_layers(
     together = replay([tmp_path / "log"], intervals=[10], slacks=[100])
     alone = [replay([tmp_path / name], intervals=[10], slacks=[100]) for name in "12"]
     assert together.agreed == together.requests == 10
-    assert [one.what.name for one in together.rows][-3:] == [
-        "sorted by prefix",
-        "interval 10",
-        "slack 100",
-    ]
+    names = [one.what.name for one in together.rows]
+    assert names[-3:] == ["sorted by prefix", "interval 10", "slack 100"]
     for one in together.rows:
-        names = [
-            one.what.name if one.what in [row.what for row in each.rows] else "as it was run"
-            for each in alone
-        ]
-        assert one.cached == sum(
-            row(each, name).cached for each, name in zip(alone, names, strict=True)
-        )
+        found = [{row.what: row.cached for row in each.rows} for each in alone]
+        first = [each.rows[0].cached for each in alone]
+        wanted = (own.get(one.what, as_run) for own, as_run in zip(found, first, strict=True))
+        assert one.cached == sum(wanted)
     assert row(together, "interval 10").cached > together.rows[0].cached
 
 
 def test_options_with_nothing_to_act_on_are_said(tmp_path: Path) -> None:
-    """One line each, and no row."""
     log_of(tmp_path / "full", (["full"], True))
     log_of(tmp_path / "recurrent", (["recurrent"], True))
     options = ("--checkpoint-interval", "10", "--rewind-slack", "9")
     slots = run(tmp_path / "full", "--slots", "2").stderr
     assert "--slots has nothing to act on: no requests in the log ran side by side\n" in slots
     both = run(tmp_path / "full", *options)
-    ends(
-        both,
-        0,
-        "mlxrunner: --checkpoint-interval has nothing to act on: no layer in the log takes "
-        "checkpoints\n",
-        "mlxrunner: --rewind-slack has nothing to act on: no layer in the log has a window\n",
-    )
+    idle = "has nothing to act on: no layer in the log"
+    every = f"mlxrunner: --checkpoint-interval {idle} takes checkpoints\n"
+    ends(both, 0, every, f"mlxrunner: --rewind-slack {idle} has a window\n")
     assert "slack 9" not in both.stdout
     one = run(tmp_path / "recurrent", *options)
     assert one.stderr.count("nothing to act on") == 1
@@ -305,9 +275,7 @@ def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first runner's log in a second one's settings gives what the second one did."""
-    prompts = [
-        [token for message in messages for token in message] for _, messages in talk("same", 40)
-    ]
+    prompts = [list(chain.from_iterable(messages)) for _, messages in talk("same", 40)]
 
     def run(name: str, **options: Any) -> list[LoggedRequest]:
         runner = oracle_runner(["full", "sliding"], **{**SMALL, **options})
@@ -319,14 +287,13 @@ def test_other_slacks_and_intervals_are_what_a_runner_with_them_does(
         return list(read_token_log([tmp_path / name]))
 
     first = run("first")
-    for name, options, settings in (
-        ("slack", {"rewind_slack": 60}, ReplaySettings(slack=60)),
-        ("interval", {"checkpoint_interval": 13}, ReplaySettings(interval=13)),
+    for name, option, value in (
+        ("slack", "rewind_slack", 60),
+        ("interval", "checkpoint_interval", 13),
     ):
-        again = Replay(first[0].process, settings)
-        assert [again.run(ReplayedRequest.of(one)).cached for one in first] == [
-            one.facts["cached"] for one in run(name, **options)
-        ]
+        again = Replay(first[0].process, **{name: value})
+        found = [again.run(ReplayedRequest.of(one)).cached for one in first]
+        assert found == [one.facts["cached"] for one in run(name, **{option: value})]
 
 
 def request(*tokens: int, answer: tuple[int, ...] = ()) -> ReplayedRequest:
@@ -345,7 +312,7 @@ def test_two_entries_hold_two_conversations() -> None:
     first, second, third = ([number * 100 + i for i in range(20)] for number in (1, 2, 3))
 
     def cached(entries: int, *prompts: list[int]) -> str:
-        again = Replay(process(), ReplaySettings(entries=entries))
+        again = Replay(process(), entries=entries)
         return " ".join(str(again.run(request(*prompt)).cached) for prompt in prompts)
 
     two = [first, second, [*first, 1], [*second, 2]]
@@ -358,22 +325,9 @@ def test_a_conversation_that_shares_little_goes_on_in_a_copy() -> None:
     """The common tokens are reused, and the first conversation stays whole."""
     system = list(range(10))
     first, second = [*system, *range(100, 130)], [*system, *range(200, 230)]
-    again = Replay(process(), ReplaySettings(entries=2))
-    assert [
-        again.run(request(*prompt)).cached for prompt in (first, second, [*first, 1], [*second, 2])
-    ] == [0, 10, 40, 40]
-
-
-def test_sorted_by_prefix_alike_comes_together() -> None:
-    """In the order of a batch: the first request comes early, and brings those that are alike."""
-    prompts = [[256, 1], [3, 2], [256], [3], [70000, 1]]
-    assert [one.prompt.tolist() for one in by_prefix([request(*prompt) for prompt in prompts])] == [
-        [256],
-        [256, 1],
-        [3],
-        [3, 2],
-        [70000, 1],
-    ]
+    again = Replay(process(), entries=2)
+    prompts = (first, second, [*first, 1], [*second, 2])
+    assert [again.run(request(*prompt)).cached for prompt in prompts] == [0, 10, 40, 40]
 
 
 def run(*arguments: str | Path) -> Result:
@@ -381,7 +335,6 @@ def run(*arguments: str | Path) -> Result:
 
 
 def test_the_command_prints_a_table(log: Path) -> None:
-    """A row for each setting, and that the replay is to be trusted."""
     result = run(log)
     assert (result.exit_code, result.stderr) == (0, "")
     wanted = "as it was run,2 entries,8 entries,sorted by prefix,interval 12,interval 200,slack 0"
@@ -391,7 +344,6 @@ def test_the_command_prints_a_table(log: Path) -> None:
 
 
 def test_the_command_prints_json(log: Path) -> None:
-    """The same figures."""
     options = "--json --entries 2 --checkpoint-interval 10 --rewind-slack 99".split()
     found = json.loads(run(log, *options).stdout)
     assert found["agreed"] == found["requests"]
@@ -401,7 +353,6 @@ def test_the_command_prints_json(log: Path) -> None:
 
 
 def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> None:
-    """Missing, empty, of something else."""
     for content, message in (
         (None, "no such file"),
         (b"", "it takes a file that --log-tokens wrote"),
@@ -415,26 +366,23 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
         assert message in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prefill_step": 0}, "no requests in"),
-        ({"checkpoint_interval": 0}, "no requests in"),
-        ({"layers": [{}]}, "no requests in"),
-        ({"layers": [7]}, "no requests in"),
-        ({"layers": [nested(440)]}, "no requests in"),
-        ({"layers": []}, "of parallel requests, which have no cache of their own"),
-        ({"thinking": [{"begin": "x"}]}, "no requests in"),
-        ({"context": 0}, "no requests in"),
-    ],
-    ids=lambda changes: str(changes)[:40],
-)
-def test_a_log_that_makes_no_sense_is_refused(
-    log: Path, changes: dict[str, Any], message: str
-) -> None:
+NONSENSE: list[dict[str, Any]] = [
+    *({name: 0} for name in ("prefill_step", "checkpoint_interval", "context")),
+    *({"layers": layers} for layers in ([{}], [7], [nested(440)])),
+    {"thinking": [{"begin": "x"}]},
+    {"layers": []},
+]
+
+
+@pytest.mark.parametrize("changes", NONSENSE, ids=lambda changes: str(changes)[:40])
+def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]) -> None:
     """Zero steps, broken layers, or an older log without layers: counted, never a crash."""
     lines = read_lines(log)
     write_lines(log, (line | (changes if line["kind"] == "process" else {}) for line in lines))
+    is_older = changes == {"layers": []}
+    message = (
+        "of parallel requests, which have no cache of their own" if is_older else "no requests"
+    )
     ends(run(log), 2, message)
 
 
@@ -445,43 +393,35 @@ def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     """Rows of older logs are replayed one at a time, but for the first, which is in the log."""
     log, rng = tmp_path / "log", random.Random(architecture)
     shared = [rng.randrange(290) for _ in range(120)]
-    prompts = [
-        [*shared[: 20 * (number % 6)], *(rng.randrange(290) for _ in range(9))]
-        for number in range(20)
-    ]
-    lengths = [rng.choice([1, 2, 9]) for _ in prompts]
+    requests = []
+    for number in range(20):
+        prompt = [*shared[: 20 * (number % 6)], *(rng.randrange(290) for _ in range(9))]
+        requests.append((prompt, {"max_tokens": rng.choice([1, 2, 9]), "stop_tokens": []}))
     config = tiny_config(architecture, max_position_embeddings=512, vocab_size=300)
     model = tiny_model(config)
-    with Engine(
-        model, ByteTokenizer(), facts_of(model, config), max_sequences=3, context=160
-    ) as several:
-        profile = Profile(tokens=log)
-        profile.watch(several)
-        requests = [
-            (prompt, {"max_tokens": most, "stop_tokens": []})
-            for prompt, most in zip(prompts, lengths, strict=True)
-        ]
+    parts = model, ByteTokenizer(), facts_of(model, config)
+    with (
+        Engine(*parts, max_sequences=3, context=160) as several,
+        Profile(tokens=log).watch(several),
+    ):
         results = list(several.run_each(requests))
-        profile.finish()
     lines = read_lines(log)
-    write_lines(
-        log, ({name: line[name] for name in line if name != "scheduling"} for line in lines)
-    )
+    for line in lines:
+        line.pop("scheduling", None)
+    write_lines(log, lines)
     simulation = replay([log])
     has(simulation, requests=20, side_by_side=20, only_logged=20, agreed=0)
     assert simulation.rows[0].cached == sum(result.usage.cached_tokens for result in results)
 
-    alone = Runner(model, ByteTokenizer(), facts_of(model, config), context=160)
-    chunks = [list(alone.generate(prompt, **options))[-1] for prompt, options in requests]
-    assert row(simulation, "one at a time").cached == sum(
-        chunk.usage.cached_tokens for chunk in chunks if chunk.usage
-    )
+    alone = Runner(*parts, context=160)
+    usages = [alone.complete(prompt, **options).usage for prompt, options in requests]
+    cached = sum(usage.cached_tokens for usage in usages)
+    assert row(simulation, "one at a time").cached == cached
     assert "20 requests ran side by side" in run(log).stdout
     assert json.loads(run(log, "--json").stdout)["side_by_side"] == 20
 
 
 def test_broken_lines_are_skipped_with_a_count(log: Path) -> None:
-    """The requests that were lost with them are said, too."""
     lines = log.read_text().splitlines()
     lines[3] = lines[3][:40]
     log.write_text("\n".join(lines) + "\n")
@@ -493,9 +433,8 @@ def test_an_entry_from_elsewhere_is_said(log: Path) -> None:
     lines = read_lines(log)
     lines[1] |= {"matched": 5, "cached": 5, "entry_before": 5}
     write_lines(log, lines)
-    assert f"{len(lines) - 2} of {len(lines) - 1} requests found exactly" in " ".join(
-        run(log).stdout.split()
-    )
+    said = " ".join(run(log).stdout.split())
+    assert f"{len(lines) - 2} of {len(lines) - 1} requests found exactly" in said
 
 
 def test_what_is_never_reused_is_never_reused_with_other_settings(tmp_path: Path) -> None:
@@ -514,6 +453,6 @@ def test_what_is_never_reused_is_never_reused_with_other_settings(tmp_path: Path
     assert {(row.cached, row.evaluated) for row in made.rows} == {(0, 41 + 41 + 42 + 40)}
     (first, *_) = read_token_log([log])
     assert first.process["never_reused"] is True
-    lone = Replay(first.process, ReplaySettings(entries=4))
+    lone = Replay(first.process, entries=4)
     for _ in range(2):
         assert lone.run(ReplayedRequest(first.prompt, first.answer, len(first.prompt))).reused == 0

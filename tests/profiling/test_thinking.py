@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from support.events import run
 
-from mlxrunner import Runner, cli
+from mlxrunner import Runner
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.replay.simulate import ReplayedRequest
 from mlxrunner.profiling.replay.trials import Guesses, Rewriter
@@ -36,10 +36,8 @@ def turns(*, kept: bool, opened: bool = False) -> list[ReplayedRequest]:
     history: list[int] = [1, 2, END]
     made = []
     for turn in range(3):
-        user, answer = (
-            [100 + turn] * 5 + [END],
-            [200 + turn, 210 + turn, 220 + turn, 230 + turn, END],
-        )
+        user = [100 + turn] * 5 + [END]
+        answer = [*range(200 + turn, 240 + turn, 10), END]
         block = [THINK, LINE, *[300 + turn] * 4, END_THINK, LINE]
         head = 2 if opened else 0
         prompt = [*history, *user, 50, *block[:head]]
@@ -52,7 +50,6 @@ def turns(*, kept: bool, opened: bool = False) -> list[ReplayedRequest]:
     "opened", [False, True], ids=["the model opens it", "the template opens it"]
 )
 def test_thinking_is_put_back_where_the_log_shows_what_was_left_out(opened: bool) -> None:
-    """A log of stripped prompts, rewritten, is that of kept ones."""
     stripped, kept = turns(kept=False, opened=opened), turns(kept=True, opened=opened)
     rewriter = Rewriter(PROCESS, "kept")
     again = [rewriter.rewrite(one) for one in stripped]
@@ -65,17 +62,8 @@ def test_thinking_is_stripped_from_earlier_messages_only() -> None:
     """Whole blocks before the last message are stripped; open and empty ones stay."""
     rewriter = Rewriter(PROCESS, "stripped")
     prompt = [1, END, THINK, 5, 6, END_THINK, 7, END, 8, END, THINK, LINE, END_THINK]
-    assert rewriter.rewrite(request(prompt, [])).prompt.tolist() == [
-        1,
-        END,
-        7,
-        END,
-        8,
-        END,
-        THINK,
-        LINE,
-        END_THINK,
-    ]
+    rest = [1, END, 7, END, 8, END, THINK, LINE, END_THINK]
+    assert rewriter.rewrite(request(prompt, [])).prompt.tolist() == rest
     unfinished = [1, END, THINK, 5, 6, END]
     assert rewriter.rewrite(request(unfinished, [])).prompt.tolist() == unfinished
     assert rewriter.changed == 1
@@ -83,7 +71,6 @@ def test_thinking_is_stripped_from_earlier_messages_only() -> None:
 
 @pytest.mark.parametrize("way", ["kept", "stripped"])
 def test_without_thinking_nothing_changes(way: Any) -> None:
-    """The very same requests, also where a process has no marks."""
     for process in (PROCESS, {"thinking": [], "message_ends": []}):
         rewriter = Rewriter(process, way)
         made = [
@@ -129,17 +116,11 @@ def test_simulate_says_what_keeping_or_stripping_would_do(tmp_path: Path) -> Non
     for turn in range(4):
         history += [*range(10 * turn, 10 * turn + 10), 299]
         chunks = list(runner.generate(history, max_tokens=8, stop_tokens=[]))
-        history += [
-            296,
-            *(chunk.token for chunk in chunks if chunk.token is not None and chunk.token < 290),
-            297,
-            7,
-            8,
-            299,
-        ]
+        said = (chunk.token for chunk in chunks if chunk.token is not None and chunk.token < 290)
+        history += [296, *said, 297, 7, 8, 299]
         list(runner.generate([*history, 1], max_tokens=1, stop_tokens=[]))
     profile.finish()
-    result = CliRunner().invoke(cli.main, ["simulate", str(tmp_path / "log"), "--json"])
+    result = run("simulate", tmp_path / "log", "--json")
     rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
     assert "thinking kept" not in rows  # they were: nothing would change
     assert rows["thinking stripped"]["prompt"] < rows["as it was run"]["prompt"]
@@ -178,21 +159,15 @@ def test_a_log_is_guessed_as_its_runner_guessed(tmp_path: Path) -> None:
 
 
 def test_simulate_says_what_guesses_save(tmp_path: Path) -> None:
-    """In words and as JSON, and only if it is asked to."""
     file = tmp_path / "log"
     with Runner.load("demo", reserve=False) as runner:
         Profile(tokens=file).watch(runner)
         for _ in range(2):
             runner.complete(PROMPTS[0], max_tokens=20, stop_tokens=[])
-    run = CliRunner()
-    said = run.invoke(cli.main, ["simulate", str(file), "--speculate", "lookup"])
-    assert said.exit_code == 0, said.output
-    found = json.loads(
-        run.invoke(cli.main, ["simulate", str(file), "--speculate", "lookup", "--json"]).stdout
-    )["guesses"]
+    command = ("simulate", file, "--speculate", "lookup")
+    said, found = run(*command), json.loads(run(*command, "--json").stdout)["guesses"]
     assert found["tokens"] == 2 * 19
     assert found["passes"] == 38 - sum(one["accepted"] for one in found["drafts"]) < 30
     words = " ".join(said.stdout.split())
     assert f"{found['passes']} forward passes for the answers instead of 38." in words
-    plain = run.invoke(cli.main, ["simulate", str(file), "--json"]).stdout
-    assert "guesses" not in json.loads(plain)
+    assert "guesses" not in json.loads(run("simulate", file, "--json").stdout)

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from support.checks import ends, has, read_lines, write_lines
+from support.checks import has, read_lines, write_lines
+from support.events import run
 
-from mlxrunner import cli
 from mlxrunner.profiling.profile import Profile
 from mlxrunner.profiling.tokenlog import ANEW, read_token_log
 from mlxrunner.testing import oracle_runner
@@ -23,67 +22,55 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "tokens.jsonl"
 
 
-def watched(log: Path, **options: Any) -> Any:
-    """Return an oracle runner with a token log, and its list of (prompt, entry afterwards).
-
-    The list fills as the runner is asked.
-    """
-    runner, profile = oracle_runner(**options), Profile(tokens=log)
-    profile.watch(runner)
-    return runner, profile
+def asked(log: Path, *prompts: list[int], most: int = 1, **options: Any) -> Any:
+    """Return an oracle runner that has answered the prompts with a token log."""
+    runner = oracle_runner(**options)
+    with Profile(tokens=log).watch(runner):
+        for prompt in prompts:
+            list(runner.generate(prompt, max_tokens=most))
+    return runner
 
 
 def test_every_request_comes_back_whole(log: Path) -> None:
     """Prompt, answer and the runner's acts come back, also of an interrupted request."""
-    runner, profile = watched(log, prefill_step=4)
-    asked = []
+    runner, profile = oracle_runner(prefill_step=4), Profile(tokens=log)
+    profile.watch(runner)
+    wanted = []
 
-    def ask(prompt: list[int], **options: Any) -> None:
-        usage = list(runner.generate(prompt, max_tokens=3, **options))[-1].usage
-        asked.append(
-            (
-                prompt,
-                list(runner.entry.tokens)[len(prompt) :],
-                usage.cache.matched_tokens,
-                usage.cached_tokens,
-            )
-        )
+    def ask(prompt: list[int]) -> None:
+        usage = list(runner.generate(prompt, max_tokens=3))[-1].usage
+        assert usage is not None
+        answer, found = list(runner.entry.tokens)[len(prompt) :], usage.cache.matched_tokens
+        wanted.append((prompt, answer, found, usage.cached_tokens))
 
-    ask([1, 2, 3, 4, 5])
-    ask([*runner.entry.tokens, 6, 7])
-    ask([1, 2, 9, 9])
-    ask([1, 2, 9, 9])
+    def press(done: int, total: int) -> None:
+        if done >= 10:
+            raise KeyboardInterrupt
+
+    long = [*range(1, 20)]
+    for prompt in ([1, 2, 3, 4, 5], None, [1, 2, 9, 9], [1, 2, 9, 9]):
+        ask(prompt or [*runner.entry.tokens, 6, 7])
     with pytest.raises(KeyboardInterrupt):
-        list(
-            runner.generate(
-                [*range(1, 20)], progress=lambda done, total: 1 / 0 if done < 0 else press(done)
-            )
-        )
-    asked.append(([*range(1, 20)], [], 2, 2))
-    ask([*range(1, 20)])
+        list(runner.generate(long, progress=press))
+    wanted.append((long, [], 2, 2))
+    ask(long)
     profile.finish()
     read = read_token_log([log])
-    found = [
-        (one.prompt.tolist(), one.answer.tolist(), one.facts["matched"], one.facts["cached"])
-        for one in read
-    ]
-    assert found == asked
+    lines = list(read)
+    facts = [(one.facts["matched"], one.facts["cached"]) for one in lines]
+    whole = [(one.prompt.tolist(), one.answer.tolist()) for one in lines]
+    assert [(*one, *counts) for one, counts in zip(whole, facts, strict=True)] == wanted
     assert read.skipped.total() == 0
-    interrupted = list(read)[4].facts
-    assert (interrupted["evaluated"], interrupted["entry_after"]) == (10, 10)
-    process = next(iter(read)).process
+    has(lines[4].facts, evaluated=10, entry_after=10)
+    process = lines[0].process
     has(process, context=4096, prefill_step=4, checkpoint_interval=1024)
     assert [(layer["kind"], layer["count"]) for layer in process["layers"]] == [("full", 2)]
 
 
-def press(done: int) -> None:
-    if done >= 10:
-        raise KeyboardInterrupt
-
-
 def test_a_turn_takes_a_line_of_a_turn(log: Path) -> None:
     """Not of a conversation; and now and then one that stands for itself."""
-    runner, profile = watched(log)
+    runner, profile = oracle_runner(), Profile(tokens=log)
+    profile.watch(runner)
     prompt = list(range(1, 200))
     for turn in range(ANEW + 2):
         prompt = [*(list(runner.entry.tokens) or prompt), turn]
@@ -97,9 +84,9 @@ def test_a_turn_takes_a_line_of_a_turn(log: Path) -> None:
 
 def test_a_shifted_entry_is_written_whole(log: Path) -> None:
     """It is no longer the beginning of prompt and answer."""
-    runner, profile = watched(log, context=24)
-    list(runner.generate(list(range(1, 20)), max_tokens=10, overflow="shift", keep=2))
-    profile.finish()
+    runner = oracle_runner(context=24)
+    with Profile(tokens=log).watch(runner):
+        list(runner.generate(list(range(1, 20)), max_tokens=10, overflow="shift", keep=2))
     (request,) = read_token_log([log])
     assert request.facts["entry"] == list(runner.entry.tokens)
     assert request.facts["shifted"] > 0
@@ -107,11 +94,7 @@ def test_a_shifted_entry_is_written_whole(log: Path) -> None:
 
 
 def test_a_lost_line_takes_those_that_share_with_it(log: Path) -> None:
-    """It takes no more; others are read, each with its count."""
-    runner, profile = watched(log)
-    for prompt in ([1, 2], [1, 2, 3], [1, 2, 4], [7, 8]):
-        list(runner.generate(prompt, max_tokens=1))
-    profile.finish()
+    asked(log, [1, 2], [1, 2, 3], [1, 2, 4], [7, 8])
     whole = log.read_text().splitlines()
     log.write_text("\n".join([whole[0], whole[1], whole[2][:40], "{}", *whole[3:]]))
     read = read_token_log([log])
@@ -126,6 +109,11 @@ def test_a_lost_line_takes_those_that_share_with_it(log: Path) -> None:
         {"prompt": "x"},
         {"prompt": [1.5]},
         {"prompt": [2**40]},
+        {"prompt": [1, True]},
+        {"prompt": [1, "a"]},
+        {"kind": "reply"},
+        {"cells": 2**60},
+        {"conversation": ["a", 1, True]},
         {"answer": None},
         {"shared": -1},
         {"shared": 10**6},
@@ -134,11 +122,7 @@ def test_a_lost_line_takes_those_that_share_with_it(log: Path) -> None:
     ids=str,
 )
 def test_a_line_that_makes_no_sense_is_skipped(log: Path, change: dict[str, Any]) -> None:
-    """Anything may be in it."""
-    runner, profile = watched(log)
-    for prompt in ([1, 2], [1, 2, 3]):
-        list(runner.generate(prompt, max_tokens=1))
-    profile.finish()
+    asked(log, [1, 2], [1, 2, 3])
     whole = log.read_text().splitlines()
     log.write_text("\n".join([*whole[:2], json.dumps(json.loads(whole[2]) | change)]))
     read = read_token_log([log])
@@ -147,10 +131,7 @@ def test_a_line_that_makes_no_sense_is_skipped(log: Path, change: dict[str, Any]
 
 
 def test_a_log_of_an_earlier_program_is_read(log: Path) -> None:
-    """Its fields have other names."""
-    runner, profile = watched(log)
-    list(runner.generate([1, 2, 3], max_tokens=3))
-    profile.finish()
+    asked(log, [1, 2, 3], most=3)
     process, request = read_lines(log)
     request |= {"freed_by": request.pop("evicted_by"), "beside": {"slot": 0}}
     write_lines(log, [process, request])
@@ -159,20 +140,13 @@ def test_a_log_of_an_earlier_program_is_read(log: Path) -> None:
 
 
 def test_the_layers_of_other_models_are_told(log: Path) -> None:
-    """A window and a state have what is needed to replay them."""
-    runner, profile = watched(
-        log, kinds=("sliding", "full", "recurrent", "sliding"), rewind_slack=5
-    )
-    list(runner.generate([1, 2, 3, 4], max_tokens=2))
-    profile.finish()
+    kinds = ("sliding", "full", "recurrent", "sliding")
+    runner = asked(log, [1, 2, 3, 4], most=2, kinds=kinds, rewind_slack=5)
     (request,) = read_token_log([log])
     told = {layer["kind"]: layer for layer in request.process["layers"]}
-    assert [(kind, layer["count"], layer["needs_checkpoints"]) for kind, layer in told.items()] == [
-        ("sliding", 2, True),
-        ("full", 1, False),
-        ("recurrent", 1, True),
-    ]
-    assert told["sliding"]["slack"] == 5
+    has(told["full"], count=1, needs_checkpoints=False)
+    has(told["recurrent"], count=1, needs_checkpoints=True)
+    has(told["sliding"], count=2, needs_checkpoints=True, slack=5)
     assert told["sliding"]["window"] > 0
     assert told["recurrent"]["checkpoint_fixed"] > 0
     assert request.facts["checkpoints"] == runner.entry.checkpoints.offsets
@@ -180,13 +154,7 @@ def test_the_layers_of_other_models_are_told(log: Path) -> None:
 
 
 def test_the_command_line_writes_it(log: Path) -> None:
-    """--log-tokens, for the owner only."""
-    ends(
-        CliRunner().invoke(
-            cli.main, ["generate", "-p", "Hello!", "--repeat", "2", "--log-tokens", str(log)]
-        ),
-        0,
-    )
+    run("generate", "-p", "Hello!", "--repeat", 2, "--log-tokens", log)
     first, second = read_token_log([log])
     assert np.array_equal(first.prompt, second.prompt)
     assert first.process["model"] == "demo"

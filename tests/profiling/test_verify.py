@@ -11,15 +11,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
-from support.checks import ends
-from support.events import as_event
+from support.checks import raising
+from support.events import run, summary_of
 from support.models import tiny_config, tiny_model
 
 from mlxrunner import cli
 from mlxrunner.errors import LogitsError, OptionError, VerifyError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.profiling.profile import Measured, Profile, Verifier, profiled
-from mlxrunner.profiling.report.summary import Summary
 from mlxrunner.runner import Runner
 from mlxrunner.testing import ByteTokenizer
 
@@ -41,18 +40,10 @@ def watched(
     config = tiny_config(architecture, vocab_size=300, **(sizes or {}))
     model = tiny_model(config)
     events: list[dict[str, Any]] = []
-    runner = Runner(
-        model,
-        ByteTokenizer(),
-        facts_of(model, config),
-        name=architecture,
-        context=context,
-        prefill_step=16,
-        **options,
-    )
-    Profile(
-        verify=verify, sinks=[lambda event: events.append(event.as_dict())], chance=chance
-    ).watch(runner)
+    parts = model, ByteTokenizer(), facts_of(model, config)
+    runner = Runner(*parts, name=architecture, context=context, prefill_step=16, **options)
+    keep = [lambda event: events.append(event.as_dict())]
+    Profile(verify=verify, sinks=keep, chance=chance).watch(runner)
     return runner, events
 
 
@@ -69,9 +60,7 @@ def test_a_healthy_entry_is_never_accused(architecture: str) -> None:
     for prompt in (f"{text}again", f"{text[:60]}other words", f"{text[:60]}other words", text[:50]):
         ask(runner, prompt)
         assert runner.entry.is_true
-    assert [event["verify"] is not None for event in events] == [
-        event["cached_tokens"] > 0 for event in events
-    ]
+    assert all((event["verify"] is not None) == (event["cached_tokens"] > 0) for event in events)
     found = [event["verify"] for event in events if event["verify"]]
     assert len(found) >= 2
     assert all(one["equal"] and one["first_difference"] is None for one in found), found
@@ -104,7 +93,7 @@ def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
     """A request within the tolerance is untested, neither verified nor different."""
     runner, events = watched()
     ask(runner, "the quick brown fox jumps")
-    monkeypatch.setattr(Verifier, "_measure", lambda self, warm, last: Measured(noise, 4.0))
+    monkeypatch.setattr(Verifier, "_measure", lambda *_: Measured(noise, 4.0))
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         ask(runner, "the quick brown fox sleeps")
     found = events[-1]["verify"]
@@ -115,9 +104,7 @@ def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
         in caplog.text
     )
     assert runner.entry.tokens
-    summary = Summary()
-    for event in events:
-        summary.add(as_event(event))
+    summary = summary_of(*events)
     assert (summary.verified, summary.unequal, summary.untested) == (0, 0, 1)
 
 
@@ -126,12 +113,8 @@ def test_a_model_that_depends_on_its_chunks_is_not_certified(
 ) -> None:
     """mlx-lm's PLaMo 3, had nobody found it out at load: its own noise is as large as a mistake."""
     monkeypatch.setattr("mlxrunner.models.facts.masks_asked", lambda model: {})
-    sizes = {
-        "head_dim": 16,
-        "sliding_window": 12,
-        "sliding_window_pattern": 2,
-        "num_hidden_layers": 4,
-    }
+    sizes = {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 2}
+    sizes |= {"num_hidden_layers": 4}
     runner, events = watched("plamo3", sizes=sizes)
     text = "the quick brown fox jumps over the lazy dog " * 2
     for prompt in (text, f"{text}again", f"{text}once more"):
@@ -182,14 +165,12 @@ def test_the_share_is_chosen_by_chance(share: float, chosen: list[int]) -> None:
 
 def test_strict_says_how_many_were_verified() -> None:
     """Passing may mean that nothing was looked at."""
-    command = ["generate", "-p", "Hello!", "--repeat", "3", "--verify-cache"]
+    command = ["generate", "-p", "Hello!", "--repeat", 3, "--verify-cache"]
     for share, message in (("1e-12", "0 of 2"), ("1", "2 of 2")):
-        ends(
-            CliRunner().invoke(cli.main, [*command, share, "--verify-strict"]),
-            0,
-            f"mlxrunner: {message} requests that reused something were verified",
-        )
-    assert "were verified" not in CliRunner().invoke(cli.main, [*command, "1"]).stderr
+        result = run(*command, share, "--verify-strict")
+        said = f"mlxrunner: {message} requests that reused something were verified"
+        assert said in result.stderr
+    assert "were verified" not in run(*command, 1).stderr
 
 
 def test_sampled_answers_are_verified_by_their_logits() -> None:
@@ -198,20 +179,8 @@ def test_sampled_answers_are_verified_by_their_logits() -> None:
     for _ in range(2):
         ask(runner, "hello there", temperature=1.5, seed=3)
     assert 0 < events[-1]["verify"]["tolerance"] < events[-1]["verify"]["wrong_token"]
-    assert events[-1]["verify"] | {
-        "seconds": 0,
-        "tolerance": 0,
-        "logits_difference": 0,
-        "wrong_token": 0,
-    } == {
-        "equal": True,
-        "tokens": 0,
-        "first_difference": None,
-        "logits_difference": 0,
-        "tolerance": 0,
-        "seconds": 0,
-        "wrong_token": 0,
-    }
+    found = events[-1]["verify"]
+    assert (found["equal"], found["tokens"], found["first_difference"]) == (True, 0, None)
 
 
 def test_a_shifted_entry_is_not_held_against_a_cold_run() -> None:
@@ -226,27 +195,16 @@ def test_a_shifted_entry_is_not_held_against_a_cold_run() -> None:
 def test_quantized_entries_are_verified_with_more_patience() -> None:
     """A rounding that went the other way is none of the entry's faults."""
     runner, events = watched("qwen3", kv_bits=8, sizes={"head_dim": 32})
-    for text in (
-        "the quick brown fox jumps",
-        "the quick brown fox jumps over",
-        "the quick red fox",
-    ):
-        ask(runner, text)
+    for text in ("brown fox jumps", "brown fox jumps over", "red fox"):
+        ask(runner, f"the quick {text}")
     assert all(event["verify"] is None or event["verify"]["equal"] for event in events)
     assert sum(event["verify"] is not None for event in events) == 2
 
 
 def test_ctrl_c_while_verifying_loses_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request itself had ended."""
-    from mlxrunner.profiling.profile import Verifier
-
     runner, events = watched()
     ask(runner, "hello")
-
-    def press(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Verifier, "verify", press)
+    monkeypatch.setattr(Verifier, "verify", raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         ask(runner, "hello")
     assert (len(events), events[-1]["verify"], events[-1]["finish"]) == (2, None, "length")
@@ -254,7 +212,6 @@ def test_ctrl_c_while_verifying_loses_no_event(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_strict_raises_at_the_end_and_only_then() -> None:
-    """It never hides another error."""
     profile = Profile()
     profile.verified, profile.failed = 3, 1
     with (
@@ -269,7 +226,6 @@ def test_strict_raises_at_the_end_and_only_then() -> None:
 
 
 def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
-    """With both numbers; and --verify-strict alone makes no sense."""
     with pytest.raises(
         OptionError, match=r"verify_cache: 1.5 is out of range, it has to be between 0 and 1"
     ):

@@ -17,7 +17,6 @@ from mlxrunner.profiling.logs import KEPT, LineWriter, with_rotated
 
 
 def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
-    """Only the owner can read a file that was made."""
     file = tmp_path / "events"
     for word in ("a", "b"):
         writer = LineWriter(file)
@@ -34,10 +33,8 @@ def test_a_full_file_is_rotated(tmp_path: Path) -> None:
     for number in range(20):
         writer.write(f"line {number:04}")
     kept = with_rotated(file)
-    assert [path.name for path in kept] == [
-        *(f"events.{number}" for number in range(KEPT, 0, -1)),
-        "events",
-    ]
+    older = [f"events.{number}" for number in range(KEPT, 0, -1)]
+    assert [path.name for path in kept] == [*older, "events"]
     assert all(path.stat().st_size <= 30 for path in kept)
     assert file.read_text() == "head\nline 0018\nline 0019\n"
     assert (tmp_path / "events.1").read_text() == "head\nline 0016\nline 0017\n"
@@ -57,16 +54,12 @@ def test_what_is_not_ours_is_neither_moved_nor_replaced(
             writer.write(f"line {line:04}")
     assert link.is_symlink()
     assert target.read_text() == "precious"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["events", "target", link.name]
-    )
-    assert [record.message for record in caplog.records if "it is a link" in record.message] == [
-        caplog.records[0].message
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"events", "target", link.name}
+    (warning,) = (record.message for record in caplog.records)
+    assert "it is a link" in warning
 
 
 def test_a_line_longer_than_the_limit_is_written_all_the_same(tmp_path: Path) -> None:
-    """To a file of its own."""
     writer = LineWriter(tmp_path / "events", limit=10)
     writer.write("x" * 50)
     writer.write("y" * 50)
@@ -122,21 +115,18 @@ def test_a_file_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of lost lines does not matter."""
     writer = LineWriter(tmp_path / "events")
     monkeypatch.setattr(os, "write", raising(OSError(errno.ENOSPC, "No space left on device")))
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         for _ in range(3):
             writer.write("lost")
-    assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/events: not written: No space left on device"
-    ]
+    told = [record.message for record in caplog.records]
+    assert told == [f"{tmp_path}/events: not written: No space left on device"]
 
 
 def test_what_a_full_disk_cut_off_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next line is whole."""
     file, write = tmp_path / "events", os.write
     writer = LineWriter(file)
     writer.write("first")
@@ -169,6 +159,5 @@ def test_a_stream_gets_lines_and_is_never_rotated(tmp_path: Path) -> None:
 
 
 def test_what_is_not_unicode_is_escaped(tmp_path: Path) -> None:
-    """A half character in a model's name."""
     LineWriter(tmp_path / "events").write("a\udcffb")
     assert (tmp_path / "events").read_text() == "a\\udcffb\n"

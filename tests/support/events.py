@@ -13,8 +13,12 @@ import msgspec
 from click.testing import CliRunner, Result
 
 from mlxrunner import cli
+from mlxrunner.profiling.profile import Profile
+from mlxrunner.profiling.report.summary import Summary
 from mlxrunner.profiling.schema import Event
 from mlxrunner.results import with_new_names
+from mlxrunner.runner import Runner
+from mlxrunner.testing import oracle_runner
 
 PREFILL_RATE, DECODE_RATE = 2400.0, 400.0
 PLACES = [
@@ -207,6 +211,20 @@ def _spans(
 
 def _rfc3339(moment: datetime) -> str:
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def summary_of(*events: dict[str, Any]) -> Summary:
+    summary = Summary()
+    for event in events:
+        summary.add(as_event(event))
+    return summary
+
+
+def watched(*layers: Any, **options: Any) -> tuple[Runner, list[Event]]:
+    """Return an oracle runner, and the events of its requests as they come."""
+    runner, seen = oracle_runner(*layers, **options), list[Event]()
+    Profile(sinks=[seen.append]).watch(runner)
+    return runner, seen
 
 
 def run(*arguments: Any, stdin: str = "", code: int = 0) -> Result:

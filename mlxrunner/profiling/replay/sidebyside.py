@@ -9,32 +9,37 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import mlx.core as mx
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.account import ConversationName, Earlier
 from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, OnEvicted, StoredConversation
-from mlxrunner.cache.entry import CacheEntry, Checkpoint, Shift, TokenArray, TokenBuffer, as_tokens
+from mlxrunner.cache.entry import CacheEntry, Shift, TokenArray, TokenBuffer, as_tokens
 from mlxrunner.cache.layers.extents import Extent, Window, read_extent
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
 from mlxrunner.cache.protocol import Batch, Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
 from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend, PromptPasses
-from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Request, usage_of
+from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Ending, Request, usage_of
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
 from mlxrunner.engine.scheduling.scheduler import Scheduler
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, SessionError
 from mlxrunner.options import EngineSettings, GenerateOptions
-from mlxrunner.profiling.replay.simulate import ExtentLayer, ReplayedLayer
+from mlxrunner.profiling.replay.simulate import ExtentLayer, ReplayedLayer, as_they_are
+from mlxrunner.profiling.schema import Count, Ordinal
 from mlxrunner.profiling.tokenlog import LoggedRequest
 from mlxrunner.results import Chunk, FinishReason, Usage
 from mlxrunner.tokenizer.prompt import Caller, TokenizedPrompt
 
+Layers = Sequence[Mapping[str, Any]]
+"""The `layers` of a process of a token log."""
 TOKEN_BYTES = 4
 """Bytes of a token in the file of a conversation."""
 
@@ -89,7 +94,17 @@ class ReplayedDiskCache:
         found = Exported(
             copy.tokens.array,
             [saved_extent(one.kind, one.extent.saved()) for one in copy.caches],
-            [_saved_checkpoint(item, copy.caches) for item in copy.checkpoints],
+            [
+                SavedCheckpoint(
+                    item.offset,
+                    item.role,
+                    [
+                        None if kept is None else saved_extent(cache.kind, kept.content)
+                        for cache, kept in zip(copy.caches, item.snapshots, strict=True)
+                    ],
+                )
+                for item in copy.checkpoints
+            ],
         )
         if stored in self._index:
             self._index.use(stored, found)
@@ -145,21 +160,6 @@ def _sizes(stored: StoredConversation, entry: CacheEntry) -> dict[str, int]:
     }
 
 
-def _saved_checkpoint(item: Checkpoint, caches: Sequence[LayerCache]) -> SavedCheckpoint:
-    return SavedCheckpoint(
-        item.offset,
-        item.role,
-        [
-            None if kept is None else saved_extent(cache.kind, kept.content)
-            for cache, kept in zip(caches, item.snapshots, strict=True)
-        ],
-    )
-
-
-Lines = Sequence[Mapping[str, Any]]
-"""The `layers` of a process of a token log."""
-
-
 class ReplayedEngine(Backend):
     """An engine whose forward pass finds places in cells without rows, and computes nothing."""
 
@@ -208,7 +208,7 @@ class ReplayedEngine(Backend):
     def rotate(
         self, caches: Sequence[LayerCache], by: int
     ) -> Sequence[Callable[[Any, int], Any]] | None:
-        return [lambda keys, by: keys for _ in caches] if self._is_movable else None
+        return as_they_are(caches, by) if self._is_movable else None
 
     def expect(
         self, sequence: int, count: int, *, may_copy: bool = False, beside: Sequence[int] = ()
@@ -229,14 +229,12 @@ class ReplayedEngine(Backend):
         return self._apart[sequence]
 
 
-def _sorted(lines: Lines, has_cells: bool) -> tuple[list[Mapping[str, Any]], Lines]:
-    """Return the lines of layers in shared cells, and of those that are apart.
-
-    A composite layer with some parts in cells falls apart.
-    """
+def _sorted(lines: Layers, has_cells: bool) -> tuple[Layers, Layers]:
+    """Return the lines of layers and parts in shared cells, and of those that are apart."""
     if not has_cells:
         return [], lines
-    in_cells, apart = [], []
+    in_cells: list[Mapping[str, Any]] = []
+    apart: list[Mapping[str, Any]] = []
     for line in lines:
         parts = [part | {"count": line["count"]} for part in line.get("parts", ())]
         plain = [part for part in parts if is_plain(part)]
@@ -297,9 +295,7 @@ class ReplayedCells(CellsLayer):
         self.group.put_back(self.sequence, saved.numbers["extent"])
 
     def snapshot(self) -> Snapshot:
-        extent = self.extent.checkpoint()
-        rows = extent.seen if isinstance(extent, Window) else 0
-        return Snapshot(extent, rows * self.group.row_bytes)
+        return self.snapshot_of(saved_extent(self.kind, self.extent.checkpoint()), 0)
 
     def restore(self, snapshot: Snapshot, offset: int) -> None:
         self.adopt(saved_extent(self.kind, snapshot.content), offset)
@@ -402,11 +398,7 @@ class ReplayedRunner:
         self._call = 0
 
     def request(self, logged: LoggedRequest, *, ends_itself: bool = False) -> ActiveRequest:
-        """Return a request that repeats `logged`.
-
-        With `ends_itself` it ends with its last token, even if the logged one was ended from
-        outside.
-        """
+        """Return a request that repeats `logged`. `ends_itself`: nothing ends it from outside."""
         scheduling, prompt = logged.facts["scheduling"], logged.prompt
         said, sampled = scheduling["said"], scheduling["sampled"]
         ending = "own" if ends_itself else scheduling["ending"]
@@ -428,8 +420,7 @@ class ReplayedRunner:
     def advance(self, tick: int, call: int) -> None:
         """Advance to the call before this one.
 
-        Calls that are not in the log were refused submissions, after which waiting requests look
-        again.
+        Calls that are not in the log were refused submissions: waiting requests look again.
         """
         scheduler = self.scheduler
         while scheduler.ticks < tick and self._step():
@@ -477,11 +468,7 @@ class ReplayedRunner:
                 return
 
     def begin_all(self, pairs: Sequence[tuple[ActiveRequest, ActiveRequest | None]]) -> None:
-        """Submit all requests, and run until they have ended.
-
-        The next one is always the first that has not to wait for the one beside it: it is in the
-        queue before a slot is free.
-        """
+        """Submit all requests, each once it need not wait for another, and run to their end."""
         waiting = list(pairs)
         while waiting:
             index = next(
@@ -541,11 +528,7 @@ class _LoggedAnswer(AnswerStream):
 
 
 class _LoggedTokens(NextToken):
-    """A sampler that repeats the tokens of a logged answer.
-
-    Tokens that were not run follow as zeros. An answer that ended for lack of a token, or because
-    its sampling failed, ends so after its last token.
-    """
+    """A sampler that repeats the tokens of a logged answer; zeros for those that were not run."""
 
     def __init__(self, answer: TokenArray, sampled: int, ending: str) -> None:
         self._tokens, self._sampled, self._ending = answer, sampled, ending
@@ -573,10 +556,7 @@ class _LoggedTokens(NextToken):
 
 
 def cells_of(process: Mapping[str, Any], slots: int, row_bytes: int) -> int:
-    """Return the cells that a runner with `slots` slots has.
-
-    Where there were enough for all slots there are again, as far as the memory goes.
-    """
+    """Return the cells of a runner with `slots` slots: enough for all, where there were enough."""
     cells: int = process["cells"]
     context, memory = process["context"], process.get("memory")
     if slots == process["max_sequences"] or cells < process["max_sequences"] * context:
@@ -604,145 +584,126 @@ BLOCK = 16
 """Tokens that are compared at once to find the conversation of a request."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """An odd number, for hashes of tokens."""
-ENDINGS = ("own", "cancelled", "forgotten", "failed", "no room", "no token")
-"""The ways in which a request may end."""
 
 
-class SideBySide:
-    """The requests of one process that ran in slots."""
+def as_run(process: Mapping[str, Any], requests: Sequence[LoggedRequest]) -> list[ActiveRequest]:
+    """Return the requests of a process with their lookups, begun and ended as the log says."""
+    runner = _runner(process, requests, process["max_sequences"])
+    made = [runner.request(logged) for logged in requests]
+    events: list[tuple[list[int], bool, int, str]] = []
+    for index, logged in enumerate(requests):
+        scheduling = logged.facts["scheduling"]
+        runner.failing.update(scheduling.get("failures", ()))
+        events.append((scheduling["began"], True, index, "begins"))
+        if scheduling["ending"] in ("cancelled", "forgotten"):
+            events.append((scheduling["ended"], False, index, scheduling["ending"]))
+    for moment, _, index, what in sorted(events):
+        request = made[index]
+        if request.finished:
+            continue
+        if what == "forgotten" and not moment[1]:
+            runner.interrupt(moment[0], list(zip(made, requests, strict=True)))
+            continue
+        runner.advance(*moment)
+        if what == "forgotten":
+            runner.scheduler.forget_everything(Interrupt())
+        elif what == "cancelled":
+            runner.scheduler.cancel(request)
+        else:
+            runner.begin(request)
+    runner.finish()
+    return made
 
-    def __init__(self, process: Mapping[str, Any]) -> None:
-        """Begin without requests. `process` is its line of the token log."""
-        self.process = process
-        self.requests: list[LoggedRequest] = []
 
-    def as_run(self) -> list[ActiveRequest]:
-        """Return the requests with their lookups, submitted and ended as the log says.
+def packed(
+    process: Mapping[str, Any],
+    requests: Sequence[LoggedRequest],
+    slots: int | None = None,
+    *,
+    by_prefix: bool = False,
+) -> list[ActiveRequest]:
+    """Return the requests of a process with their lookups if each begins as soon as it can.
 
-        They come in the log's order.
-        """
-        runner = self._runner(self.process["max_sequences"])
-        made = [runner.request(logged) for logged in self.requests]
-        for logged in self.requests:
-            runner.failing.update(logged.facts["scheduling"].get("failures", ()))
-        for moment, request, ending in sorted(
-            self._events(made), key=lambda event: (event[0], event[2] == "begins")
-        ):
-            if request.finished:
-                continue
-            if ending == "forgotten" and not moment[1]:
-                runner.interrupt(moment[0], list(zip(made, self.requests, strict=True)))
-                continue
-            runner.advance(*moment)
-            if ending == "forgotten":
-                runner.scheduler.forget_everything(Interrupt())
-            elif ending == "cancelled":
-                runner.scheduler.cancel(request)
-            else:
-                runner.begin(request)
-        runner.finish()
-        return made
+    `slots` is the number of slots; None for that of the runner. The requests begin in the order of
+    the log's begins, or with `by_prefix` in that of a batch. One that continues a conversation
+    waits for the answer before, and lets later ones pass. A request that was ended from outside
+    ends with its last token.
+    """
+    runner = _runner(process, requests, slots or process["max_sequences"])
+    waits = [None] * len(requests) if by_prefix else continued(requests)
+    made = [runner.request(one, ends_itself=True) for one in requests]
+    order = sorted(range(len(made)), key=lambda i: requests[i].facts["scheduling"]["began"])
+    if by_prefix:
+        keys = [sort_key(requests[i].prompt) for i in order]
+        order = [order[place] for place in order_of(keys)]
+    runner.begin_all(
+        [(made[i], None if (before := waits[i]) is None else made[before]) for i in order]
+    )
+    return made
 
-    def packed(self, slots: int | None = None, *, by_prefix: bool = False) -> list[ActiveRequest]:
-        """Return the requests with their lookups if each begins as soon as it can.
 
-        `slots` is the number of slots; None for that of the runner. The requests begin in the order
-        of the log's begins, or with `by_prefix` in that of a batch. One that continues a
-        conversation waits for the answer before, and lets later ones pass. A request that was ended
-        from outside ends with its last token.
-        """
-        runner = self._runner(slots or self.process["max_sequences"])
-        logged = self.requests
-        waits = [None] * len(logged) if by_prefix else continued(logged)
-        made = [runner.request(one, ends_itself=True) for one in logged]
-        order = sorted(range(len(logged)), key=lambda i: logged[i].facts["scheduling"]["began"])
-        if by_prefix:
-            keys = [sort_key(logged[i].prompt) for i in order]
-            order = [order[place] for place in order_of(keys)]
-        runner.begin_all(
-            [(made[i], None if (before := waits[i]) is None else made[before]) for i in order]
-        )
-        return made
+def _runner(
+    process: Mapping[str, Any], requests: Sequence[LoggedRequest], slots: int
+) -> ReplayedRunner:
+    records = [(len(logged.prompt), logged.facts["scheduling"]) for logged in requests]
+    longest = max((prompt + record["sampled"] for prompt, record in records), default=1)
+    is_movable = not any(record["stuck"] for _, record in records)
+    return ReplayedRunner(process, slots, longest, is_movable=is_movable)
 
-    def _events(
-        self, made: Sequence[ActiveRequest]
-    ) -> Iterator[tuple[list[int], ActiveRequest, str]]:
-        """Yield the begin of each request, and its end if it was ended from outside."""
-        for logged, request in zip(self.requests, made, strict=True):
-            scheduling = logged.facts["scheduling"]
-            yield scheduling["began"], request, "begins"
-            if scheduling["ending"] in ("cancelled", "forgotten"):
-                yield scheduling["ended"], request, scheduling["ending"]
 
-    def _runner(self, slots: int) -> ReplayedRunner:
-        is_movable = not any(logged.facts["scheduling"]["stuck"] for logged in self.requests)
-        longest = max(
-            (
-                len(logged.prompt) + logged.facts["scheduling"]["sampled"]
-                for logged in self.requests
-            ),
-            default=1,
-        )
-        return ReplayedRunner(self.process, slots, longest, is_movable=is_movable)
+class _Process(TypedDict):
+    """The fields of a process that a replay in slots needs, with their bounds."""
+
+    max_sequences: Ordinal
+    context: Annotated[int, Meta(ge=2)]
+    cells: Ordinal
+    prefill_step: Ordinal
+    max_batch: NotRequired[Ordinal]
+    memory: NotRequired[Count | None]
+    park_bytes: NotRequired[Count]
+
+
+class _Scheduling(TypedDict):
+    """The record of a request that ran in a slot, with the bounds of its values."""
+
+    slot: Count
+    began: tuple[Count, Count]
+    ended: tuple[Count, Count]
+    ending: Ending
+    limit: Ordinal
+    keep: Count | None
+    said: Count
+    sampled: Count
+    stuck: bool
+    failures: NotRequired[list[Count]]
 
 
 def can_be_replayed(logged: LoggedRequest) -> bool:
     """Return True if a log says what the replay of a request beside others needs."""
-    process = logged.process
-    if "scheduling" not in logged.facts:
+    process, facts, answer = logged.process, logged.facts, len(logged.answer)
+    if "scheduling" not in facts:
         return False
     try:
-        return (
-            _is_process(process)
-            and len(logged.prompt) < process["context"]
-            and _is_scheduling(logged)
-        )
-    except (KeyError, TypeError, ValueError):
+        msgspec.convert(process, _Process)
+        record = msgspec.convert(facts["scheduling"], _Scheduling)
+    except ValueError:
         return False
+    context, said, sampled = process["context"], record["said"], record["sampled"]
+    return (
+        process["max_sequences"] <= most_of_step(process) <= MOST_CELLS
+        and has_room(process, process["max_sequences"])
+        and len(logged.prompt) < context
+        and answer == min(said, max(sampled - 1, 0))
+        and said <= sampled <= answer + 2
+        and record["began"] <= record["ended"]
+        and (record["keep"] or 0) <= context - 2
+    )
 
 
 def has_room(process: Mapping[str, Any], slots: int) -> bool:
     """Return True if a replay with `slots` slots is small enough."""
     cells: int = max(process["cells"], slots * process["context"])
     return slots * (cells + slots) <= MOST_CELLS
-
-
-def _is_process(process: Mapping[str, Any]) -> bool:
-    """Return True if the line of a process has possible values."""
-    slots, context, cells = (process[name] for name in ("max_sequences", "context", "cells"))
-    most = most_of_step(process)
-    return (
-        all(_is_count(size, 1) for size in (slots, context, cells, most))
-        and _is_count(process.get("memory") or 1, 1)
-        and _is_count(process.get("park_bytes", 0))
-        and context > 1
-        and slots <= most <= MOST_CELLS
-        and has_room(process, slots)
-    )
-
-
-def _is_scheduling(logged: LoggedRequest) -> bool:
-    """Return True if what the log says of a request beside others is possible."""
-    scheduling, answer = logged.facts["scheduling"], len(logged.answer)
-    said, sampled, keep = scheduling["said"], scheduling["sampled"], scheduling["keep"]
-    (began, call), (ended, last_call) = scheduling["began"], scheduling["ended"]
-    counts = [said, sampled, began, call, ended, last_call, keep or 0, scheduling["slot"]]
-    return (
-        all(map(_is_count, counts))
-        and _is_count(scheduling["limit"], 1)
-        and answer == min(said, max(sampled - 1, 0))
-        and said <= sampled <= answer + 2
-        and (began, call) <= (ended, last_call)
-        and (keep is None or keep <= logged.process["context"] - 2)
-        and scheduling["ending"] in ENDINGS
-        and isinstance(scheduling["stuck"], bool)
-        and all(map(_is_count, scheduling.get("failures", ())))
-    )
-
-
-def _is_count(value: Any, least: int = 0) -> bool:
-    """Return True if `value` is a whole number of at least `least`."""
-    return type(value) is int and least <= value <= 2**53
 
 
 def continued(requests: Sequence[LoggedRequest]) -> list[int | None]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from mlxrunner.cache.account import ConversationName, Lookup
 from mlxrunner.cache.entry import (
@@ -27,27 +29,13 @@ from mlxrunner.cache.entry import (
 from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.cache.protocol import LayerCache, Snapshot
-from mlxrunner.profiling.tokenlog import LoggedRequest, are_ids
+from mlxrunner.profiling.schema import MOST, Ordinal
+from mlxrunner.profiling.tokenlog import LoggedRequest, TokenIds
 
 MOST_MARKS = 32
 """The most kinds of thinking blocks that a token log may name."""
 SEED_TOKENS = 16
 """The most tokens of a rest that is evaluated in one pass, as by a scheduler."""
-
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    """The settings of a replay."""
-
-    entries: int = 1
-    """The number of entries; the least recently used one makes room."""
-    interval: int | None = None
-    """The tokens between checkpoints; None for that of the runner."""
-    slack: int | None = None
-    """The rewind slack of windows in tokens; None for that of the runner."""
-
-
-AS_RUN = ReplaySettings()
 
 
 @dataclass(frozen=True)
@@ -99,11 +87,22 @@ class ReplayedRequest:
 class Replay:
     """The entries of one process."""
 
-    def __init__(self, process: Mapping[str, Any], settings: ReplaySettings = AS_RUN) -> None:
-        """Begin with empty entries. `process` is its line of the token log."""
-        self._process, self._settings = process, settings
+    def __init__(
+        self,
+        process: Mapping[str, Any],
+        *,
+        entries: int = 1,
+        interval: int | None = None,
+        slack: int | None = None,
+    ) -> None:
+        """Begin with empty entries, of which the least recently used one makes room.
+
+        `process` is its line of the token log. `interval` is the tokens between checkpoints and
+        `slack` the rewind slack of windows in tokens; None for those of the runner.
+        """
+        self._process = process
         self._message_ends = np.array(process["message_ends"], np.int32)
-        self._entries = [_Entry(process, settings) for _ in range(settings.entries)]
+        self._entries = [_Entry(process, interval, slack) for _ in range(entries)]
 
     def run(self, request: ReplayedRequest) -> Lookup:
         """Return the lookup of a request, and leave the entry as the request leaves it."""
@@ -138,8 +137,7 @@ class Replay:
     def _choose(self, prompt: TokenArray) -> _Entry:
         """Return the entry that shares most with the prompt.
 
-        If that would drop more than half of the entry, return a copy in the place of the least
-        recently used entry.
+        It is copied over the least recently used one if the prompt drops more than half of it.
         """
         best = max(self._entries, key=lambda entry: entry.matched(prompt))
         matched = best.matched(prompt)
@@ -150,17 +148,16 @@ class Replay:
         return best
 
     def _prefill(self, lease: EntryLease, evaluated: int) -> None:
-        """Evaluate the prompt up to `evaluated`, chunk by chunk, as a runner does.
-
-        An interrupt comes between two passes: one that was begun is recorded.
-        """
+        """Evaluate the prompt up to `evaluated`, chunk by chunk. A pass is recorded whole."""
         prompt, step = lease.prompt, self._process["prefill_step"]
         if lease.needs_checkpoints:
             ends = (np.flatnonzero(np.isin(prompt, self._message_ends)) + 1).tolist()
             lease.mark(places_of(len(prompt), ends))
             self._checkpoint_if_due(lease)
         while lease.recorded < len(prompt):
-            stop = self._next_stop(lease)
+            stop = lease.next_stop
+            if not lease.needs_checkpoints:
+                stop = len(prompt) - (len(lease.remaining) > SEED_TOKENS)
             while lease.recorded < stop:
                 chunk = lease.remaining[: stop - lease.recorded]
                 if stop < len(prompt):
@@ -175,23 +172,16 @@ class Replay:
             else:
                 self._checkpoint_if_due(lease)
 
-    def _next_stop(self, lease: EntryLease) -> int:
-        """Return the offset at which the prefill pauses next."""
-        if lease.needs_checkpoints:
-            return lease.next_stop
-        return len(lease.prompt) - (len(lease.remaining) > SEED_TOKENS)
-
     def _checkpoint_if_due(self, lease: EntryLease) -> None:
         if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
             lease.checkpoint()
 
     def _decode(self, entry: _Entry, lease: EntryLease, request: ReplayedRequest) -> None:
-        """Evaluate the answer's tokens, one pass each, with a checkpoint at every interval.
-
-        In a full context, make room as the log shows.
-        """
-        shift = None if request.entry is None else _shift(request, self._process["context"])
-        rest = request.answer
+        """Evaluate the answer, a token a pass. In a full context, make room as the log shows."""
+        rest, shift, context = request.answer, None, self._process["context"]
+        if request.entry is not None:  # it kept the tokens with which the entry begins afterwards
+            keep = common_prefix(request.entry, np.concatenate([request.prompt, rest]))
+            shift = Shift(context, min(keep, context - 2))
         while len(rest):
             count = len(rest)
             if shift is not None:
@@ -214,7 +204,7 @@ class Replay:
         """Shift the entry, or evaluate what it keeps again if it can't be shifted."""
         tokens = lease.tokens
         discard = shift.discard(len(tokens))
-        if not lease.shift(shift.keep, discard, _moved):
+        if not lease.shift(shift.keep, discard, as_they_are):
             self._evaluate(
                 lease, lease.restart(tokens[: shift.keep] + tokens[shift.keep + discard :])
             )
@@ -229,30 +219,33 @@ class Replay:
             lease.record(chunk)
 
 
-def is_usable(logged: LoggedRequest) -> bool:
-    """Return True if a log says what a replay needs, in values that make sense.
+class _Mark(TypedDict):
+    begin: TokenIds
+    end: TokenIds
 
-    Anybody may have written the log.
-    """
-    process, facts = logged.process, logged.facts
-    least = {
-        "context": 2,
-        "prefill_step": 1,
-        "checkpoint_interval": 1,
-        "checkpoint_budget": 0,
-        "rewind_slack": 0,
-    }
+
+class _Process(TypedDict):
+    """The fields of a process that a replay needs, with their bounds."""
+
+    context: Annotated[int, Meta(ge=2)]
+    prefill_step: Ordinal
+    checkpoint_interval: Ordinal
+    thinking: Annotated[list[_Mark], Meta(max_length=MOST_MARKS)]
+
+
+class _Request(TypedDict):
+    """The fields of a request that a replay needs, with their bounds."""
+
+    entry: TokenIds | None
+    began_s: NotRequired[Annotated[float, Meta(ge=-MOST, le=MOST)]]
+
+
+def is_usable(logged: LoggedRequest) -> bool:
+    """Return True if a log, which anybody may have written, says what a replay needs."""
     try:
-        marks = [mark[side] for mark in process["thinking"] for side in ("begin", "end")]
-        held = [] if facts["entry"] is None else facts["entry"]
-        if not all(map(are_ids, [*marks, held])) or len(process["thinking"]) > MOST_MARKS:
-            return False
-        began = facts.get("began_s", 0)
-        if isinstance(began, bool) or not -(2**53) <= began <= 2**53:
-            return False
-        return all(process[name] >= low for name, low in least.items()) and all(
-            map(is_layer, process["layers"])
-        )
+        msgspec.convert(logged.process, _Process)
+        msgspec.convert(logged.facts, _Request)
+        return all(map(is_layer, logged.process["layers"]))
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -306,12 +299,12 @@ class ReplayedLayer(ExtentLayer):
 class _Entry:
     """A prefix cache and its layers."""
 
-    def __init__(self, process: Mapping[str, Any], settings: ReplaySettings) -> None:
+    def __init__(self, process: Mapping[str, Any], interval: int | None, slack: int | None) -> None:
         self.layers = [
-            ReplayedLayer(line, read_extent(line, process["context"], settings.slack))
+            ReplayedLayer(line, read_extent(line, process["context"], slack))
             for line in process["layers"]
         ]
-        self._interval = settings.interval or process["checkpoint_interval"]
+        self._interval = interval or process["checkpoint_interval"]
         self.cache = PrefixCache(self._caches, process["checkpoint_budget"], self._interval)
 
     def _caches(self) -> list[LayerCache]:
@@ -332,34 +325,21 @@ class _Entry:
 def _follow(cache: PrefixCache, request: ReplayedRequest) -> None:
     """Move the entry as the runner did for a prompt that was shortened in the middle.
 
-    The entry shows what was left out: behind the common prefix it continues like the prompt, some
-    tokens later.
+    Behind the common prefix, the entry continues like the prompt, some tokens later.
     """
     held, prompt = cache.current.tokens.array, request.prompt
     keep = common_prefix(held, prompt)
     if keep == min(len(held), len(prompt)) or len(held) <= request.entry_before:
         return
     gaps = np.flatnonzero(held[keep + 1 :] == prompt[keep]) + 1
-    longest = max(
-        ((common_prefix(held[keep + gap :], prompt[keep:]), int(gap)) for gap in gaps), default=None
-    )
-    if longest is not None:
-        whole = np.concatenate([held[: keep + longest[1]], prompt[keep:]])
-        is_moved = request.matched > keep
-        move = _moved if is_moved else lambda layers, by: None
-        cache.prepare(whole, keep, longest[1], move)
+    found = [(common_prefix(held[keep + gap :], prompt[keep:]), int(gap)) for gap in gaps]
+    if found:
+        _, gap = max(found)
+        whole = np.concatenate([held[: keep + gap], prompt[keep:]])
+        move = as_they_are if request.matched > keep else lambda layers, by: None
+        cache.prepare(whole, keep, gap, move)
 
 
-def _shift(request: ReplayedRequest, context: int) -> Shift:
-    """Return how the runner made room.
-
-    It kept the tokens with which the entry begins afterwards.
-    """
-    assert request.entry is not None
-    keep = common_prefix(request.entry, np.concatenate([request.prompt, request.answer]))
-    return Shift(context, min(keep, context - 2))
-
-
-def _moved(layers: Sequence[LayerCache], by: int) -> Sequence[Callable[[Any, int], Any]]:
+def as_they_are(layers: Sequence[LayerCache], by: int) -> Sequence[Callable[[Any, int], Any]]:
     """Return a function for each layer that leaves its keys as they are."""
     return [lambda keys, by: keys for _ in layers]

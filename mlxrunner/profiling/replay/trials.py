@@ -18,12 +18,10 @@ from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
 from mlxrunner.cache.prefix import leaving
 from mlxrunner.engine.drafting import Drafting, Experience, SourceCounts
 from mlxrunner.errors import ReadError
-from mlxrunner.profiling.replay.sidebyside import SideBySide, can_be_replayed, has_room
+from mlxrunner.profiling.replay.sidebyside import as_run, can_be_replayed, has_room, packed
 from mlxrunner.profiling.replay.simulate import (
-    AS_RUN,
     Replay,
     ReplayedRequest,
-    ReplaySettings,
     is_usable,
 )
 from mlxrunner.profiling.report.report import skipped_words
@@ -40,18 +38,17 @@ class Variant:
     """One way to replay a token log."""
 
     name: str
-    settings: ReplaySettings = AS_RUN
+    entries: int = 1
+    interval: int | None = None
+    """The tokens between checkpoints; None for that of the runner."""
+    slack: int | None = None
+    """The rewind slack of windows in tokens; None for that of the runner."""
     order: Order = "input"
     """The order of the requests: "input" (as logged) or "prefix" (that of a batch)."""
     thinking: Thinking = "logged"
     """The thinking of earlier answers in prompts: as logged, kept or stripped."""
     slots: int | None = None
     """The slots of a runner with requests side by side; None for those that it had."""
-
-    @property
-    def is_in_slots(self) -> bool:
-        """True if requests that ran side by side do so again; else they run one at a time."""
-        return self.slots is not None or self.order == "prefix"
 
     def acts_on(self, process: Mapping[str, Any]) -> bool:
         """Return True if the variant can change anything for the requests of a process."""
@@ -60,8 +57,8 @@ class Variant:
         has_window = any(layer["slack"] is not None for layer in layers)
         return (
             (self.thinking == "logged" or bool(process["thinking"]))
-            and (self.settings.interval is None or has_checkpoints)
-            and (self.settings.slack is None or has_window)
+            and (self.interval is None or has_checkpoints)
+            and (self.slack is None or has_window)
             and (self.slots is None or is_side_by_side(process))
         )
 
@@ -115,16 +112,11 @@ class VariantResult:
         return self.prompt - self.cached
 
     @property
-    def new(self) -> int:
-        """The tokens that nothing could have spared."""
-        return self.prompt - self.cached - self.missed - self.displaced
-
-    @property
     def counts(self) -> dict[str, int | None]:
         """The four counts of the prompt tokens by name; None: the log does not say it."""
-        names = ("missed", "displaced", "new")
-        more = {name: getattr(self, name) if self.has_counts else None for name in names}
-        return {"cached": self.cached, **more}
+        new = self.evaluated - self.missed - self.displaced  # nothing could have spared them
+        more = {"missed": self.missed, "displaced": self.displaced, "new": new}
+        return {"cached": self.cached, **(more if self.has_counts else dict.fromkeys(more))}
 
     @property
     def hit_rate(self) -> float:
@@ -133,10 +125,8 @@ class VariantResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings of the variant, the counts and the hit rate by name."""
-        what, names = self.what, "requests hits prompt evaluated hit_rate".split()
-        chosen = {name: getattr(what, name) for name in ("order", "thinking", "slots")}
-        counts = {name: getattr(self, name) for name in names} | self.counts
-        return {"name": what.name, **asdict(what.settings), **chosen, **counts}
+        names = "requests hits prompt evaluated hit_rate".split()
+        return asdict(self.what) | {name: getattr(self, name) for name in names} | self.counts
 
 
 @dataclass
@@ -163,7 +153,7 @@ class Simulation:
     @property
     def requests(self) -> int:
         """The number of requests that were replayed."""
-        return self.rows[0].requests if self.rows else 0
+        return self.rows[0].requests
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts and the rows by name."""
@@ -172,38 +162,6 @@ class Simulation:
         beside = {"side_by_side": self.side_by_side, "only_logged": self.only_logged}
         guesses = {} if self.guesses is None else {"guesses": self.guesses.as_dict()}
         return {**counts, **beside, "skipped": dict(self.skipped), "rows": rows, **guesses}
-
-
-def variants(
-    process: Mapping[str, Any],
-    entries: Sequence[int] = (),
-    intervals: Sequence[int] = (),
-    slacks: Sequence[int] = (),
-    slots: Sequence[int] = (),
-) -> list[Variant]:
-    """Return the variants that are worth trying for a process, one change at a time.
-
-    Given values replace the usual ones; `intervals` and `slacks` are in tokens. Slots are tried
-    only if they are given.
-    """
-    every, slack = process["checkpoint_interval"], process["rewind_slack"]
-    intervals = intervals or sorted({max(every // 4, 1), every * 4} - {every})
-    slacks = slacks or sorted({0, slack * 4 or 512} - {slack})
-    made = [
-        AS_IT_WAS,
-        *(Variant(f"{n} slot{'' if n == 1 else 's'}", slots=n) for n in slots),
-        *([ONE_AT_A_TIME] if is_side_by_side(process) else []),
-        *(
-            Variant(f"{count} entries", ReplaySettings(entries=count))
-            for count in entries or ENTRIES
-        ),
-        Variant("sorted by prefix", order="prefix"),
-        Variant("thinking kept", thinking="kept"),
-        Variant("thinking stripped", thinking="stripped"),
-        *(Variant(f"interval {n}", ReplaySettings(interval=n)) for n in intervals),
-        *(Variant(f"slack {n}", ReplaySettings(slack=n)) for n in slacks),
-    ]
-    return [what for what in made if what.acts_on(process)]
 
 
 def is_side_by_side(process: Mapping[str, Any]) -> bool:
@@ -241,16 +199,10 @@ class EarlierRequest:
 
 
 class Rewriter:
-    """A rewriter of the requests of one process, in their order.
-
-    `changed` counts the requests that it has changed.
-    """
+    """A rewriter of the requests of one process; `changed` counts those that it has changed."""
 
     def __init__(self, process: Mapping[str, Any], way: Literal["kept", "stripped"]) -> None:
-        """Rewrite prompts so that their thinking is "kept" or "stripped".
-
-        `process` is the line of the process in the token log.
-        """
+        """Rewrite prompts so that their thinking is "kept" or "stripped"."""
         self._marks = [
             (tuple(mark["begin"]), tuple(mark["end"]))
             for mark in process["thinking"]
@@ -262,10 +214,7 @@ class Rewriter:
         self.changed = 0
 
     def rewrite(self, request: ReplayedRequest) -> ReplayedRequest:
-        """Return the request with its prompt rewritten.
-
-        Return the request itself if its prompt stays the same.
-        """
+        """Return the request with its prompt rewritten, or itself if that stays the same."""
         prompt = self._stripped(request.prompt) if self._way == "stripped" else self._kept(request)
         if len(prompt) == len(request.prompt):
             return request
@@ -290,10 +239,8 @@ class Rewriter:
     def _kept(self, request: ReplayedRequest) -> TokenArray:
         """Return the prompt with the thinking of the request that it continues."""
         prompt = request.prompt
-        goes_on = [(common_prefix(turn.logged, prompt), turn) for turn in self._turns]
-        goes_on = [
-            (common, turn) for common, turn in goes_on if common >= turn.prompt_tokens - HEADER
-        ]
+        pairs = ((common_prefix(turn.logged, prompt), turn) for turn in self._turns)
+        goes_on = [pair for pair in pairs if pair[0] >= pair[1].prompt_tokens - HEADER]
         if goes_on:
             common, turn = max(goes_on, key=lambda one: one[0])
             logged = turn.logged
@@ -301,21 +248,14 @@ class Rewriter:
             before = np.concatenate([turn.kept, logged[turn.prompt_tokens :]])
             moved = len(turn.kept) - turn.prompt_tokens
             prompt = np.concatenate([before[: resumed + moved], prompt[common:]])
-        self._turns.append(
-            EarlierRequest(
-                np.concatenate([request.prompt, request.answer]), len(request.prompt), prompt
-            )
-        )
+        logged = np.concatenate([request.prompt, request.answer])
+        self._turns.append(EarlierRequest(logged, len(request.prompt), prompt))
         return prompt
 
     def _resumed(self, logged: TokenArray, prompt: TokenArray, common: int) -> int:
-        """Return where `logged`, behind a thinking block, continues like `prompt` from `common`.
-
-        Return `common` if it does not.
-        """
-        for end in sorted(
-            {end for begin, end in self._blocks(logged) if begin - BLANKS <= common < end}
-        ):
+        """Return where `logged`, behind a thinking block, continues like `prompt`; or `common`."""
+        blocks = self._blocks(logged)
+        for end in sorted({end for begin, end in blocks if begin - BLANKS <= common < end}):
             for place in range(end, min(end + BLANKS, len(logged))):
                 same = common_prefix(logged[place:], prompt[common:])
                 if same >= min(PROOF, len(logged) - place):
@@ -329,9 +269,8 @@ class Rewriter:
             ends, begins = _places(tokens, end), _places(tokens, begin)
             after = np.searchsorted(ends, begins + len(begin))
             ended = after < len(ends)
-            blocks += zip(
-                begins[ended].tolist(), (ends[after[ended]] + len(end)).tolist(), strict=True
-            )
+            behind = (ends[after[ended]] + len(end)).tolist()
+            blocks += zip(begins[ended].tolist(), behind, strict=True)
         return blocks
 
 
@@ -399,15 +338,14 @@ def _idle(
     result: Simulation, intervals: Sequence[int], slacks: Sequence[int], slots: Sequence[int]
 ) -> list[str]:
     """Return remarks on given options that change nothing."""
-    tried = [row.what.settings for row in result.rows]
-    idle = []
-    if intervals and not any(settings.interval for settings in tried):
+    tried, idle = [row.what for row in result.rows], []
+    if intervals and all(what.interval is None for what in tried):
         idle.append(
             "--checkpoint-interval has nothing to act on: no layer in the log takes checkpoints"
         )
-    if slacks and all(settings.slack is None for settings in tried):
+    if slacks and all(what.slack is None for what in tried):
         idle.append("--rewind-slack has nothing to act on: no layer in the log has a window")
-    if slots and all(row.what.slots is None for row in result.rows):
+    if slots and all(what.slots is None for what in tried):
         idle.append("--slots has nothing to act on: no requests in the log ran side by side")
     return idle
 
@@ -431,11 +369,9 @@ class LoggedRun:
         self.requests: list[LoggedRequest] = []
 
     @cached_property
-    def in_slots(self) -> SideBySide:
+    def in_slots(self) -> list[LoggedRequest]:
         """The requests whose log says how they ran beside others."""
-        found = SideBySide(self.process)
-        found.requests = [one for one in self.requests if can_be_replayed(one)]
-        return found
+        return [one for one in self.requests if can_be_replayed(one)]
 
     @cached_property
     def only_logged(self) -> list[LoggedRequest]:
@@ -449,14 +385,15 @@ class LoggedRun:
         """The lookups of the requests, replayed as they ran; without those of `only_logged`."""
         if not self.is_side_by_side:
             return self._one_at_a_time(AS_IT_WAS, self.requests)[0]
-        if not self.in_slots.requests:
+        if not self.in_slots:
             return []
-        return [(request.lookup, request.account) for request in self.in_slots.as_run()]
+        made = as_run(self.process, self.in_slots)
+        return [(request.lookup, request.account) for request in made]
 
     @property
     def agreed(self) -> int:
         """The number of requests that, run as they were, find exactly what the log says."""
-        logged = self.in_slots.requests if self.is_side_by_side else self.requests
+        logged = self.in_slots if self.is_side_by_side else self.requests
         return sum(
             (found.matched, found.cached) == (one.facts["matched"], one.facts["cached"])
             for (found, _), one in zip(self.as_run, logged, strict=True)
@@ -469,19 +406,34 @@ class LoggedRun:
         slacks: Sequence[int],
         slots: Sequence[int],
     ) -> list[Variant]:
-        """Return the variants that are worth trying for these requests."""
-        if not self.in_slots.requests:
+        """Return the variants that are worth trying for these requests, one change at a time.
+
+        Given values replace the usual ones; `intervals` and `slacks` are in tokens.
+        """
+        process = self.process
+        every, slack = process["checkpoint_interval"], process["rewind_slack"]
+        intervals = intervals or sorted({max(every // 4, 1), every * 4} - {every})
+        slacks = slacks or sorted({0, slack * 4 or 512} - {slack})
+        if not self.in_slots:
             slots = []
         elif not slots:
-            own = self.process["max_sequences"]
-            slots = [count for count in SLOTS if count != own and has_room(self.process, count)]
-        return variants(self.process, entries, intervals, slacks, slots)
+            own = process["max_sequences"]
+            slots = [count for count in SLOTS if count != own and has_room(process, count)]
+        made = [
+            AS_IT_WAS,
+            *(Variant(f"{n} slot{'' if n == 1 else 's'}", slots=n) for n in slots),
+            *([ONE_AT_A_TIME] if self.is_side_by_side else []),
+            *(Variant(f"{n} entries", entries=n) for n in entries or ENTRIES),
+            Variant("sorted by prefix", order="prefix"),
+            Variant("thinking kept", thinking="kept"),
+            Variant("thinking stripped", thinking="stripped"),
+            *(Variant(f"interval {n}", interval=n) for n in intervals),
+            *(Variant(f"slack {n}", slack=n) for n in slacks),
+        ]
+        return [what for what in made if what.acts_on(process)]
 
     def add_to(self, row: VariantResult) -> bool:
-        """Add the lookups of all requests, replayed as the variant of the row says.
-
-        Return True if the variant has changed a prompt.
-        """
+        """Add the lookups of all requests. Return True if the variant has changed a prompt."""
         what, found, alone = row.what, self.as_run, list[LoggedRequest]()
         can_act = what != AS_IT_WAS and what.acts_on(self.process)
         if not self.is_side_by_side:
@@ -492,12 +444,13 @@ class LoggedRun:
                 row.add_logged(logged)
         else:
             alone = self.only_logged
-        if can_act and found and self.in_slots.requests and has_room(self.process, what.slots or 1):
-            if what.is_in_slots:
-                made = self.in_slots.packed(what.slots, by_prefix=what.order == "prefix")
+        beside, by_prefix = self.in_slots, what.order == "prefix"
+        if can_act and found and beside and has_room(self.process, what.slots or 1):
+            if what.slots is not None or by_prefix:
+                made = packed(self.process, beside, what.slots, by_prefix=by_prefix)
                 found = [(request.lookup, request.account) for request in made]
             else:
-                found, alone = [], [*alone, *self.in_slots.requests]
+                found, alone = [], [*alone, *beside]
         replayed, has_changed = self._one_at_a_time(what, alone)
         for lookup, account in (*found, *replayed):
             row.add(lookup, account)
@@ -506,11 +459,9 @@ class LoggedRun:
     def _one_at_a_time(
         self, what: Variant, requests: Sequence[LoggedRequest]
     ) -> tuple[list[Replayed], bool]:
-        """Return the lookups and accounts of requests, and True if a prompt was changed.
-
-        Those that ran in slots come in the order in which they began.
-        """
-        replay, has_changed = Replay(self.process, what.settings), False
+        """Return lookups and accounts, in order of the begins, and True if a prompt was changed."""
+        settings = {name: getattr(what, name) for name in ("entries", "interval", "slack")}
+        replay, has_changed = Replay(self.process, **settings), False
         made = [ReplayedRequest.of(logged) for logged in requests]
         if what.thinking != "logged":
             rewriter = Rewriter(self.process, what.thinking)
@@ -521,7 +472,7 @@ class LoggedRun:
             order = sorted(range(len(made)), key=began.__getitem__)
             made = [replace(made[i], freed=False, shortened=False) for i in order]
         if what.order == "prefix":
-            made = by_prefix(made)
+            made = [made[i] for i in order_of([sort_key(one.prompt) for one in made])]
         accounting, found = TokenAccounting(), list[Replayed]()
         for one in made:
             opened = accounting.begin(one.prompt, name=one.conversation)
@@ -530,14 +481,6 @@ class LoggedRun:
             cached, known = lookup.cached, lookup.known
             found.append((lookup, accounting.end(opened, cached, known, reached, one.answer)))
         return found, has_changed
-
-
-def by_prefix(requests: Sequence[ReplayedRequest]) -> list[ReplayedRequest]:
-    """Return the requests in the order in which a batch runs them.
-
-    Like beginnings come together, and a prompt comes after those that it continues.
-    """
-    return [requests[i] for i in order_of([sort_key(request.prompt) for request in requests])]
 
 
 class Guesses:

@@ -21,6 +21,7 @@ from mlxrunner.profiling.report.summary import (
     Sample,
     Summary,
     Timeline,
+    in_requests,
     name_of,
     words,
 )
@@ -32,17 +33,14 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(summary: Summary, sources: Sequence[str], notes: Sequence[str] = ()) -> str:
-    """Return the whole page.
-
-    `sources` are the names of the files, and `notes` are about the figures.
-    """
+    """Return the whole page about files with the names `sources`; `notes` are about the figures."""
     models = ", ".join(f"{name} ({number(count)})" for name, count in summary.models.most_common(5))
     first, last = (
         f'<span class="time">{safe(moment(time))}</span>'
         for time in (summary.first_time, summary.last_time)
     )
     files = safe(", ".join(sources))
-    count = f"{number(summary.requests)} request{'s' if summary.requests > 1 else ''}"
+    count = in_requests(summary.requests)
     noted = "".join(f" {safe(note)}." for note in notes)
     body = [
         "<header><h1>Prefix cache (KV cache) report</h1>",
@@ -81,39 +79,25 @@ def document(title: str, body: Sequence[str], *, refresh_s: int | None = None) -
 def _cards(summary: Summary) -> str:
     tokens, outcomes = summary.tokens, summary.outcomes
     counts = ", ".join(f"{number(outcomes[outcome])} {outcome}" for outcome in OUTCOMES)
-    known = (
-        f" for {number(summary.estimated)} of {number(summary.requests)} requests"
-        if summary.estimated < summary.requests
-        else ""
-    )
+    known = ""
+    if summary.estimated < summary.requests:
+        known = f" for {number(summary.estimated)} of {number(summary.requests)} requests"
     overlap = ", for each of several at a time" if summary.side_by_side else ""
-    prompt = max(tokens["prompt"], 1)
-    shares = {name: percent(tokens[name] / prompt) for name in ("missed", "displaced", "new")}
-    cards = [
-        (
-            "Cached",
-            percent(summary.hit_rate),
-            f"{number(tokens['saved'])} of {number(tokens['prompt'])} prompt tokens were reused",
-        ),
-        ("Missed", shares["missed"], f"{number(tokens['missed'])} tokens: {MEANINGS['missed']}"),
-        (
-            "Displaced",
-            shares["displaced"],
-            f"{number(tokens['displaced'])} tokens: {MEANINGS['displaced']}",
-        ),
-        ("New", shares["new"], f"{number(tokens['new'])} tokens: {MEANINGS['new']}"),
-    ]
+    prompt, asked = max(tokens["prompt"], 1), f"{number(tokens['prompt'])} prompt tokens"
+    reused = f"{number(tokens['saved'])} of {asked} were reused"
+    cards = [("Cached", percent(summary.hit_rate), reused)]
+    for name in ("missed", "displaced", "new"):
+        note = f"{number(tokens[name])} tokens: {MEANINGS[name]}"
+        cards.append((name.capitalize(), percent(tokens[name] / prompt), note))
     if ahead := tokens["prefetched"]:
         cards.append(("Evaluated in advance", number(ahead), "tokens, while the user typed"))
+    saved = f"of prompt processing (prefill), an estimate{known}"
+    speeds = rate(summary.prefill_rate), rate(summary.decode_rate)
     cards += [
         ("Requests", number(summary.requests), counts),
-        (
-            "Time saved",
-            seconds(summary.saved_s),
-            f"of prompt processing (prefill), an estimate{known}",
-        ),
-        ("Prompt speed", rate(summary.prefill_rate), f"prefill of evaluated tokens{overlap}"),
-        ("Generation speed", rate(summary.decode_rate), f"after each first token{overlap}"),
+        ("Time saved", seconds(summary.saved_s), saved),
+        ("Prompt speed", speeds[0], f"prefill of evaluated tokens{overlap}"),
+        ("Generation speed", speeds[1], f"after each first token{overlap}"),
     ]
     if drafted := summary.drafted.total():
         right = number(summary.accepted.total())
@@ -124,16 +108,12 @@ def _cards(summary: Summary) -> str:
     if summary.untested:
         why = "one wrong token would be within the tolerance"
         cards.append(("Untested", number(summary.untested), why))
-    shown = (
-        f"<div><dt>{name}</dt><dd>{_with_small_unit(value)}<small>{note}</small></dd></div>"
-        for name, value, note in cards
-    )
-    return f'<dl class="cards">{"".join(shown)}</dl>'
-
-
-def _with_small_unit(value: str) -> str:
-    figure, _, unit = value.rpartition(" ")
-    return f"{safe(figure)} <span>{safe(unit)}</span>" if figure else safe(unit)
+    shown = ""
+    for name, value, note in cards:
+        figure, _, unit = value.rpartition(" ")
+        said = f"{safe(figure)} <span>{safe(unit)}</span>" if figure else safe(unit)
+        shown += f"<div><dt>{name}</dt><dd>{said}<small>{note}</small></dd></div>"
+    return f'<dl class="cards">{shown}</dl>'
 
 
 def _batches(summary: Summary) -> str:
@@ -159,13 +139,11 @@ def _batches(summary: Summary) -> str:
 def diagnosis(summary: Summary) -> str:
     """Return a panel with what to change: for each client and cause its cost and its remedy."""
     findings, first, rest = summary.diagnosis, summary.headline, summary.unavoidable
-    count = "1 request" if rest.requests == 1 else f"{number(rest.requests)} requests"
-    said = (
-        f"Nothing could have saved {number(rest.tokens)} more tokens that were evaluated again, in "
-        f"{count}."
-        if rest.tokens
-        else ""
-    )
+    count = in_requests(rest.requests)
+    said = ""
+    if rest.tokens:
+        lost = f"{number(rest.tokens)} more tokens that were evaluated again"
+        said = f"Nothing could have saved {lost}, in {count}."
     if first is None:
         said = said.replace(" more tokens", " tokens") or "All that could be reused was."
         return panel("Nothing to change", said, is_wide=True)
@@ -199,18 +177,11 @@ def _costliest(summary: Summary) -> str:
     """Return a panel with the requests that lost most, each beside its earlier request."""
     if not summary.costliest:
         return ""
-    rows: list[list[str | TableLink]] = [
-        [
-            TableLink(m.id, f"#{m.id}"),
-            moment(m.time),
-            m.client,
-            seconds(m.seconds),
-            number(m.tokens),
-            m.cause,
-            m.model,
-        ]
-        for m in summary.costliest
-    ]
+    rows: list[list[str | TableLink]] = []
+    for miss in summary.costliest:
+        link, when = TableLink(miss.id, f"#{miss.id}"), moment(miss.time)
+        cost = seconds(miss.seconds), number(miss.tokens)
+        rows.append([link, when, miss.client, *cost, miss.cause, miss.model])
     columns = ["id", "at", "client", "time", "tokens", "cause", "model"]
     text = "Prompt tokens that were evaluated again, and the time for them. A link explains each."
     shown = table(columns, rows, kind="stack")
@@ -223,10 +194,9 @@ def _explained(event: Event) -> str:
     shown, sides = "", event.divergence.compared() if event.divergence else None
     if sides is not None and sides[0]:
         for name, mark, pieces in zip(("earlier", "now"), ("del", "ins"), sides[2:], strict=True):
-            text = "".join(
-                safe(piece) if is_same else f"<{mark}>{safe(piece)}</{mark}>"
-                for piece, is_same in pieces
-            )
+            text = ""
+            for piece, is_same in pieces:
+                text += safe(piece) if is_same else f"<{mark}>{safe(piece)}</{mark}>"
             shown += f"<dt>{name}</dt><dd>{safe(sides[1])}{text}</dd>"
         shown = f'<dl class="sides">{shown}</dl>'
     said = f"<h3>{safe(event.id)}</h3><p>{safe(_sentence(event.explain()))}</p>"
@@ -281,24 +251,17 @@ class TableLink(NamedTuple):
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str | TableLink]], *, kind: str = ""
 ) -> str:
-    """Return a table; cells of the columns in FIGURES are aligned at the right.
-
-    A table of the kind "stack" becomes a list of its rows where there is little room.
-    """
-    kinds = [
-        ' class="figure"' if name in FIGURES else ' class="foreign"' if name in FOREIGN else ""
-        for name in columns
-    ]
-    heads = "".join(
-        f'<th scope="col"{align}>{name}</th>' for name, align in zip(columns, kinds, strict=True)
-    )
-    labels = [f' data-name="{name}"' if kind == "stack" else "" for name in columns]
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{k}{n}>{_cell(v)}</td>" for v, k, n in zip(row, kinds, labels, strict=True))
-        + "</tr>\n"
-        for row in rows
-    )
+    """Return a table. One of the kind "stack" becomes a list where there is little room."""
+    heads, cells = "", []
+    for name in columns:
+        align = "figure" if name in FIGURES else "foreign" if name in FOREIGN else ""
+        attributes = f' class="{align}"' if align else ""
+        heads += f'<th scope="col"{attributes}>{name}</th>'
+        cells.append(attributes + (f' data-name="{name}"' if kind == "stack" else ""))
+    body = ""
+    for row in rows:
+        shown = (f"<td{a}>{_cell(value)}</td>" for a, value in zip(cells, row, strict=True))
+        body += f"<tr>{''.join(shown)}</tr>\n"
     if not body:
         return "<p>None.</p>"
     of_kind = f' class="{kind}"' if kind else ""
@@ -317,19 +280,14 @@ def bars_table(
     columns: Sequence[str],
     rows: Iterable[tuple[str, Mapping[str, float], Sequence[str], str]],
 ) -> str:
-    """Return a table with a bar in each row, and below each row a sentence.
-
-    `first` names the first column, and `columns` those of figures behind the bars.
-    """
+    """Return a table with a bar, figures in `columns`, and a sentence below for each row."""
     heads = "".join(f'<th scope="col" class="figure">{name}</th>' for name in columns)
     body = ""
     for name, shares, figures, sentence in rows:
         cells = "".join(f'<td class="figure">{safe(one)}</td>' for one in figures)
         more = ' class="more"' if sentence else ""
-        body += (
-            f'<tr{more}><th scope="row">{safe(name)}</th>'
-            f'<td class="bars">{bar(shares)}</td>{cells}</tr>\n'
-        )
+        body += f'<tr{more}><th scope="row">{safe(name)}</th>'
+        body += f'<td class="bars">{bar(shares)}</td>{cells}</tr>\n'
         if sentence:
             body += f'<tr><td class="words" colspan="{2 + len(columns)}">{sentence}</td></tr>\n'
     head = f'<th scope="col">{first}</th><th></th>{heads}'
@@ -354,10 +312,7 @@ def safe(text: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """A map from values between `low` and `high` to shares between 0 and 1.
-
-    A logarithmic scale shows smaller values as `low`.
-    """
+    """A map from values between `low` and `high` to shares of an axis; smaller values are `low`."""
 
     low: float
     high: float
@@ -365,14 +320,14 @@ class Scale:
 
     @classmethod
     def around(cls, values: Iterable[float], *, from_zero: bool = False) -> Scale:
-        """Make the scale on which `values` fill most of the room; it ends at round numbers.
-
-        The scale is logarithmic if the values are far apart, unless it has to begin at zero.
-        """
+        """Make the scale that `values` fill for the most part; logarithmic for far ones."""
         known = [max(value, LEAST) for value in values if value > 0] or [1.0]
         low, high = min(known), max(known)
         if high > WIDE * low and not from_zero:
-            return cls(_round_below(low), _round_above(high), True)
+            digits, powers = (*ROUND, 10.0), [_power(low), _power(high)]
+            low = max(d * powers[0] for d in ROUND if d * powers[0] <= low * 1.001)
+            high = min(d * powers[1] for d in digits if d * powers[1] >= high * 0.999)
+            return cls(low, high, True)
         step = round_step(high, 5)
         return cls(0.0, math.ceil(round(high / step, 9)) * step)
 
@@ -388,14 +343,11 @@ class Scale:
         if not self.is_log:
             step = round_step(self.high, 5)
             return [step * i for i in range(round(self.high / step) + 1)]
+        ticks: list[float] = []
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for digits in (ROUND, (1.0, 3.0), (1.0,)):
-            ticks = [
-                digit * 10.0**power
-                for power in powers
-                for digit in digits
-                if 0.999 * self.low <= digit * 10.0**power <= 1.001 * self.high
-            ]
+            places = (digit * 10.0**power for power in powers for digit in digits)
+            ticks = [at for at in places if 0.999 * self.low <= at <= 1.001 * self.high]
             if len(ticks) <= MOST_TICKS:
                 return ticks
         return ticks[:: -(-len(ticks) // MOST_TICKS)]
@@ -494,19 +446,13 @@ def _percent(share: float) -> str:
 
 def round_step(high: float, most: int) -> float:
     """Return the least round step with which at most `most` steps reach `high`."""
-    power = 10.0 ** math.floor(math.log10(high))
+    power = _power(high)
     factors = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
     return next(power * factor for factor in factors if high / (power * factor) <= most)
 
 
-def _round_below(value: float) -> float:
-    power = 10.0 ** math.floor(math.log10(value))
-    return max(digit * power for digit in ROUND if digit * power <= value * 1.001)
-
-
-def _round_above(value: float) -> float:
-    power = 10.0 ** math.floor(math.log10(value))
-    return min(d * power for d in (*ROUND, 10.0) if d * power >= value * 0.999)
+def _power(value: float) -> float:
+    return float(10.0 ** math.floor(math.log10(value)))
 
 
 SHAPES = {"hit": "circle", "partial": "triangle", "miss": "square"}
@@ -540,18 +486,18 @@ def timeline(summary: Summary) -> str:
     _ticks(plot, line)
     width = 1 / len(line.bins)
     gap = width * 0.12 if len(line.bins) < 100 else 0.0
-    edge: list[tuple[float, float]] = []
+    edge, drawn = list[tuple[float, float]](), set[str]()
     for index, one in enumerate(line.bins):
         low = 0.0
         for kind, tokens in _drawn(one).items():
             if tokens:
+                drawn.add(kind)
                 high = low + tokens / one.requests
                 place = (index * width + gap / 2, y(high), width - gap, y(low) - y(high))
                 plot.bar(kind, *place, _hint(line, index))
                 low = high
         edge += [(at * width, y(one.matched / one.requests)) for at in (index, index + 1)]
     plot.line("matched", edge)
-    drawn = {kind for one in line.bins for kind, tokens in _drawn(one).items() if tokens}
     meanings = {kind: f"{kind}: {meaning}" for kind, meaning in MEANINGS.items()}
     meanings["unavoidable"] = "evaluated again: nothing is to be done"
     keys = {
@@ -585,11 +531,7 @@ def first_tokens(summary: Summary) -> str:
         colour = "displaced" if one.is_avoidable else colour
         plot.mark(colour, SHAPES[one.outcome], x(one.evaluated), y(one.ttft_s))
     known = sum(len(times.values) for times in summary.ttft.values())
-    drawn = (
-        f" {number(len(samples))} of {number(known)} requests are drawn, chosen by chance."
-        if len(samples) < known
-        else ""
-    )
+    drawn = f" {number(len(samples))} of {number(known)} requests are drawn, chosen by chance."
     keys = {
         '<circle class="mark cached" cx="7" cy="7" r="5"/>': "hit",
         '<path class="mark other" d="M7 1l6 11h-12z"/>': "partial",
@@ -597,25 +539,24 @@ def first_tokens(summary: Summary) -> str:
     }
     if any(one.is_avoidable for one in samples):
         keys['<path class="displaced" d="M0 3h14v8h-14z"/>'] = "red: could have reused more"
-    text = f"The more of a prompt is evaluated, the later its answer begins.{drawn}"
-    return panel(
-        "Time to the first token",
-        text,
-        legend(keys) if len(samples) > 1 else "",
-        plot.render("Time to the first token", text) if len(samples) > 1 else "",
-        _outcomes_table(summary),
-        folded(_sizes_table(samples), "By evaluated tokens"),
-    )
+    title = "Time to the first token"
+    text = "The more of a prompt is evaluated, the later its answer begins."
+    text += drawn if len(samples) < known else ""
+    shown = [legend(keys), plot.render(title, text)] if len(samples) > 1 else ["", ""]
+    sizes = folded(_sizes_table(samples), "By evaluated tokens")
+    return panel(title, text, *shown, _outcomes_table(summary), sizes)
 
 
 def bytes_over_time(summary: Summary) -> str:
     """Draw the memory of caches and of the whole program."""
     line = summary.timeline
-    columns = {
-        "used": [one.used_bytes for one in line.bins],
-        "allocated": [one.cache_bytes for one in line.bins],
-        "peak": [one.peak_bytes for one in line.bins],
+    names = {
+        "used": "used by cached tokens",
+        "allocated": "allocated for caches",
+        "peak": "peak of all memory",
     }
+    values = [(one.used_bytes, one.cache_bytes, one.peak_bytes) for one in line.bins]
+    columns = dict(zip(names, zip(*values, strict=True), strict=True))
     scale = Scale.around(value for column in columns.values() for value in column)
     plot = Plot(BYTES_HEIGHT)
     y = plot.y_axis(scale, "bytes, logarithmic" if scale.is_log else "bytes", size)
@@ -628,17 +569,14 @@ def bytes_over_time(summary: Summary) -> str:
         ]
         if points:
             plot.line(kind, points)
-    names = {"used": "used by cached tokens", "allocated": "allocated for caches"}
-    names["peak"] = "peak of all memory"
     rows = (
-        [_name(line, i), when, *map(size, (one.used_bytes, one.cache_bytes, one.peak_bytes))]
-        for i, (one, when) in enumerate(zip(line.bins, _clock(line), strict=True))
+        [_name(line, i), when, *map(size, nbytes)]
+        for i, (nbytes, when) in enumerate(zip(values, _clock(line), strict=True))
     )
+    most = f"The most of each {number(line.width)} requests."
     return figure(
         "Memory",
-        "After each request."
-        if line.width == 1
-        else f"The most of each {number(line.width)} requests.",
+        "After each request." if line.width == 1 else most,
         legend({f'<path class="line {k}" d="M0 7h14"/>': name for k, name in names.items()}),
         plot,
         table(["requests", "from", "used", "allocated", "peak"], rows),
@@ -651,19 +589,12 @@ def _parts(one: Bin) -> dict[str, int]:
 
 
 def _drawn(one: Bin) -> dict[str, float]:
-    """Return the parts of a bar, from below: tokens that nothing could have spared have their own.
-
-    Of a bin, it is not known whether these were missed or displaced ones.
-    """
-    parts, again = _parts(one), one.missed + one.displaced
+    """Return the parts of a bar, from below; one for tokens that nothing could have spared."""
+    again = one.missed + one.displaced
     share = one.avoidable / again if again else 0
-    return {
-        "cached": parts["cached"],
-        "missed": parts["missed"] * share,
-        "displaced": parts["displaced"] * share,
-        "unavoidable": again - one.avoidable,
-        "new": parts["new"],
-    }
+    avoidable = {"missed": one.missed * share, "displaced": one.displaced * share}
+    rest = {"unavoidable": again - one.avoidable, "new": one.new}
+    return {"cached": one.cached, **avoidable, **rest}
 
 
 def _hint(line: Timeline, index: int) -> str:
@@ -702,19 +633,11 @@ def _clock(line: Timeline) -> list[str]:
 
 def _prompts_table(line: Timeline) -> str:
     """Return the figures of each bar, which are means of its requests."""
-    columns = ["requests", "from", "prompt", *MEANINGS]
-    rows = (
-        [
-            _name(line, index),
-            when,
-            *(
-                number(round(tokens / one.requests))
-                for tokens in (one.prompt, *_parts(one).values())
-            ),
-        ]
-        for index, (one, when) in enumerate(zip(line.bins, _clock(line), strict=True))
-    )
-    return table(columns, rows)
+    rows = []
+    for index, (one, when) in enumerate(zip(line.bins, _clock(line), strict=True)):
+        means = (tokens / one.requests for tokens in (one.prompt, *_parts(one).values()))
+        rows.append([_name(line, index), when, *(number(round(mean)) for mean in means)])
+    return table(["requests", "from", "prompt", *MEANINGS], rows)
 
 
 def _outcomes_table(summary: Summary) -> str:
@@ -730,15 +653,10 @@ def _sizes_table(samples: Iterable[Sample]) -> str:
     by_digits: dict[int, list[float]] = {}
     for one in samples:
         by_digits.setdefault(len(str(one.evaluated)), []).append(one.ttft_s)
-    rows = (
-        [
-            f"{number(10 ** (digits - 1))} to {number(10**digits - 1)}",
-            number(len(times)),
-            seconds(median(times)),
-            seconds(max(times)),
-        ]
-        for digits, times in sorted(by_digits.items())
-    )
+    rows = []
+    for digits, times in sorted(by_digits.items()):
+        tokens = f"{number(10 ** (digits - 1))} to {number(10**digits - 1)}"
+        rows.append([tokens, number(len(times)), seconds(median(times)), seconds(max(times))])
     return table(["evaluated tokens", "requests", "median", "slowest"], rows)
 
 

@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,14 +65,11 @@ class CsvWriter:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value for a cell.
-
-    A text that a spreadsheet would take for a formula is marked as text.
-    """
-    if isinstance(value, str):
-        text = value.replace("\x00", "")
-        return "'" + text if text.startswith(FORMULAS) else text
-    return value
+    """Return a value for a cell. What a spreadsheet would take for a formula is marked as text."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\x00", "")
+    return "'" + text if text.startswith(FORMULAS) else text
 
 
 ARGS = """
@@ -101,7 +98,11 @@ class TraceWriter:
 
     def add(self, event: Event) -> None:
         """Write the spans of a request."""
-        begin = self._begin = _epoch_us(event.time, self._begin)
+        with suppress(ValueError, OverflowError):
+            moment = datetime.fromisoformat(event.time)
+            moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+            self._begin = round(moment.timestamp() * 1e6)
+        begin = self._begin
         end = begin + _us(event.total_s)
         pid = self._process(event)
         tid = self._lane(pid, begin, end)
@@ -115,9 +116,7 @@ class TraceWriter:
             args = {"tokens": span.tokens}
             self._write({"name": span.name, "cat": "span", **when, **place, "args": args})
         counted = {"used": event.used_bytes, "allocated": event.cache_bytes}
-        self._write(
-            {"name": "bytes", "ph": "C", "pid": pid, "tid": tid, "ts": end, "args": counted}
-        )
+        self._write({"name": "bytes", **place, "ph": "C", "ts": end, "args": counted})
 
     def close(self) -> None:
         """End the document. The stream stays open."""
@@ -128,10 +127,8 @@ class TraceWriter:
         pid = self._processes.get(event.process)
         if pid is None:
             pid = self._processes[event.process] = len(self._processes) + 1
-            name = f"{event.model} ({event.process})"
-            self._write(
-                {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
-            )
+            args = {"name": f"{event.model} ({event.process})"}
+            self._write({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": args})
         return pid
 
     def _lane(self, pid: int, begin: int, end: int) -> int:
@@ -142,19 +139,8 @@ class TraceWriter:
         return lane + 1
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._stream.write(
-            ("\n" if self._is_first else ",\n") + json.dumps(entry, separators=(",", ":"))
-        )
-        self._is_first = False
-
-
-def _epoch_us(time: str, otherwise: int) -> int:
-    """Return microseconds since 1970, or `otherwise` if `time` can't be parsed."""
-    try:
-        moment = datetime.fromisoformat(time)
-        return round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1e6)
-    except (ValueError, OverflowError):
-        return otherwise
+        before, self._is_first = "\n" if self._is_first else ",\n", False
+        self._stream.write(before + json.dumps(entry, separators=(",", ":")))
 
 
 def _us(seconds: float) -> int:
@@ -244,18 +230,13 @@ def make_report(
         if html is not None:
             from mlxrunner.profiling.report.page import page
 
-            names = [str(file) for file in files]
-            stack.enter_context(replaced(html, files)).write(
-                page(report.summary, names, report.notes)
-            )
+            shown = page(report.summary, [str(file) for file in files], report.notes)
+            stack.enter_context(replaced(html, files)).write(shown)
     return report
 
 
 def source_files(files: Iterable[str]) -> list[Path]:
-    """List the files to read, each after those it was rotated to, and none of them twice.
-
-    Raise ReadError if a file can't be read.
-    """
+    """List each file once, after those it was rotated to. Raise ReadError if one can't be read."""
     found: dict[tuple[int, int], Path] = {}
     for file in files:
         for path in with_rotated(file):

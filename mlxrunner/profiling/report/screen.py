@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from rich.cells import cell_len
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -21,10 +21,9 @@ from mlxrunner.profiling.logs import read_events
 from mlxrunner.profiling.report.report import REPORT_EVERY, must_have
 from mlxrunner.profiling.report.summary import (
     OUTCOMES,
-    BatchRun,
-    Miss,
     Summary,
     blame_of,
+    in_requests,
     name_of,
     words,
 )
@@ -39,7 +38,7 @@ from mlxrunner.profiling.schema import (
 from mlxrunner.terminal.output import moment, number, percent, rate, seconds, visible
 
 if TYPE_CHECKING:
-    from mlxrunner.profiling.replay.trials import Guesses, Simulation
+    from mlxrunner.profiling.replay.trials import Simulation
 
 
 COLOURS = {"hit": "green", "partial": "yellow", "miss": "yellow"}
@@ -62,73 +61,100 @@ def console(stream: IO[str]) -> Console:
 def show_report(summary: Summary, to: Console) -> None:
     """Print the whole report."""
     _diagnosis(summary, to)
-    _totals(summary, to)
-    _batches(summary.batches.runs, to)
-    _first_tokens(summary, to)
-    _costliest(summary.costliest, to)
+    to.print(_grid(_totals(summary)))
+    _over_time(summary, to)
+    if runs := summary.batches.runs:
+        rows = (
+            (
+                name_of(run),
+                percent(run.reuse),
+                percent(run.best),
+                number(run.failed.total() + run.refused),
+                number(run.cut),
+            )
+            for run in runs
+        )
+        to.print()
+        _table(to, "batches", ("order", "reused", "at best", "failed", "cut"), rows)
+        to.print()
+        for run in runs:
+            to.print(_text(f"{moment(run.time)} UTC: {words(run)}"))
+    times = {outcome: summary.ttft[outcome].as_dict() for outcome in OUTCOMES}
+    known: Iterator[tuple[str | Text, ...]] = (
+        (
+            _text(outcome, COLOURS[outcome]),
+            number(int(row["requests"] or 0)),
+            *(seconds(row[name]) for name in ("p50", "p90", "p99")),
+        )
+        for outcome, row in times.items()
+        if row["requests"]
+    )
+    columns = ("outcome", "requests", "p50", "p90", "p99")
+    to.print()
+    _table(to, "time to the first token", columns, known)
+    if misses := summary.costliest:
+        title = "most tokens evaluated again (mlxrunner explain FILE ID)"
+        lost = ((m.id, seconds(m.seconds), number(m.tokens), m.client, m.cause) for m in misses)
+        to.print()
+        _table(to, title, ("id", "time", "tokens", "client", "cause"), lost)
 
 
 def show_simulation(simulation: Simulation, to: Console) -> None:
     """Print a row for each setting, and how far the replay agrees with the log."""
     first = simulation.rows[0]
-    table = _table("", ("replayed", "hit rate", *first.counts, "change"))
-    for row in simulation.rows:
-        counts = ("-" if count is None else number(count) for count in row.counts.values())
-        change = _change(row.evaluated, first.evaluated) if row is not first else ""
-        table.add_row(_text(row.what.name), percent(row.hit_rate), *counts, change)
-    _print(table, to)
+    rows = (
+        (
+            row.what.name,
+            percent(row.hit_rate),
+            *("-" if count is None else number(count) for count in row.counts.values()),
+            _change(row.evaluated, first.evaluated) if row is not first else "",
+        )
+        for row in simulation.rows
+    )
+    _table(to, "", ("replayed", "hit rate", *first.counts, "change"), rows)
     to.print(_text("Counts are prompt tokens. change: of those evaluated (all but cached)."))
     to.print()
     if simulation.side_by_side:
         to.print(_text(_side_by_side(simulation)))
-    if simulation.requests > simulation.only_logged:
-        to.print(_agreement(simulation.agreed, simulation.requests - simulation.only_logged))
-    if simulation.guesses is not None:
-        to.print(_text(_guesses(simulation.guesses)))
-
-
-def _guesses(guesses: Guesses) -> str:
-    """Say how many tokens of the answers were guessed, and the forward passes that are left."""
-    return (
-        f"--speculate lookup would have guessed {number(guesses.drafted)} tokens, "
-        f"{number(guesses.accepted)} of them right: {number(guesses.passes)} forward passes for "
-        f"the answers instead of {number(guesses.tokens)}."
-    )
-
-
-def _agreement(agreed: int, requests: int) -> Text:
-    """Say how many of the replayed requests found the same as the log says."""
-    if agreed == requests:
-        return _text(
-            f"As it was run, each of the {number(requests)} requests found exactly what the log "
-            "says it had found."
+    agreed, requests = simulation.agreed, simulation.requests - simulation.only_logged
+    if 0 < requests == agreed:
+        said = f"As it was run, each of the {number(requests)} requests found exactly what the log "
+        to.print(_text(f"{said}says it had found."))
+    elif requests:
+        said = (
+            f"As it was run, {number(agreed)} of {number(requests)} requests found exactly what "
+            "the log says they had found; the others began with a cache that is not in the log, or "
+            "followed an interrupt."
         )
-    return _text(
-        f"As it was run, {number(agreed)} of {number(requests)} requests found exactly what the "
-        "log says they had found; the others began with a cache that is not in the log, or "
-        "followed an interrupt.",
-        "yellow",
-    )
+        to.print(_text(said, "yellow"))
+    if (guesses := simulation.guesses) is not None:
+        said = (
+            f"--speculate lookup would have guessed {number(guesses.drafted)} tokens, "
+            f"{number(guesses.accepted)} of them right: {number(guesses.passes)} forward passes "
+            f"for the answers instead of {number(guesses.tokens)}."
+        )
+        to.print(_text(said))
 
 
 def _side_by_side(simulation: Simulation) -> str:
     """Say which rows replay the requests in slots, and which do not."""
     ran = f"{number(simulation.side_by_side)} requests ran side by side, in slots of their own. "
-    again = (
-        "with other slots and sorted by prefix they do so again, each as soon as a slot is free; "
-    )
-    others = (
-        "all other rows but the first replay them one at a time, in the order in which they began."
-    )
+    order = "one at a time, in the order in which they began."
     if not simulation.only_logged:
-        return f"{ran}{again.capitalize()}{others}"
-    said = (
-        f"{number(simulation.only_logged)} of these are in a log that does not say how; the first "
-        "row is what it says they had found. "
-    )
+        return (
+            f"{ran}With other slots and sorted by prefix they do so again, each as soon as a slot "
+            f"is free; all other rows but the first replay them {order}"
+        )
     return (
-        f"{ran}{said}All other rows replay those one at a time, in the order in which they began."
+        f"{ran}{number(simulation.only_logged)} of these are in a log that does not say how; the "
+        f"first row is what it says they had found. All other rows replay those {order}"
     )
+
+
+def _change(tokens: int, before: int) -> str:
+    if tokens == before:
+        return "the same"
+    return f"{(tokens - before) / before:+.1%}" if before else "more"
 
 
 def sparkline(shares: list[float], *, is_ascii: bool) -> str:
@@ -137,54 +163,30 @@ def sparkline(shares: list[float], *, is_ascii: bool) -> str:
     return "".join(marks[min(int(share * len(marks)), len(marks) - 1)] for share in shares)
 
 
-def _totals(summary: Summary, to: Console) -> None:
+def _totals(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the summary's sums."""
     tokens = summary.tokens
-    prefetched = number(tokens["prefetched"])
-    ahead = f" ({prefetched} of these evaluated in advance)" if tokens["prefetched"] else ""
-    names = [visible(name) for name, _ in summary.models.most_common(3)]
-    models = ", ".join(names) + (" ..." if len(summary.models) > 3 else "")
     period = f"{moment(summary.first_time)} to {moment(summary.last_time)} UTC"
-    overlap = " for each of several at a time" if summary.side_by_side else ""
-    names_of_four = ("cached", "missed", "displaced", "new")
-    account = " + ".join(f"{name} {number(tokens[name])}" for name in names_of_four)
-    rows = [
-        ("requests", f"{number(summary.requests)}, {period}"),
-        ("models", models),
-        (
-            "hit rate by token",
-            f"{percent(summary.hit_rate)} of {number(tokens['prompt'])} prompt tokens were reused",
-        ),
-        ("", f"{account}{ahead}"),
-        ("hit rate by request", f"{percent(summary.request_hit_rate)}: {_counts(summary)}"),
-        ("time saved", _time_saved(summary)),
-        (
-            "rates",
-            f"prefill {rate(summary.prefill_rate)}, decode {rate(summary.decode_rate)}{overlap}",
-        ),
-        *_guessed(summary),
-        *_exceptions(summary),
-    ]
-    to.print(_grid(rows))
-    _over_time(summary, to)
-
-
-def _guessed(summary: Summary) -> list[tuple[str, str]]:
-    """Return the row about guessed tokens of answers, if there were any."""
-    right, drafted = summary.accepted.total(), summary.drafted.total()
-    said = f"{number(right)} of {number(drafted)} tokens of answers were right"
-    return [("guessed", said)] if drafted else []
-
-
-def _time_saved(summary: Summary) -> str:
-    if not summary.estimated:
-        return "-"
-    is_partial = summary.estimated < summary.requests
-    known = f", in {number(summary.estimated)} of the requests" if is_partial else ""
-    return f"{seconds(summary.saved_s)}, as estimated from this machine's own prefills{known}"
-
-
-def _exceptions(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield rows about requests that ended early or were run again cold, if there are any."""
+    yield "requests", f"{number(summary.requests)}, {period}"
+    names = [name for name, _ in summary.models.most_common(3)]
+    yield "models", ", ".join(names) + (" ..." if len(summary.models) > 3 else "")
+    share = f"{percent(summary.hit_rate)} of {number(tokens['prompt'])}"
+    yield "hit rate by token", f"{share} prompt tokens were reused"
+    four = ("cached", "missed", "displaced", "new")
+    ahead = f" ({number(tokens['prefetched'])} of these evaluated in advance)"
+    account = " + ".join(f"{name} {number(tokens[name])}" for name in four)
+    yield "", account + (ahead if tokens["prefetched"] else "")
+    counts = ", ".join(f"{number(summary.outcomes[outcome])} {outcome}" for outcome in OUTCOMES)
+    yield "hit rate by request", f"{percent(summary.request_hit_rate)}: {counts}"
+    saved = f"{seconds(summary.saved_s)}, as estimated from this machine's own prefills"
+    if summary.estimated < summary.requests:
+        saved += f", in {number(summary.estimated)} of the requests"
+    yield "time saved", saved if summary.estimated else "-"
+    rates = f"prefill {rate(summary.prefill_rate)}, decode {rate(summary.decode_rate)}"
+    yield "rates", rates + (" for each of several at a time" if summary.side_by_side else "")
+    if drafted := summary.drafted.total():
+        right = number(summary.accepted.total())
+        yield "guessed", f"{right} of {number(drafted)} tokens of answers were right"
     interrupted, failed = summary.finishes["interrupted"], summary.finishes["error"]
     if interrupted or failed:
         yield "ended early", f"{number(interrupted)} interrupted, {number(failed)} by an error"
@@ -196,23 +198,11 @@ def _exceptions(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "untested", f"{number(summary.untested)}: {why}"
 
 
-def _change(tokens: int, before: int) -> str:
-    if tokens == before:
-        return "the same"
-    return f"{(tokens - before) / before:+.1%}" if before else "more"
-
-
-def _counts(summary: Summary) -> str:
-    return ", ".join(f"{number(summary.outcomes[outcome])} {outcome}" for outcome in OUTCOMES)
-
-
 def _over_time(summary: Summary, to: Console) -> None:
-
     bins = summary.timeline.bins
     if len(bins) < 2:
         return
-    room = max(to.width - 2, 10)
-    per_mark = -(-len(bins) // room)
+    per_mark = -(-len(bins) // max(to.width - 2, 10))
     groups = [bins[i : i + per_mark] for i in range(0, len(bins), per_mark)]
     shares = [
         sum(one.cached for one in group) / max(sum(one.prompt for one in group), 1)
@@ -220,98 +210,55 @@ def _over_time(summary: Summary, to: Console) -> None:
     ]
     width = per_mark * summary.timeline.width
     each = "a mark is a request" if width == 1 else f"a mark is {number(width)} requests"
+    marks = sparkline(shares, is_ascii=to.options.ascii_only)
     to.print()
     to.print(Text("hit rate over time", "bold"), Text(f"0 to 100 % of the prompt tokens, {each}"))
-    to.print(Text(sparkline(shares, is_ascii=_is_ascii(to)), "green"), soft_wrap=False)
-
-
-def _batches(runs: Sequence[BatchRun], to: Console) -> None:
-    if not runs:
-        return
-    table = _table("batches", ("order", "reused", "at best", "failed", "cut"))
-    for run in runs:
-        failed = number(run.failed.total() + run.refused)
-        figures = percent(run.reuse), percent(run.best), failed, number(run.cut)
-        table.add_row(_text(name_of(run)), *figures)
-    to.print()
-    _print(table, to)
-    to.print()
-    for run in runs:
-        to.print(_text(f"{moment(run.time)} UTC: {words(run)}"))
-
-
-def _first_tokens(summary: Summary, to: Console) -> None:
-    table = _table("time to the first token", ("outcome", "requests", "p50", "p90", "p99"))
-    for outcome in OUTCOMES:
-        row = summary.ttft[outcome].as_dict()
-        if row["requests"]:
-            times = (seconds(row[name]) for name in ("p50", "p90", "p99"))
-            count = number(int(row["requests"] or 0))
-            table.add_row(_text(outcome, COLOURS[outcome]), count, *times)
-    to.print()
-    _print(table, to)
+    to.print(Text(marks, "green"), soft_wrap=False)
 
 
 def _diagnosis(summary: Summary, to: Console) -> None:
     """Print what costs most and what helps, then all findings, each with its remedy."""
-    findings, first = summary.diagnosis, summary.headline
+    findings, first, rest = summary.diagnosis, summary.headline, summary.unavoidable
     if first is None:
-        to.print(
-            _text(
-                "Nothing to change: no token was evaluated again that other settings or another "
-                "client would have saved.",
-                "bold",
-            )
+        said = (
+            "Nothing to change: no token was evaluated again that other settings or another client "
+            "would have saved."
         )
+        to.print(_text(said, "bold"))
     else:
         to.print(_text(first.sentence, "bold red"))
         to.print(_text(f"What to change: {first.remedy}."))
-    if len(findings) > 1:
+    if first is not None and len(findings) > 1:
+        rows = (
+            (f.client, f.cause, f.kind, number(f.tokens), seconds(f.seconds), number(f.requests))
+            for f in findings
+        )
         columns = ("client", "cause", "kind", "tokens", "time", "requests")
-        table = _table("evaluated again", columns)
-        for one in findings:
-            figures = number(one.tokens), seconds(one.seconds), number(one.requests)
-            table.add_row(_text(one.client), _text(one.cause), one.kind, *figures)
         to.print()
-        _print(table, to)
+        _table(to, "evaluated again", columns, rows)
         to.print()
-        named = {one.cause: one.remedy for one in findings if first and one.cause != first.cause}
-        if named:
-            to.print(_grid(list(named.items())))
-    if summary.unavoidable.tokens:
-        rest = summary.unavoidable
-        count = "1 request" if rest.requests == 1 else f"{number(rest.requests)} requests"
+        if named := {one.cause: one.remedy for one in findings if one.cause != first.cause}:
+            to.print(_grid(named.items()))
+    if rest.tokens:
         more = f"{number(rest.tokens)} {'' if first is None else 'more '}tokens"
+        count = in_requests(rest.requests)
         to.print(_text(f"Nothing could have saved {more} that were evaluated again, in {count}."))
     to.print()
 
 
-def _costliest(misses: list[Miss], to: Console) -> None:
-    if not misses:
-        return
-    table = _table(
-        "most tokens evaluated again (mlxrunner explain FILE ID)",
-        ("id", "time", "tokens", "client", "cause"),
-    )
-    for miss in misses:
-        figures = seconds(miss.seconds), number(miss.tokens)
-        table.add_row(_text(miss.id), *figures, _text(miss.client), _text(miss.cause))
-    to.print()
-    _print(table, to)
-
-
-def _grid(rows: list[tuple[str, str]]) -> Table:
-
+def _grid(rows: Iterable[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, value in rows:
-        grid.add_row(_text(name), _text(value))
+    for row in rows:
+        grid.add_row(*map(_text, row))
     return grid
 
 
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-
+def _table(
+    to: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]
+) -> None:
+    """Print a table. On a screen that would cut figures off, print a line for each of them."""
     table = Table(
         title=title or None,
         title_justify="left",
@@ -320,45 +267,37 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )
-    for name in columns:
+    cells = [[one if isinstance(one, Text) else _text(one) for one in row] for row in rows]
+    for index, name in enumerate(columns):
         is_figure = name in FIGURES
-        justify: JustifyMethod = "right" if is_figure else "left"
+        is_whole = is_figure or name == "id"
+        least = max(cell_len(str(cell)) for cell in (name, *(row[index] for row in cells)))
         table.add_column(
             name,
-            justify=justify,
-            no_wrap=is_figure or name == "id",
+            justify="right" if is_figure else "left",
+            no_wrap=is_whole,
             overflow="fold",
             header_style="dim",
-            min_width=len(name),
+            min_width=least if is_whole else len(name),
         )
-    return table
-
-
-def _print(table: Table, to: Console) -> None:
-    """Print a table. On a screen that would cut figures off, print a line for each of them."""
-    for column in table.columns:
-        if column.no_wrap:
-            column.min_width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    for row in cells:
+        table.add_row(*row)
     unbounded = to.options.update(max_width=sys.maxsize)
     if Measurement.get(to, unbounded, table).minimum <= to.width:
         to.print(table)
         return
     grid = _grid([])
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        for column, cell in zip(table.columns, cells, strict=True):
-            grid.add_row(column.header, cell)
+    for row in cells:
+        for name, cell in zip(columns, row, strict=True):
+            grid.add_row(name, cell)
         grid.add_row("", "")
-    if table.title:
-        to.print(Text(str(table.title), "bold"))
+    if title:
+        to.print(Text(title, "bold"))
     to.print(grid)
 
 
 def _text(text: str, style: str = "") -> Text:
     return Text(visible(text), style)
-
-
-def _is_ascii(to: Console) -> bool:
-    return to.options.ascii_only
 
 
 LEAST_SIDES = 50
@@ -515,11 +454,7 @@ def _sides(divergence: Divergence, to: Console) -> None:
 
 
 def _marked(before: str, pieces: Pieces, mark: str, is_text: bool, is_plain: bool) -> Text:
-    """Return one side with the common text before it, and what differs in colour.
-
-    `is_plain`: without colours, what differs is marked as in `git diff --word-diff`, unless it is
-    all that there is.
-    """
+    """Return one side; without colours (`is_plain`), differences are marked as by git."""
     text = Text().append(_shown(before), "dim").append("│", "bold")
     is_plain = is_plain and any(is_common and piece.strip() for piece, is_common in pieces)
     for piece, is_common in pieces:

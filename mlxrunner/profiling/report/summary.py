@@ -60,22 +60,15 @@ class Times:
     values: array[float] = field(default_factory=lambda: array("d"))
     """The seconds, in the order in which they were added."""
 
-    def percentile(self, share: float) -> float | None:
-        """Return the least time that a `share` of all times (0 to 1) does not exceed.
-
-        Return None if there are no times.
-        """
-        if not self.values:
-            return None
-        return sorted(self.values)[max(0, math.ceil(share * len(self.values)) - 1)]
-
     def as_dict(self) -> dict[str, float | int | None]:
-        """Return the number of times, and three percentiles in seconds."""
-        ordered = Times(array("d", sorted(self.values)))
-        return {
-            "requests": len(ordered.values),
-            **{f"p{p}": ordered.percentile(p / 100) for p in (50, 90, 99)},
-        }
+        """Return the number of times, and three percentiles in seconds; None without times.
+
+        A percentile is the least time that this share of all times does not exceed.
+        """
+        ordered, count = sorted(self.values), len(self.values)
+        shares = {f"p{share}": math.ceil(share * count / 100) - 1 for share in (50, 90, 99)}
+        found = {name: ordered[max(0, place)] if count else None for name, place in shares.items()}
+        return {"requests": count, **found}
 
 
 @dataclass
@@ -90,9 +83,9 @@ class LossSum:
     avoidable: int = 0
     """The lost tokens against whose loss something can be done."""
 
-    def add(self, tokens: int, seconds: float, avoidable: int) -> None:
-        """Add the loss of a request."""
-        self.requests += 1
+    def add(self, tokens: int, seconds: float, avoidable: int, requests: int = 1) -> None:
+        """Add the loss of a request, or of several."""
+        self.requests += requests
         self.tokens += tokens
         self.avoidable += avoidable
         self.seconds += seconds
@@ -117,22 +110,17 @@ class LossFinding(LossSum):
     """The costliest request, as `explain` finds it."""
     headline: str = ""
     """The words that say what happens."""
-    _most: int = 0
-
-    def add_request(self, request: str, tokens: int, seconds: float) -> None:
-        """Add the loss of a request."""
-        self.add(tokens, seconds, tokens)
-        if tokens > self._most:
-            self._most, self.id = tokens, request
+    most: int = 0
+    """The lost tokens of that request."""
 
     @property
     def sentence(self) -> str:
         """The finding in one sentence: who does what, and what it costs."""
-        requests = "1 request" if self.requests == 1 else f"{number(self.requests)} requests"
         took = f", {in_words(self.seconds)}" if self.seconds else ""
         said = f" {self.headline}" if self.kind == "displaced" else f": {self.headline}"
         said = said if self.headline else f": {self.cause}"
-        return f"{self.client}{said} ({number(self.tokens)} tokens{took} in {requests})"
+        count = in_requests(self.requests)
+        return f"{self.client}{said} ({number(self.tokens)} tokens{took} in {count})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures that `--json` prints."""
@@ -192,15 +180,11 @@ class Timeline:
             self.bins[-1].merge(one)
             return
         if len(self.bins) == BINS:
-            self._halve()
+            for left, right in zip(self.bins[::2], self.bins[1::2], strict=True):
+                left.merge(right)
+            self.bins = self.bins[::2]
+            self.width *= 2
         self.bins.append(one)
-
-    def _halve(self) -> None:
-        """Merge each two bins into one."""
-        for left, right in zip(self.bins[::2], self.bins[1::2], strict=True):
-            left.merge(right)
-        self.bins = self.bins[::2]
-        self.width *= 2
 
 
 @dataclass(frozen=True)
@@ -231,11 +215,6 @@ class Miss:
     cause: str
     """The client's cause, the place or the reason."""
     event: Event = field(repr=False)
-
-    @property
-    def order(self) -> tuple[float, int, str]:
-        """The key that sorts misses by their cost."""
-        return self.seconds, self.tokens, self.id
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures that `--json` prints."""
@@ -286,10 +265,25 @@ class Summary:
         self.last_time = max(self.last_time, event.time)
         self._add_counts(event)
         self._learn_speed(event)
-        avoidable = _avoidable(event)
+        avoidable = sum(
+            getattr(event, f"{kind}_tokens") for kind in KINDS if blame_of(event, kind)[2]
+        )
         self._add_times(event, avoidable)
         self._add_loss(event, avoidable)
-        self.timeline.add(_bin_of(event, avoidable))
+        one = Bin(
+            time=event.time,
+            requests=1,
+            matched=event.matched_tokens,
+            cached=event.saved_tokens,
+            missed=event.missed_tokens,
+            displaced=event.displaced_tokens,
+            new=event.new_tokens + event.prefetched_tokens,
+            avoidable=avoidable,
+            used_bytes=event.used_bytes,
+            cache_bytes=event.cache_bytes,
+            peak_bytes=event.peak_bytes,
+        )
+        self.timeline.add(one)
         self.batches.add(event, avoidable)
         if event.verify is not None:
             self.verified += event.verify.equal is not None
@@ -298,10 +292,7 @@ class Summary:
 
     @property
     def hit_rate(self) -> float:
-        """The share of all prompt tokens that were reused, from 0 to 1.
-
-        Tokens evaluated in advance do not count as reused.
-        """
+        """The share of prompt tokens that were reused, 0 to 1, and not evaluated in advance."""
         return self.tokens["saved"] / self.tokens["prompt"] if self.tokens["prompt"] else 0.0
 
     @property
@@ -339,9 +330,7 @@ class Summary:
         for one in self.diagnosis:
             key = one.kind, one.client if one.kind == "displaced" else "", one.cause
             found = whole.setdefault(key, replace(one, requests=0, tokens=0, seconds=0.0))
-            found.requests += one.requests
-            found.tokens += one.tokens
-            found.seconds += one.seconds
+            found.add(one.tokens, one.seconds, 0, one.requests)
             clients[key] += 1
             if clients[key] > 1:
                 found.client = f"{clients[key]} clients"
@@ -443,7 +432,7 @@ class Summary:
         whose = event.model, event.outcome, event.reason or "", place, client_of(event)
         miss = Miss(took, tokens, event.id, event.time, *whose, cause, event)
         push = heapq.heappush if len(self._misses) < COSTLIEST else heapq.heappushpop
-        push(self._misses, (miss.order, self.requests, miss))
+        push(self._misses, ((took, tokens, event.id), self.requests, miss))
 
     def _add_finding(self, event: Event, kind: Kind, tokens: int, seconds: float) -> str:
         """Add a loss to those of its client and cause, and return the cause."""
@@ -458,7 +447,9 @@ class Summary:
         found = self.findings.setdefault(
             key, LossFinding(client=client, cause=name, kind=kind, remedy=mend, headline=headline)
         )
-        found.add_request(id_of(event), tokens, seconds)
+        found.add(tokens, seconds, tokens)
+        if tokens > found.most:
+            found.most, found.id = tokens, id_of(event)
         return cause
 
     def _learn_speed(self, event: Event) -> None:
@@ -476,16 +467,18 @@ class Summary:
         return None if curve is None else curve.seconds(tokens, LONGEST_STEP, begin)
 
 
+def in_requests(count: int) -> str:
+    """Return a number of requests in words: "1 request", "2,000 requests"."""
+    return "1 request" if count == 1 else f"{number(count)} requests"
+
+
 def by_tokens(losses: Mapping[str, LossSum]) -> list[tuple[str, LossSum]]:
     """Return the losses with their names, the largest first."""
     return sorted(losses.items(), key=lambda item: (-item[1].tokens, -item[1].requests, item[0]))
 
 
 def place_of(event: Event) -> str:
-    """Return the name of the place where prompt and entry part: "assistant: thinking".
-
-    Return NOWHERE or OTHER_LINES if tokens were lost to something else.
-    """
+    """Return where prompt and entry part: "assistant: thinking", NOWHERE or OTHER_LINES."""
     parted = event.divergence
     if event.reason in BATCH:
         return OTHER_LINES
@@ -493,30 +486,6 @@ def place_of(event: Event) -> str:
         return NOWHERE
     part = (parted.part or "somewhere").replace("_", " ")
     return f"{parted.role[:LONGEST_ROLE]}: {part}" if parted.role else part
-
-
-def _bin_of(event: Event, avoidable: int) -> Bin:
-    """Return the bin of one request."""
-    return Bin(
-        time=event.time,
-        requests=1,
-        matched=event.matched_tokens,
-        cached=event.saved_tokens,
-        missed=event.missed_tokens,
-        displaced=event.displaced_tokens,
-        new=event.new_tokens + event.prefetched_tokens,
-        avoidable=avoidable,
-        used_bytes=event.used_bytes,
-        cache_bytes=event.cache_bytes,
-        peak_bytes=event.peak_bytes,
-    )
-
-
-def _avoidable(event: Event) -> int:
-    """Return the lost tokens of an event against whose loss something can be done."""
-    missed = event.missed_tokens if blame_of(event, "missed")[2] else 0
-    displaced = event.displaced_tokens if blame_of(event, "displaced")[2] else 0
-    return missed + displaced
 
 
 def client_of(event: Event) -> str:
@@ -531,10 +500,7 @@ def id_of(event: Event) -> str:
 
 
 def blame_of(event: Event, kind: Kind) -> tuple[str, str, str]:
-    """Return the cause of missed or displaced tokens, what happens in words, and the remedy.
-
-    The remedy is empty if nothing is to be done.
-    """
+    """Return the cause of a loss, what happens in words, and the remedy; empty if none is."""
     if kind == "missed":
         reason = event.reason or "unknown"
         sentence = REASONS[reason].sentence if reason in REASONS else ""
@@ -657,7 +623,6 @@ class Batches:
 
     @property
     def runs(self) -> list[BatchRun]:
-        """The runs."""
         return list(self._runs.values())
 
     def add(self, event: Event, avoidable: int) -> None:
