@@ -22,6 +22,8 @@ from mlxrunner.errors import WrongThreadError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer
 
+pytestmark = pytest.mark.usefixtures("proved_once")
+
 PROMPT = [i * 7 % 290 for i in range(40)]
 LIMITS: dict[str, Any] = {"max_tokens": 6, "stop_tokens": []}
 Parts = tuple[Any, ByteTokenizer, Any]

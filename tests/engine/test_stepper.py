@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +37,8 @@ from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer
+
+pytestmark = pytest.mark.usefixtures("proved_once")
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -90,6 +92,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def parts(name: str) -> tuple[Any, ByteTokenizer, Any]:
     config = tiny_config(
         name.split(" ")[0],

@@ -14,6 +14,8 @@ from mlxrunner.errors import CacheFullError, ContextLengthError, OptionError, Ti
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer
 
+pytestmark = pytest.mark.usefixtures("proved_once")
+
 Parts = tuple[Any, ByteTokenizer, Any]
 
 

@@ -45,6 +45,8 @@ from mlxrunner.engine import thread
 from mlxrunner.models.load import tokenizer_of
 from mlxrunner.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("proved_once")
+
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
