@@ -319,8 +319,10 @@ def api_error_of(error: BaseException) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     found = error if isinstance(error, ApiError) else _engine_error(error)
-    if found.status == 400:
-        found.param = found.param or _field(found.message)
+    if found.status == 400 and not found.param:
+        # A message names its field first, as in "temperature: ..." or "input 3: ...".
+        field = re.match(r"([a-z_.]+)(?: (\d+))?(?:: | has to be | needs )", found.message)
+        found.param = ".".join(filter(None, field.groups())) if field else None
     return found
 
 
@@ -335,12 +337,6 @@ def _engine_error(error: BaseException) -> ApiError:
     logger.debug("where it failed", exc_info=error)
     message = f"internal error ({type(error).__name__}); the server's log says more"
     return ApiError(500, message, code="internal")
-
-
-def _field(message: str) -> str | None:
-    """Return the field that a message names first, as in "temperature: ..." or "input 3: ..."."""
-    found = re.match(r"([a-z_.]+)(?: (\d+))?(?:: | has to be | needs )", message)
-    return ".".join(part for part in found.groups() if part) if found else None
 
 
 def _invalid(errors: Sequence[Any]) -> ApiError:

@@ -331,7 +331,11 @@ def route_class(prefix: str, *, any_type: bool = False) -> type[APIRoute]:
             handler = super().get_route_handler()
 
             async def answered(request: Request) -> Response:
-                scope = _as_json(request.scope) if any_type else request.scope
+                scope = request.scope
+                if any_type:
+                    others = [one for one in scope["headers"] if one[0] != b"content-type"]
+                    kind = (b"content-type", b"application/json")
+                    scope = {**scope, "headers": [*others, kind]}
                 request = JsonRequest(scope, request.receive)
                 request.state.id = prefix + uuid.uuid4().hex[:24]
                 try:
@@ -345,12 +349,6 @@ def route_class(prefix: str, *, any_type: bool = False) -> type[APIRoute]:
             return answered
 
     return Route
-
-
-def _as_json(scope: Any) -> Any:
-    """Return the scope of a request with the Content-Type of JSON."""
-    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
 def client_of(request: Request, session: object = None) -> Client:

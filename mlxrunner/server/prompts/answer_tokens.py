@@ -464,7 +464,8 @@ class PromptEncoder:
         known = self._known.get((is_first, text))
         if known is not None:
             return known
-        parts = self._parts(text)
+        parts_of = getattr(self._tokenizer, "parts", None)
+        parts: list[str] = [text] if parts_of is None else parts_of(text)
         if len(parts) == 1:
             encode = self._tokenizer.encode if is_first else self._tokenizer.encode_more
             tokens = as_tokens(encode(text))
@@ -473,10 +474,6 @@ class PromptEncoder:
             tokens = np.concatenate(pieces)
         self._known.put((is_first, text), tokens)
         return tokens
-
-    def _parts(self, text: str) -> list[str]:
-        parts: Callable[[str], list[str]] | None = getattr(self._tokenizer, "parts", None)
-        return [text] if parts is None else parts(text)
 
 
 def digest(value: Any) -> bytes:

@@ -46,7 +46,9 @@ class CallFormat:
     """The text after a call."""
     parse: Callable[[str, Tools], Any] = lambda text, tools: json.loads(text)
     """The function from the text between the tags to a call, or to a list of them."""
-    is_in_value: Callable[[str, Tools], bool] = lambda text, tools: _is_in_json(text)
+    is_in_value: Callable[[str, Tools], bool] = lambda text, tools: (
+        text.lstrip()[:1] in ("{", "[") and is_in_string(text)
+    )
     """The function that tells if the beginning of a call ends within a text of its arguments, so
     that the end tag behind it belongs to that text."""
     opening: str | None = None
@@ -63,10 +65,6 @@ class CallFormat:
             raise
         except Exception as error:  # mlx-lm's parsers raise anything for text that is no call
             raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _is_in_json(text: str) -> bool:
-    return text.lstrip()[:1] in ("{", "[") and is_in_string(text)
 
 
 def _call(found: Any) -> ParsedCall:
@@ -340,19 +338,14 @@ def value_of(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         if len(options) == 1:
             schema = options[0]
         elif isinstance(schema.get("$ref"), str):
-            schema = _found(schema["$ref"], root)
+            path, schema = schema["$ref"].removeprefix("#").strip("/"), root
+            for part in path.split("/"):
+                schema = schema.get(part) if isinstance(schema, Mapping) else None
         else:
             break
     types = schema.get("type")
     left = [one for one in types if one != "null"] if isinstance(types, list) else []
     return {**schema, "type": left[0]} if len(left) == 1 else schema
-
-
-def _found(reference: str, root: Any) -> Any:
-    """Return the schema that a reference names; None if it names none."""
-    for part in reference.removeprefix("#").strip("/").split("/"):
-        root = root.get(part) if isinstance(root, Mapping) else None
-    return root
 
 
 def type_of(schema: Mapping[str, Any]) -> str | None:
