@@ -412,7 +412,6 @@ def test_thinking_that_a_client_does_not_send_back(
         runner.send(first, answer=answer, has_thought=True)
         usage, cause = runner.send(after)
         assert 40 - 16 <= usage.displaced_tokens <= 40 + 16
-        assert cause is not None
         assert (cause.name, cause.message) == ("thinking-stripped", len(first.messages))
 
 
@@ -470,7 +469,6 @@ def test_the_first_request_and_growth_have_causes_of_their_own(runner: Ideal) ->
     assert runner.send(one)[1] == Cause("first-request", REMEDIES["first-request"])
     assert runner.causes(after) == [None]
     evicted = runner.send(plain(after.grown(order)), "evicted")[1]
-    assert evicted is not None
     assert "--memory" in evicted.remedy
 
 
@@ -504,7 +502,6 @@ def test_a_date_before_a_long_last_message_is_named(runner: Ideal) -> None:
         for second in (1, 7)
     ]
     *_, (_, cause) = map(runner.send, asks)
-    assert cause is not None
     assert (cause.name, cause.message) == ("changing-date", 0)
 
 
@@ -514,7 +511,6 @@ def test_a_conversation_of_an_earlier_process_is_not_new(runner: Ideal) -> None:
     runner.send(one)
     runner.accounts["m"]._history.clear()
     cause = runner.send(one, "restarted")[1]
-    assert cause is not None
     assert cause.name == "restarted"
     assert "--disk-cache" in cause.remedy
 

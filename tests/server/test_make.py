@@ -38,7 +38,6 @@ def constrained(maker: PromptBuilder, made: BuiltPrompt, prefer: str) -> str:
     """Return an answer that fits the form of a request: of the letters that may come, the best."""
     tokenizer = maker.tokenizer
     constraint = constraint_of(GenerateOptions.of(**made.options), tokenizer, tokenizer.vocab_size)
-    assert constraint is not None
     tokens: list[int] = []
     while not constraint.is_done:
         allowed = constraint.mask(tokenizer.vocab_size).nonzero()[0].tolist()

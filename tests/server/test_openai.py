@@ -29,9 +29,7 @@ def test_a_completion(client: openai.OpenAI, answers: Scripted) -> None:
     (choice,) = completion.choices
     assert (choice.message.content, choice.finish_reason) == ("Hello", "stop")
     used = completion.usage
-    assert used is not None
     assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (50, 5, 55)
-    assert used.prompt_tokens_details is not None
     assert used.prompt_tokens_details.cached_tokens == 30
     assert raw.headers["x-mlxrunner-cache"].startswith("outcome=partial; cached=30; missed=7; ")
     assert completion.model_extra["mlxrunner"]["missed_tokens"] == 7  # type: ignore[index]
@@ -154,7 +152,6 @@ def test_several_answers(client: openai.OpenAI, answers: Scripted) -> None:
             found = client.chat.completions.create(**ASK, n=2, seed=5)  # type: ignore[assignment]
         choices = [(choice.message.content, choice.finish_reason) for choice in found.choices]
         assert choices == [("one", "stop"), ("two", "stop")]
-        assert found.usage is not None
         assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (50, 10)
         first, second = answers.asked[-2:]
         assert (first.options["seed"], second.options["seed"]) == (5, 6)
@@ -266,7 +263,6 @@ def test_a_completion_of_raw_text(client: openai.OpenAI, answers: Scripted) -> N
     (choice,) = completion.choices
     assert (choice.text, choice.finish_reason) == ("Hello", "stop")
     used = completion.usage
-    assert used is not None
     assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (50, 5, 55)
     assert completion.model_extra["mlxrunner"]["cached_tokens"] == 30  # type: ignore[index]
     assert raw.headers["x-mlxrunner-cache"].startswith("outcome=partial")
@@ -311,7 +307,6 @@ def test_several_prompts(
     found = sorted((asked.id, asked.prompt, asked.options["seed"]) for asked in answers.asked)
     assert [prompt for _, prompt, _ in found] == [one for one in prompts for _ in range(2)]
     assert [seed for _, _, seed in found] == [5, 6] * len(prompts)
-    assert completion.usage is not None
     assert completion.usage.prompt_tokens == 50 * len(prompts)
     assert completion.usage.completion_tokens == 5 * 2 * len(prompts)
 
@@ -333,7 +328,6 @@ def test_logprobs_of_raw_text(client: openai.OpenAI, answers: Scripted) -> None:
     found = client.completions.create(model="tiny", prompt="Once", logprobs=2)
     assert answers.last.options["logprobs"] == 2
     logprobs = found.choices[0].logprobs
-    assert logprobs is not None
     assert (logprobs.tokens, logprobs.text_offset) == (["a", "b"], [0, 1])
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert logprobs.top_logprobs == [{"a": -0.5, "x": -9999.0}, {"b": -0.5, "x": -9999.0}]

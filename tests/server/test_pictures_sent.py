@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import ollama
-import openai
 import pytest
 from support.scripted import Scripted
 from support.strict_templates import TEMPLATES, load_strict
@@ -29,38 +26,29 @@ SHOWN = {"type": "image", "image": DATA}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {}}}
 
 
-def by_chat(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any")
-    parts: Any = [LOOK, {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}]
-    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
+SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
+SENT: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "chat/completions": (
+        "messages",
+        {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+        SHOWN_URL,
+    ),
+    "responses": ("input", {"type": "input_image", "image_url": URL, "detail": "auto"}, SHOWN_URL),
+    "messages": ("messages", {"type": "image", "source": SOURCE}, SHOWN),
+}
+"""The field of the messages of each path, a picture as its clients send it, and as it is shown."""
 
 
-def by_responses(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any")
-    parts: Any = [
-        {"type": "input_text", "text": "Look:"},
-        {"type": "input_image", "image_url": URL, "detail": "auto"},
-    ]
-    client.responses.create(model="tiny", input=[{"role": "user", "content": parts}])
-
-
-def by_messages(url: str) -> None:
-    client = anthropic.Anthropic(base_url=url, api_key="any")
-    source = {"type": "base64", "media_type": "image/png", "data": DATA}
-    parts: Any = [LOOK, {"type": "image", "source": source}]
-    client.messages.create(
-        model="tiny", max_tokens=9, messages=[{"role": "user", "content": parts}]
-    )
-
-
-@pytest.mark.parametrize(
-    ("ask", "shown"), [(by_chat, SHOWN_URL), (by_responses, SHOWN_URL), (by_messages, SHOWN)]
-)
+@pytest.mark.parametrize("path", SENT)
+@pytest.mark.exhaustive(3)
 def test_a_picture_stands_where_the_client_has_put_it(
-    url: str, answers: Scripted, ask: Callable[[str], None], shown: dict[str, str]
+    url: str, answers: Scripted, path: str
 ) -> None:
     """It is behind the text, and is not decoded by the protocol."""
-    ask(url)
+    field, picture, shown = SENT[path]
+    text = {"type": "input_text", "text": "Look:"} if path == "responses" else LOOK
+    body = {"model": "tiny", field: [{"role": "user", "content": [text, picture]}]}
+    assert httpx.post(f"{url}/v1/{path}", json=body).is_success
     assert answers.asked[-1].messages == [{"role": "user", "content": [LOOK, shown]}]
 
 
@@ -77,26 +65,15 @@ def test_ollama_puts_pictures_before_the_text(url: str, answers: Scripted, tmp_p
 
 def test_a_tool_may_answer_with_a_picture(url: str, answers: Scripted) -> None:
     """Screenshots of agents come so."""
-    source = {"type": "base64", "media_type": "image/png", "data": DATA}
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "toolu_1",
-        "content": [{"type": "text", "text": "done"}, {"type": "image", "source": source}],
-    }
+    content = [LOOK, {"type": "image", "source": SOURCE}]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": content}
     use = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
-    messages = [
-        {"role": "user", "content": "Look"},
-        {"role": "assistant", "content": [use]},
-        {"role": "user", "content": [result]},
-    ]
+    turns = (("user", "Look"), ("assistant", [use]), ("user", [result]))
+    messages = [{"role": role, "content": said} for role, said in turns]
     body = {"model": "tiny", "max_tokens": 9, "messages": messages}
     assert httpx.post(f"{url}/v1/messages", json=body).status_code == 200
-    content = [{"type": "text", "text": "done"}, SHOWN]
-    assert answers.asked[-1].messages[-1] == {
-        "role": "tool",
-        "tool_call_id": "toolu_1",
-        "content": content,
-    }
+    expected = {"role": "tool", "tool_call_id": "toolu_1", "content": [LOOK, SHOWN]}
+    assert answers.asked[-1].messages[-1] == expected
 
 
 @pytest.mark.parametrize(
@@ -157,10 +134,8 @@ def test_rules_keep_pictures_with_their_texts(family: str, tmp_path: Path) -> No
 
 def near(texts: list[str], at: int) -> str:
     """Return the word beside a mark."""
-    words = (
-        ("first", "last") if texts[at + 1 : at + 2] and texts[at + 1] in ("first", "last") else ()
-    )
-    return texts[at + 1] if words else texts[at - 1]
+    behind = texts[at + 1 : at + 2]
+    return behind[0] if behind in (["first"], ["last"]) else texts[at - 1]
 
 
 def test_another_picture_is_another_message() -> None:
@@ -192,8 +167,7 @@ def test_texts_that_are_no_pictures(text: str, why: str) -> None:
 
 def test_base64_in_lines_is_read() -> None:
     """The command `base64` writes it so."""
-    text = base64.encodebytes(bytes(range(256))).decode()
-    assert picture_bytes(text, "picture 1") == bytes(range(256))
-    assert picture_bytes(f"DATA:image/png;charset=x;base64,{text}", "picture 1") == bytes(
-        range(256)
-    )
+    content = bytes(range(256))
+    text = base64.encodebytes(content).decode()
+    for given in (text, f"DATA:image/png;charset=x;base64,{text}"):
+        assert picture_bytes(given, "picture 1") == content

@@ -66,7 +66,6 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
         assert f"request {request} of python-httpx" in explained
         assert "0 of 341 prompt tokens were reused" in explained
         while_running = find_event([events], request)
-        assert while_running.caller is not None
         assert while_running.caller.request == request
         metrics = httpx.get(f"{server.url}/metrics").text
         assert 'mlxrunner_requests_total{finish="length",model="' in metrics
@@ -175,7 +174,6 @@ def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
             head = f"POST /v1/messages HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}"
             kind = "Content-Type: application/json"
             waiting.sendall(f"{head}\r\n{kind}\r\n\r\n{body}".encode())
-            assert server.process.stderr is not None
             assert server.process.stderr.readline() == b"stuck\n"
             server.process.send_signal(signal.SIGTERM)
             code_, said = left(server.process)

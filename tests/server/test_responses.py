@@ -28,7 +28,6 @@ def test_a_response(client: openai.OpenAI, answers: Scripted) -> None:
     response = raw.parse()
     assert (response.output_text, response.status) == ("Hello", "completed")
     used = response.usage
-    assert used is not None
     assert (used.input_tokens, used.output_tokens, used.total_tokens) == (50, 5, 55)
     assert used.input_tokens_details.cached_tokens == 30
     assert response.model_extra["mlxrunner"]["lost_tokens"] == 7  # type: ignore[index]
@@ -272,7 +271,6 @@ def test_an_answer_that_was_cut(client: openai.OpenAI, answers: Scripted) -> Non
     answers.script = [TextDelta("Hel"), ended("length")]
     response = client.responses.create(model="tiny", input="Hi")
     assert response.status == "incomplete"
-    assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     events = list(client.responses.create(model="tiny", input="Hi", stream=True))
     assert events[-1].type == "response.incomplete"
@@ -311,7 +309,6 @@ def test_an_error_in_the_middle_ends_the_stream(
     answers.script = [TextDelta("Hel"), refused]
     *_, last = client.responses.create(model="tiny", input="Hi", stream=True)
     assert last.type == "response.failed"
-    assert last.response.error is not None
     assert (last.response.error.code, last.response.error.message) == (code, refused.message)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(last.response.id)

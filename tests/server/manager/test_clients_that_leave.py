@@ -24,7 +24,7 @@ from support.managers import (
 
 from mlxrunner import Handle
 from mlxrunner.server import manager as manager_module
-from mlxrunner.server.events import AnswerEnd, AnswerEvent, ApiError, TextDelta
+from mlxrunner.server.events import AnswerEvent, ApiError, TextDelta
 from mlxrunner.server.manager import ModelNames
 
 
@@ -59,7 +59,6 @@ async def test_a_client_that_leaves(folder: Path, way: str) -> None:
         assert runner.stats().steps <= steps + 2
         assert place.users == 0
         ended = (await events_of(manager, asked("x" * 100)))[-1]
-        assert isinstance(ended, AnswerEnd)
         assert ended.usage.cached_tokens > 100
 
 

@@ -81,7 +81,6 @@ async def test_another_model_makes_the_least_useful_one_leave(folder: Path) -> N
         await anext(answer)
         later = asyncio.create_task(events_of(manager, asked(model="second")))
         rest = [event async for event in answer]
-        assert isinstance(rest[-1], AnswerEnd)
         assert rest[-1].usage.completion_tokens == 300
         assert isinstance((await later)[-1], AnswerEnd)
 

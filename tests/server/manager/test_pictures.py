@@ -194,7 +194,6 @@ async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
         _, found = await answered(manager, [*first, *rest])
     record.close()
     cause = found.cause
-    assert cause is not None
     assert (cause.name, cause.message) == ("picture-changed", 0)
     assert cause.remedy.startswith("Send picture 2 of message 0 back unchanged")
     last = events.read_text().splitlines()[-1]
