@@ -94,7 +94,6 @@ def test_a_broken_session_does_not_hide_the_others(data: Path) -> None:
 
 
 def test_what_a_session_says_can_not_drive_the_terminal(data: Path) -> None:
-    """Whoever wrote the file."""
     talk("zor", "My name is Zorblin.")
     file = data / "sessions" / "zor" / TEXT
     file.write_text(
@@ -138,21 +137,7 @@ def test_export(tmp_path: Path) -> None:
     assert run("sessions", "export", "zor", str(tmp_path / "no" / "where")).exit_code == 2
 
 
-def test_rm_removes_all_that_it_is_given(data: Path) -> None:
-    """It says in one line what it can't remove."""
-    talk("zor", "Hello!")
-    talk("ana", "Hello!")
-    assert run("sessions", "rm", "zor", "ana").exit_code == 0
-    assert os.listdir(data / "sessions") == []
-    missing = run("sessions", "rm", "zor")
-    assert (
-        missing.stderr
-        == "mlxrunner: no session is called 'zor'; `mlxrunner sessions list` lists them\n"
-    )
-    assert missing.exit_code == 2
-
-
-def test_rm_goes_on_where_it_can(data: Path) -> None:
+def test_rm_goes_on_where_it_can() -> None:
     """It says at the end which sessions were not there, or are open."""
     for name in ("zor", "open", "ana"):
         talk(name, "Hello!")
@@ -164,6 +149,8 @@ def test_rm_goes_on_where_it_can(data: Path) -> None:
     )
     assert result.exit_code == 2
     assert SessionStore().names() == ["open"]
+    assert run("sessions", "rm", "open").exit_code == 0
+    assert list(SessionStore().folder.iterdir()) == []
 
 
 def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
@@ -177,6 +164,7 @@ def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
         "31 tokens: in `mlxrunner chat --session again`, a prompt that begins with them does not "
         "evaluate them again\n"
     )
+    talk("again")  # opened and left without a turn
     said = talk("again", "/stats", "My name is Zorblin.", "/stats")
     assert said.stderr.startswith("session again: 0 turns, 31 tokens restored (286 kB)\n")
     assert "24 cached, 0 missed, 0 displaced, 1 new" in said.stderr
@@ -206,15 +194,6 @@ def test_an_imported_session_knows_its_model_from_everywhere(
     assert talk("again", "My name is Zorblin.").stderr.startswith(
         "session again: 0 turns, 31 tokens restored"
     )
-
-
-def test_an_imported_session_that_is_not_used_stays(tmp_path: Path) -> None:
-    """Opened and left without a turn."""
-    talk("zor", "My name is Zorblin.")
-    run("cache", "export", "zor", str(tmp_path / "zor.safetensors"))
-    run("cache", "import", str(tmp_path / "zor.safetensors"), "--session", "again")
-    talk("again")
-    assert "31 tokens restored" in talk("again").stderr
 
 
 def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
@@ -256,7 +235,6 @@ def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
 
 
 def test_a_session_without_caches_can_not_be_exported(tmp_path: Path) -> None:
-    """One line."""
     run("chat", "--no-reserve", "--session", "zor", "--set", "no_cache_file=true", stdin="Hello!\n")
     result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
     assert result.stderr == "mlxrunner: the session 'zor' was saved without caches\n"

@@ -11,6 +11,7 @@ from shutil import copytree
 from typing import Any
 
 import pytest
+from support.checks import raising
 from support.models import write_model
 from support.waiting import PATIENCE_S
 
@@ -97,10 +98,6 @@ def users(store: SessionStore, name: str) -> list[str]:
     return [turn.user for turn in store.load(name).history.turns]
 
 
-def full(*arguments: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
 def test_a_load_that_fails_leaves_both_sessions_as_they_were(
     talk: Begin, store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +133,9 @@ def test_a_turn_that_found_no_room_is_saved_when_one_leaves(
     """There is room again by then."""
     one = talk("one")
     with monkeypatch.context() as patch:
-        patch.setattr("mlxrunner.sessions.store.write_all", full)
+        patch.setattr(
+            "mlxrunner.sessions.store.write_all", raising(OSError(28, "No space left on device"))
+        )
         assert "could not be saved: No space left on device" in one(ZORBLIN)[-1]
     assert not store.exists("one")
     one.leave()

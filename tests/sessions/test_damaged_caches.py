@@ -151,7 +151,6 @@ def test_a_hostile_header_is_one_line(
 def test_a_truncated_file_is_one_line(
     damaged: Callable[[], tuple[Runner, str]], store: SessionStore, keep: int
 ) -> None:
-    """Wherever it ends."""
     file = store.folder / "one" / CACHE
     file.write_bytes(file.read_bytes()[:keep])
     runner, line = damaged()

@@ -7,11 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.checks import raising
 from support.damage import CONTENTS, KINDS, OWNERS
 from support.old_caches import write_old
 from support.prompts import PROMPT
 from support.reused import CHECKPOINTS
-from support.saving import Make, answer, last, pieces, save, session
+from support.saving import Make, answer, last, pieces, restored_by, save, saved, session
 
 from mlxrunner import Runner
 from mlxrunner.sessions.store import CACHE, SessionStore
@@ -66,16 +67,13 @@ def test_another_branch_shares_what_it_has_in_common(saver: Make, store: Session
     after = written(store.folder / "one")
     assert before.items() & after.items()
     assert before.keys() - after.keys()
-    restored = oracle_runner(["full"])
-    saver(restored).load("one")
+    restored, _ = restored_by(saver, ["full"])
     assert list(restored.entry.tokens) == list(runner.entry.tokens)
 
 
 def test_a_session_of_version_0_2_goes_on(saver: Make, store: SessionStore) -> None:
     """Its one file is read, and the next save replaces it by pieces."""
-    runner = oracle_runner(MIX, **CHECKPOINTS)
-    answer(runner, PROMPT)
-    save(saver(runner))
+    runner = saved(saver, MIX, **CHECKPOINTS)
     parts = store.load("one").fingerprint
     write_old(store.folder / "one", runner.entry.export(), parts)
     restored = oracle_runner(MIX, **CHECKPOINTS)
@@ -142,18 +140,13 @@ def test_a_save_that_fails_leaves_the_caches_before_it(
     saver: Make, store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of its own stays."""
-    runner = oracle_runner(MIX, **CHECKPOINTS)
-    answer(runner, PROMPT)
-    save(saver(runner))
+    runner = saved(saver, MIX, **CHECKPOINTS)
     before, count = written(store.folder / "one"), len(runner.entry.tokens)
     answer(runner, [*runner.entry.tokens, *range(1, 40)])
     kept = saver(runner)
     with monkeypatch.context() as patch:
-
-        def full(*arguments: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr("mlxrunner.system.tensorfile.write_all", full)
+        no_room = raising(OSError(28, "No space left on device"))
+        patch.setattr("mlxrunner.system.tensorfile.write_all", no_room)
         with pytest.raises(Exception, match="could not be saved: No space left on device"):
             save(kept)
     assert written(store.folder / "one") == before

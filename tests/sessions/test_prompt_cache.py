@@ -260,7 +260,6 @@ def test_a_file_that_is_of_something_else_is_one_line(
 
 
 def test_a_window_of_another_size_is_one_line(tmp_path: Path) -> None:
-    """Both numbers."""
     made, other = Tiny("gpt_oss"), Tiny("gpt_oss")
     config = {**other.config, "sliding_window": 24}
     save_prompt_cache(str(tmp_path / "x.safetensors"), other.their_cache(list(range(40))))

@@ -18,7 +18,7 @@ from support.reused import (
     next_prompts,
     with_and_without_checkpoints,
 )
-from support.saving import Make, answer, last, pieces, save, session
+from support.saving import Make, answer, last, pieces, restored_by, save, saved, session
 from support.waiting import until
 
 from mlxrunner import Runner
@@ -55,8 +55,7 @@ def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(
         assert line.startswith(f"{len(said)} tokens restored")
         assert answer(restored, prompt) == answer(oracle_runner(kinds, **options), prompt), what
         assert restored.entry.is_true
-    restored = oracle_runner(kinds, **options)
-    saver(restored).load("one")
+    restored, _ = restored_by(saver, kinds, **options)
     usage = last(restored, [*said, 5, 6, 7])
     assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens, usage.reason) == (
         "hit",
@@ -126,8 +125,7 @@ def test_a_checkpoint_is_of_use_after_a_restore(saver: Make) -> None:
     answer(runner, PROMPT)
     offsets = runner.entry.checkpoints.offsets
     save(saver(runner))
-    restored = oracle_runner(["recurrent", "full"], **CHECKPOINTS)
-    saver(restored).load("one")
+    restored, _ = restored_by(saver, ["recurrent", "full"], **CHECKPOINTS)
     assert restored.entry.checkpoints.offsets == offsets
     assert last(restored, [*PROMPT[: offsets[1] + 1], 99, 98]).cache.checkpoint == offsets[1]
 
@@ -187,9 +185,7 @@ def test_nothing_is_read_before_somebody_needs_it(
     saver: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opening a session costs its header and tokens, the first turn the rest."""
-    runner = oracle_runner()
-    answer(runner, PROMPT)
-    save(saver(runner))
+    saved(saver)
     read: list[str] = []
     from mlxrunner.system.tensorfile import StoredArray
 
@@ -199,8 +195,7 @@ def test_nothing_is_read_before_somebody_needs_it(
         "read_into",
         lambda array, views: (read.append(array.name), original(array, views))[1],
     )
-    restored = oracle_runner()
-    saver(restored).load("one")
+    restored, _ = restored_by(saver)
     assert read == ["tokens"]
     last(restored, [*PROMPT, 5])
     assert sorted(read) == ["0.keys", "0.values", "1.keys", "1.values", "tokens"]
@@ -208,11 +203,8 @@ def test_nothing_is_read_before_somebody_needs_it(
 
 def test_a_reset_gives_up_what_was_not_read_yet(saver: Make) -> None:
     """The next request starts cold."""
-    runner = oracle_runner()
-    answer(runner, PROMPT)
-    save(saver(runner))
-    restored = oracle_runner()
-    saver(restored).load("one")
+    saved(saver)
+    restored, _ = restored_by(saver)
     restored.reset()
     assert last(restored, PROMPT).outcome == "miss"
 
@@ -227,8 +219,7 @@ def test_only_what_was_said_is_saved(saver: Make, store: SessionStore, kinds: li
     kept = saver(runner)
     kept.save("one", said)
     kept.wait()
-    restored = oracle_runner(kinds, **CHECKPOINTS)
-    saver(restored).load("one")
+    restored, _ = restored_by(saver, kinds, **CHECKPOINTS)
     tokens = said.history.rendering.tokens
     assert tuple(restored.entry.tokens) == tokens[: len(restored.entry.tokens)]
     for piece in pieces(store.folder / "one"):
@@ -240,9 +231,7 @@ def test_only_what_was_said_is_saved(saver: Make, store: SessionStore, kinds: li
 @PARTS
 def test_another_model_keeps_the_text_and_says_why(saver: Make, part: str, why: str) -> None:
     """The caches are dropped; the tokens too where they may mean something else."""
-    runner = oracle_runner()
-    answer(runner, PROMPT)
-    save(saver(runner))
+    saved(saver)
     other = oracle_runner()
     found, line = saver(other, **{part: "another"}).load("one")
     assert line == f"its caches are dropped, its text is kept: {why}"
@@ -258,19 +247,14 @@ def test_another_model_keeps_the_text_and_says_why(saver: Make, part: str, why: 
 
 def test_another_format_of_caches_keeps_the_text_and_says_why(saver: Make) -> None:
     """Other kinds of layers, or --kv-bits."""
-    runner = oracle_runner(["full", "sliding"])
-    answer(runner, PROMPT)
-    save(saver(runner))
+    saved(saver, ["full", "sliding"])
     for kinds in (["full", "full"], ["full", "sliding", "full"]):
         _, line = saver(oracle_runner(kinds)).load("one")
         assert line == "its caches are dropped, its text is kept: caches of another format"
 
 
 def test_a_context_that_is_too_short_keeps_the_text_and_says_why(saver: Make) -> None:
-    """Both numbers."""
-    runner = oracle_runner()
-    answer(runner, PROMPT)
-    save(saver(runner))
+    saved(saver)
     _, line = saver(oracle_runner(context=20)).load("one")
     assert (
         line == f"its caches are dropped, its text is kept: {len(PROMPT) + 5} tokens, and "
@@ -280,9 +264,7 @@ def test_a_context_that_is_too_short_keeps_the_text_and_says_why(saver: Make) ->
 
 def test_text_only(saver: Make, store: SessionStore) -> None:
     """No cache file, and none that is left from before."""
-    runner = oracle_runner()
-    answer(runner, PROMPT)
-    save(saver(runner))
+    runner = saved(saver)
     save(saver(runner, caches=False))
     assert os.listdir(store.folder / "one") == [TEXT]
     _, line = saver(oracle_runner()).load("one")
@@ -342,9 +324,7 @@ def test_a_changed_digit_of_the_tokens_costs_a_cold_turn(
     saver: Make, store: SessionStore, kinds: list[str]
 ) -> None:
     """It is said, and neither the tokens nor the caches are used."""
-    runner = oracle_runner(kinds)
-    answer(runner, PROMPT)
-    save(saver(runner))
+    saved(saver, kinds)
     file = store.folder / "one" / TEXT
     text = file.read_text()
     file.write_text(text.replace(f"[{PROMPT[0]}, ", f"[{PROMPT[0] + 1}, ", 1))

@@ -7,10 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.checks import raising
 from support.prompts import PROMPT
 from support.reused import CHECKPOINTS
 from support.sample import fewer
-from support.saving import Make, answer, last, save, session
+from support.saving import Make, answer, last, restored_by, save, session
 from support.waiting import PATIENCE_S
 
 from mlxrunner import Runner
@@ -29,8 +30,7 @@ def test_an_interrupt_while_reading_costs_nothing(
     answer(runner, PROMPT)
     said = list(runner.entry.tokens)
     save(saver(runner))
-    restored = oracle_runner()
-    saver(restored).load("one")
+    restored, _ = restored_by(saver)
     from mlxrunner.system.tensorfile import StoredArray
 
     original = StoredArray.read_into
@@ -123,8 +123,7 @@ def test_the_next_turn_runs_while_the_last_one_is_written(
     may_write.set()
     kept.wait()
     assert writes == ["one", "one"]
-    restored = oracle_runner()
-    saver(restored).load("one")
+    restored, _ = restored_by(saver)
     assert list(restored.entry.tokens) == second
 
 
@@ -159,11 +158,7 @@ def test_caches_that_could_not_be_written_are_said_later(
     runner = oracle_runner()
     answer(runner, PROMPT)
     kept = saver(runner)
-
-    def full(*arguments: Any) -> None:
-        raise SessionError("no room")
-
-    monkeypatch.setattr(store, "save_cache", full)
+    monkeypatch.setattr(store, "save_cache", raising(SessionError("no room")))
     with pytest.raises(SessionError, match="no room"):
         kept.save("one", session(runner))
         kept.wait()

@@ -191,7 +191,6 @@ def test_what_is_no_file_is_refused(store: SessionStore) -> None:
     ids=range(13),
 )
 def test_a_text_that_is_none_of_ours_is_one_line(store: SessionStore, text: str) -> None:
-    """It may be anything."""
     store.save("one", session())
     (store.folder / "one" / TEXT).write_bytes(text.encode("latin-1"))
     with pytest.raises(SessionError) as caught:

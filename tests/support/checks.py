@@ -34,6 +34,13 @@ def ends(result: Result, code: int, *texts: str) -> None:
         assert text in result.stderr
 
 
+def refused(result: Result, text: str) -> None:
+    """Assert that a command ended with code 2 and said one line, which has `text`, on stderr."""
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+
+
 def output_of(program: str, *arguments: str) -> str:
     """Return what a program of Python writes on standard output in a process of its own."""
     command = [sys.executable, "-c", program, *arguments]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from support.prompts import PROMPT
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.pieces import StoredEntry
@@ -13,6 +15,7 @@ from mlxrunner.pictures.table import PictureNames
 from mlxrunner.sessions.caches import Saver, SessionEntry, cache_writer, stored_entry
 from mlxrunner.sessions.session import Branch, History, Rendering, Session, SessionTurn
 from mlxrunner.sessions.store import CACHE_FILE, SessionStore
+from mlxrunner.testing import oracle_runner
 
 Make = Callable[..., Saver]
 
@@ -48,6 +51,22 @@ def last(runner: Runner, prompt: list[int], n: int = 6) -> Any:
 def save(saver: Saver, name: str = "one") -> None:
     saver.save(name, session(saver.runner))
     saver.wait()
+
+
+def saved(saver: Make, kinds: Sequence[str] = ("full", "full"), **options: Any) -> Runner:
+    """Return a runner of the oracle that has answered PROMPT and saved that as a session."""
+    runner = oracle_runner(kinds, **options)
+    answer(runner, PROMPT)
+    save(saver(runner))
+    return runner
+
+
+def restored_by(
+    saver: Make, kinds: Sequence[str] = ("full", "full"), **options: Any
+) -> tuple[Runner, str]:
+    """Return a runner of the oracle that goes on with session `one`, and the line about it."""
+    runner = oracle_runner(kinds, **options)
+    return runner, saver(runner).load("one")[1]
 
 
 def stored(
