@@ -163,7 +163,6 @@ def test_every_public_name_is_in_the_docs() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """Every module does that."""
     with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
         mlxrunner.Nonsense  # noqa: B018  # the access is the test
 

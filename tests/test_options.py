@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.command import run
 
 import mlxrunner
 from mlxrunner import (
@@ -20,7 +20,6 @@ from mlxrunner import (
     Runner,
     RunnerKwargs,
     RunnerSettings,
-    cli,
     run_batch,
 )
 from mlxrunner.batch.inputs import read_fields
@@ -46,24 +45,33 @@ BAD = {
 }
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """Return the words with which a call refuses an option."""
+    with pytest.raises(OptionError) as error:
+        call()
+    return str(error.value)
+
+
+def refusal(*arguments: str) -> str:
+    """Return what a command says as it refuses an option."""
+    result = run(*arguments)
+    assert result.exit_code == 2
+    return result.stderr
+
+
 @pytest.mark.parametrize("given", BAD)
 def test_every_door_refuses_an_option_with_the_same_words(given: str) -> None:
     """Python, the command line, a batch line and the chat's /set."""
     name, _, text = given.partition("=")
     value = about(GenerateOptions.__dataclass_fields__[name]).parse(name, text)
-    with pytest.raises(OptionError) as error:
-        oracle_runner().generate("a", **{name: value})  # type: ignore[arg-type]
-    assert str(error.value) == BAD[given]
-    with pytest.raises(OptionError) as error:
-        read_fields({"prompt": "a", name: value}, BatchOptions())
-    assert str(error.value) == BAD[given]
-    with pytest.raises(OptionError) as error:
-        parse_settings(given)
-    assert str(error.value) == BAD[given]
-    option = f"--{name.replace('_', '-')}"
-    result = CliRunner().invoke(cli.main, ["generate", "-p", "a", option, text])
-    assert result.exit_code == 2
-    assert result.stderr.endswith(f"mlxrunner: {BAD[given]}\n")
+    calls: list[Callable[[], object]] = [
+        lambda: oracle_runner().generate("a", **{name: value}),  # type: ignore[arg-type]
+        lambda: read_fields({"prompt": "a", name: value}, BatchOptions()),
+        lambda: parse_settings(given),
+    ]
+    assert [error_of(call) for call in calls] == [BAD[given]] * 3
+    said = refusal("generate", "-p", "a", f"--{name.replace('_', '-')}", text)
+    assert said.endswith(f"mlxrunner: {BAD[given]}\n")
 
 
 SETTINGS = {
@@ -84,15 +92,9 @@ def test_every_door_refuses_a_setting_with_the_same_words(given: str) -> None:
         lambda: Runner.load("demo", **value),
         lambda: plan_model("demo", **value),
     ]
-    for call in calls:
-        with pytest.raises(OptionError) as error:
-            call()
-        assert str(error.value) == SETTINGS[given]
-    result = CliRunner().invoke(
-        cli.main, ["generate", "-p", "a", f"--{name.replace('_', '-')}", text]
-    )
-    assert result.exit_code == 2
-    assert result.stderr.endswith(f"mlxrunner: {SETTINGS[given]}\n")
+    assert [error_of(call) for call in calls] == [SETTINGS[given]] * 3
+    said = refusal("generate", "-p", "a", f"--{name.replace('_', '-')}", text)
+    assert said.endswith(f"mlxrunner: {SETTINGS[given]}\n")
 
 
 BATCH = {
@@ -110,18 +112,12 @@ def test_every_door_refuses_an_option_of_a_batch_with_the_same_words(given: str)
     """`Job`, `run_batch` where it has the option, and the command line."""
     name, _, text = given.partition("=")
     value: dict[str, Any] = {name: about(FileOptions.__dataclass_fields__[name]).parse(name, text)}
-    with pytest.raises(OptionError) as error:
-        Job(inputs=("in.jsonl",), **value)
-    assert str(error.value) == BATCH[given]
+    assert error_of(lambda: Job(inputs=("in.jsonl",), **value)) == BATCH[given]
     if name in names(BatchOptions):
-        with pytest.raises(OptionError) as error:
-            run_batch(oracle_runner(), [], **value)
-        assert str(error.value) == BATCH[given]
-    option = f"--{name.replace('_', '-')}"
-    result = CliRunner().invoke(cli.main, ["batch", "in.jsonl", "-o", "out.jsonl", option, text])
-    assert result.exit_code == 2
+        assert error_of(lambda: run_batch(oracle_runner(), [], **value)) == BATCH[given]
+    said = refusal("batch", "in.jsonl", "-o", "out.jsonl", f"--{name.replace('_', '-')}", text)
     if about(FileOptions.__dataclass_fields__[name]).kind is not str:  # click refuses a choice
-        assert result.stderr == f"mlxrunner: {BATCH[given]}\n"
+        assert said == f"mlxrunner: {BATCH[given]}\n"
 
 
 def test_a_batch_refuses_an_option_of_the_wrong_type() -> None:
@@ -132,9 +128,7 @@ def test_a_batch_refuses_an_option_of_the_wrong_type() -> None:
         ({"raw": "no"}, "raw: 'no' has to be True or False"),
         ({"system": 5}, "system: 5 is not a text"),
     ):
-        with pytest.raises(OptionError) as error:
-            Job(inputs=("in.jsonl",), **wrong)  # type: ignore[arg-type]
-        assert str(error.value) == message
+        assert error_of(partial(Job, inputs=("in.jsonl",), **wrong)) == message  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_is_named_with_the_known_ones() -> None:
@@ -249,6 +243,5 @@ def test_a_parallel_runner_refuses_a_setting_in_a_sentence(given: str) -> None:
     name, _, text = given.partition("=")
     runner = oracle_runner()
     settings = {"max_sequences": 2, name: ast.literal_eval(text)}
-    with pytest.raises(OptionError) as error:
-        ParallelRunner(runner.model, runner.tokenizer, runner.facts, **settings)
-    assert str(error.value) == PARALLEL[given]
+    parts = runner.model, runner.tokenizer, runner.facts
+    assert error_of(lambda: ParallelRunner(*parts, **settings)) == PARALLEL[given]

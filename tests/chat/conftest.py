@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.chats import TABLE, Talk, Typed, Typist
+from support.chats import TABLE, Talk, Typed, Typist, draw
 
 from mlxrunner import Runner, cli
 from mlxrunner.chat.conversation import Conversation
@@ -19,6 +19,17 @@ from mlxrunner.sessions.store import SessionStore
 @pytest.fixture(scope="module")
 def demo() -> Runner:
     return Runner.load("demo", reserve=False)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    return [draw(folder / f"{number}.png", number) for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Runner:
+    return Runner.load("demo-pictures", pictures=True, reserve=False)
 
 
 @pytest.fixture

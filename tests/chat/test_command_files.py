@@ -217,7 +217,6 @@ def test_copy_says_by_what(
 def test_a_terminal_can_be_the_clipboard(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By OSC 52."""
     monkeypatch.setenv(
         "SSH_TTY", "/dev/pts/0"
     )  # programs of this machine would reach the wrong one

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.chats import FENCED, TABLE, Do, Typist
+from support.checks import raising
 from support.models import write_model
 from support.waiting import until
 
@@ -188,7 +189,6 @@ def test_what_a_command_takes_may_be_quoted(text: str, argument: str) -> None:
 
 
 def test_settings_hold_for_the_answers_that_follow(chat: Chat, do: Do) -> None:
-    """Set, shown, taken back."""
     assert do(
         "/set stop .",
         "My name is Ana.",
@@ -348,11 +348,7 @@ def test_an_edit_or_retry_that_is_interrupted_brings_the_turn_back(
     for text in ("word " * 3000, ""):
         do("/edit 1", text)
         assert chat.conversation.history.turns == before
-
-    def give_up(*arguments: Any, **options: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(chat.conversation.runner, "generate", give_up)
+    monkeypatch.setattr(chat.conversation.runner, "generate", raising(KeyboardInterrupt))
     do("/retry")
     assert chat.conversation.history.turns == before
 

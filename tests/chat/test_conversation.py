@@ -79,12 +79,13 @@ def endless(runner: Runner, **options: Any) -> Conversation:
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_shown() -> None:
-    """In the history and in the entry; the next turn goes on from there."""
+    """In the history and in the entry; the next turn goes on from there, and both count."""
     runner = oracle_runner()
     conversation = endless(runner)
     answer: Iterator[Any] = conversation.send("hello")
     shown = "".join(next(answer).text for _ in range(4))
     answer.close()  # type: ignore[attr-defined]
+    conversation.send("never begun").close()  # type: ignore[attr-defined]
     assert conversation.messages == [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": shown},
@@ -92,8 +93,10 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_shown() -> None:
     before = len(runner.entry.tokens)
     conversation.options["max_tokens"] = 3
     say(conversation, "again")
-    assert conversation.usages[-1].cached_tokens == before
-    assert conversation.usages[-1].outcome == "hit"
+    first, second = conversation.usages
+    assert (first.outcome, first.completion_tokens) == ("miss", 4)
+    assert (second.outcome, second.cached_tokens) == ("hit", before)
+    assert before == first.prompt_tokens + 4
 
 
 def test_a_turn_without_an_answer_is_taken_back() -> None:
@@ -226,21 +229,6 @@ def test_a_message_that_fails_costs_no_older_turn() -> None:
         conversation.send("word " * 3000)
     assert conversation.history.first == 0
     assert say(conversation, "What is my name?") == "Your name is Ana."
-
-
-def test_an_answer_that_is_stopped_is_counted() -> None:
-    """It counts as a turn reuses and evaluates; one that is taken back counts as none."""
-    conversation = endless(oracle_runner())
-    for _ in range(2):
-        answer = conversation.send("hello")
-        for _ in range(4):
-            next(answer)
-        answer.close()  # type: ignore[attr-defined]
-    conversation.send("never begun").close()  # type: ignore[attr-defined]
-    first, second = conversation.usages
-    assert (first.outcome, first.completion_tokens) == ("miss", 4)
-    assert (second.outcome, second.completion_tokens) == ("hit", 4)
-    assert second.cached_tokens == first.prompt_tokens + 4
 
 
 def test_drafts_that_are_given_up_are_not_counted_as_evaluated_ahead() -> None:

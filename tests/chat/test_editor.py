@@ -152,19 +152,15 @@ def test_a_history_that_cannot_be_written_is_done_without(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_history_that_is_a_folder_is_done_without(tmp_path: Path) -> None:
-    """Read and write."""
-    history = PrivateHistory(tmp_path)
-    history.store_string("one")
-    assert list(history.load_history_strings()) == []
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "hole"])
-def test_a_history_that_never_ends_is_done_without(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["FIFO", "hole", "folder"])
+def test_a_history_that_is_no_file_or_never_ends_is_done_without(kind: str, tmp_path: Path) -> None:
     """Nobody waits for it, or reads it whole."""
     file = tmp_path / "history"
     if kind == "FIFO":
         os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+        PrivateHistory(file).store_string("one")
     else:
         file.touch()
         os.truncate(file, 2**40)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.chats import Typist
+from support.chats import CHAT, Typist
 
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.chat.repl import PIECE_S, Chat, commands
 from mlxrunner.chat.view import LOGGER
 from mlxrunner.engine.scheduling.pacing import Pace
 from mlxrunner.testing import oracle_runner
-
-CHAT = [sys.executable, "-m", "mlxrunner", "chat", "--no-reserve"]
 
 
 def chat_of(context: int, *texts: str, most: int = 4096, **options: Any) -> Chat:
@@ -83,7 +80,7 @@ def test_turns_that_a_full_context_leaves_out_are_counted(
 
 def test_the_line_is_dim_in_a_terminal(open_screen: Any) -> None:
     """It is apart from the answer."""
-    screen = open_screen(*CHAT[1:], "--max-tokens", "2", size=(150, 30))
+    screen = open_screen(*CHAT, "--no-reserve", "--max-tokens", "2", size=(150, 30))
     said = screen.say("My name is Ana.").splitlines()
     assert said[-1].startswith("(stopped at max_tokens 2: ")
     assert "\x1b[2m(stopped at" in screen.raw

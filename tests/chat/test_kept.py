@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checks import raising
 from support.models import write_model
 from support.waiting import until
 
@@ -28,12 +29,6 @@ from mlxrunner.sessions.store import (
 )
 
 CHAT = ("-m", "mlxrunner", "chat", "--no-reserve")
-
-
-PIPE = [sys.executable, *CHAT]
-
-
-CTRL_C = "\x03"
 
 
 def test_a_chat_without_a_name_is_kept_and_goes_on(typed: Any) -> None:
@@ -143,10 +138,7 @@ def test_a_full_disk_ends_the_keeping_and_not_the_chat(
 ) -> None:
     """It is said once."""
 
-    def fail(*arguments: Any) -> None:
-        raise SessionError("the disk is full")
-
-    monkeypatch.setattr(SessionStore, "save", fail)
+    monkeypatch.setattr(SessionStore, "save", raising(SessionError("the disk is full")))
     one = typed()
     one.type("My name is Ana.", "Hello!")
     assert one.users == ["My name is Ana.", "Hello!"]
@@ -158,7 +150,11 @@ def test_a_full_disk_ends_the_keeping_and_not_the_chat(
 def chat(typed: str, *arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "MLXRUNNER_DATA": str(data)}
     return subprocess.run(
-        [*PIPE, *arguments], input=typed, capture_output=True, text=True, env=environment
+        [sys.executable, *CHAT, *arguments],
+        input=typed,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
 
 

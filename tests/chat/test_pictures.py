@@ -20,17 +20,6 @@ from mlxrunner.chat.repl import Chat
 DEMO = "demo-pictures"
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("pictures")
-    return [draw(folder / f"{number}.png", number) for number in range(3)]
-
-
-@pytest.fixture(scope="module")
-def seeing() -> Runner:
-    return Runner.load(DEMO, pictures=True, reserve=False)
-
-
 def chat_with(runner: Runner, model: str = DEMO) -> Chat:
     runner.reset()
     options = {"max_tokens": 8, "temperature": 0.0}
@@ -214,7 +203,6 @@ def test_the_eyes_are_loaded_when_they_are_needed(
 
 
 def test_in_a_pipe(talk: Talk, pictures: list[Path]) -> None:
-    """The program itself."""
     result = talk([f"/image {pictures[0]}", "How many red squares?"], "-m", DEMO)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()

@@ -52,7 +52,6 @@ def test_states_are_taken_newest_first_and_for_one_branch() -> None:
 def test_a_state_is_lost_if_turns_or_the_system_prompt_are_gone(
     before: Branch, after: Branch | None, is_lost: bool
 ) -> None:
-    """More turns lose nothing."""
     assert UndoState("main", before).is_lost_in(after) is is_lost
 
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
-from support.chats import Typed, cold_answer, content, draw
+from support.chats import Typed, cold_answer, content
 from support.saving import pieces
 from support.seeing import write_seeing
 
@@ -27,17 +27,6 @@ from mlxrunner.system import mlx_vlm_internals as internals
 
 DEMO = "demo-pictures"
 KINDS = (DEMO, "qwen2_5_vl", "idefics3", "mllama")
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("pictures")
-    return [draw(folder / f"{number}.png", number) for number in range(3)]
-
-
-@pytest.fixture(scope="module")
-def seeing() -> Runner:
-    return Runner.load(DEMO, pictures=True, reserve=False)
 
 
 def typed_to(runner: Runner, folder: Path, model: str = DEMO) -> Typed:

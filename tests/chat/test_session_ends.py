@@ -15,6 +15,7 @@ from typing import Any
 import pexpect
 import pytest
 from support.chats import Talk, content
+from support.checks import raising
 from support.models import write_model
 from support.saving import pieces
 from support.waiting import PATIENCE_S, until
@@ -40,11 +41,8 @@ def test_a_full_disk_is_said_and_the_chat_goes_on(
     talk: Talk, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk is one line after each turn and an exit code; the text can be exported."""
-
-    def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("mlxrunner.sessions.store.write_all", full)
+    no_room = raising(OSError(28, "No space left on device"))
+    monkeypatch.setattr("mlxrunner.sessions.store.write_all", no_room)
     result = talk(["My name is Zorblin.", "What is my name?"], "--session", "zor")
     assert result.stdout == "Nice to meet you.\nYour name is Zorblin.\n"
     full = "error: the session 'zor' could not be saved: No space left on device; "

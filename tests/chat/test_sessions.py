@@ -36,21 +36,6 @@ def test_a_name_is_recalled_across_save_exit_and_session(talk: Talk, data: Path)
     ]
 
 
-def test_a_name_is_recalled_on_a_screen(open_screen: Any) -> None:
-    """/save in one terminal, /load in another."""
-    arguments = ("-m", "mlxrunner", "chat", "--no-reserve")
-    first = open_screen(*arguments)
-    first.prompt()
-    first.say("My name is Zorblin.")
-    assert first.say("/save zor") == "saved as zor: 1 turn, 31 tokens"
-    assert first.leave() == 0
-    second = open_screen(*arguments)
-    second.prompt()
-    assert second.say("/load zor").startswith("session zor: 1 turn, 31 tokens restored (286 kB)")
-    assert second.say("What is my name?") == "Your name is Zorblin."
-    assert second.leave() == 0
-
-
 def test_a_session_that_is_open_is_refused_at_once(
     open_screen: Any, tmp_path: Path, talk: Talk
 ) -> None:
@@ -237,17 +222,6 @@ def test_what_was_taken_back_is_saved_when_one_leaves(talk: Talk, data: Path) ->
     assert again.stdout == "Your name is Ana.\n"
 
 
-def test_loading_within_a_session_goes_over_to_the_other_one(talk: Talk, data: Path) -> None:
-    """Later turns are saved there, and the first session stays as it was."""
-    talk(["My name is Ana."], "--session", "ana")
-    talk(["My name is Zorblin.", "/load ana", "I have a dog."], "--session", "zor")
-    users = {
-        name: [turn["user"] for turn in content(data, name)["branches"]["main"]["history"]["turns"]]
-        for name in ("ana", "zor")
-    }
-    assert users == {"ana": ["My name is Ana.", "I have a dog."], "zor": ["My name is Zorblin."]}
-
-
 def test_text_only_and_fewer_bits(talk: Talk, data: Path) -> None:
     """no_cache_file leaves the text; session_kv_bits makes the file smaller."""
     talk(["My name is Zorblin."], "--session", "zor")
@@ -266,12 +240,3 @@ def test_text_only_and_fewer_bits(talk: Talk, data: Path) -> None:
         2,
         "mlxrunner: --set: session_kv_bits: 3 is out of range, it has to be 4 or 8\n",
     )
-
-
-def test_another_model_within_a_session(talk: Talk, data: Path) -> None:
-    """/set context loads the model again: what was evaluated is saved as before."""
-    result = talk(
-        ["My name is Zorblin.", "/set context 500", "What is my name?"], "--session", "zor"
-    )
-    assert result.stdout.endswith("Your name is Zorblin.\n")
-    assert "62 tokens restored" in talk([], "--session", "zor").stderr

@@ -157,7 +157,6 @@ def test_a_model_that_cannot_run_several_runs_one_at_a_time_and_says_why() -> No
 
 
 def test_options_of_the_command_are_those_of_lines_that_do_not_say_otherwise() -> None:
-    """A line's own win."""
     lines = [
         {"prompt": "Hello!"},
         {"prompt": "Hello!", "max_tokens": 5},

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
+from support.checks import refused
 
 from mlxrunner import cli
 from mlxrunner.system.imports import how_to_install
@@ -134,19 +135,7 @@ def test_a_schema_that_is_no_ordinary_file(tmp_path: Path) -> None:
 )
 def test_choices_that_are_no_list_are_one_line(given: str, message: str) -> None:
     """With an example or the rule."""
-    result = generate("--choices", given)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def test_one_form_at_a_time(tmp_path: Path) -> None:
-    """A schema and choices together are refused."""
-    (tmp_path / "any.json").write_text("{}")
-    assert (
-        "an answer has one form, use one of them"
-        in generate("--schema", str(tmp_path / "any.json"), "--choices", "a,b").stderr
-    )
+    refused(generate("--choices", given), message)
 
 
 def test_without_the_library_the_command_says_how_to_install_it(

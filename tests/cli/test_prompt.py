@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import pytest
+from support.checks import ends, refused
 from support.command import run
 
 from mlxrunner import OptionError, Runner, cli
@@ -75,10 +76,7 @@ def test_a_prompt_and_what_is_piped_are_one(
 )  # fmt: skip  # a case a line
 def test_what_is_unclear_is_an_error_with_the_right_form(arguments: list[str], said: str) -> None:
     """One line; nothing is loaded and nothing dropped."""
-    result = run("generate", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert result.stderr.count("\n") == 1
+    refused(run("generate", *arguments), said)
 
 
 def test_a_directory_with_a_model_may_be_one(tmp_path: Path) -> None:
@@ -184,6 +182,12 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
         (["server"], "Did you mean 'mlxrunner serve'?"),
         (["why is it so?"], "To ask that, type mlxrunner generate 'why is it so?'"),
         (["genrate"], "Did you mean 'generate'?"),
+        (["mistral"], "mlxrunner chat mistral"),
+        (["run", "demo", "hi", "--no-such"], "No such option"),
+        (
+            ["run", "demo", "--format", "json", "hi"],
+            'In the file of --schema FILE, {"type": "object"} allows any JSON object.',
+        ),
         (["cache", "zzz"], "No such command 'zzz'. cache has export and import.\n"),
         (["cache", "improt"], "Did you mean 'import'?"),
         (["--model", "demo", "chat"], "It comes after a command that has it: mlxrunner chat"),
@@ -205,9 +209,7 @@ def test_an_option_that_nobody_has_is_not_guessed() -> None:
 )
 def test_a_command_by_its_name_elsewhere_is_answered_with_ours(typed: list[str], said: str) -> None:
     """ollama, llm, and a prompt alone."""
-    result = run(*typed)
-    assert result.exit_code == 2
-    assert said in result.stderr
+    ends(run(*typed), 2, said)
 
 
 @pytest.mark.parametrize(

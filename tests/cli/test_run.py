@@ -6,7 +6,8 @@ import json
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from support.checks import ends
+from support.command import run
 
 from mlxrunner import cli
 from mlxrunner.cli.chat import _Argument, _meant
@@ -40,58 +41,30 @@ def test_run_is_chat_and_with_a_prompt_generate(
     assert (meant.name, arguments) == (command, shlex.split(given))
 
 
-def invoke(*arguments: str, stdin: str = "") -> Result:
-    return CliRunner().invoke(cli.main, arguments, input=stdin)
-
-
 def test_run_answers_a_prompt_and_standard_input() -> None:
-    assert invoke("run", "demo", "My name is Bo. What is my name?").stdout == "Your name is Bo.\n"
-    piped = invoke("run", "demo", stdin="My name is Bo. What is my name?\n")
-    assert piped.stdout == "Your name is Bo.\n"
-
-
-def test_run_without_a_model_asks_the_default_one() -> None:
-    piped = invoke("run", stdin="My name is Bo. What is my name?\n")
-    assert (piped.exit_code, piped.stdout) == (0, "Your name is Bo.\n")
-
-
-def test_an_option_of_ollama_is_answered_with_ours() -> None:
-    said = invoke("run", "demo", "--format", "json", "hi").stderr
-    assert 'In the file of --schema FILE, {"type": "object"} allows any JSON object.' in said
+    assert run("run", "demo", "My name is Bo. What is my name?").stdout == "Your name is Bo.\n"
+    for model in (["demo"], []):
+        piped = run("run", *model, stdin="My name is Bo. What is my name?\n")
+        assert (piped.exit_code, piped.stdout) == (0, "Your name is Bo.\n")
 
 
 @pytest.mark.parametrize("command", ["report", "explain", "simulate", "batch", "sessions show"])
 def test_a_missing_argument_is_explained(command: str) -> None:
-    result = CliRunner().invoke(cli.main, command.split(), env={"MLXRUNNER_EVENTS": ""})
-    assert result.exit_code == 2
-    assert "Missing " in result.stderr
-    assert ": a " in result.stderr
-
-
-def test_run_refuses_what_its_command_refuses() -> None:
-    """With the name of that command, whose help has the options."""
-    result = invoke("run", "demo", "hi", "--no-such")
-    assert (result.exit_code, "No such option" in result.stderr) == (2, True)
+    ends(run(*command.split(), MLXRUNNER_EVENTS=""), 2, "Missing ", ": a ")
 
 
 def test_known_models_are_listed_with_sizes_and_fit() -> None:
-    shown = invoke("models", "--known")
+    shown = run("models", "--known")
     assert shown.exit_code == 0
     assert "llama3.2:1b" in shown.stdout
     assert "have not tried" in shown.stderr
-    rows = json.loads(invoke("models", "--known", "--json").stdout)
+    rows = json.loads(run("models", "--known", "--json").stdout)
     assert {"name", "model", "bytes", "fits", "downloaded"} == set(rows[0])
     assert [row["bytes"] for row in rows] == sorted(row["bytes"] for row in rows)
 
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_a_command_without_a_counterpart_is_answered_with_what_to_do(name: str) -> None:
-    result = invoke(name)
-    assert result.exit_code == 2
-    assert ADVICE[name] in result.stderr
+    ends(run(name), 2, ADVICE[name])
     assert isinstance(cli.main, click.Group)
     assert name not in cli.main.commands
-
-
-def test_a_model_in_place_of_a_command_is_answered_with_chat() -> None:
-    assert "mlxrunner chat mistral" in invoke("mistral").stderr

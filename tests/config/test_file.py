@@ -87,8 +87,10 @@ def test_a_text_that_names_no_prompt_is_the_system_prompt(file: Path, text: str)
     assert read_config_file().system(text) == text
 
 
-def test_a_name_that_is_not_there_is_answered_with_those_that_are(file: Path) -> None:
-    """Also if there is no file."""
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there is no file, or none is to be read."""
     with pytest.raises(OptionError, match=r"no system prompt 'terse' under \[prompts\] in .*none"):
         read_config_file().system("@terse")
     file.write_text(GOOD)
@@ -96,9 +98,6 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(file: Path) ->
         read_config_file().system("@ters")
     with pytest.raises(OptionError, match=r"no prompt template 'su'.*there are sum, list"):
         read_config_file().template("su")
-
-
-def test_a_named_prompt_without_a_config_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXRUNNER_CONFIG", "")
     with pytest.raises(OptionError, match=r"the config file, which MLXRUNNER_CONFIG turns off"):
         read_config_file().system("@terse")
@@ -176,13 +175,6 @@ def test_a_number_that_python_cannot_print_is_one_line(file: Path, text: str) ->
         read_config_file()
 
 
-def test_the_home_of_nobody_is_a_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLXRUNNER_CONFIG may name anybody."""
-    monkeypatch.setenv("MLXRUNNER_CONFIG", "~no-such-user/mine.toml")
-    with pytest.raises(MissingFileError, match="no such file"):
-        read_config_file()
-
-
 def test_the_file_is_found_where_the_user_says(
     file: Path, own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +186,9 @@ def test_the_file_is_found_where_the_user_says(
     monkeypatch.setenv("MLXRUNNER_CONFIG", "~/mine.toml")
     assert config_path() == own_home / "mine.toml"
     with pytest.raises(MissingFileError, match=r"mine.toml: no such file \(MLXRUNNER_CONFIG names"):
+        read_config_file()
+    monkeypatch.setenv("MLXRUNNER_CONFIG", "~no-such-user/mine.toml")
+    with pytest.raises(MissingFileError, match="no such file"):
         read_config_file()
     file.write_text("wrong")
     monkeypatch.setenv("MLXRUNNER_CONFIG", "")

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 from support.waiting import PATIENCE_S, until
@@ -45,22 +45,14 @@ def test_the_first_one_asks_and_the_second_interrupts() -> None:
     assert said == [1]
 
 
-def test_more_of_them_do_nothing_once_the_first_was_seen() -> None:
-    """The answer is being put away."""
-    with Interrupts() as interrupts, interrupts.asking() as interrupted:
+@pytest.mark.parametrize("settled", [True, False])
+def test_presses_after_the_first_was_seen(settled: bool) -> None:
+    """An answer is being put away; other work may last, and the second press ends that."""
+    with Interrupts() as interrupts, interrupts.asking(is_settled_when_seen=settled) as interrupted:
         assert not interrupted()
         press()
         assert interrupted()
-        press()
-        press()
-
-
-def test_a_batch_can_be_interrupted_after_the_first_was_seen() -> None:
-    """Work that is running may last: the second press ends that, too."""
-    with Interrupts() as interrupts, interrupts.asking(is_settled_when_seen=False) as interrupted:
-        press()
-        assert interrupted()
-        with pytest.raises(KeyboardInterrupt):
+        with nullcontext() if settled else pytest.raises(KeyboardInterrupt):
             press()
         press()
         assert interrupted()
