@@ -22,6 +22,7 @@ from mlxrunner.cli.options import (
     check_options,
     debug_option,
     draft_option,
+    flag,
     form_options,
     is_given,
     model_options,
@@ -69,13 +70,8 @@ _FIRST = click.option(
     ),
 )
 _LAST = (
-    click.option(
-        "--plan",
-        "only_plan",
-        is_flag=True,
-        help="Only estimate the cost, without loading the weights.",
-    ),
-    click.option("-q", "--quiet", is_flag=True, help="Print only fatal errors on stderr."),
+    flag("--plan", "only_plan", help="Only estimate the cost, without loading the weights."),
+    flag("-q", "--quiet", help="Print only fatal errors on stderr."),
     click.option(
         "--embeddings",
         is_flag=True,
@@ -126,7 +122,7 @@ SOME_FAILED = 3
     required=True,
     help="Write all answers to FILE, which must not exist; .csv, .tsv or .parquet is a table.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
+@flag("-q", "--quiet", help="Print only errors on stderr.")
 def merge(outputs: tuple[str, ...], output: str, quiet: bool) -> None:
     """Put the outputs of all shards of a batch together, in the order of the input.
 
@@ -206,9 +202,7 @@ class _BatchCommand(Configured):
 @overflow_options("stop")
 @watching_options
 @option_of(GenerateOptions, "logprobs")
-@click.option(
-    "--json", "as_json", is_flag=True, help="With --plan: print one JSON object instead of a table."
-)
+@flag("--json", "as_json", help="With --plan: print one JSON object instead of a table.")
 @click.pass_context
 def batch(
     ctx: click.Context,

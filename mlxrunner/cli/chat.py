@@ -16,6 +16,7 @@ from mlxrunner.cli.options import (
     chosen_model,
     debug_option,
     draft_option,
+    flag,
     former_option,
     load,
     loader,
@@ -58,22 +59,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="exact keeps the evaluated tokens; template renders earlier turns with the chat template.",
 )
-@click.option(
-    "--keep-thinking",
-    is_flag=True,
-    help="Keep thinking in the history where the template would drop it.",
-)
-@click.option(
-    "--plain", is_flag=True, help="Print answers as plain text.  [default: Markdown in a terminal]"
-)
-@click.option(
+@flag("--keep-thinking", help="Keep thinking in the history where the template would drop it.")
+@flag("--plain", help="Print answers as plain text.  [default: Markdown in a terminal]")
+@flag(
     "--no-type-ahead",
-    is_flag=True,
     help="Evaluate nothing while you type.  [default: type-ahead, unless on battery]",
 )
-@click.option(
-    "--no-input-history", is_flag=True, help="Do not save typed texts for the arrow keys."
-)
+@flag("--no-input-history", help="Do not save typed texts for the arrow keys.")
 @former_option("--no-history", "--no-input-history", "no_input_history", is_flag=True)
 @click.option(
     "--session",
@@ -81,20 +73,10 @@ if TYPE_CHECKING:
     shell_complete=session_words,
     help="Continue or start this saved conversation; saves it after each turn.",
 )
-@click.option("--continue", "goes_on", is_flag=True, help="Continue the last unnamed chat.")
-@click.option(
-    "--no-save", is_flag=True, help="Save nothing of a chat without --session.  [default: its text]"
-)
-@click.option(
-    "--switch-model",
-    is_flag=True,
-    help="Let -m continue a session of another model.",
-)
-@click.option(
-    "--no-cache-file",
-    is_flag=True,
-    help="Save only the text of sessions.  [default: the KV cache, too]",
-)
+@flag("--continue", "goes_on", help="Continue the last unnamed chat.")
+@flag("--no-save", help="Save nothing of a chat without --session.  [default: its text]")
+@flag("--switch-model", help="Let -m continue a session of another model.")
+@flag("--no-cache-file", help="Save only the text of sessions.  [default: the KV cache, too]")
 @click.option(
     "--session-kv-bits",
     type=int,

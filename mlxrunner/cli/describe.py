@@ -13,6 +13,7 @@ from click.shell_completion import get_completion_class
 from mlxrunner.cli.options import (
     MEMORY_OPTIONS,
     debug_option,
+    flag,
     json_option,
     model_argument,
     model_words,
@@ -96,11 +97,7 @@ def _end_text(end: Any) -> str:
 @model_argument
 @together(MEMORY_OPTIONS)
 @wire_option
-@click.option(
-    "--measure",
-    is_flag=True,
-    help="Load the model and run the worst-case batch instead of estimating it.",
-)
+@flag("--measure", help="Load the model and run the worst-case batch instead of estimating it.")
 @json_option
 @debug_option
 def plan(model: str, measure: bool, as_json: bool, wire: str, **options: Any) -> None:
@@ -156,7 +153,7 @@ HIDDEN = "***"
 
 @click.command(cls=HelpCommand)
 @model_argument
-@click.option("--keys", is_flag=True, help="List the keys that the file may have, by section.")
+@flag("--keys", help="List the keys that the file may have, by section.")
 @json_option
 @debug_option
 @click.pass_context
@@ -296,9 +293,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 @click.group(cls=HelpGroup, invoke_without_command=True)
-@click.option(
-    "--known", is_flag=True, help="List models with short names, and which fit this machine."
-)
+@flag("--known", help="List models with short names, and which fit this machine.")
 @json_option
 @debug_option
 @click.pass_context
@@ -367,11 +362,7 @@ def _list_known(as_json: bool) -> None:
 @models.command()
 @click.argument("name", metavar="ID", required=False, shell_complete=model_words)
 @click.option("-m", "--model", metavar="ID", shell_complete=model_words, help="The same as ID.")
-@click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Download Python code that the model brings, too; it is not run.",
-)
+@flag("--trust-remote-code", help="Download Python code that the model brings, too; it is not run.")
 @debug_option
 def pull(name: str | None, model: str | None, trust_remote_code: bool) -> None:
     """Download the model ID (OWNER/NAME, or a short name).
@@ -392,7 +383,7 @@ def pull(name: str | None, model: str | None, trust_remote_code: bool) -> None:
 
 @models.command()
 @click.argument("names", nargs=-1, required=True, metavar="ID...", shell_complete=repository_words)
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@flag("-y", "--yes", help="Do not ask.")
 @debug_option
 def rm(names: tuple[str, ...], yes: bool) -> None:
     """Remove models from the hub cache, after confirmation.

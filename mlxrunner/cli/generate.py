@@ -17,6 +17,7 @@ from mlxrunner.cli.options import (
     Configured,
     check_options,
     draft_option,
+    flag,
     form_options,
     former_option,
     is_given,
@@ -86,9 +87,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="A picture before the prompt (repeatable).",
 )
-@click.option(
-    "--raw", is_flag=True, help="Continue the prompt as plain text, without the chat template."
-)
+@flag("--raw", help="Continue the prompt as plain text, without the chat template.")
 @sampling_options
 @form_options
 @template_options
@@ -121,11 +120,8 @@ if TYPE_CHECKING:
     metavar="N",
     help="With --n: at most N at a time.  [default: 8]",
 )
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object per answer, each on a line, instead of texts.",
+@flag(
+    "--json", "as_json", help="Print one JSON object per answer, each on a line, instead of texts."
 )
 @click.pass_context
 def generate(

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from mlxrunner.cli.chat import chat
 from mlxrunner.cli.generate import generate
-from mlxrunner.cli.options import debug_option, former_option, is_given
+from mlxrunner.cli.options import debug_option, flag, former_option, is_given
 from mlxrunner.cli.profile import bench, verify
 from mlxrunner.cli.program import HelpCommand, visible_text
 from mlxrunner.cli.serve import serve
@@ -59,7 +59,7 @@ def _offer(ctx: click.Context, parameter: click.Parameter, begin: str) -> list[C
     show_envvar=True,
     help="The server's key, if it needs one.",
 )
-@click.option("--print", "prints", is_flag=True, help="Print the settings, and start nothing.")
+@flag("--print", "prints", help="Print the settings, and start nothing.")
 @click.option(
     "--hosts",
     metavar="FILE",

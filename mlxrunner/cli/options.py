@@ -75,6 +75,11 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None
         log_to_stderr(logging.INFO if value == 1 else logging.DEBUG)
 
 
+def flag(*names: str, help: str) -> Callable[[F], F]:
+    """Return an option without a value, whose parameter is true if it is given."""
+    return click.option(*names, is_flag=True, help=help)
+
+
 debug_option = click.option(
     "--debug",
     is_flag=True,
@@ -90,10 +95,8 @@ verbose_option = click.option(
     callback=_verbose,
     help="Log reuse and timing of each request to stderr; -vv also logs lookups before evaluation.",
 )
-trust_option = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that the model brings. Only if you trust it.",
+trust_option = flag(
+    "--trust-remote-code", help="Run Python code that the model brings. Only if you trust it."
 )
 events_option = click.option(
     "--events",
@@ -102,7 +105,7 @@ events_option = click.option(
     show_envvar=True,
     help="Append one JSON line per request: tokens reused, cause of a miss, timing.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+json_option = flag("--json", "as_json", help="Print one JSON object instead.")
 
 
 def _note(text: str) -> None:
@@ -526,11 +529,7 @@ def system_option(
 
 def sampling_options(command: F) -> F:
     """Add the options that choose the next token and end an answer."""
-    greedy = click.option(
-        "--greedy",
-        is_flag=True,
-        help="Always the most likely token: temperature 0 and no penalties.",
-    )
+    greedy = flag("--greedy", help="Always the most likely token: temperature 0 and no penalties.")
     help_ = "0 = always the most likely token. [default: the model's, or 0]"
     temperature = option_of(GenerateOptions, "temperature", help=help_, show_default=False)
     others = [name for name in SAMPLING if name != "temperature"]
@@ -709,19 +708,14 @@ def watching_options(command: F) -> F:
     """Add the same options without the former name of one, for a command that has a --strict."""
     return together(
         (
-            click.option(
-                "--verify-strict",
-                is_flag=True,
-                help="With --verify-cache: exit code 4 if one of them differed.",
+            flag(
+                "--verify-strict", help="With --verify-cache: exit code 4 if one of them differed."
             ),
             events_option,
-            click.option(
+            flag(
                 "--log-text",
-                is_flag=True,
-                help=(
-                    "With --events: add the text of a few tokens where a prompt leaves the "
-                    "prefix cache."
-                ),
+                help="With --events: add the text of a few tokens where a prompt leaves the "
+                "prefix cache.",
             ),
             click.option(
                 "--log-tokens",

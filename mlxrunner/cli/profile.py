@@ -13,6 +13,7 @@ import click
 
 from mlxrunner.cli.options import (
     debug_option,
+    flag,
     former_option,
     json_option,
     model_argument,
@@ -92,7 +93,7 @@ def report(
 @click.command(cls=HelpCommand)
 @click.argument("events", type=FILE, envvar="MLXRUNNER_EVENTS")
 @click.argument("request", metavar="[ID]", required=False)
-@click.option("--last", is_flag=True, help="The last request in the file, instead of an ID.")
+@flag("--last", help="The last request in the file, instead of an ID.")
 @debug_option
 def explain(events: str, request: str | None, last: bool) -> None:
     """Show why a request in EVENTS did not reuse more: the place where the prompt left the prefix
@@ -291,7 +292,7 @@ def _print(report: Findings, as_json: bool) -> None:
     metavar="N",
     help="Number of times to measure each. [default: 3, with --quick 1]",
 )
-@click.option("--quick", is_flag=True, help="Run one round of one short prompt, as a test.")
+@flag("--quick", help="Run one round of one short prompt, as a test.")
 @click.option(
     "--speculate",
     "guess",

@@ -17,6 +17,7 @@ from mlxrunner.cli.options import (
     debug_option,
     draft_option,
     events_option,
+    flag,
     model_argument,
     option_of,
     set_option,
@@ -68,11 +69,7 @@ def _option(name: str) -> Callable[[F], F]:
 @draft_option
 @wire_option
 @events_option
-@click.option(
-    "--log-text",
-    is_flag=True,
-    help="Add the text of prompts to events, where they leave the prefix cache.",
-)
+@flag("--log-text", help="Add the text of prompts to events, where they leave the prefix cache.")
 @click.option(
     "--unit",
     "unit_kind",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxrunner.cli.options import debug_option, json_option, model_option, session_words
+from mlxrunner.cli.options import debug_option, flag, json_option, model_option, session_words
 from mlxrunner.cli.program import HelpGroup, visible_text
 from mlxrunner.errors import OptionError, ReadError
 from mlxrunner.system.reading import read_json
@@ -177,7 +177,7 @@ def rm(names: tuple[str, ...]) -> None:
 @click.argument("file", type=click.Path(dir_okay=False))
 @branch_option
 @state_option
-@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@flag("--force", help="Overwrite FILE.")
 @debug_option
 def export(name: str, file: str, branch: str | None, state: int | None, force: bool) -> None:
     """Write the conversation of session NAME to a file.
@@ -270,7 +270,7 @@ def cache() -> None:
 @cache.command(name="export")
 @click.argument("session", shell_complete=session_words)
 @click.argument("file", type=click.Path(dir_okay=False))
-@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@flag("--force", help="Overwrite FILE.")
 @debug_option
 def export_cache(session: str, file: str, force: bool) -> None:
     """Write the caches of SESSION to FILE.safetensors for mlx-lm.
@@ -301,12 +301,10 @@ def export_cache(session: str, file: str, force: bool) -> None:
 @click.option(
     "--kv-bits", type=int, metavar="B", help="8 or 4, for a file with quantized keys and values."
 )
-@click.option(
+@flag(
     "--trust",
-    is_flag=True,
-    help=(
-        "Take your word for what FILE can't tell: that MODEL made it, and of exactly these tokens."
-    ),
+    help="Take your word for what FILE can't tell: that MODEL made it, and of exactly these "
+    "tokens.",
 )
 @debug_option
 def import_(
