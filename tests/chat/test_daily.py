@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chats import CHAT, CTRL_C, TAB, UP
+from support.forking import run_program
 
 from mlxrunner.chat.input import StdinReader, TypedText, is_continued
 from mlxrunner.chat.view import code_blocks
@@ -56,7 +56,7 @@ def test_help_fits_a_small_screen(open_screen: Any) -> None:
 def test_a_word_that_says_goodbye_in_a_pipe_is_a_text() -> None:
     """A list of words must not end in the middle; the commands do end it."""
     typed = "exit\nHello!\n/exit\nHello!\n"
-    done = subprocess.run([sys.executable, *CHAT], input=typed, capture_output=True, text=True)
+    done = run_program(*CHAT, input=typed, text=True)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
 
 

@@ -6,12 +6,12 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checks import raising
+from support.forking import run_program
 from support.models import write_model
 from support.waiting import until
 
@@ -149,13 +149,7 @@ def test_a_full_disk_ends_the_keeping_and_not_the_chat(
 
 def chat(typed: str, *arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "MLXRUNNER_DATA": str(data)}
-    return subprocess.run(
-        [sys.executable, *CHAT, *arguments],
-        input=typed,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    return run_program(*CHAT, *arguments, input=typed, text=True, env=environment)
 
 
 def test_chats_in_a_terminal_are_kept_and_those_in_a_pipe_are_not(
@@ -237,8 +231,7 @@ def test_sessions_lists_unnamed_chats_last_and_shows_states(typed: Any, tmp_path
     environment = {**os.environ, "MLXRUNNER_DATA": str(tmp_path)}
 
     def sessions(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "mlxrunner", "sessions", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
+        return run_program("-m", "mlxrunner", "sessions", *arguments, text=True, env=environment)
 
     listed = json.loads(sessions("list", "--json").stdout)
     assert [session["name"] for session in listed] == ["zoo", name]

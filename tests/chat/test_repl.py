@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from click.testing import CliRunner, Result
+from support.forking import run_program
 from support.waiting import PATIENCE_S
 
 from mlxrunner import cli
@@ -23,13 +24,8 @@ def piped(stdin: str) -> Result:
 
 def test_in_a_pipe_each_line_is_a_turn() -> None:
     """Answers on stdout, a line each; no banner, no prompt."""
-    result = subprocess.run(
-        PIPE,
-        input="My name is Ana.\n\nWhat is my name?\n",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    typed = "My name is Ana.\n\nWhat is my name?\n"
+    result = run_program(*PIPE[1:], input=typed, text=True, timeout=PATIENCE_S)
     assert result.returncode == 0
     assert result.stdout.splitlines()[-1] == "Your name is Ana."
     assert len(result.stdout.splitlines()) == 2

@@ -12,6 +12,7 @@ import click
 import pytest
 from support.checks import ends, refused
 from support.command import run
+from support.forking import run_program
 
 from mlxrunner import OptionError, Runner, cli
 from mlxrunner.config.names import COMMANDS, FLAGS, LETTERS, MEANT, SAME, WAYS
@@ -88,18 +89,17 @@ def test_a_directory_with_a_model_may_be_one(tmp_path: Path) -> None:
 @pytest.mark.exhaustive(0)
 def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> None:
     """Standard input that is closed adds nothing; bytes that are no text are refused."""
-    command = [sys.executable, "-m", "mlxrunner", "generate", "--no-reserve", "My name is Ana."]
+    words = ["-m", "mlxrunner", "generate", "--no-reserve", "My name is Ana."]
     read, write = os.pipe()
     os.close(write)
     for stdin in (read, subprocess.DEVNULL):
-        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True)
+        done = run_program(*words, stdin=stdin, text=True)
         assert (done.returncode, done.stdout) == (0, "Nice to meet you.\n"), done.stderr
-    closed = subprocess.run(
-        ["sh", "-c", '"$@" <&-', "sh", *command], capture_output=True, text=True
-    )
+    command = ["sh", "-c", '"$@" <&-', "sh", sys.executable, *words]
+    closed = subprocess.run(command, capture_output=True, text=True)
     assert (closed.returncode, closed.stdout) == (0, "Nice to meet you.\n"), closed.stderr
     os.close(read)
-    broken = subprocess.run(command, input=b"\xff\xfe", capture_output=True)
+    broken = run_program(*words, input=b"\xff\xfe")
     assert broken.returncode == 2
     assert broken.stderr.count(b"\n") == 1
     assert b"Traceback" not in broken.stderr
