@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
@@ -16,7 +16,6 @@ from typing import Any, Literal, Self, TypedDict
 from mlxrunner.config.names import did_you_mean, nearest
 from mlxrunner.config.option import (
     Option,
-    about,
     as_choices,
     as_texts,
     check_choices,
@@ -28,6 +27,7 @@ from mlxrunner.config.option import (
     check_template,
     check_tools,
     check_whole,
+    described,
     json_text,
     listed,
     names,
@@ -439,7 +439,7 @@ def _check_stop_tokens(name: str, tokens: tuple[int, ...]) -> None:
 
 def chat_options() -> Iterator[tuple[str, Option]]:
     """Return the options that the chat's `/set` knows, by name."""
-    return ((one.name, about(one)) for one in fields(GenerateOptions) if about(one).in_chat)
+    return (found for found in described(GenerateOptions).items() if found[1].in_chat)
 
 
 def sampling(options: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from mlxrunner.chat.input import (
 from mlxrunner.chat.view import code_blocks
 from mlxrunner.config.file import NAMED, Config, read_config_file
 from mlxrunner.config.names import did_you_mean
-from mlxrunner.config.option import DEFAULT, HERE, about, layer, settled, values
+from mlxrunner.config.option import DEFAULT, HERE, described, layer, settled, values
 from mlxrunner.errors import OptionError, OutputError
 from mlxrunner.options import (
     CHOOSING,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 Run = Callable[["Chat", str], None]
 SETTABLE = dict(chat_options())
 """The options of a request that `/set` knows, by name."""
-CONTEXT = about(RunnerSettings.__dataclass_fields__["context"])
+CONTEXT = described(RunnerSettings)["context"]
 GREEDILY = "greedy"
 """The word that stands for the options of GREEDY."""
 STANDARD = vars(GenerateOptions()) | {"overflow": "shift"}

@@ -40,8 +40,8 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import F, HelpCommand, line_text, visible_text
 from mlxrunner.cluster.options import ClusterOptions, Connection, check_installed
-from mlxrunner.config.option import about
-from mlxrunner.errors import OptionError
+from mlxrunner.config.option import described
+from mlxrunner.errors import CutOffError, OptionError
 from mlxrunner.options import EngineSettings, GenerateOptions, RunnerSettings
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _option(name: str) -> Callable[[F], F]:
     if name == "prompt_template":
         return option_of(FileOptions, name, "--row-template", ["--prompt-template"])
     if name == "system":
-        return system_option(about(FileOptions.__dataclass_fields__[name]).help)
+        return system_option(described(FileOptions)[name].help)
     return option_of(FileOptions, name)
 
 
@@ -357,7 +357,6 @@ def _run(
     from mlxrunner.batch.inputs import STANDARD
     from mlxrunner.batch.output import write_table
     from mlxrunner.batch.work import plan_job, run_job
-    from mlxrunner.errors import CutOffError
     from mlxrunner.terminal.output import LINE_EVERY_S, Progress
 
     shares_terminal = job.output == STANDARD and _is_terminal(sys.stdout)

@@ -146,7 +146,6 @@ def _start(
     api_key: str | None,
     prints: bool,
 ) -> None:
-    from mlxrunner.errors import LaunchError
     from mlxrunner.server.launch import CLIENTS, find_server
 
     found = CLIENTS[client](find_server(url, api_key, model))

@@ -18,7 +18,7 @@ import llm
 from llm.parts import TextPart
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
-from mlxrunner.config.option import Option, about
+from mlxrunner.config.option import Option, described
 from mlxrunner.errors import MlxrunnerError
 from mlxrunner.models.download import repositories
 from mlxrunner.options import GenerateOptions, RunnerSettings, chat_options
@@ -58,8 +58,7 @@ def _field(name: str, option: Option) -> Any:
 
 def _settings() -> Iterator[tuple[str, Option]]:
     yield from chat_options()
-    for name in LOADING:
-        yield name, about(RunnerSettings.__dataclass_fields__[name])
+    yield from ((name, described(RunnerSettings)[name]) for name in LOADING)
 
 
 Options = create_model(

@@ -29,7 +29,7 @@ from mlxrunner.cli.options import (
 )
 from mlxrunner.cli.program import F, visible_text
 from mlxrunner.config.file import read_config_file
-from mlxrunner.config.option import about, names
+from mlxrunner.config.option import described, names
 from mlxrunner.errors import OptionError
 from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
 from mlxrunner.system.imports import how_to_install
@@ -50,7 +50,7 @@ KEY_NOTE = (
     "the key is not in this file: put it into the config file, as api_key in [serve]; "
     "mlxrunner config shows its path"
 )
-GUESSES = about(GenerateOptions.__dataclass_fields__["speculate"]).help + " [default: auto]"
+GUESSES = described(GenerateOptions)["speculate"].help + " [default: auto]"
 """Help of an option that says nothing by itself, so that the config file may."""
 
 

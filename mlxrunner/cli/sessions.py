@@ -12,7 +12,7 @@ import click
 
 from mlxrunner.cli.options import debug_option, flag, json_option, model_option, session_words
 from mlxrunner.cli.program import HelpGroup, visible_text
-from mlxrunner.errors import OptionError, ReadError
+from mlxrunner.errors import OptionError, ReadError, SessionError
 from mlxrunner.system.reading import read_json
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def list_(as_json: bool) -> None:
 
     With turns, sizes of text and caches, date and model.
     """
-    from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import SessionStore, unnamed_chats
 
     store = SessionStore()
@@ -159,7 +158,6 @@ def show(name: str, branch: str | None, state: int | None, as_json: bool) -> Non
 @debug_option
 def rm(names: tuple[str, ...]) -> None:
     """Remove sessions with text and caches, except those open in a chat."""
-    from mlxrunner.errors import SessionError
     from mlxrunner.sessions.store import SessionStore
 
     store, failed = SessionStore(), []
@@ -187,7 +185,6 @@ def export(name: str, file: str, branch: str | None, state: int | None, force: b
     from pathlib import Path
 
     from mlxrunner.chat.commands import transcript
-    from mlxrunner.errors import OptionError
     from mlxrunner.sessions.store import SessionStore
     from mlxrunner.system.writing import why_not, written
 
@@ -220,8 +217,6 @@ def _chosen(store: SessionStore, name: str, branch: str | None, state: int | Non
 
     Raise SessionError if it has no such state, or no branch of that name.
     """
-    from mlxrunner.errors import SessionError
-
     session = store.load(name)
     if state is not None:
         states = store.load_states(name)

@@ -124,38 +124,37 @@ def about(one: Field[Any]) -> Option:
     return found
 
 
+def described(kind: type) -> dict[str, Option]:
+    """Return the descriptions of all options that are fields of the dataclass `kind`, by name."""
+    return {one.name: about(one) for one in fields(kind) if "option" in one.metadata}
+
+
 def read_json(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields that came as JSON or TOML, with whole floats as integers where options are.
 
     Texts of sizes become bytes. `kind` is the dataclass of the options. Other fields stay as they
     are.
     """
-    described = {one.name: about(one) for one in fields(kind) if "option" in one.metadata}
-    sizes = {name for name, one in described.items() if one.is_size}
-    whole = {name for name, one in described.items() if one.kind is int}
+    options = described(kind)
 
     def read(name: str, value: Any) -> Any:
-        if name in sizes and isinstance(value, str):
+        if name not in options or options[name].kind is not int:
+            return value
+        if options[name].is_size and isinstance(value, str):
             return parse_size(name, value)
-        return _each_whole(value) if name in whole else value
+        return list(map(as_whole, value)) if isinstance(value, list) else as_whole(value)
 
     return {name: read(name, value) for name, value in given.items()}
 
 
-def _each_whole(value: Any) -> Any:
-    return list(map(as_whole, value)) if isinstance(value, list) else as_whole(value)
-
-
 def names(kind: type) -> tuple[str, ...]:
     """Return the names of all options that are fields of the dataclass `kind`."""
-    return tuple(one.name for one in fields(kind) if "option" in one.metadata)
+    return tuple(described(kind))
 
 
 def former_names(kind: type) -> dict[str, str]:
     """Return the name of an option of the dataclass `kind` by each of its former names."""
-    return {
-        old: one.name for one in fields(kind) if "option" in one.metadata for old in about(one).was
-    }
+    return {old: name for name, one in described(kind).items() for old in one.was}
 
 
 def renamed(old: str, new: str) -> str:
