@@ -29,7 +29,7 @@ from mlxrunner.templates.messages import common
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
 from mlxrunner.tokenizer.prompt import TokenizedPrompt
 
-CONVERSATIONS = fewer(5, 2)
+CONVERSATIONS = fewer(3, 2)
 """Each is edited in some 80 ways, in each family."""
 WANTED = 0.98
 WORDS = (
