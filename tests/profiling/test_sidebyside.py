@@ -229,12 +229,20 @@ slot began ended ending limit keep said sampled stuck failures scheduling cells 
 """.split()
 
 
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the first lines of the log of a batch."""
+    file = tmp_path_factory.mktemp("batch") / "log"
+    logged_batch("gemma3_text", file, 3)
+    return read_lines(file)[:9]
+
+
 @pytest.mark.parametrize("name", FIELDS)
-def test_what_makes_no_sense_crashes_nothing(name: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_crashes_nothing(
+    name: str, lines: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """Every field in turn, of another type or far out of range."""
     file = tmp_path / "log"
-    logged_batch("gemma3_text", file, 3)
-    lines = read_lines(file)[:9]
     values: list[Any] = ["", "cancelled", "forgotten", -1, 0, 1, 10**12, 2**60, True, None, {}]
     for value in [*values, [], [[]], [5], [0, 0], [0, 2**50], [2**50, 2**50]]:
         new, first = {name: value}, lines[0]
