@@ -376,7 +376,7 @@ def test_the_doctor_notices_a_slow_blas(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(device, "is_gpu", lambda: False)
     monkeypatch.setattr(device.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(device, "_maps", list)
+    monkeypatch.setattr(device, "_text", lambda path: "")
     monkeypatch.setattr(device.openblas, "find", lambda: None)
     assert "apt-get install libopenblas0-pthread" in device.blas().advice
     monkeypatch.setattr(device.openblas, "find", lambda: "/usr/lib/libopenblas.so.0")
