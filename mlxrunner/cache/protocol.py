@@ -65,8 +65,10 @@ ROWS = ("full", "quantized", "sliding")
 
 A file with more rows is refused before its arrays are read.
 """
-STATES = "recurrent"
-"""The saved kind of recurrent states, whose arrays have no rows."""
+STATES = ("recurrent",)
+"""Saved kinds whose arrays have no rows. Of others, an array of four axes has rows on the third."""
+QUANTIZABLE = ("full", "sliding")
+"""Saved kinds whose keys and values a file may store in fewer bits; it would harm other states."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ def dtype_name(dtype: Any) -> str:
 def _without_rows(kind: str, shape: Sequence[int | None]) -> list[int | None]:
     """Return `shape` with None for the number of rows."""
     return [
-        None if axis == 2 and len(shape) == 4 and kind != STATES else size
+        None if axis == 2 and len(shape) == 4 and kind not in STATES else size
         for axis, size in enumerate(shape)
     ]
 

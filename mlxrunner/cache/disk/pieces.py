@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mlxrunner.cache.disk.index import RowsPiece, StatePiece, StoredConversation, digests, file_name
 from mlxrunner.cache.entry import ROLES, Role, TokenArray, as_tokens
 from mlxrunner.cache.protocol import (
+    QUANTIZABLE,
     Exported,
     LayerCache,
     Saved,
@@ -81,8 +82,6 @@ def from_host(host: NDArray[Any], dtype: str) -> mx.array:
     return array.view(mx.bfloat16) if dtype == "bfloat16" else array
 
 
-QUANTIZED = ("full", "sliding")
-"""Kinds of layer whose keys and values can be stored in fewer bits; it would harm other states."""
 MOST_TOKENS = 2**24
 """Most tokens that a stored entry may have."""
 PACKED = ("packed", "scales", "biases")
@@ -120,7 +119,7 @@ class Packer(Generic[Array]):
             if array.size and array.ndim > 1
             else None
         )
-        if self._bits is None or kind not in QUANTIZED or size is None:
+        if self._bits is None or kind not in QUANTIZABLE or size is None:
             self.arrays[name] = self._store(array)
             return None
         for part, stored in zip(

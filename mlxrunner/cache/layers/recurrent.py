@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlxrunner.cache.layers.base import ArrayCache, contiguous, leaves, tree_bytes
 from mlxrunner.cache.layers.extents import Extent, LastPass
-from mlxrunner.cache.protocol import STATES, LayerCache, Layout, Saved
+from mlxrunner.cache.protocol import LayerCache, Layout, Saved
 
 States = list[mx.array | None]
 
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 class RecurrentCache(ArrayCache):
     """A state that each forward pass overwrites. The state before the last pass is kept."""
 
-    kind = STATES
+    kind = "recurrent"
     outline_after = (1, 2, 3, 7)
 
     def __init__(self, inner: ArraysCache) -> None:
