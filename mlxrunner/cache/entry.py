@@ -221,6 +221,11 @@ PINNED = len(ROLES)
 """Checkpoints that are dropped last. The others share the rest of the budget."""
 
 
+def role_named(name: object) -> Role | None:
+    """Return the role that a file names; None for none, and for one that is not known."""
+    return next((role for role in ROLES if role == name), None)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The state of all layers at one offset."""

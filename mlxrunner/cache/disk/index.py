@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.cache.entry import (
-    ROLES,
     GreedyDual,
     Role,
     TokenArray,
     common_prefix,
     eviction_score,
     goes_on,
+    role_named,
 )
 from mlxrunner.cache.layers.extents import Extent
 from mlxrunner.errors import SessionError
@@ -140,8 +140,7 @@ def read_conversation(
     sizes = {str(one[0]): int(one[3]) for one in (*found["rows"], *kept)}
     rows = [RowsPiece(str(name), int(begin), int(end)) for name, begin, end, _ in found["rows"]]
     states = [
-        StatePiece(str(name), int(offset), next((one for one in ROLES if one == role), None))
-        for name, offset, role, _ in kept
+        StatePiece(str(name), int(offset), role_named(role)) for name, offset, role, _ in kept
     ]
     begins, ends = [piece.begin for piece in rows], [piece.end for piece in rows]
     offsets = [state.offset for state in states]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxrunner.cache.disk.index import RowsPiece, StatePiece, StoredConversation, digests, file_name
-from mlxrunner.cache.entry import ROLES, Role, TokenArray, as_tokens
+from mlxrunner.cache.entry import Role, TokenArray, as_tokens, role_named
 from mlxrunner.cache.protocol import (
     QUANTIZABLE,
     Exported,
@@ -148,7 +148,7 @@ class StoredEntry:
             self._checkpoints = [
                 SavedCheckpoint(
                     int(found["offset"]),
-                    next((role for role in ROLES if role == found.get("role")), None),
+                    role_named(found.get("role")),
                     [
                         layer and stored_layer(file, f"checkpoints.{place}.{index}", layer)
                         for index, layer in enumerate(found["layers"])
@@ -914,8 +914,7 @@ class Pieces:
         )
 
     def _role(self, name: str) -> Role | None:
-        found = self._reader.about(name).get("role")
-        return next((role for role in ROLES if role == found), None)
+        return role_named(self._reader.about(name).get("role"))
 
     def _chain(self, name: str) -> tuple[list[RowsPiece], TokenArray]:
         """Return the files up to `name` that have rows, and their tokens."""
