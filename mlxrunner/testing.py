@@ -151,13 +151,13 @@ LAYERS = {
     "sliding": OracleLayer(
         lambda: RotatingKVCache(max_size=WINDOW), partial(_attend, window=WINDOW)
     ),
-    "chunked": OracleLayer(lambda: ChunkedKVCache(WINDOW), _attend_chunk),
-    "unknown": OracleLayer(UnknownCache, _attend),
     "recurrent": OracleLayer(lambda: ArraysCache(size=1), _recur),
     "composite": OracleLayer(
         lambda: CacheList(KVCache(), ArraysCache(size=1)),
         lambda tokens, cache: _attend(tokens, cache[0]) + 7 * _recur(tokens, cache[1]),
     ),
+    "chunked": OracleLayer(lambda: ChunkedKVCache(WINDOW), _attend_chunk),
+    "unknown": OracleLayer(UnknownCache, _attend),
 }
 """The kinds of layer that an oracle model can be made of."""
 

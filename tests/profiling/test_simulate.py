@@ -26,7 +26,7 @@ from mlxrunner.profiling.replay.simulate import Replay, ReplayedRequest
 from mlxrunner.profiling.replay.trials import Simulation
 from mlxrunner.profiling.replay.trials import simulate as replay
 from mlxrunner.profiling.tokenlog import LoggedRequest, read_token_log
-from mlxrunner.testing import EOS, ByteTokenizer, oracle_runner
+from mlxrunner.testing import EOS, LAYERS, ByteTokenizer, oracle_runner
 
 ARCHITECTURES = "llama gemma3_text gpt_oss mamba2 lfm2 jamba qwen3_next llama4".split()
 ORACLES = [
@@ -165,6 +165,11 @@ def test_a_replay_agrees_with_the_runner_on_real_architectures(
     was_interrupted = [one.facts["evaluated"] < len(one.prompt) for one in logged]
     assert any(was_interrupted)
     assert any(one.facts["checkpoints"] for one in logged) == (architecture != "llama")
+
+
+def test_each_kind_of_layer_is_replayed() -> None:
+    """A new kind without a row in the table would not be."""
+    assert {kind for kinds in ORACLES for kind in kinds} == LAYERS.keys()
 
 
 @pytest.mark.parametrize("budget", [2**30, 2000, 0], ids=["large", "small", "none"])

@@ -12,11 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.prompts import PROMPT
-from support.reused import ENDS, Mix, cold, is_consistent, mixes, tokens
+from support.reused import ENDS, MIXES, Mix, cold, is_consistent, mixes, tokens
 from support.sample import examples
 
 from mlxrunner import Runner
-from mlxrunner.testing import interrupt_at, oracle_runner
+from mlxrunner.testing import LAYERS, interrupt_at, oracle_runner
+
+
+def test_each_kind_of_layer_is_in_a_mix() -> None:
+    """A new kind without one would not be held against a cold runner."""
+    assert {kind for kinds, _ in MIXES.values() for kind in kinds} == LAYERS.keys()
 
 
 @pytest.mark.exhaustive(10)

@@ -13,13 +13,13 @@ import pytest
 from support.engine import last_pass_of
 
 from mlxrunner import Runner
-from mlxrunner.testing import VOCAB, OracleModel, interrupt_at, oracle_runner
+from mlxrunner.testing import LAYERS, VOCAB, OracleModel, interrupt_at, oracle_runner
 
 NO_HELP = {"rewind_slack": 0, "checkpoint_budget": 0}
 SLACK = {"rewind_slack": 4, "checkpoint_budget": 0}
 CHECKPOINTS = {"rewind_slack": 2, "checkpoint_interval": 7, "checkpoint_budget": 10**6}
 FEW = {"rewind_slack": 2, "checkpoint_interval": 5, "checkpoint_budget": 300}
-ALL = ["full", "sliding", "recurrent", "composite", "chunked", "unknown"]
+ALL = [*LAYERS]
 each_kind_and_all = pytest.mark.parametrize(
     "kinds", [*([kind] for kind in ALL), ALL], ids=lambda kinds: "-".join(kinds)
 )
