@@ -31,11 +31,23 @@ from support.reused import (
 )
 from support.saving import stored
 
+from mlxrunner import ParallelRunner
+from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.layers import factory
 from mlxrunner.cache.layers.extents import EXTENTS, Everything, is_layer, read_extent
 from mlxrunner.cache.protocol import describe
+from mlxrunner.models.facts import ModelFacts
 from mlxrunner.sessions.store import SessionStore
-from mlxrunner.testing import LAYERS, PACKAGE, PRIME, OracleLayer, OracleModel, oracle_runner
+from mlxrunner.testing import (
+    LAYERS,
+    PACKAGE,
+    PRIME,
+    VOCAB,
+    ByteTokenizer,
+    OracleLayer,
+    OracleModel,
+    oracle_runner,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 NAME = "mlxrunner.cache.layers.trail"
@@ -135,6 +147,25 @@ def test_a_saved_session_comes_back(tmp_path: Path) -> None:
         chunks = list(other.generate(prompt, max_tokens=6))
         assert chunks[-1].usage.cached_tokens > 0
         assert [chunk.token for chunk in chunks] == cold(["trail", "full"], prompt)
+
+
+def test_parallel_requests_answer_alike_also_after_a_restart(tmp_path: Path) -> None:
+    """Four conversations in two slots are parked, and each turn but the first reuses its own."""
+    kinds = ["trail", "full"]
+    facts = ModelFacts("oracle", 4096, True, dict.fromkeys(kinds, 1), VOCAB)
+    talks = [[first, *PROMPT] for first in (1, 2, 3, 4)]
+    settings = {"context": 400, "max_sequences": 2, **CHECKPOINTS}
+    for turn in range(3):
+        parking = DiskCache(tmp_path, {"model": "oracle"}, limit=10**8)
+        model = OracleModel(kinds)
+        with ParallelRunner(model, ByteTokenizer(), facts, parking=parking, **settings) as runner:
+            handles = [runner.submit(talk, max_tokens=6, stop_tokens=[]) for talk in talks]
+            results = [handle.result() for handle in handles]
+        parking.close()
+        for talk, result in zip(talks, results, strict=True):
+            assert result.tokens == cold(kinds, talk)
+            assert (result.usage.cached_tokens > 0) == (turn > 0)
+            talk += [*result.tokens, 5, 6, 7]
 
 
 def test_a_damaged_session_is_refused(kind: ModuleType) -> None:
