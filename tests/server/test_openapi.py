@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,33 @@ def test_each_address_is_described() -> None:
         "GET /api/version",
         "POST /api/pull",
     } <= OPERATIONS.keys()
+
+
+BODIES = {
+    name: body["properties"]
+    for name, body in SCHEMA.raw_schema["components"]["schemas"].items()
+    if name.endswith("Request")
+}
+"""The fields of each body that a client sends, by the name of its class."""
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_each_field_of_a_body_is_named_on_a_page(name: str) -> None:
+    """A client's author reads there what may be sent."""
+    pages = "".join(page.read_text() for page in DOCS.glob("*.md"))
+    assert {one for one in BODIES[name] if not re.search(rf'[`."]{one}[`:"]', pages)} == set()
+
+
+def test_the_bodies_of_all_protocols_are_among_them() -> None:
+    """Each protocol's class of bodies is known by the end of its name."""
+    assert {
+        "ChatCompletionRequest",
+        "CompletionRequest",
+        "ResponseRequest",
+        "MessageRequest",
+        "OllamaChatRequest",
+    } <= BODIES.keys()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
