@@ -31,10 +31,8 @@ from support.ranks import free_port, write_hosts
 from untrained import write_untrained
 
 from mlxrunner.bench.harness import Comparison, Tokens, spread
-from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.links import inherited, read_hosts
-from mlxrunner.ranks.passes import lead
-from mlxrunner.ranks.ranks import Ranks
+from mlxrunner.ranks.guard import guard, inherited, read_hosts
+from mlxrunner.ranks.ranks import Ranks, lead
 
 SIZES = {"768 x 12": (768, 12), "64 x 2": (64, 2)}
 """Names, and the width and the layers of the models."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from mlxrunner.models.files import ShardingWay
-    from mlxrunner.ranks.links import Hosts
+    from mlxrunner.ranks.guard import Hosts
 
 
 NAMES = ("claude", "codex", "opencode")
@@ -181,14 +181,12 @@ REFUSED = (
 def run(ctx: click.Context, hosts: str, port: int, words: tuple[str, ...]) -> None:
     """Run the command line `words` on `hosts`: as their guard, or as rank 0, which it starts."""
     inner, way = _command(ctx, words)
-    from mlxrunner.ranks.links import inherited, read_hosts
+    from mlxrunner.ranks.guard import guard, inherited, read_hosts
 
     found, connection = read_hosts(hosts, port), inherited()
     if connection is not None:
         _lead(ctx, inner, way, found, connection)
         return
-    from mlxrunner.ranks.guard import guard
-
     debug = ["--debug"] if ctx.meta.get("debug") else []
     launch = ["launch", *debug, "--hosts", hosts, "--rank-port", str(port)]
     python = [sys.executable, "-m", "mlxrunner", *launch]
@@ -226,8 +224,8 @@ def _lead(
 
 def follow(hosts: str, port: int, rank: int) -> None:
     """Follow rank 0 of `hosts` as rank `rank`."""
-    from mlxrunner.ranks.links import read_hosts
-    from mlxrunner.ranks.passes import follow as follow_it
+    from mlxrunner.ranks.guard import read_hosts
+    from mlxrunner.ranks.ranks import follow as follow_it
 
     found = read_hosts(hosts, port)
     if rank >= len(found.addresses):

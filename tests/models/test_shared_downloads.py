@@ -28,7 +28,7 @@ from mlxrunner.models.files import ModelShard
 from mlxrunner.models.fingerprint import by_files
 from mlxrunner.models.load import unread_model
 from mlxrunner.models.resolve import resolve
-from mlxrunner.ranks.passes import checked_folder
+from mlxrunner.ranks.ranks import checked_folder
 
 LAYERS = 5
 

@@ -10,8 +10,7 @@ import pytest
 
 from mlxrunner.errors import LaunchError
 from mlxrunner.ranks import guard as guards
-from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.links import END, Hosts, versions
+from mlxrunner.ranks.guard import END, Hosts, guard, versions
 from tests.support.ranks import free_port
 
 FAR = "192.0.2.7"

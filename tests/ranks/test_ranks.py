@@ -21,10 +21,9 @@ from mlxrunner import cli
 from mlxrunner.errors import LaunchError, ModelError, NotSupportedError, OptionError
 from mlxrunner.models.files import ModelShard
 from mlxrunner.models.fingerprint import by_files
-from mlxrunner.ranks import passes
-from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.links import read_hosts, versions
-from mlxrunner.ranks.passes import LeadingModel, RankTokens, checked_folder, follow, join
+from mlxrunner.ranks import ranks
+from mlxrunner.ranks.guard import guard, read_hosts, versions
+from mlxrunner.ranks.ranks import LeadingModel, RankTokens, checked_folder, follow, join
 from mlxrunner.runner import Runner
 from tests.support.architectures import build, settings_of
 from tests.support.models import save_model, tiny_config, write_model, write_tokenizer
@@ -42,6 +41,7 @@ from tests.support.waiting import until
 
 TENSOR, PIPELINE = "tensor-parallel", "pipeline"
 ASK = ("generate", "--tensor-parallel", "--raw", "-m")
+ALONE = "is for a model on one machine: leave it out with --hosts"
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,8 @@ def test_a_chat_is_that_of_one_process(tmp_path: Path) -> None:
 def test_verify_runs_on_all_ranks(tmp_path: Path) -> None:
     """Each row is tested, but for what several ranks do not do."""
     model = write_models(tmp_path, "llama") / "llama"
-    ask = [
-        "verify",
-        "--tensor-parallel",
-        str(model),
-        "--context",
-        "96",
-        "--max-tokens",
-        "4",
-        "--json",
-    ]
-    with launched(tmp_path, *ask) as process:
+    ask = ["verify", "--tensor-parallel", "--context", "96", "--max-tokens", "4", "--json"]
+    with launched(tmp_path, *ask, str(model)) as process:
         said, told = process.communicate()
     assert process.returncode == 0, told
     verdicts = {row["name"]: row["verdict"] for row in json.loads(said)["rows"]}
@@ -140,8 +131,9 @@ def test_a_bench_measures_all_ranks(kind: str, way: str, tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive(0)
-def test_an_interrupted_bench_prints_what_was_measured(tmp_path: Path) -> None:
-    """No rank is there afterwards."""
+@pytest.mark.parametrize("is_lost", [False, True], ids=["interrupted", "a rank is lost"])
+def test_a_bench_that_ends_early_leaves_no_rank(is_lost: bool, tmp_path: Path) -> None:
+    """After Ctrl-C it prints what was measured, after the loss of a rank one line."""
     model = str(write_models(tmp_path, "llama") / "llama")
     ask = ["bench", "--quick", "--context", "40", "--rounds", "9999", "--json", model]
     with launched(tmp_path, *ask, "--tensor-parallel") as process:
@@ -149,30 +141,18 @@ def test_an_interrupted_bench_prints_what_was_measured(tmp_path: Path) -> None:
         while b"round 2 of" not in process.stderr.readline():
             assert process.poll() is None
         ranks = ranks_of(process)
-        process.send_signal(signal.SIGINT)
-        said, _ = process.communicate()
-        assert process.returncode == 130
-        assert json.loads(said)["figures"][0]["name"] == "load"
-        for rank in ranks:
-            wait_until_gone(rank)
-
-
-@pytest.mark.exhaustive(0)
-def test_a_rank_lost_in_a_bench_is_one_line(tmp_path: Path) -> None:
-    """The others end, and what was measured is lost."""
-    model = str(write_models(tmp_path, "llama") / "llama")
-    ask = ["bench", "--quick", "--context", "40", "--rounds", "9999", model]
-    with launched(tmp_path, *ask, "--tensor-parallel") as process:
-        assert process.stderr is not None
-        while b"round 2 of" not in process.stderr.readline():
-            assert process.poll() is None
-        ranks = ranks_of(process)
-        os.kill(ranks[1], signal.SIGKILL)
-        _, told = process.communicate()
-        assert process.returncode == 1
-        assert b"mlxrunner: rank 1 (127.0.0.1): has ended by signal 9\n" in told
-        for rank in ranks:
-            wait_until_gone(rank)
+        if is_lost:
+            os.kill(ranks[1], signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGINT)
+        said, told = process.communicate()
+        if is_lost:
+            assert process.returncode == 1
+            assert b"mlxrunner: rank 1 (127.0.0.1): has ended by signal 9\n" in told
+        else:
+            assert process.returncode == 130
+            assert json.loads(said)["figures"][0]["name"] == "load"
+        wait_until_gone(*ranks)
 
 
 def test_another_entry_begins_at_the_first_token(tmp_path: Path) -> None:
@@ -218,8 +198,7 @@ def test_a_lost_rank_is_one_line(lost: int, number: int, line: bytes, tmp_path: 
         said = process.communicate()[1]
         assert process.returncode == 1
         assert b"mlxrunner: " + line in said  # the ring tells of its sockets before it
-        for rank in ranks:
-            wait_until_gone(rank)
+        wait_until_gone(*ranks)
 
 
 @pytest.mark.exhaustive(0)
@@ -231,8 +210,7 @@ def test_a_rank_that_is_frozen_while_it_joins_the_ring_ends_the_command(tmp_path
         ranks = ranks_of(process)
         os.kill(ranks[1], signal.SIGSTOP)
         assert process.wait() == 1
-        for rank in ranks:
-            wait_until_gone(rank)
+        wait_until_gone(*ranks)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -272,39 +250,40 @@ def test_no_rank_is_left_behind(number: int, code: int, tmp_path: Path) -> None:
         said = process.communicate()[1]
         assert process.returncode == code
         assert b"mlxrunner:" not in said
-        for rank in ranks:
-            wait_until_gone(rank)
+        wait_until_gone(*ranks)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("generate Hi", "say how the hosts share the model: add --tensor-parallel or --pipeline"),
         (
-            ("generate", "Hi"),
-            "say how the hosts share the model: add --tensor-parallel or --pipeline",
-        ),
-        (
-            ("generate", "--pipeline", "--tensor-parallel", "Hi"),
+            "generate --pipeline --tensor-parallel Hi",
             "--tensor-parallel and --pipeline contradict each other: use one of them",
         ),
         (
-            ("batch", "--tensor-parallel"),
+            "batch --tensor-parallel",
             "batch does not run with --hosts: generate, chat, serve, bench and verify do",
         ),
-        (
-            ("generate", "--tensor-parallel", "--n", "2", "Hi"),
-            "--n is for a model on one machine: leave it out with --hosts",
+        *(
+            (f"{words} demo", f"{words.split()[2]} {ALONE}")
+            for words in ("generate --tensor-parallel --n 2", "bench --pipeline --vs mlx-lm")
         ),
-        (
-            ("bench", "--tensor-parallel", "--vs", "mlx-lm", "demo"),
-            "--vs is for a model on one machine: leave it out with --hosts",
+        *(
+            (f"serve --tensor-parallel {option}", f"{option.split()[0]} {ALONE}")
+            for option in (
+                "--disk-cache-bytes 1000000",
+                "--pictures",
+                "--unit systemd",
+                "--kv-bits 8",
+            )
         ),
     ],
 )
-def test_what_ranks_do_not_do_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_ranks_do_not_do_is_refused(words: str, said: str, tmp_path: Path) -> None:
     """It is refused before a rank starts."""
     hosts = str(write_hosts(tmp_path, 2))
-    done = CliRunner().invoke(cli.main, ["launch", "--hosts", hosts, "--", *words])
+    done = CliRunner().invoke(cli.main, ["launch", "--hosts", hosts, "--", *words.split()])
     assert (done.exit_code, done.stderr) == (2, f"mlxrunner: {said}\n")
 
 
@@ -366,7 +345,7 @@ def test_a_rank_says_for_whom_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It waits for two minutes, and nobody knows why otherwise."""
-    monkeypatch.setattr(passes, "WAIT_S", 0)
+    monkeypatch.setattr(ranks, "WAIT_S", 0)
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     with pytest.raises(LaunchError, match="can't be reached"):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from ptyprocess import PtyProcess
 
-from mlxrunner.ranks.links import PLAIN
+from mlxrunner.ranks.guard import PLAIN
 from mlxrunner.terminal.control import MARK_PASTES, SHOW_CURSOR, UNMARK_PASTES
 
 
@@ -16,7 +16,7 @@ def test_the_terminal_is_as_it_was(is_left: bool) -> None:
     """A shell would show what is pasted between marks. A terminal in order gets nothing."""
     code = f"""
 import os, termios, tty
-from mlxrunner.ranks.links import terminal_kept
+from mlxrunner.ranks.guard import terminal_kept
 before = termios.tcgetattr(0)
 with terminal_kept():
     if {is_left}:

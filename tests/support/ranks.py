@@ -82,13 +82,12 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
     return [pid for *_, pid in sorted(ours)]
 
 
-def wait_until_gone(pid: int) -> None:
-    """Wait until no process has the id `pid`, or only a dead one that nobody has waited for."""
+def wait_until_gone(*pids: int) -> None:
+    """Wait until no process has one of these ids, or only a dead one that nobody waited for."""
 
-    def is_gone() -> bool:
-        state = subprocess.run(
-            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, check=False
-        )
-        return not state.stdout.strip() or state.stdout.strip().startswith(b"Z")
+    def are_gone() -> bool:
+        one = ["ps", "-o", "stat=", "-p", ",".join(map(str, pids))]
+        states = subprocess.run(one, capture_output=True, check=False).stdout.split()
+        return all(state.startswith(b"Z") for state in states)
 
-    until(is_gone, f"for the end of {pid}")
+    until(are_gone, f"for the end of {pids}")

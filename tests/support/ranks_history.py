@@ -21,10 +21,8 @@ from typing import Any
 from mlxrunner import ParallelRunner
 from mlxrunner.errors import StepFailedError
 from mlxrunner.models.files import ShardingWay
-from mlxrunner.ranks.guard import guard
-from mlxrunner.ranks.links import inherited, read_hosts
-from mlxrunner.ranks.passes import COPY, FREE, lead
-from mlxrunner.ranks.ranks import Ranks
+from mlxrunner.ranks.guard import guard, inherited, read_hosts
+from mlxrunner.ranks.ranks import COPY, FREE, Ranks, lead
 from mlxrunner.results import Chunk
 from mlxrunner.runner import Runner
 from tests.support.engine import backend, engine_of
