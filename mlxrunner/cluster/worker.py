@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -115,7 +114,6 @@ class WorkerSession:
         self._thread.join()
 
     def _work(self) -> None:
-        """Open the runner, answer lines until None comes, and close the runner."""
         error: BaseException = NotOpenError(self.key)
         try:
             runner = self._open()
@@ -145,7 +143,7 @@ class WorkerSession:
         begun = EarlierLines(parallel=isinstance(runner, Engine), counts=self._batch.counts)
         execution = Execution(runner, self._batch.job, begun, tick=self._tick)
         while (first := self._lines.get()) is not None:
-            with closing(execution.run(chain([first], _WaitingLines(self._lines)))) as outcomes:
+            with closing(execution.run(_WaitingLines(first, self._lines))) as outcomes:
                 for outcome in outcomes:
                     self._finish(outcome)
 
@@ -153,7 +151,6 @@ class WorkerSession:
         self._steps += 1
 
     def _finish(self, outcome: Outcome) -> None:
-        """Give an outcome to whoever waits for it."""
         self._steps += 1
         events, self._events[:] = list(self._events), []
         with self._lock:
@@ -177,18 +174,20 @@ class WorkerSession:
 
 
 class _WaitingLines(Iterator[StoredLine]):
-    """The lines that wait in a queue. It ends where none waits, and goes on when one comes."""
+    """A line and those in a queue. It ends where none waits, and goes on when one comes."""
 
-    def __init__(self, lines: SimpleQueue[StoredLine | None]) -> None:
+    def __init__(self, first: StoredLine, lines: SimpleQueue[StoredLine | None]) -> None:
+        self._first: StoredLine | None = first
         self._lines = lines
 
     def __next__(self) -> StoredLine:
-        try:
-            line = self._lines.get_nowait()
-        except Empty:
-            raise StopIteration from None
+        line, self._first = self._first, None
         if line is None:
-            self._lines.put(None)
+            with suppress(Empty):
+                line = self._lines.get_nowait()
+                if line is None:
+                    self._lines.put(None)
+        if line is None:
             raise StopIteration
         return line
 

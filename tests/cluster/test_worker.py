@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.batches import filled
+from support.batches import entry, filled
 
 from mlxrunner.batch.job import Job
 from mlxrunner.batch.plan import survey
@@ -16,11 +16,14 @@ from mlxrunner.cluster import worker
 from mlxrunner.cluster.worker import LineReply, NotOpenError, WorkerBatch, WorkerSession
 
 CONTEXT = 64
+MOST = (40, 4, 4, 4)
+"""The tokens of the answer to each line."""
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with filled([[1, 2, 3, number] for number in range(4)]) as made:
+    lines = (entry(n, [1, 2, 3, n], options={"max_tokens": most}) for n, most in enumerate(MOST))
+    with filled(lines) as made:
         yield made
 
 
@@ -37,7 +40,7 @@ def opened(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     monkeypatch.setattr(WorkerSession, "_answer_all", waits)
 
     def open_session() -> WorkerSession:
-        defaults = {"max_tokens": 4, "temperature": 0.0}
+        defaults = {"temperature": 0.0, "stop_tokens": []}
         job = Job(inputs=["-"], defaults=defaults, parallel=2, loading={"memory_limit": None})
         found = survey(store.pending(), defaults, CONTEXT)
         counts = store.counts
@@ -93,3 +96,22 @@ def test_a_session_that_has_ended_leaves_nobody_waiting(
     with pytest.raises(NotOpenError):
         session.answer(store.line(1)).result()
     assert worker._session is None
+
+
+def test_a_line_that_comes_while_another_runs_runs_beside_it(
+    opened: Callable[[], WorkerSession], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line waited at first, so that one of the two places was free."""
+    session, ended, ticks = opened(), list[int](), list[None]()
+    long, short = store.line(0), store.line(1)
+
+    def tick(session: WorkerSession) -> None:
+        ticks.append(None)
+        if len(ticks) == 3:
+            session.answer(short).add_done_callback(lambda _: ended.append(short.index))
+
+    monkeypatch.setattr(WorkerSession, "_tick", tick)
+    session.answer(long).add_done_callback(lambda _: ended.append(long.index))
+    begin.set()
+    session.close()
+    assert ended == [short.index, long.index]
