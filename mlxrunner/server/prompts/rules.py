@@ -195,6 +195,9 @@ def without_billing(messages: Sequence[Mapping[str, Any]]) -> Messages:
     "Claude Code",
 )
 def _leave_out_billing(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
+    first = draft.messages[: system_count(draft.messages)]
+    if not any(_BILLING.match(message["content"]) for message in first):
+        return draft
     stripped = without_billing(draft.messages)
     pairs = zip(draft.messages, stripped, strict=True)
     messages = [new for old, new in pairs if new["content"] or not old["content"]]
@@ -385,6 +388,7 @@ def _pair_results(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
 
 _THOUGHTS = ("reasoning_content", "thinking")
 """The fields of a message's thinking."""
+_SAID = ("content", *_THOUGHTS)
 
 
 @_rule(
@@ -400,8 +404,10 @@ def _text_in_thinking(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
 
 def _thinking_with_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with a call and thinking, with its text in the thinking."""
+    if not message.get("tool_calls") or not message["content"]:
+        return message
     name = next((name for name in _THOUGHTS if message.get(name)), None)
-    if name is None or not message.get("tool_calls") or not message["content"]:
+    if name is None:
         return message
     return {**message, name: message[name] + JOINT + message["content"], "content": ""}
 
@@ -423,10 +429,9 @@ def _without_channels(draft: PromptDraft, probe: TemplateProbe) -> PromptDraft:
 def _without_channel(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] != "assistant":
         return message
-    said = {name: message[name] for name in ("content", *_THOUGHTS) if message.get(name)}
-    if not any(CHANNEL in text for text in said.values()):
-        return message
-    return message | {name: text.replace(CHANNEL, _BROKEN) for name, text in said.items()}
+    said = {name: message[name] for name in _SAID if CHANNEL in (message.get(name) or "")}
+    broken = {name: text.replace(CHANNEL, _BROKEN) for name, text in said.items()}
+    return message | broken if broken else message
 
 
 @_rule(
