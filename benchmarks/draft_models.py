@@ -18,7 +18,8 @@ from typing import Any
 from speculation import alike
 
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.engine.draft_model import MOST_ANSWERS, DraftCachePool, DraftModel
+from mlxrunner.engine.draft_model import DraftCachePool, DraftModel
+from mlxrunner.engine.drafting import MOST_ANSWERS
 from mlxrunner.engine.engine import Engine
 
 PROMPT, ANSWER = 64, 96

@@ -26,8 +26,6 @@ from mlxrunner.tokenizer import Tokenizer
 Guess = Callable[[mx.array], mx.array]
 """A function that samples a token `[1]` from logits `[1, vocab]`, at one place after the other."""
 FAILED = "the draft model failed, and the answer continues without it: %s"
-MOST_ANSWERS = 4
-"""Most answers of a step that a draft model guesses for: it runs once for each of their guesses."""
 
 
 class DraftModel:
@@ -144,7 +142,6 @@ class DraftModel:
         return self._lease
 
     def _goes_on(self, lease: EntryLease, offset: int, tokens: TokenArray) -> bool:
-        """Return True if the entry before its last draft is a beginning of `tokens`."""
         there = self._cache.entry.tokens.array
         return offset < len(tokens) and common_prefix(there, tokens) >= offset == lease.recorded
 

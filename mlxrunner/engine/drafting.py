@@ -1,6 +1,6 @@
 """Draft the next tokens of an answer, so that one pass checks several. No tensors.
 
-`Controller` chooses how many tokens to draft, from what was right before and what passes cost here.
+`StepController` chooses how many tokens to draft, from what was right before and what steps cost.
 `Drafting` is the drafts of one request: who guesses, how much, and what became of it.
 `DraftSources` outlives requests, and makes the drafts of each.
 """
@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median_low
 from typing import TYPE_CHECKING
@@ -164,12 +164,15 @@ class PassCosts:
 
 
 class Controller:
-    """The choice of a depth, 0 included. It outlives requests: the device stays the same."""
+    """The choice of a depth, 0 included, for steps of about as many answers.
+
+    It outlives requests: the device stays the same.
+    """
 
     def __init__(
-        self, budget: DraftBudget | None = None, like: PassCosts | None = None, kept: float = 0.0
+        self, budget: DraftBudget, like: PassCosts | None = None, kept: float = 0.0
     ) -> None:
-        """Begin without measurements. `budget`: bounds what drafts lose; None: nothing does.
+        """Begin without measurements. `budget`: bounds what drafts lose.
 
         `like`: see `PassCosts`. `kept`: passes of the budget that are left to other drafts.
         """
@@ -187,11 +190,6 @@ class Controller:
         self.costs.measure(depth, seconds)
         self._drafts += 1
 
-    def pay(self, depth: int, tokens: int, lost: float = 0.0) -> None:
-        """Note that a pass with `depth` more rows gave `tokens`, and what was `lost` beside it."""
-        if self._budget is not None:
-            self._budget.pay(self.costs.ratio(depth) + lost, tokens)
-
     def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
         """Return how many tokens to draft, at most `most`; 0: a draft would cost time.
 
@@ -199,7 +197,7 @@ class Controller:
         probability that there will be a draft, if the loop has to wait for a token before it.
         """
         expected = _expected(shares)
-        depths = [depth for depth in _depths(most) if self._affords(depth)]
+        depths = [depth for depth in _depths(most) if self.affords(depth)]
         if not depths:
             return 0
         costs = {depth: self.costs.hoped(depth) for depth in depths}
@@ -211,15 +209,8 @@ class Controller:
             return min((depth for depth in depths if depth > best), default=best)
         return best
 
-    @property
-    def may_draft(self) -> bool:
-        """True if the budget has room for the shortest draft."""
-        return self._affords(1)
-
-    def _affords(self, depth: int) -> bool:
+    def affords(self, depth: int) -> bool:
         """Return True if a draft of `depth` may be wrong altogether. The first one is short."""
-        if self._budget is None:
-            return True
         if not self.costs.can_tell:
             return False
         most = DEEPEST if self.costs.is_known else 1
@@ -236,6 +227,92 @@ class Controller:
         return 0
 
 
+FORGOTTEN = 256
+"""Steps without guesses after which the cost of those with guesses is measured again."""
+
+
+class StepController:
+    """The choice of how much one answer of a step drafts. It learns from whole steps."""
+
+    def __init__(self, budget: DraftBudget, most: int = DEEPEST, kept: float = 0.0) -> None:
+        """Begin without measurements. `budget` and `kept`: see `Controller`.
+
+        `most`: the answers of a step beyond which there are no drafts.
+        """
+        self._budget, self._most, self._kept = budget, most, kept
+        self._of: dict[int, Controller] = {}
+        """The controllers of steps with 1, 2 to 3, 4 to 7 ... answers, by the bits of these."""
+        self._plain: defaultdict[int, int] = defaultdict(int)
+        self._answers, self._can_pay = 1, True
+
+    def carry(self, answers: int) -> None:
+        """Note how many answers the next step carries."""
+        self._answers = max(1, answers)
+        now = self._now
+        self._can_pay = self._answers == 1 or any(
+            depth / self._answers + 1 - now.costs.hoped(depth) >= LEAST_GAIN
+            for depth in DEPTHS
+            if now.affords(depth)
+        )
+
+    @property
+    def costs(self) -> PassCosts:
+        """The costs of steps with as many answers as the next one."""
+        return self._now.costs
+
+    @property
+    def may_draft(self) -> bool:
+        """True if the budget has room for a draft that would save enough if it were right."""
+        return self._answers <= self._most and self._can_pay and self._now.affords(1)
+
+    def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
+        """Return how many tokens to draft: see `Controller.depth`.
+
+        A right guess saves a step for one answer only, so it counts as that answer's share of it.
+        """
+        if not shares or self._answers > self._most:
+            return 0
+        return self._now.depth([shares[0] / self._answers, *shares[1:]], most, first)
+
+    def hold(self, depth: int) -> None:
+        """Note that an answer of the next step drafts `depth` tokens, which may all be wrong."""
+        if depth:
+            self._budget.held += self.costs.ratio(depth) - 1
+
+    def settle(self, answers: int, rows: int, tokens: int, late: float) -> None:
+        """Note that a step gave `tokens` tokens in all, with `rows` rows beside one per answer.
+
+        An answer that gets one token more saves its share of a step. `late`: seconds in which the
+        device had nothing to do, because a draft was waited for.
+        """
+        costs = self._for(answers.bit_length()).costs
+        lost = min(late / costs.single, 1.0) if late and costs.single else 0.0
+        self._budget.pay(costs.ratio(rows) + lost, tokens / answers)
+
+    def measure(self, answers: int, rows: int, seconds: float) -> None:
+        """Note the seconds of a step with `rows` beside one for each answer."""
+        size = answers.bit_length()
+        if rows:
+            self._plain[size] = 0
+            self._for(size).verified(rows, seconds)
+            return
+        self._plain[size] += 1
+        if self._plain[size] % FORGOTTEN == 0:
+            self._of.pop(size, None)
+        self._for(size).passed(seconds)
+
+    @property
+    def _now(self) -> Controller:
+        return self._for(self._answers.bit_length())
+
+    def _for(self, size: int) -> Controller:
+        """Return the controller of steps of a size. It begins with what smaller ones know."""
+        if size not in self._of:
+            like = self._for(size - 1).costs if size > 1 else None
+            self._of[size] = Controller(self._budget, like, self._kept)
+        return self._of[size]
+
+
 def _expected(shares: Sequence[float]) -> list[float]:
     """Return for each depth the number of tokens that are right on the average."""
     expected, chance = [0.0], 1.0
@@ -246,7 +323,6 @@ def _expected(shares: Sequence[float]) -> list[float]:
 
 
 def _depths(most: int) -> list[int]:
-    """Return the depths to choose from, none of which is larger than `most`."""
     return sorted({min(depth, most) for depth in DEPTHS} - {0})
 
 
@@ -262,6 +338,8 @@ FORCED = 0.9
 """Assumed probability that the only text is spelled as drafted."""
 ALIKE = 0.7
 """Assumed probability that the model says what the draft model says."""
+MOST_ANSWERS = 4
+"""Most answers of a step that a draft model guesses for: it runs once for each of their guesses."""
 BEHIND = 4 * DEEPEST
 """Tokens behind the last draft of the draft model from which on the next one tells no cost.
 
@@ -293,21 +371,17 @@ class Experience:
     alike: Trust = field(default_factory=lambda: Trust(ALIKE))
     matches: dict[tuple[str, int], Trust] = field(default_factory=dict)
     """The trust in the lookup, by source and bits of the length of the match."""
-    of_steps: InitVar[tuple[Controller, Controller] | None] = None
-    """The controllers of steps with many answers, with this budget: see those below."""
+    following: float = 0.0
+    """The passes of one row in which the draft model may read a prompt, or an answer in which it
+    said nothing for long.
 
-    def __post_init__(self, of_steps: tuple[Controller, Controller] | None) -> None:
-        self.controller, self.modelled = of_steps or (
-            Controller(self.budget),
-            Controller(self.budget, kept=KEPT),
-        )
-        """The second one is for drafts by a model, which cost more than those that are looked up.
-        """
-        self.following = 0.0
-        """The passes of one row in which the draft model may read a prompt, or an answer in which
-        it said nothing for long. The first time may take more, as may any if there is something
-        left; then they are paid back.
-        """
+    The first time may take more, as may any if there is something left; then they are paid back.
+    """
+
+    def __post_init__(self) -> None:
+        self.controller = StepController(self.budget)
+        self.modelled = StepController(self.budget, MOST_ANSWERS, KEPT)
+        """For drafts by a model, which cost more than those that are looked up."""
 
     def of(self, source: str, length: int) -> Trust:
         """Return the trust in a match of `length` tokens."""
@@ -436,42 +510,18 @@ class Drafting:
             return 0
         return experience.modelled.depth([experience.alike.share] * DEEPEST, most)
 
-    def judge(self, drafted: int, accepted: int, seconds: float, before: int = 0) -> None:
-        """Note that `accepted` of `drafted` tokens were right, and what the pass cost.
-
-        `before`: its rows before the current token, which an earlier pass has evaluated, too.
-        """
+    def judge(self, drafted: int, accepted: int) -> None:
+        """Note that a pass has checked `drafted` tokens, of which `accepted` were right."""
         counts = self.by_source[self.source]
         counts.drafted += drafted
         counts.accepted += accepted
         self.passes += 1
-        experience, controller = self._experience, self._experience.controller
+        experience = self._experience
         if self.source == "form":
             experience.forced.learn(accepted, int(accepted < drafted))
         if self.source == "model":
             experience.alike.learn(accepted, int(accepted < drafted))
-            controller, seconds = experience.modelled, seconds + (self.model_s or 0.0)
-        if self.source != "model" or self.model_s is not None:
-            controller.verified(drafted + before, seconds)
-        if self.source == "model":
-            experience.following += accepted + 1 - controller.costs.ratio(drafted + before)
-        controller.pay(drafted + before, accepted + 1)
-
-    def passed(self, seconds: float | None, before: int = 0, late: float = 0.0) -> None:
-        """Note a pass without a draft.
-
-        `seconds`: None if they are not comparable. `before`: as for `judge`. `late`: seconds in
-        which the device had nothing to do, because a draft was waited for.
-        """
-        experience, costs = self._experience, self._experience.controller.costs
-        if seconds is not None and before:
-            costs.measure(before, seconds)
-        elif seconds is not None:
-            experience.controller.passed(seconds)
-            if self._model is not None:
-                experience.modelled.passed(seconds)
-        lost = late / costs.single if late and costs.single else 0.0
-        experience.controller.pay(before, 1, lost)
+            experience.following += accepted + 1 - experience.modelled.costs.ratio(drafted)
 
     def evaluated_again(self, rows: int) -> None:
         """Note a pass over tokens of the answer that were undone with wrong ones."""
@@ -608,11 +658,10 @@ class TextLookup:
 class DraftSources:
     """The draft model, if there is one, and what was learned about guesses."""
 
-    def __init__(self, facts: ModelFacts, experience: Experience | None = None) -> None:
+    def __init__(self, facts: ModelFacts, experience: Experience) -> None:
         """Prepare drafts for the model of `facts`."""
-        self._facts = facts
+        self._facts, self._experience = facts, experience
         self.model: DraftModel | DraftCachePool | None = None
-        self._experience = experience or Experience()
 
     def drafting(self, next_token: NextToken, lease: EntryLease, how: str) -> Drafting | None:
         """Return the drafts of a request; None if nothing may be drafted.

@@ -12,12 +12,8 @@ from mlxrunner.cache.layers.factory import CacheOptions, check_quantized, make_l
 from mlxrunner.cache.protocol import Batch
 from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.engine.backends.batched import BatchedModel
-from mlxrunner.engine.draft_model import (
-    MOST_ANSWERS,
-    DraftCachePool,
-    DraftModel,
-    check_vocabularies,
-)
+from mlxrunner.engine.draft_model import DraftCachePool, DraftModel, check_vocabularies
+from mlxrunner.engine.drafting import MOST_ANSWERS
 from mlxrunner.engine.sampling import NextToken, dispatch
 from mlxrunner.errors import MemoryPlanError, OptionError
 from mlxrunner.loading import cache_options

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from support.checks import ends
 from support.command import run
-from support.engine import StepController
 from support.models import write_model
 
 from mlxrunner import GenerateOptions, OptionError
-from mlxrunner.engine.drafting import Controller
+from mlxrunner.engine.drafting import Controller, StepController
 
 
 def test_generate_and_chat_answer_the_same_with_a_draft_model() -> None:
@@ -50,9 +49,8 @@ def test_a_batch_answers_the_same_with_a_draft_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
 ) -> None:
     """With one line at a time and with two; the usage says what was guessed."""
-    for kind in (Controller, StepController):
-        monkeypatch.setattr(kind, "depth", lambda self, shares, most, first=1.0: min(most, 3))
-        monkeypatch.setattr(kind, "may_draft", True)
+    monkeypatch.setattr(Controller, "depth", lambda self, shares, most, first=1.0: min(most, 3))
+    monkeypatch.setattr(StepController, "may_draft", True)
     lines = "".join(json.dumps({"prompt": f"In the morning {n}"}) + "\n" for n in range(2))
     (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
     answers = []

@@ -14,7 +14,6 @@ from support.engine import (
     Engine,
     EngineHandle,
     OpenSettings,
-    StepController,
     offer_bytes,
     request_of,
     scheduler,
@@ -26,7 +25,8 @@ from support.sample import fewer
 from mlxrunner import MemoryPlanError, OptionError, ParallelRunner
 from mlxrunner.cache.entry import common_prefix
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.engine.draft_model import MOST_ANSWERS, DraftCachePool, DraftModel
+from mlxrunner.engine.draft_model import DraftCachePool, DraftModel
+from mlxrunner.engine.drafting import MOST_ANSWERS, StepController
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result, Usage
 from mlxrunner.server.models import ModelLoader

@@ -11,11 +11,9 @@ import mlx.core as mx
 import pytest
 from support.drafting import steady_costs
 from support.engine import (
-    FORGOTTEN,
     BatchBuilder,
     DispatchedStep,
     Engine,
-    StepController,
     backend,
     request_of,
 )
@@ -31,7 +29,16 @@ from support.sample import fewer
 
 from mlxrunner import ParallelRunner
 from mlxrunner.cache.protocol import Batch
-from mlxrunner.engine.drafting import AT_FIRST, DEEPEST, LOSS, DraftBudget, PassCosts, TextLookup
+from mlxrunner.engine.drafting import (
+    AT_FIRST,
+    DEEPEST,
+    FORGOTTEN,
+    LOSS,
+    DraftBudget,
+    PassCosts,
+    StepController,
+    TextLookup,
+)
 from mlxrunner.options import ServeSettings
 from mlxrunner.results import Result
 from mlxrunner.server.models import ModelLoader

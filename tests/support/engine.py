@@ -19,19 +19,13 @@ from mlxrunner.engine.engine import AHEAD, Engine, EngineHandle
 from mlxrunner.engine.opening import SAMPLED, DraftPlan, largest_step
 from mlxrunner.engine.parallel_runner import sample
 from mlxrunner.engine.request import SEED_TOKENS
-from mlxrunner.engine.scheduling.batching import (
-    FORGOTTEN,
-    BatchBuilder,
-    DispatchedStep,
-    StepController,
-)
+from mlxrunner.engine.scheduling.batching import BatchBuilder, DispatchedStep
 from mlxrunner.engine.scheduling.batching import sample as sample_drafts
 from mlxrunner.engine.scheduling.pacing import StepCosts
 from mlxrunner.options import OpenSettings
 
 __all__ = [
     "AHEAD",
-    "FORGOTTEN",
     "SAMPLED",
     "SEED_TOKENS",
     "WINDOWS_KEEP",
@@ -45,7 +39,6 @@ __all__ = [
     "PerTokenRope",
     "SequentialModel",
     "SplitAttention",
-    "StepController",
     "StepCosts",
     "after_each_chunk",
     "backend",

@@ -410,7 +410,7 @@ class Guesses:
             guess[self.rng.randrange(len(guess))] = self.rng.randrange(290)
         return guess
 
-    def judge(self, drafted: int, accepted: int, seconds: float) -> None:
+    def judge(self, drafted: int, accepted: int) -> None:
         self.passes += 1
         self.seen["drafts"] += 1
         self.seen["wrong"] += accepted < drafted

@@ -9,7 +9,6 @@ carries, and a full step has none.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,17 +17,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.protocol import Batch, LayerCache
 from mlxrunner.engine.backends.backend import Backend
-from mlxrunner.engine.draft_model import MOST_ANSWERS
-from mlxrunner.engine.drafting import (
-    DEEPEST,
-    DEPTHS,
-    KEPT,
-    LEAST_GAIN,
-    Controller,
-    DraftBudget,
-    DraftSources,
-    Experience,
-)
+from mlxrunner.engine.drafting import DEEPEST, DraftSources, Experience, StepController
 from mlxrunner.engine.request import SEED_TOKENS, ActiveRequest
 from mlxrunner.engine.sampling import Decoded, Sampled, dispatch, plain
 from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer
@@ -276,93 +265,6 @@ def stops_at(request: ActiveRequest, count: int) -> bool:
     return is_prefill and lease.needs_checkpoints and lease.next_stop == request.place + count
 
 
-FORGOTTEN = 256
-"""Steps without guesses after which the cost of those with guesses is measured again."""
-
-
-class StepController(Controller):
-    """The choice of how much one answer of a step drafts. It learns from whole steps."""
-
-    def __init__(self, budget: DraftBudget, most: int = DEEPEST, kept: float = 0.0) -> None:
-        """Begin without measurements. `budget`: bounds what drafts lose. `kept`: see `Controller`.
-
-        `most`: the answers of a step beyond which there are no drafts.
-        """
-        super().__init__(budget, kept=kept)
-        self._shared, self._most = budget, most
-        self._of: dict[int, Controller] = {}
-        self._plain: defaultdict[int, int] = defaultdict(int)
-        self._answers, self._can_pay = 1, True
-        self.costs = self._for(1).costs
-
-    def carry(self, answers: int) -> None:
-        """Note how many answers the next step carries."""
-        self._answers = max(1, answers)
-        self.costs = self._for(_size(self._answers)).costs
-        self._can_pay = self._answers == 1 or any(
-            depth / self._answers + 1 - self.costs.hoped(depth) >= LEAST_GAIN
-            for depth in DEPTHS
-            if self._affords(depth)
-        )
-
-    @property
-    def may_draft(self) -> bool:
-        """True if the budget has room for a draft that would save enough if it were right."""
-        return self._answers <= self._most and self._can_pay and super().may_draft
-
-    def depth(self, shares: Sequence[float], most: int, first: float = 1.0) -> int:
-        """Return how many tokens to draft: see `Controller.depth`.
-
-        A right guess saves a step for one answer only, so it counts as that answer's share of it.
-        """
-        if not shares or self._answers > self._most:
-            return 0
-        part = [shares[0] / self._answers, *shares[1:]]
-        return self._for(_size(self._answers)).depth(part, most, first)
-
-    def hold(self, depth: int) -> None:
-        """Note that an answer of the next step drafts `depth` tokens, which may all be wrong."""
-        if depth:
-            self._shared.held += self.costs.ratio(depth) - 1
-
-    def verified(self, depth: int, seconds: float) -> None:
-        """Do nothing: `measure` has the whole step."""
-
-    def passed(self, seconds: float) -> None:
-        """Do nothing: `measure` has the whole step."""
-
-    def pay(self, depth: int, tokens: int, lost: float = 0.0) -> None:
-        """Do nothing: `settle` has the whole step."""
-
-    def settle(self, answers: int, rows: int, tokens: int, late: float) -> None:
-        """Note that a step gave `tokens` tokens in all, with `rows` rows beside one per answer.
-
-        An answer that gets one token more saves its share of a step. `late`: see `Drafting.passed`.
-        """
-        costs = self._for(_size(answers)).costs
-        lost = min(late / costs.single, 1.0) if late and costs.single else 0.0
-        self._shared.pay(costs.ratio(rows) + lost, tokens / answers)
-
-    def measure(self, answers: int, rows: int, seconds: float) -> None:
-        """Note the seconds of a step with `rows` beside one for each answer."""
-        size = _size(answers)
-        if rows:
-            self._plain[size] = 0
-            self._for(size).verified(rows, seconds)
-            return
-        self._plain[size] += 1
-        if self._plain[size] % FORGOTTEN == 0:
-            self._of.pop(size, None)
-        self._for(size).passed(seconds)
-
-    def _for(self, size: int) -> Controller:
-        """Return the controller of steps of a size. It begins with what smaller ones know."""
-        if size not in self._of:
-            like = self._for(size - 1).costs if size > 1 else None
-            self._of[size] = Controller(self._shared, like, self._kept)
-        return self._of[size]
-
-
 class DraftScheduler:
     """The drafts of all requests of a runner."""
 
@@ -371,12 +273,10 @@ class DraftScheduler:
 
         `most`: rows that drafts may add to a step; None: any number.
         """
-        budget = DraftBudget()
-        self._controller = StepController(budget)
-        self._modelled = StepController(budget, MOST_ANSWERS, KEPT)
+        experience = Experience()
+        self._controller, self._modelled = experience.controller, experience.modelled
         self._said_s: float | None = None
         """Seconds in which a model drafted all guesses of the step; None: they tell nothing."""
-        experience = Experience(budget, of_steps=(self._controller, self._modelled))
         self.sources = None if facts is None else DraftSources(facts, experience)
         self._most = DEEPEST if most is None else min(most, DEEPEST)
         self.clock = work_clock()
@@ -428,7 +328,6 @@ class DraftScheduler:
         return [(request, count + len(request.draft)) for request, count in row]
 
     def _of(self, request: ActiveRequest) -> StepController:
-        """Return the controller of the draft of `request`."""
         is_said = request.drafting is not None and request.drafting.source == "model"
         return self._modelled if is_said else self._controller
 
@@ -542,7 +441,7 @@ def judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
         )
     request.last = kept[-1].token.astype(mx.int32)
     assert request.drafting is not None
-    request.drafting.judge(len(draft), len(kept) - 1, 0.0)
+    request.drafting.judge(len(draft), len(kept) - 1)
     return decoded
 
 
@@ -557,11 +456,6 @@ def _fitting(request: ActiveRequest, width: int) -> list[int]:
         request.masks = request.next_token.masks(request.draft, width)
         return request.draft[: len(request.masks) - 1] if request.masks else request.draft
     return []
-
-
-def _size(answers: int) -> int:
-    """Return the power of two from which on a step counts as one of as many answers."""
-    return answers.bit_length()
 
 
 class BatchExecutor:

@@ -515,7 +515,7 @@ class Guesses:
             draft = drafting.draft(len(answer) - 1 - place) if may_draft else []
             right = common_prefix(as_tokens(draft), as_tokens(answer[place + 1 :][: len(draft)]))
             if draft:
-                drafting.judge(len(draft), right, 0.0)
+                drafting.judge(len(draft), right)
             for token in draft[:right]:
                 drafting.add(token)
             place += 1 + right

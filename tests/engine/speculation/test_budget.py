@@ -161,16 +161,16 @@ def test_one_slow_pass_of_a_size_is_no_reason_to_guess_no_more() -> None:
     controller.passed(1.0)
     assert controller.depth(sure, DEEPEST) == 1
     controller.verified(1, 2.7)
-    controller.pay(1, 2)
+    budget.pay(controller.costs.ratio(1), 2)
     tokens = 0
     while not controller.depth(sure, DEEPEST):
         assert controller.costs.ratio(1) > 1 + budget.left
         controller.passed(1.0)
-        controller.pay(0, 1)
+        budget.pay(1, 1)
         tokens += 1
     assert tokens
     controller.verified(1, 1.1)
-    controller.pay(1, 2)
+    budget.pay(controller.costs.ratio(1), 2)
     assert controller.costs.hoped(1) == controller.costs.ratio(1) == 1.1
     assert controller.depth(sure, DEEPEST) > 1
 

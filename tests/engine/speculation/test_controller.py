@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from mlxrunner.engine.drafting import DEEPEST, DEPTHS, LATER, Controller, Trust
+from mlxrunner.engine.drafting import DEEPEST, DEPTHS, LATER, Controller, DraftBudget, Trust
 
 SINGLE = 0.01
 """Seconds of a pass of one row."""
 
 
 def measured(slope: float) -> Controller:
-    """Return a controller that has measured passes whose rows cost `slope` of a pass each."""
-    controller = Controller()
+    """Return a controller that has measured rows which cost `slope` of a pass; it may lose any."""
+    controller = Controller(budget := DraftBudget())
+    budget.left = 100.0
     for _ in range(5):
         controller.passed(SINGLE)
         for depth in DEPTHS:

@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.engine import StepController, sample_drafts, sample_drafts_by
+from support.engine import sample_drafts, sample_drafts_by
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.engine.draft_model import DraftModel
-from mlxrunner.engine.drafting import Controller, Drafting
+from mlxrunner.engine.drafting import Controller, Drafting, StepController
 from mlxrunner.engine.sampling import Sampled
 from mlxrunner.testing import VOCAB, OracleModel, oracle_runner
 

@@ -9,14 +9,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.engine import StepController
 from support.reused import each_kind_and_all
 from support.sample import fewer
 
 from mlxrunner import MemoryPlanError, OptionError, Runner
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.engine.draft_model import DraftModel, check_vocabularies
-from mlxrunner.engine.drafting import Controller
+from mlxrunner.engine.drafting import Controller, StepController
 from mlxrunner.loading import plan_model
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at, oracle_runner
 from mlxrunner.tokenizer.base import Vocabulary
