@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 from support.drafting import Side
 
-from mlxrunner.cache import PrefixCache
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.prefix import CopySource
+from mlxrunner.cache.prefix import CopySource, PrefixCache
 from mlxrunner.cache.protocol import END
 from mlxrunner.testing import OracleModel, interrupt_at
 

@@ -204,7 +204,6 @@ def _is_worth_copying(one: SeenCells) -> bool:
 
 
 def _is_short(runs: Sequence[CellRun]) -> bool:
-    """Return True if copying the cells costs less than a part for them."""
     return COPY_COST * sum(run.end - run.begin for run in runs) < PART_COST
 
 
@@ -259,7 +258,7 @@ def blocks_of(cells: KVPool, batch: Batch) -> list[Block] | None:
 def _block(cells: KVPool, batch: Batch, begin: int, end: int) -> Block:
     sequence, position = batch.sequences[begin], batch.positions[begin]
     known, low = cells.spans(sequence), 0
-    if cells.window.is_limited:
+    if cells.window.window is not None:
         low = int(cells.window.first_seen(np.array([position], np.int32))[0])
     seen = None if known is None else between(known, low, position + end - begin)
     return Block(begin, end, sequence, position, seen)

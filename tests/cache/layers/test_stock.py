@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 from support.sample import examples
 
-from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers.attention import (
     FullAttentionCache,
     QuantizedAttentionCache,
@@ -29,6 +28,7 @@ from mlxrunner.cache.layers.factory import (
     layer_cache,
 )
 from mlxrunner.cache.layers.recurrent import RecurrentCache
+from mlxrunner.cache.protocol import RewindError
 from mlxrunner.testing import UnknownCache
 
 SCRAPS = 16 * 1024
