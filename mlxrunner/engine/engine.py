@@ -30,11 +30,10 @@ from mlxrunner.engine.opening import EngineConfig, check_seeing, parking_of, sea
 from mlxrunner.engine.request import (
     ActiveRequest,
     AnswerStream,
+    Observation,
     Observer,
-    drafted,
     prepare,
     tell,
-    usage_of,
 )
 from mlxrunner.engine.scheduling.allocation import Slot
 from mlxrunner.engine.scheduling.pacing import Priority
@@ -293,7 +292,7 @@ class Engine(MultiRequestRunner):
                 opening = replace(opening, asked=chosen)
                 runner.plan = opening.reserve(runner._adapted, runner.kv_cache_tokens)
                 runner.prefill_step = runner.plan.prefill_step
-                runner._scheduler.prefill_step = runner.prefill_step
+                runner._scheduler.composer.most = runner.prefill_step
             plan = runner.plan or opening.plan(runner.kv_cache_tokens)
             device.wire(loaded.model, plan.wired(chosen.wire))
         except BaseException:
@@ -504,36 +503,33 @@ class Engine(MultiRequestRunner):
     def _ended(
         self, request: ActiveRequest, reason: FinishReason | None, error: str | None
     ) -> Usage:
-        usage = self._usage(request)
+        clock = request.clock
+        usage = request.usage(
+            trimmed_tokens=request.trimmed,
+            prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
+            cache_bytes=self._scheduler.residents.allocated_bytes,
+            used_bytes=self.used_bytes,
+        )
         if self.observers:
             tell(
                 self.observers,
                 self.shown_as() or self,
-                lambda: request.observation(usage, reason, error),
+                lambda: _observation(request, usage, reason, error),
             )
         if self._sight is not None:
             request.prompt = replace(request.prompt, views=None)
             self._sight.settle()
         return usage
 
-    def _usage(self, request: ActiveRequest) -> Usage:
-        clock = request.clock
-        return usage_of(
-            request.lookup,
-            clock,
-            request.answer.count,
-            request.account,
-            request.prompt.earlier,
-            evaluated_tokens=request.evaluated,
-            trimmed_tokens=request.trimmed,
-            shifted_tokens=request.shifted,
-            reevaluated_tokens=request.reevaluated,
-            prefill_s=clock.first - clock.tokenized if request.answer.count else 0.0,
-            cache_bytes=self._scheduler.residents.allocated_bytes,
-            used_bytes=self.used_bytes,
-            peak_bytes=mx.get_peak_memory(),
-            **drafted(request.drafting),
-        )
+
+def _observation(
+    request: ActiveRequest, usage: Usage, reason: FinishReason | None, error: str | None
+) -> Observation:
+    clock = request.clock
+    # One span, because its steps also serve other requests.
+    prefill = (clock.lookup_began + clock.lookup_s, clock.first, usage.evaluated_tokens)
+    chunks = [prefill] if request.answer.count else []
+    return request.observation(usage, reason, error, chunks=chunks, scheduling=request.scheduling)
 
 
 class EngineHandle:

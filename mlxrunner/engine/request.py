@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,7 +18,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlxrunner.cache.account import (
-    Earlier,
     Evicted,
     Lookup,
     OpenAccount,
@@ -171,7 +170,6 @@ def prepare(
 
 
 def _words(prompt: TokenizedPrompt, options: GenerateOptions) -> str:
-    """Return the words of the assistant that the answer continues, or nothing."""
     messages = prompt.messages
     if messages and is_continued(messages, options.continue_final_message):
         return messages[-1]["content"]
@@ -269,7 +267,7 @@ class ActiveRequest(Request):
     """A function that returns the iterator of its chunks; None once it is gone. For one slot."""
     is_dropped: bool = False
     """True if another thread has dropped its iterator."""
-    end: tuple[Usage, Finish, str | None] | None = None
+    end: tuple[Usage, FinishReason | None, str | None] | None = None
     """Its usage, how it has ended and the name of its error, until the observers are told."""
     chunks: deque[Chunk] = field(default_factory=deque)
     """The chunks that the caller has not taken yet."""
@@ -526,12 +524,9 @@ class ActiveRequest(Request):
         return np.append(recorded, as_tokens(self.said[self.run :]))
 
     def observation(
-        self, usage: Usage, reason: FinishReason | None, error: str | None
+        self, usage: Usage, reason: FinishReason | None, error: str | None, **more: Any
     ) -> Observation:
-        """Describe the request, at its end, for observers."""
-        clock = self.clock
-        # One span, because its steps also serve other requests.
-        prefill = (clock.lookup_began + clock.lookup_s, clock.first, usage.evaluated_tokens)
+        """Describe the request, at its end, for observers. `more`: the other fields."""
         return Observation(
             prepared=self.prompt,
             prompt=self.tokens,
@@ -539,14 +534,49 @@ class ActiveRequest(Request):
             lookup=self.lookup,
             account=self.account,
             usage=usage,
-            finish=finish_of(reason, error),
+            finish="error" if error is not None else reason or "interrupted",
             error=error,
-            clock=clock,
-            chunks=[prefill] if self.answer.count else [],
+            clock=self.clock,
             entry=self.slot.tokens,
             active_bytes=self.active_bytes,
-            scheduling=self.scheduling,
+            **more,
         )
+
+    def usage(self, **more: Any) -> Usage:
+        """Return the usage of the request, at its end. `more`: the other fields of Usage."""
+        found, clock, account, earlier = self.lookup, self.clock, self.account, self.prompt.earlier
+        missed, displaced, completion = account.missed, account.displaced, self.answer.count
+        counted: dict[str, Any] = {
+            "prompt_tokens": found.prompt_tokens,
+            "matched_tokens": found.matched,
+            "cached_tokens": found.cached,
+            "prefetched_tokens": found.ahead,
+            "evaluated_tokens": self.evaluated,
+            "completion_tokens": completion,
+            "missed_tokens": missed,
+            "displaced_tokens": displaced,
+            "new_tokens": found.prompt_tokens - found.cached - missed - displaced,
+            "lost_tokens": missed + displaced,
+            "shifted_tokens": self.shifted,
+            "reevaluated_tokens": self.reevaluated,
+            "outcome": found.outcome(missed),
+            "reason": found.reason_for(
+                missed, earlier.reason if earlier else "", is_restarted=account.is_restarted
+            ),
+            "trim_limited_by": found.limited_by,
+            "checkpoint": found.checkpoint,
+            "evicted_by": found.evicted_by,
+            "tokenize_s": clock.tokenized - clock.began,
+            "lookup_s": clock.lookup_s,
+            "ttft_s": clock.first - clock.began if completion else 0.0,
+            "decode_s": clock.last - clock.first,
+            "peak_bytes": mx.get_peak_memory(),
+        }
+        if (drafting := self.drafting) is not None:
+            sources = drafting.by_source.items()
+            counted["draft_passes"] = drafting.passes
+            counted["drafts"] = [{"source": name, **vars(counts)} for name, counts in sources]
+        return Usage.from_dict(counted | more)
 
     @property
     def scheduling(self) -> SchedulingRecord:
@@ -596,10 +626,6 @@ class AnswerStream:
         self._limit = limit
         self.count = 0
         """Tokens of the answer so far."""
-
-    def chunks(self, decoded: Iterator[Decoded], clock: Clock) -> Iterator[Chunk]:
-        """Yield one chunk for each token."""
-        return (self.take(one, clock) for one in decoded)
 
     def take(self, one: Decoded, clock: Clock) -> Chunk:
         """Return the chunk of the next token, and set its time on `clock`."""
@@ -702,14 +728,6 @@ class Observation:
     ended: float = field(default_factory=time.perf_counter)
 
 
-def drafted(drafting: Drafting | None) -> dict[str, Any]:
-    """Return the fields of a usage that tell of drafts."""
-    if drafting is None:
-        return {}
-    uses = [{"source": name, **vars(counts)} for name, counts in drafting.by_source.items()]
-    return {"draft_passes": drafting.passes, "drafts": uses}
-
-
 class Observer(Protocol):
     """A function that is called once for each request, after its last chunk was taken.
 
@@ -740,49 +758,3 @@ def tell(observers: Sequence[Observer], runner: Any, observe: Callable[[], Obser
 
 def _not_recorded(error: Exception) -> None:
     logger.warning("the request was not recorded: %s: %s", type(error).__name__, error)
-
-
-def finish_of(reason: FinishReason | None, error: str | None) -> Finish:
-    """Return how a request ended. `error`: the name of the exception that ended it, if any."""
-    return "error" if error is not None else reason or "interrupted"
-
-
-def usage_of(
-    found: Lookup,
-    clock: Clock,
-    completion: int,
-    account: PromptAccount,
-    earlier: Earlier | None = None,
-    **more: Any,
-) -> Usage:
-    """Return the usage of a request with the lookup `found` and `completion` tokens of answer.
-
-    `account`: that of its prompt. `earlier`: for a line of a batch, the part of its prompt that
-    earlier lines share. `more`: the other fields of Usage; if the prefill was interrupted,
-    `evaluated_tokens` is among them.
-    """
-    missed, displaced = account.missed, account.displaced
-    counted: dict[str, Any] = {
-        "prompt_tokens": found.prompt_tokens,
-        "matched_tokens": found.matched,
-        "cached_tokens": found.cached,
-        "prefetched_tokens": found.ahead,
-        "evaluated_tokens": found.prompt_tokens - found.cached,
-        "completion_tokens": completion,
-        "missed_tokens": missed,
-        "displaced_tokens": displaced,
-        "new_tokens": found.prompt_tokens - found.cached - missed - displaced,
-        "lost_tokens": missed + displaced,
-        "outcome": found.outcome(missed),
-        "reason": found.reason_for(
-            missed, earlier.reason if earlier else "", is_restarted=account.is_restarted
-        ),
-        "trim_limited_by": found.limited_by,
-        "checkpoint": found.checkpoint,
-        "evicted_by": found.evicted_by,
-        "tokenize_s": clock.tokenized - clock.began,
-        "lookup_s": clock.lookup_s,
-        "ttft_s": clock.first - clock.began if completion else 0.0,
-        "decode_s": clock.last - clock.first,
-    }
-    return Usage.from_dict(counted | more)

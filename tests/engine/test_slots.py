@@ -124,7 +124,9 @@ def test_where_no_slot_is_empty_an_edit_gives_up_its_own_old_answer(prompt: list
     assert (choice.slot.number, choice.source.number) == (0, 0)
 
 
-def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for() -> None:
+def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A window has moved on: what an idle slot can resume is better than nothing."""
     prompt = [*range(130), 250]
     slots = [
@@ -132,19 +134,19 @@ def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for() -> Non
         slot(1, list(range(200)), busy=True, planned=list(range(250))),
         slot(2, []),
     ]
-    choice = choose(slots, as_tokens(prompt), reach=lambda slot, n: n if slot.number == 0 else 0)
+    monkeypatch.setattr(Slot, "reach", lambda slot, to: to if slot.number == 0 else 0)
+    choice = choose(slots, as_tokens(prompt))
     assert (choice.source.number, choice.matched, choice.ready) == (0, 98, True)
     slots[1].tokens.truncate(110)
-    choice = choose(slots, as_tokens(prompt), reach=lambda slot, n: n if slot.number == 0 else 0)
+    choice = choose(slots, as_tokens(prompt))
     assert (choice.source.number, choice.matched, choice.ready) == (1, 130, False)
 
 
-def test_one_token_of_a_prompt_is_left_to_evaluate() -> None:
+def test_one_token_of_a_prompt_is_left_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is asked to resume at that place, not at the one behind it."""
     asked: list[int] = []
-    choice = choose(
-        [slot(0, [1, 2, 3, 4])], as_tokens([1, 2, 3]), reach=lambda slot, n: asked.append(n) or n
-    )
+    monkeypatch.setattr(Slot, "reach", lambda slot, to: asked.append(to) or to)
+    choice = choose([slot(0, [1, 2, 3, 4])], as_tokens([1, 2, 3]))
     assert (choice.matched, asked) == (2, [2])
 
 

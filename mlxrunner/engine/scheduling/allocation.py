@@ -38,7 +38,7 @@ from mlxrunner.cache.protocol import END, SavedEntry
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer
-from mlxrunner.engine.scheduling.pacing import PRIORITIES, Priority
+from mlxrunner.engine.scheduling.pacing import PRIORITIES
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 from mlxrunner.models.facts import DEPENDS
 from mlxrunner.results import log_lookup
@@ -116,17 +116,12 @@ class SlotChoice:
     """
 
 
-Reach = Callable[[Slot, int], int]
-"""A function of a slot and an offset: see `Slot.reach`."""
-
-
 def choose(
     slots: Sequence[Slot],
     prompt: TokenArray,
     *,
     own: Slot | None = None,
     ahead: Sequence[Slot] | None = None,
-    reach: Reach = Slot.reach,
     least: Callable[[Sequence[Slot]], Slot] | None = None,
 ) -> SlotChoice:
     """Choose the slot for `prompt`, and the slot, busy or not, whose prefix it shares.
@@ -143,7 +138,7 @@ def choose(
     most = len(prompt) - 1
     shared = {slot.number: slot.shared_with(prompt) for slot in slots}
     target = own or _going_on(free, shared)
-    best, ready = _best(slots, shared, most, target, reach)
+    best, ready = _best(slots, shared, most, target)
     source, matched, is_ready = _awaited(busy, prompt, most, ready) or (best, ready, True)
     if target is None or (own is None and matched > shared[target.number]):
         target = (least or least_used)(free)
@@ -156,7 +151,7 @@ def least_used(slots: Sequence[Slot]) -> Slot:
 
 
 def _best(
-    slots: Sequence[Slot], shared: dict[int, int], most: int, target: Slot | None, reach: Reach
+    slots: Sequence[Slot], shared: dict[int, int], most: int, target: Slot | None
 ) -> tuple[Slot, int]:
     """Return the slot that offers most tokens of a prompt, and their number.
 
@@ -168,7 +163,7 @@ def _best(
         offered = min(shared[slot.number], most)
         if offered <= ready:
             break
-        found = reach(slot, offered)
+        found = slot.reach(offered)
         if found > ready:
             best, ready = slot, found
     return best, ready
@@ -214,36 +209,19 @@ SOON = LEAST
 LATER = "submit it again when another request has ended"
 
 
-@dataclass(frozen=True)
-class CellDemand:
-    """The cells that a request needs."""
-
-    prompt: int
-    """Tokens of its prompt that need cells; a prefix that is shared needs none."""
-    answer: int
-    """Most tokens of its answer that are still to come."""
-
-
-@dataclass(frozen=True)
-class QueuePlace:
-    """The place of a running request among the others."""
-
-    priority: Priority
-    arrival: int
-    """A number that is higher for each later request."""
-
-
-def claimed(need: CellDemand, free: int, total: int, slots: int) -> int:
+def claimed(prompt: int, answer: int, free: int, total: int, slots: int) -> int:
     """Return the tokens of its answer that a request claims at its begin.
 
     These are an even share of the `free` cells of `total`, if `slots` slots are free, its own
-    included. Raise CacheFullError if the request has to wait.
+    included. `prompt`: tokens of the prompt that need cells; a prefix that is shared needs none.
+    `answer`: its most tokens that are still to come. Raise CacheFullError if the request has to
+    wait.
     """
-    least = min(need.answer, LEAST)
-    left = free - need.prompt
+    least = min(answer, LEAST)
+    left = free - prompt
     if left < least:
-        raise CacheFullError("this request", need.prompt + least, max(0, free), total, LATER)
-    return min(need.answer, max(least, left // max(1, slots)))
+        raise CacheFullError("this request", prompt + least, max(0, free), total, LATER)
+    return min(answer, max(least, left // max(1, slots)))
 
 
 def grown(left: int, free: int, running: int) -> int:
@@ -255,12 +233,9 @@ def grown(left: int, free: int, running: int) -> int:
     return max(0, min(left, free, max(LEAST, free // max(1, running))))
 
 
-def steps_back(running: Sequence[QueuePlace]) -> int:
-    """Return the index of the request that gives its cells up: the youngest of lowest priority."""
-    return max(
-        range(len(running)),
-        key=lambda i: (PRIORITIES.index(running[i].priority), running[i].arrival),
-    )
+def steps_back(running: Sequence[ActiveRequest]) -> ActiveRequest:
+    """Return the request that gives its cells up: the youngest of the lowest priority."""
+    return max(reversed(running), key=lambda one: PRIORITIES.index(one.priority))
 
 
 class KVAllocator:
@@ -295,9 +270,9 @@ class KVAllocator:
         shared = self._shared(request, choice.source, choice.matched)
         free = self._free(others, (choice.source.number, shared if choice.ready else 0))
         todo = self._todo(request)
-        need = CellDemand(todo - shared, self._most(request) - todo)
         slots = sum(not slot.is_busy or slot is choice.slot for slot in self._slots)
-        request.claimed = todo + claimed(need, free, self._cells, slots)
+        answer = self._most(request) - todo
+        request.claimed = todo + claimed(todo - shared, answer, free, self._cells, slots)
 
     def grow(self, request: ActiveRequest) -> None:
         """Let the claim of `request` grow if it has no cell for its next token.
@@ -307,7 +282,7 @@ class KVAllocator:
         left = self._most(request) - request.claimed
         if request.place < request.claimed or left <= 0:
             return
-        holding = self._holding()
+        holding = self.holding
         more = grown(left, self._free(holding), len(holding))
         if not more:
             raise CacheFullError("the next token", 1, 0, self._cells, LATER)
@@ -316,28 +291,21 @@ class KVAllocator:
     @property
     def may_copy(self) -> bool:
         """True if no claim needs the cells that the copy of a short prefix takes."""
-        return self.is_ample or self._free(self._holding()) >= SHORT_PREFIX
+        return self.is_ample or self._free(self.holding) >= SHORT_PREFIX
 
     @property
     def soon(self) -> int:
         """The most cells that the next tokens of running requests take, SOON of each."""
-        return sum(min(SOON, self._most(one) - one.place) for one in self._holding())
-
-    def steps_back(self) -> tuple[ActiveRequest, bool]:
-        """Return the request that has to give its cells up, and whether no other one has any."""
-        holding = self._holding()
-        standing = [
-            QueuePlace(request.priority, arrival) for arrival, request in enumerate(holding)
-        ]
-        return holding[steps_back(standing)], len(holding) == 1
+        return sum(min(SOON, self._most(one) - one.place) for one in self.holding)
 
     def wait(self, request: ActiveRequest) -> None:
         """Claim only what a request that stepped back needs to go on."""
         todo = self._todo(request)
         request.claimed = todo + min(self._most(request) - todo, SOON)
 
-    def _holding(self) -> list[ActiveRequest]:
-        """Return the requests that have cells, or claim the rest of a prefix that they wait for."""
+    @property
+    def holding(self) -> list[ActiveRequest]:
+        """The requests that have cells, or claim the rest of a prefix that they wait for."""
         return [request for request in self._requests if request.holds_cells]
 
     def _free(self, others: Sequence[ActiveRequest], prefix: tuple[int, int] = (0, 0)) -> int:
@@ -354,7 +322,6 @@ class KVAllocator:
         return min(len(request.todo), self._capacity)
 
     def _most(self, request: ActiveRequest) -> int:
-        """Return the most tokens that `request` can have."""
         return min(len(request.tokens) + request.limit, self._capacity)
 
     def _coming(self, request: ActiveRequest) -> int:
@@ -531,7 +498,6 @@ class OffloadTasks:
 
     @property
     def _full(self) -> list[CausalCache]:
-        """The cells of layers that see all tokens."""
         return [group for group in self._engine.groups if group.memory is None]
 
     @property
@@ -545,7 +511,7 @@ def _moment(slot: Slot) -> tuple[int, int]:
 
 
 class SlotAssigner:
-    """The slots of an engine, and the requests in them."""
+    """The slots of an engine, and the room that the requests in them need."""
 
     def __init__(
         self,
@@ -554,15 +520,16 @@ class SlotAssigner:
         requests: list[ActiveRequest],
         room: KVAllocator,
         residents: EvictionPolicy,
+        endings: RequestFinalizer,
         accounting: TokenAccounting,
         message_ends: TokenArray,
     ) -> None:
         """Assign `requests`, the running ones in order of arrival, to `slots`.
 
-        `accounting` counts their tokens. `message_ends`: the tokens that end a message. Checkpoints
-        are taken at such places.
+        `endings` end those that find no room. `accounting` counts their tokens. `message_ends`: the
+        tokens that end a message. Checkpoints are taken at such places.
         """
-        self._accounting = accounting
+        self._accounting, self._endings = accounting, endings
         self._engine, self._slots, self._requests = engine, slots, requests
         self._room, self.residents, self._message_ends = room, residents, message_ends
         self._submitted = 0
@@ -751,29 +718,6 @@ class SlotAssigner:
             self._follow(request, choice)
             slot.planned = request.todo
 
-
-def _rank(numbered: tuple[int, ActiveRequest]) -> int:
-    """Return the rank of a request's priority, 0 for the highest."""
-    return PRIORITIES.index(numbered[1].priority)
-
-
-class Preemptor:
-    """The room that running requests need for their next tokens."""
-
-    def __init__(
-        self,
-        engine: Backend,
-        requests: Sequence[ActiveRequest],
-        room: KVAllocator,
-        assigner: SlotAssigner,
-        endings: RequestFinalizer,
-        capacity: int,
-    ) -> None:
-        """Make room for `requests`, the running ones, of up to `capacity` tokens each."""
-        self._engine, self._requests, self._capacity = engine, requests, capacity
-        self._room, self._assigner, self._endings = room, assigner, endings
-        self._residents = assigner.residents
-
     def make_room_for(self, requests: Sequence[ActiveRequest]) -> None:
         """Make room in the full contexts of `requests`; one without cells for that ends."""
         for request in [one for one in requests if one.is_decoding or (one.is_placed and one.left)]:
@@ -805,19 +749,20 @@ class Preemptor:
 
         End it if no other one holds any.
         """
-        request, is_only = self._room.steps_back()
-        if is_only:
+        holding = self._room.holding
+        request = steps_back(holding)
+        if len(holding) == 1:
             request.ending = "no room"
             self._endings.fail(request, error)
             return
         if request.is_placed:
             request.give_way()
             if request.slot.exact != END:
-                self._residents.clear(request.slot, "a lack of room")
-            elif self._assigner.offload_tasks.are_on:
-                self._residents.rest(request.slot)
+                self.residents.clear(request.slot, "a lack of room")
+            elif self.offload_tasks.are_on:
+                self.residents.rest(request.slot)
             else:
-                self._residents.give_up(request.slot, None, "memory")
+                self.residents.give_up(request.slot, None, "memory")
         request.stop_offload_task()
         request.source = None
         request.slot.planned = request.slot.planned[:0]  # nobody shall wait for it
@@ -839,7 +784,7 @@ class Preemptor:
         slot.planned, request.shifted = slot.planned[:0], request.shifted + discard
         closes = all(cache.can_shift(keep, discard) for cache in lease.caches)
         if closes:
-            self._assigner.make_cells_for_shift(request, keep + discard)
+            self.make_cells_for_shift(request, keep + discard)
         if lease.shift(keep, discard, self._engine.rotate):
             if not self._engine.is_single:
                 slot.exact = min(slot.exact, keep)
@@ -854,3 +799,7 @@ class Preemptor:
         request.place = request.evaluated_from = lease.recorded
         request.todo = np.append(kept, coming)
         request.reevaluated += len(left)
+
+
+def _rank(numbered: tuple[int, ActiveRequest]) -> int:
+    return PRIORITIES.index(numbered[1].priority)

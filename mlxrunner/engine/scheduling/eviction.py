@@ -119,7 +119,6 @@ class EvictionPolicy:
         return cells + self._of_each_slot("nbytes") + sum(checkpoints.values())
 
     def _of_each_slot(self, name: str) -> int:
-        """Return the sum of an attribute of all layer caches that are apart."""
         return sum(
             getattr(cache, name)
             for slot in self._slots
@@ -309,7 +308,6 @@ class EvictionPolicy:
         return self.parking.offload(slot.cache.current) is not None
 
     def _lose(self, by: str, tokens: TokenArray) -> None:
-        """Note that tokens were given up by something."""
         self._losses.append(LostTokens("evicted", by, tokens))
 
     def _remember_losses(self) -> None:
@@ -320,7 +318,6 @@ class EvictionPolicy:
 
 
 def _is_as(slot: Slot, tokens: TokenArray) -> bool:
-    """Return True if a slot has exactly `tokens`."""
     return len(slot.tokens) == len(tokens) and slot.shared_with(tokens) == len(tokens)
 
 

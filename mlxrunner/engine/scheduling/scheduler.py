@@ -30,7 +30,7 @@ from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.drafting import DraftSources
 from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.sampling import Sampled
-from mlxrunner.engine.scheduling.allocation import KVAllocator, Preemptor, Slot, SlotAssigner
+from mlxrunner.engine.scheduling.allocation import KVAllocator, Slot, SlotAssigner
 from mlxrunner.engine.scheduling.batching import (
     BatchBuilder,
     BatchExecutor,
@@ -49,7 +49,7 @@ from mlxrunner.engine.scheduling.eviction import (
     RequestFinalizer,
     step_failed,
 )
-from mlxrunner.engine.scheduling.pacing import Pace, StepPace
+from mlxrunner.engine.scheduling.pacing import StepPace
 from mlxrunner.errors import BusyError, CacheFullError, ClosedError, LogitsError, WrongThreadError
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.options import EngineSettings
@@ -95,23 +95,20 @@ class Scheduler:
             engine, self.slots, memory=settings.cache_memory, parking=parking
         )
         self._accounting = TokenAccounting() if accounting is None else accounting
-        parts = engine, self.slots, self.requests, room, self.residents
+        self._endings = RequestFinalizer(
+            self.requests, self.residents, self._accounting, lambda: self.moment, ended
+        )
+        parts = engine, self.slots, self.requests, room, self.residents, self._endings
         self._assigner = SlotAssigner(*parts, self._accounting, ends)
         self._assigner.is_reusable = is_reusable
         self.offload_tasks = self._assigner.offload_tasks
         self.offload_tasks.are_on = is_reusable and settings.max_step_ms != 0
-        self._endings = RequestFinalizer(
-            self.requests, self.residents, self._accounting, lambda: self.moment, ended
-        )
-        self._maker = Preemptor(
-            engine, self.requests, room, self._assigner, self._endings, capacity
-        )
         longest_ms = settings.max_step_ms if is_reusable else 0
         pace = StepPace(settings.step, longest_ms, stacks=engine.stacks)
-        self._composer = BatchBuilder(engine, self.requests, settings.step, pace)
+        self.composer = BatchBuilder(engine, self.requests, settings.step, pace)
         spare = None if engine.is_single else settings.step - settings.max_sequences
         self._drafts = DraftScheduler(facts, spare)
-        self._passes = BatchExecutor(engine, self.residents, self._composer, self._endings)
+        self._passes = BatchExecutor(engine, self.residents, self.composer, self._endings)
         self._pending: DispatchedStep | None = None
         self._suspects: deque[list[ActiveRequest]] = deque()
         """Groups of requests, one of which may have made a step fail: each is run by itself."""
@@ -128,24 +125,6 @@ class Scheduler:
         A replay needs both to find the same tokens in the same slots.
         """
         return self.ticks, self._calls
-
-    @property
-    def prefill_step(self) -> int:
-        """Most tokens of a step."""
-        return self._composer.most
-
-    @prefill_step.setter
-    def prefill_step(self, tokens: int) -> None:
-        self._composer.most = tokens
-
-    @property
-    def piece_pace(self) -> Pace | None:
-        """Sizes the pieces of a prompt for one slot; None: as many tokens as a step has."""
-        return self._composer.piece_pace
-
-    @piece_pace.setter
-    def piece_pace(self, pace: Pace | None) -> None:
-        self._composer.piece_pace = pace
 
     @property
     def sources(self) -> DraftSources | None:
@@ -219,7 +198,7 @@ class Scheduler:
             for request, _ in row:
                 request.draft = []
             if self._read(before) and len(self.requests) == running:
-                self._maker.make_way(error)
+                self._assigner.make_way(error)
         except Exception as error:
             self._recover(before, row, error)
         self._endings.end_overdue()
@@ -240,12 +219,12 @@ class Scheduler:
         before, self._pending = self._pending, None
         try:
             self._passes.run_pending(request)
-            self._maker.make_room_for(self.requests)
+            self._assigner.make_room_for(self.requests)
         except Exception as error:
             self._fail_alone(request, None, error)
             return
         try:
-            row = self._composer.piece(request)
+            row = self.composer.piece(request)
             if waits := self._drafts.is_worth_waiting(row):
                 self._read(before)
                 before = None
@@ -301,12 +280,12 @@ class Scheduler:
         """
         if not self.offload_tasks.is_any:
             return
-        if seconds := self._composer.offload_s(is_late=self.residents.behind.is_late):
+        if seconds := self.composer.offload_s(is_late=self.residents.behind.is_late):
             with suppress(Exception):  # it is raised again where the step is read
                 mx.eval([] if self._pending is None else self._pending.awaited)
             began = time.perf_counter()
             self.offload_tasks.run(seconds)
-            self._composer.spend(time.perf_counter() - began)
+            self.composer.spend(time.perf_counter() - began)
 
     def save_idle(self) -> None:
         """Write idle conversations to disk for a moment, while no request runs."""
@@ -365,9 +344,9 @@ class Scheduler:
 
     def _next_row(self) -> ScheduledBatch:
         """Make room in full contexts, and return the row of the next step."""
-        self._maker.make_room_for(self.requests)
-        self._maker.grow()
-        return self._composer.row(self.requests)
+        self._assigner.make_room_for(self.requests)
+        self._assigner.grow()
+        return self.composer.row(self.requests)
 
     def _read_at_once(self, step: DispatchedStep) -> None:
         """Read a step before the next one is composed.
@@ -375,16 +354,16 @@ class Scheduler:
         Full contexts shift before that as they do in a `Runner`: the tokens that a request drops
         do not depend on the others.
         """
-        self._maker.make_room_for(step.pipelined)
+        self._assigner.make_room_for(step.pipelined)
         self._read(step)
 
     def _read(self, step: DispatchedStep | None) -> bool:
         """Wait for the end of a step and deliver its tokens. Return False after a new start."""
         broken: list[tuple[ActiveRequest, LogitsError]] = []
         if step is not None:
-            seconds, right = self._composer.wait(step), 0
+            seconds, right = self.composer.wait(step), 0
             if self._engine.is_single:
-                self._composer.note_span(self.requests[0], step)
+                self.composer.note_span(self.requests[0], step)
             for request, sampled in step.sampled:
                 try:
                     if request.finished:
@@ -463,7 +442,7 @@ class Scheduler:
             self._accounting.reach(request.counted, len(request.tokens))
             self._drafts.begin(request)
             if request.drafting is not None:
-                self._composer.clock = self._drafts.clock
+                self.composer.clock = self._drafts.clock
         before: list[Chunk] = []
         if request.draft and self._engine.is_single:
             request.guessed.extend(judge(request, sampled))
@@ -556,12 +535,12 @@ class Scheduler:
         """Run a step of some requests alone, to its end."""
         row: ScheduledBatch = []
         try:
-            self._maker.make_room_for([request for request in group if request in self.requests])
-            row = self._composer.row([request for request in group if request in self.requests])
+            self._assigner.make_room_for([request for request in group if request in self.requests])
+            row = self.composer.row([request for request in group if request in self.requests])
             step = self._passes.forward(row) if row else None
             self._read(step)
         except CacheFullError as error:
-            self._maker.make_way(error)
+            self._assigner.make_way(error)
         except Exception as error:
             self._recover(None, row, error)
 

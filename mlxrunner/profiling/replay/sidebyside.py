@@ -27,7 +27,7 @@ from mlxrunner.cache.layers.extents import Extent, Window, read_extent
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer, start_all
 from mlxrunner.cache.protocol import Batch, Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
 from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend, PromptPasses
-from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Ending, Request, usage_of
+from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Ending, Request
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled
 from mlxrunner.engine.scheduling.scheduler import Scheduler
 from mlxrunner.errors import CacheFullError, FormError, NoFreeSlotError, SessionError
@@ -572,10 +572,7 @@ def most_of_step(process: Mapping[str, Any]) -> Any:
 
 def _usage(request: ActiveRequest, reason: FinishReason | None, error: str | None) -> Usage:
     """Return the usage of a replayed request, which took no time and no memory."""
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("trimmed_tokens", "shifted_tokens", "reevaluated_tokens", "cache_bytes", "peak_bytes"), 0
-    )
-    return usage_of(request.lookup, request.clock, 0, request.account, prefill_s=0.0, **nothing)
+    return request.usage(trimmed_tokens=0, prefill_s=0.0, cache_bytes=0, peak_bytes=0)
 
 
 MOST_CELLS = 2**28
