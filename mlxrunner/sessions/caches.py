@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ from mlxrunner.cache.disk.pieces import (
     stored_tokens,
 )
 from mlxrunner.cache.entry import CacheEntry, TokenArray, as_tokens, common_prefix
-from mlxrunner.cache.protocol import Saved
 from mlxrunner.errors import ModelError, PromptError, SessionError
 from mlxrunner.models.fingerprint import PARTS, SPELLING, differences, fingerprint, with_format
 from mlxrunner.pictures.table import Picture, PictureNames, PictureTable, renumbered
@@ -160,7 +159,7 @@ class SessionEntry(RestoredEntry):
                     raise SessionError("it has another size")
                 arrays = (file.arrays[name] for name in file.arrays.keys() - {"tokens"})
                 self.nbytes += sum(array.nbytes for array in arrays)
-        super().__init__(found, None, reader, None)
+        super().__init__(found, None, reader)
 
     def renumber(self, known: Mapping[bytes, Picture]) -> None:
         """Give pictures among the tokens the ids that they have in this process.
@@ -173,14 +172,6 @@ class SessionEntry(RestoredEntry):
         except PromptError as error:
             raise SessionError(str(error)) from error
         self.conversation = replace(self.conversation, tokens=tokens.astype(np.int32, copy=False))
-
-    def check(self, outline: Sequence[Saved]) -> None:
-        """Raise SessionError unless every array has the type and shape that the model stores.
-
-        `outline` describes the model's layers: see `EntryControl.outline`.
-        """
-        self.outline = outline
-        self.check_headers()
 
 
 CHANGED = (

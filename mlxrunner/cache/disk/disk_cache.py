@@ -45,8 +45,7 @@ from mlxrunner.cache.disk.pieces import (
     piece_files,
 )
 from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix
-from mlxrunner.cache.protocol import Exported, Saved, SavedCheckpoint
-from mlxrunner.cache.protocol import outline as outlined
+from mlxrunner.cache.protocol import Exported, SavedCheckpoint
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder
@@ -106,27 +105,23 @@ class DiskCache:
         *,
         limit: int,
         daily: int = 0,
-        outline: Sequence[Saved] | None = None,
-        on_evicted: OnEvicted = lambda conversation, by: None,
         pictures: PictureNames | None = None,
     ) -> None:
         """Open the cache in `folder`, and find again what is there.
 
         Each model has a folder of its own in it. None: a private folder, which goes with this
         process. `fingerprint`: that of the model, with all settings that decide what its layers
-        store. `limit`: most bytes of all files. `daily`: see `daily_bytes`. `outline`: what
-        `fingerprint` is completed by and restored layers are compared with, if it is given.
-        `on_evicted` is told which conversation was evicted by what. `pictures`: those of a model
-        that sees. Raise SessionError if the folder can't be used.
+        store. `limit`: most bytes of all files. `daily`: see `daily_bytes`. `pictures`:
+        those of a model that sees. Raise SessionError if the folder can't be used.
         """
-        format_ = None if outline is None else [outlined(layer) for layer in outline]
-        described = json.dumps([dict(fingerprint), format_], sort_keys=True).encode()
+        # The None stays: folders that are there are named by the digest.
+        described = json.dumps([dict(fingerprint), None], sort_keys=True).encode()
         self._seed = digests(described, np.empty(0, np.int32), [0])[0].encode()
-        self._outline, self._pictures = outline, pictures or PictureNames(PictureTable())
+        self._pictures = pictures or PictureNames(PictureTable())
         self._place = (
             private_folder() if folder is None else kept_folder(folder, self._seed[:16].decode())
         )
-        self._index = DiskCacheIndex(self._place.folder.remove, limit, on_evicted)
+        self._index = DiskCacheIndex(self._place.folder.remove, limit)
         self._said = ""
         self.daily_bytes = 0 if self._place.is_private else daily
         """Most bytes that conversations that stay in memory are to write in a day; 0: none are.
@@ -248,7 +243,7 @@ class DiskCache:
         are dropped then.
         """
         reader = PieceReader(self._place.folder, self._index.drop_users)
-        found = RestoredEntry(conversation, upto, reader, self._outline)
+        found = RestoredEntry(conversation, upto, reader)
         if conversation in self._index:
             self._index.use(conversation, found)
         return found
@@ -460,7 +455,6 @@ class DiskCache:
                 self._index.forget(file.name)
 
     def _make_room(self, need: int, by: StoredConversation) -> None:
-        """Give conversations up until `need` bytes fit."""
         try:
             self._index.make_room(need, by)
         except SessionError:
@@ -502,7 +496,6 @@ class DiskCache:
             self._index.remove(conversation)
 
     def _a_moment(self) -> Iterator[bool]:
-        """Wait for the first writer for a moment."""
         for writer in [*self._writers.values()][:1]:
             writer.wait(MOMENT_S)
         yield True
@@ -672,7 +665,6 @@ class FileWriter:
 
 
 def _check_there(names: Iterable[str], there: Container[str]) -> None:
-    """Raise OSError unless all files that a conversation shares are there."""
     for name in names:
         if name not in there:
             raise OSError(f"{name} was not written")
@@ -692,7 +684,6 @@ class PendingConversation:
 
 
 def _last_before(items: Sequence[SavedCheckpoint], end: int) -> SavedCheckpoint | None:
-    """Return the last checkpoint at or before `end`; None if there is none."""
     return max(
         (item for item in items if item.offset <= end), key=lambda item: item.offset, default=None
     )
@@ -802,7 +793,6 @@ def private_folder() -> CacheFolder:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove the folder of a process that does not run any more."""
     with suppress(OSError), Folder(path) as folder:
         if folder.lock():
             _remove(folder)

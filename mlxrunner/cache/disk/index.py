@@ -355,14 +355,10 @@ def plan(
 class DiskCacheIndex:
     """Conversations and their files, of at most `limit` bytes."""
 
-    def __init__(
-        self,
-        delete: Callable[[str], object],
-        limit: int,
-        on_evicted: OnEvicted = lambda conversation, by: None,
-    ) -> None:
+    def __init__(self, delete: Callable[[str], object], limit: int) -> None:
         """Begin without conversations. `delete`: removes the file of a name."""
-        self.limit, self.on_evicted = limit, on_evicted
+        self.limit = limit
+        self.on_evicted: OnEvicted = lambda conversation, by: None
         self._remove_file = delete
         self.sizes: dict[str, int] = {}
         """Bytes of each file."""

@@ -680,14 +680,12 @@ class RestoredEntry:
     """
 
     def __init__(
-        self,
-        conversation: StoredConversation,
-        upto: int | None,
-        reader: PieceReader,
-        outline: Sequence[Saved] | None,
+        self, conversation: StoredConversation, upto: int | None, reader: PieceReader
     ) -> None:
         self.conversation, self.is_exact = conversation, conversation.is_exact
-        self._reader, self.outline = reader, outline
+        self._reader = reader
+        self._outline: Sequence[Saved] | None = None
+        """The model's layers, once `check` was called."""
         self._state: StatePiece | None = None
         self._length = len(conversation.tokens)
         upto = self._length if upto is None else min(upto, self._length)
@@ -738,9 +736,13 @@ class RestoredEntry:
                 yield None
             yield Saved(layer.kind, arrays)
 
-    def check_headers(self) -> None:
-        """Raise SessionError unless the arrays in all headers are those of `outline`."""
-        layers, outline = self._reader.about(self.conversation.name)["layers"], self.outline or ()
+    def check(self, outline: Sequence[Saved]) -> None:
+        """Raise SessionError unless every array has the type and shape that the model stores.
+
+        `outline` describes the model's layers: see `EntryControl.outline`.
+        """
+        self._outline = outline
+        layers = self._reader.about(self.conversation.name)["layers"]
         if len(layers) != len(outline):
             raise SessionError(f"the cache has {len(layers)} layers, and the model {len(outline)}")
         with self._reader.file(self.conversation.name) as head:
@@ -759,7 +761,7 @@ class RestoredEntry:
                     self._check(index, layer, offset)
 
     def _check(self, index: int, layer: Saved, tokens: int) -> None:
-        like = None if self.outline is None else self.outline[index]
+        like = None if self._outline is None else self._outline[index]
         if like is not None and (why := _mismatch(layer, like, tokens)):
             raise SessionError(f"the cache is damaged: {why}")
 

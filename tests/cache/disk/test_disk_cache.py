@@ -316,20 +316,3 @@ def test_other_weights_or_settings_find_nothing(tmp_path: Path) -> None:
         offloaded(parking, runner.entry)
         parking.close()
     assert len(os.listdir(tmp_path)) == 2
-
-
-def test_restored_layers_are_compared_with_the_models(make_parking: Make) -> None:
-    """With an outline, what has another form is dropped."""
-    runner = tiny_runner("llama")
-    runner.evaluate(list(range(1, 50)))
-    outline = runner.cache.outline()
-    parking = make_parking(outline=outline)
-    one = parked(parking, runner)
-    entry = parking.restore(one)
-    assert [layer.read().kind for layer in entry.layers] == ["full", "full"]
-    parking._outline = tiny_runner("gpt_oss").cache.outline()
-    other = tiny_runner("llama")
-    entry = parking.restore(one)
-    other.cache.adopt(entry)
-    assert len(other.entry.tokens) == 0
-    assert one not in parking

@@ -44,7 +44,8 @@ def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[s
     """Through turns, forks and edits of many conversations; answers stay right."""
     rng, given_up = random.Random(0), list[StoredConversation]()
     options = {"rewind_slack": 2, "checkpoint_interval": 12, "checkpoint_budget": 4000}
-    parking = make_parking(limit=40_000, on_evicted=lambda one, by: given_up.append(one))
+    parking = make_parking(limit=40_000)
+    parking.tell(lambda one, by: given_up.append(one))
     desk = Desk(oracle_runner(kinds, **options), parking)
     talks, most = [some(rng, 30)], 0
     for _ in range(fewer(60, 40)):
@@ -64,7 +65,8 @@ def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
     """The conversation with less work per byte goes, though it was used last."""
     sizes = sizes_of(make_parking, [400, 30, 200])
     given_up: list[StoredConversation] = []
-    parking = make_parking(limit=sum(sizes), on_evicted=lambda one, by: given_up.append(one))
+    parking = make_parking(limit=sum(sizes))
+    parking.tell(lambda one, by: given_up.append(one))
     runner = oracle_runner()
     for number, count in enumerate([400, 30, 200, 20]):
         runner.evaluate([number + 1] * count)
@@ -76,9 +78,8 @@ def test_what_was_never_used_again_goes_at_some_time(make_parking: Make) -> None
     """New conversations, each worth less, push the old one out in the end."""
     sizes = sizes_of(make_parking, [300, 60])
     given_up: list[StoredConversation] = []
-    parking = make_parking(
-        limit=sizes[0] + 2 * sizes[1] + 100, on_evicted=lambda one, by: given_up.append(one)
-    )
+    parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 100)
+    parking.tell(lambda one, by: given_up.append(one))
     runner = oracle_runner()
     for number in range(60):
         runner.evaluate([number + 1] * (60 if number else 300))

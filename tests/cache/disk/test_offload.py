@@ -89,7 +89,8 @@ def test_a_write_that_fails_later_is_told(
 ) -> None:
     """The conversation counts as evicted, the log has one line, and no file stays."""
     told: list[tuple[StoredConversation, str]] = []
-    parking = make_parking(on_evicted=lambda one, by: told.append((one, by)))
+    parking = make_parking()
+    parking.tell(lambda one, by: told.append((one, by)))
     runner = oracle_runner(KINDS)
     runner.evaluate(TALKS[0])
     conversation = parking.offload(runner.entry)
