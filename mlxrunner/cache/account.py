@@ -666,7 +666,6 @@ class PrefixIndex:
         self._write(record, append=True)
 
     def _rewrite(self) -> None:
-        """Write the file anew, with what the index holds."""
         records = [_record(0, stretch) for stretch in self._stretches.values()]
         self._file_bytes = 0
         self._write(b"".join([_MAGIC, self._key, *records]), append=False)

@@ -109,11 +109,6 @@ class EntryLease:
         """True in the thread that began the lease."""
         return threading.get_ident() == self._thread
 
-    @property
-    def is_open(self) -> bool:
-        """True until the entry is given back."""
-        return self._cache.is_held_by(self)
-
     def close(self) -> None:
         """Give the entry back. A second call does nothing.
 
@@ -353,11 +348,6 @@ class PrefixCache:
         self.is_settled = True
 
     @property
-    def evicted_by(self) -> str | None:
-        """The cause that freed the entry since the last request; None if nothing did."""
-        return None if self._loss is None else self._loss.by
-
-    @property
     def is_busy(self) -> bool:
         """True while a lease is open."""
         return self._lease is not None and self._lease() is not None
@@ -572,10 +562,8 @@ class PrefixCache:
         before = len(entry.tokens)
         if is_ahead and early is None:
             early = Early(entry.tokens.array.copy(), before)
-        matched = entry.shared(prompt, is_shifted=lease.is_shifted)
-        cached, limited_by = entry.reach(min(matched, len(prompt) - 1))
-        checkpoint = None if reach(entry.caches, cached)[0] == cached else cached
-        dropped = tuple(entry.tokens[matched : matched + WINDOW])
+        found = _looked_up(entry, prompt, entry.shared(prompt, is_shifted=lease.is_shifted))
+        cached = found.cached
         began = time.perf_counter()
         freed: LostTokens | None = None
         if cached == 0:
@@ -585,24 +573,15 @@ class PrefixCache:
             self.settle()
             self.is_settled = False
             if self.entry is not entry:
-                freed, cached, checkpoint = self._loss, 0, None
+                freed, cached = self._loss, 0
+                found = replace(found, cached=0, checkpoint=None)
         if cached <= entry.exact:
             entry.forget_shift()
         rewind_s = time.perf_counter() - began if cached < before else 0.0
         self._loss = self._restored_from = self._early = None
         if not self.entry.caches:
             self.entry = self.fresh_entry()
-        found = Lookup(
-            len(prompt),
-            before,
-            matched,
-            cached,
-            limited_by=limited_by,
-            checkpoint=checkpoint,
-            dropped=dropped,
-            rewind_s=rewind_s,
-            is_restored=source is not None,
-        )
+        found = replace(found, rewind_s=rewind_s, is_restored=source is not None)
         if freed is not None:
             found = replace(found, reason=freed.reason, evicted_by=freed.by)
         if is_ahead and early is not None:  # the explanation is left to the request
@@ -614,26 +593,16 @@ class PrefixCache:
     def _copy_for(self, prompt: TokenArray, source: CopySource) -> Lookup:
         """Replace the entry by the prefix that `prompt` shares with that of `source`."""
         held, loss = source.cache.entry, self._loss
-        matched = min(common_prefix(held.tokens.array, prompt), source.exact)
-        cached, limited_by = held.reach(min(matched, len(prompt) - 1))
+        shared = min(common_prefix(held.tokens.array, prompt), source.exact)
+        found = _looked_up(held, prompt, shared)
         began = time.perf_counter()
         self.free("")
         self._loss = self._restored_from = self._early = None
         entry = self.fresh_entry()
-        if cached:
-            entry.copy(held, cached)
+        if found.cached:
+            entry.copy(held, found.cached)
         self.entry = entry
-        found = Lookup(
-            len(prompt),
-            len(held.tokens),
-            matched,
-            cached,
-            limited_by=limited_by,
-            checkpoint=None if reach(held.caches, cached)[0] == cached else cached,
-            dropped=tuple(held.tokens[matched : matched + WINDOW]),
-            rewind_s=time.perf_counter() - began,
-        )
-        return explained(found, loss, prompt)
+        return explained(replace(found, rewind_s=time.perf_counter() - began), loss, prompt)
 
     def forget_loss(self) -> LostTokens | None:
         """Return the loss that the next lookup would report, and report it no more."""
@@ -674,6 +643,20 @@ class PrefixCache:
             self._early = Early(self.entry.tokens.array[:kept].copy(), kept)
         self.settle()
         return moved
+
+
+def _looked_up(entry: CacheEntry, prompt: TokenArray, matched: int) -> Lookup:
+    """Return what `entry`, which has the first `matched` tokens of `prompt`, can offer of them."""
+    cached, limited_by = entry.reach(min(matched, len(prompt) - 1))
+    return Lookup(
+        len(prompt),
+        len(entry.tokens),
+        matched,
+        cached,
+        limited_by=limited_by,
+        checkpoint=None if reach(entry.caches, cached)[0] == cached else cached,
+        dropped=tuple(entry.tokens[matched : matched + WINDOW]),
+    )
 
 
 def leaving(there: TokenArray, prompt: TokenArray) -> TokenArray:

@@ -166,7 +166,6 @@ def _problem(llguidance: Any, grammar: str) -> str:
 
 
 def _grammar(options: GenerateOptions) -> str:
-    """Return the grammar in llguidance's dialect of Lark."""
     if options.schema is None:
         return f"{HEAD}/{'|'.join(map(literal, options.choices))}/"
     return f"{HEAD}%json {json.dumps(json.loads(options.schema) | {'x-guidance': JSON_STYLE})}"

@@ -513,18 +513,11 @@ class Handle:
         import asyncio
 
         self._thread.may_wait("async for")
-        loop = asyncio.get_running_loop()
-        news: Future[bool] = loop.create_future()
-        wake = partial(_wake_loop, news)
-        if self._feed.await_news(wake):
-            return
         try:
-            await news
+            await news_of(self, None)
         except asyncio.CancelledError:
             self.cancel()
             raise
-        finally:
-            self._feed.forget(wake)
 
 
 def wait_for_news(
@@ -551,11 +544,12 @@ def wait_for_news(
     return True
 
 
-async def news_of(handle: Handle, seconds: float, *, at_end: bool = False) -> bool:
+async def news_of(handle: Handle, seconds: float | None, *, at_end: bool = False) -> bool:
     """Wait in the event loop until `handle` has chunks, or the end, for at most `seconds`.
 
-    Return False if the time is over. Nothing is read. `at_end`: wait only for the end, and let the
-    request not pause meanwhile. Cancelling the task that waits leaves the request running.
+    None: as long as it takes. Return False if the time is over. Nothing is read. `at_end`: wait
+    only for the end, and let the request not pause meanwhile. Cancelling the task that waits leaves
+    the request running.
     """
     import asyncio
 
@@ -566,11 +560,12 @@ async def news_of(handle: Handle, seconds: float, *, at_end: bool = False) -> bo
         handle._has_read()
         if feed.await_news(wake, at_end=at_end):
             return True
-        timer = loop.call_later(seconds, _settle, news, False)
+        timer = None if seconds is None else loop.call_later(seconds, _settle, news, False)
         try:
             return await news
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             feed.forget(wake)
 
 

@@ -192,7 +192,6 @@ class NextToken:
             self._draw()
 
     def _draw(self) -> mx.array:
-        """Return the random key of the next token."""
         if self._key is None:
             self._key = mx.random.key(self._seed)
         self._key, now = mx.random.split(self._key)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxrunner.engine.engine import Engine
 from mlxrunner.engine.request import ActiveRequest
@@ -86,21 +86,11 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
-class Ending(Protocol):
-    """A thread that can be ended: see `EngineThread`."""
-
-    def stop(self) -> None: ...
-
-    def join(self) -> None: ...
-
-    def end_after_fork(self) -> None: ...
-
-
-_OPEN: weakref.WeakSet[Ending] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 """The threads that have to end before the interpreter does."""
 
 
-def end_at_exit(thread: Ending) -> None:
+def end_at_exit(thread: EngineThread) -> None:
     """End the work of `thread` before the interpreter ends, and in the child of a fork."""
     if not _OPEN:
         atexit.unregister(_end_all)
@@ -262,8 +252,8 @@ class Feed:
         self.num_whole = int(is_whole)
         """Number of those that want all of it. While there are any, the request does not pause."""
         self._chunks: deque[Chunk] = deque()
-        self._wake_for_news: list[Wake] = []
-        self._wake_at_end: list[Wake] = []
+        self._wakes: list[tuple[Wake, bool]] = []
+        """The functions to call when there is news: at the end only where True."""
 
     @property
     def is_full(self) -> bool:
@@ -279,13 +269,19 @@ class Feed:
             self._chunks.append(made.popleft())
         if self.request.finished:
             return self.end(self.request.error)
-        return _emptied(self._wake_for_news) if is_new else []
+        return self._woken(is_end=False) if is_new else []
 
     def end(self, error: MlxrunnerError | None) -> list[Wake]:
         """Let no chunk come any more; return the functions to call."""
         if not self.is_ended:
             self.is_ended, self.error = True, error
-        return _emptied(self._wake_for_news) + _emptied(self._wake_at_end)
+        return self._woken(is_end=True)
+
+    def _woken(self, *, is_end: bool) -> list[Wake]:
+        """Forget the functions to call now, and return them."""
+        woken = [wake for wake, at_end in self._wakes if is_end or not at_end]
+        self._wakes = [] if is_end else [one for one in self._wakes if one[1]]
+        return woken
 
     def begin_to_read(self) -> bool:
         """Set `is_read`. Raise BusyError if somebody else is reading."""
@@ -330,17 +326,14 @@ class Feed:
         """
         with self.lock:
             has_news = self.is_ended or (bool(self._chunks) and not at_end)
-            left = self._wake_at_end if at_end else self._wake_for_news
-            if not has_news and wake not in left:
-                left.append(wake)
+            if not has_news and (wake, at_end) not in self._wakes:
+                self._wakes.append((wake, at_end))
             return has_news
 
     def forget(self, wake: Wake) -> None:
         """Drop a function that was left."""
         with self.lock:
-            for left in (self._wake_for_news, self._wake_at_end):
-                if wake in left:
-                    left.remove(wake)
+            self._wakes = [one for one in self._wakes if one[0] != wake]
 
     @contextmanager
     def wanted_whole(self) -> Iterator[None]:
@@ -352,12 +345,6 @@ class Feed:
         finally:
             with self.lock:
                 self.num_whole -= 1
-
-
-def _emptied(left: list[Wake]) -> list[Wake]:
-    taken = left[:]
-    left.clear()
-    return taken
 
 
 @dataclass(frozen=True)
@@ -603,7 +590,6 @@ class EngineThread:
         return None if left > threading.TIMEOUT_MAX else max(0.0, left)
 
     def _enqueue(self, feed: Feed) -> None:
-        """Let a request wait for its turn, which may be the next one."""
         if not feed.is_ended:
             self._queue.add(feed)
             self._has_room = self._has_room or self._queue.first is feed

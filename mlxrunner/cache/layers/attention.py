@@ -541,7 +541,6 @@ class SlidingWindowCache(ArrayCache):
         return 0 if self._stored is None else min(self._stored.rows, self.window - 1)
 
     def _fresh(self, keys: mx.array, values: mx.array) -> Stored:
-        """Return empty buffers for rows of the shape of `keys` and `values`."""
         shapes = ((*rows.shape[:2], self.room, rows.shape[3]) for rows in (keys, values))
         return Stored(
             mx.zeros(next(shapes), keys.dtype), mx.zeros(next(shapes), values.dtype), 0, 0

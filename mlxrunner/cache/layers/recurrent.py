@@ -271,7 +271,6 @@ def _cut_loose(cache: ArraysCache) -> None:
 
 
 def _row(states: Sequence[mx.array | None], row: int) -> States:
-    """Return copies of one member's states."""
     return [None if state is None else contiguous(state[row : row + 1]) for state in states]
 
 
