@@ -115,11 +115,6 @@ class PassCosts:
         return max(median_low(self._single), 1e-9) if self._single else 0.0
 
     @property
-    def can_tell(self) -> bool:
-        """True if a pass of one row was measured, with which others are compared."""
-        return bool(self._single)
-
-    @property
     def is_known(self) -> bool:
         """True if a pass of several rows was measured."""
         return any(self._checked.values()) or (self._like is not None and self._like.is_known)
@@ -197,7 +192,8 @@ class Controller:
         probability that there will be a draft, if the loop has to wait for a token before it.
         """
         expected = _expected(shares)
-        depths = [depth for depth in _depths(most) if self.affords(depth)]
+        depths = sorted({min(depth, most) for depth in DEPTHS} - {0})
+        depths = [depth for depth in depths if self.affords(depth)]
         if not depths:
             return 0
         costs = {depth: self.costs.hoped(depth) for depth in depths}
@@ -211,7 +207,7 @@ class Controller:
 
     def affords(self, depth: int) -> bool:
         """Return True if a draft of `depth` may be wrong altogether. The first one is short."""
-        if not self.costs.can_tell:
+        if not self.costs.single:  # there is nothing to compare with
             return False
         most = DEEPEST if self.costs.is_known else 1
         left = self._budget.left - self._budget.held - self._kept
@@ -322,10 +318,6 @@ def _expected(shares: Sequence[float]) -> list[float]:
     return expected
 
 
-def _depths(most: int) -> list[int]:
-    return sorted({min(depth, most) for depth in DEPTHS} - {0})
-
-
 def _rounded(depth: int) -> int:
     return next(size for size in DEPTHS if size >= depth)
 
@@ -431,7 +423,7 @@ class Drafting:
         self._model, self._unsaid, self._follows = model, BEHIND, False
         self.model_s: float | None = None
         """The seconds of the last draft by a model; None if it had more to read than usual."""
-        self.close: Callable[[], None] = _do_nothing
+        self.close: Callable[[], None] = lambda: None
         """Gives up what the draft model keeps for this request."""
         self.clock: Callable[[], float] = time.perf_counter
         """Returns the seconds by which costs are compared."""
@@ -547,10 +539,6 @@ class Drafting:
     @property
     def _found_in(self) -> str:
         return "earlier" if self._lookup.is_earlier else "lookup"
-
-
-def _do_nothing() -> None:
-    """Stand for the end of what no request has."""
 
 
 FEWEST = 2

@@ -257,7 +257,10 @@ def _evaluate(model: Any) -> None:
         modules = model.modules()
         # Encoders of pictures keep tables in objects that are no modules.
         plain = [
-            vars(value) for module in modules for value in vars(module).values() if _is_plain(value)
+            vars(value)
+            for module in modules
+            for value in vars(module).values()
+            if hasattr(value, "__dict__") and not isinstance(value, type | Mapping)
         ]
         mx.eval(
             [
@@ -267,10 +270,6 @@ def _evaluate(model: Any) -> None:
                 if isinstance(value, mx.array)
             ]
         )
-
-
-def _is_plain(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type | Mapping)
 
 
 DEFAULT_MAX_TOKENS = 1024

@@ -118,15 +118,6 @@ def _end_all() -> None:
         os._exit(INTERRUPTED)
 
 
-def _end_after_fork() -> None:
-    for thread in list(_OPEN):
-        thread.end_after_fork()
-    _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_end_after_fork)
-
-
 T = TypeVar("T")
 
 SLICE_S = 0.1
@@ -218,12 +209,14 @@ def wait_for(lock: threading.Lock) -> None:
     lock.release()
 
 
-def _forget() -> None:
-    _IDLE.clear()
-    _AT_WORK.clear()
+def _end_after_fork() -> None:
+    for thread in list(_OPEN):
+        thread.end_after_fork()
+    for known in (_OPEN, _IDLE, _AT_WORK):
+        known.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_end_after_fork)
 
 
 MOST_UNREAD = 4096

@@ -11,18 +11,16 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 from support.engine import Engine, EngineHandle, backend, request_of, scheduler
-from support.models import tiny_config, tiny_model
+from support.histories import Parts, alone, computed, tiny_parts
 from support.sample import fewer
 
 from mlxrunner import ContextLengthError, Runner
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
-from mlxrunner.models.facts import facts_of
-from mlxrunner.testing import ByteTokenizer, interrupt_at
+from mlxrunner.testing import interrupt_at
 
 LONG, OTHER = [i * 7 % 290 for i in range(40)], [i * 11 % 290 for i in range(30)]
 SHARING = [*LONG[:25], 9, 9]
 LATER = [[*LONG[:20], 1], [*OTHER[:15], 2], [*SHARING[:26], 4]]
-Parts = tuple[Any, ByteTokenizer, Any]
 Act = Callable[[Engine], EngineHandle | None]
 
 
@@ -38,29 +36,7 @@ def llama() -> Parts:
     return parts("llama")
 
 
-@cache
-def parts(architecture: str) -> Parts:
-    config = tiny_config(architecture, max_position_embeddings=4096, vocab_size=300)
-    model = tiny_model(config)
-    return model, ByteTokenizer(), facts_of(model, config)
-
-
-ANSWERS: dict[tuple[int, tuple[int, ...], int], tuple[Any, list[int]]] = {}
-"""Answers of single runners, by model, prompt and length; each with its model, which stays."""
-
-
-def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
-    """Return the answer of a single runner, computed once."""
-    key = id(given[0]), tuple(prompt), count
-    if key not in ANSWERS:
-        ANSWERS[key] = given[0], computed(given, prompt, count)
-    return ANSWERS[key][1]
-
-
-def computed(given: Parts, prompt: list[int], count: int) -> list[int]:
-    """Return the answer of a new single runner."""
-    chunks = Runner(*given).generate(prompt, max_tokens=count, stop_tokens=[])
-    return [chunk.token for chunk in chunks if chunk.token is not None]
+parts = cache(tiny_parts)
 
 
 def is_consistent(runner: Engine) -> bool:
@@ -244,15 +220,10 @@ def test_those_that_wait_for_a_cancelled_prefix_evaluate_it_once(llama: Parts) -
 
 def test_windows_share_a_prefix_in_every_wave() -> None:
     """The first of each wave evaluates the prefix and the others share it, without idle slots."""
-    config = tiny_config(
-        "gemma3_text", max_position_embeddings=4096, vocab_size=300, sliding_window=16
-    )
-    model = tiny_model(config)
+    given = tiny_parts("gemma3_text", sliding_window=16)
     prefix = [i * 7 % 290 for i in range(200)]
     with Engine(
-        model,
-        ByteTokenizer(),
-        facts_of(model, config),
+        *given,
         max_sequences=4,
         context=400,
         prefill_step=64,
@@ -266,9 +237,7 @@ def test_windows_share_a_prefix_in_every_wave() -> None:
             results = runner.run(prompts, max_tokens=3, stop_tokens=[])
             assert [result.usage.cached_tokens for result in results] == [0, 200, 200, 200]
             for prompt, result in zip(prompts, results, strict=True):
-                assert result.tokens == alone(
-                    (model, ByteTokenizer(), facts_of(model, config)), prompt, 3
-                )
+                assert result.tokens == alone(given, prompt, 3)
 
 
 @pytest.mark.exhaustive(2)
@@ -278,9 +247,7 @@ def test_windows_share_a_prefix_in_every_wave() -> None:
 def test_any_mixture_ends_with_every_cell_free(name: str, cells: int | None) -> None:
     """Random prefixes, limits, cancels and full contexts give the tokens of lone requests."""
     windows = {} if name == "llama" else {"sliding_window": 16}
-    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
-    model = tiny_model(config)
-    mixture = Mixture((model, ByteTokenizer(), facts_of(model, config)), random.Random(cells))
+    mixture = Mixture(tiny_parts(name, **windows), random.Random(cells))
     shifting = 0.15 if name == "llama" else 0
     with Engine(
         *mixture.given, max_sequences=5, context=140, prefill_step=32, kv_cache_tokens=cells

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from support.engine import Engine, sample
-from support.models import tiny_config, tiny_model
+from support.histories import Parts, tiny_parts
 from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
 from mlxrunner.engine.constrain import Constraint
-from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Chunk
 from mlxrunner.testing import VOCAB, ByteTokenizer
 from mlxrunner.tokenizer.base import Vocabulary
@@ -47,12 +46,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def parts(
-    architecture: str = "llama", tokenizer: ByteTokenizer | None = None
-) -> tuple[Any, ByteTokenizer, Any]:
-    config = tiny_config(architecture, max_position_embeddings=4096, vocab_size=VOCAB)
-    model = tiny_model(config)
-    return model, tokenizer or ByteTokenizer(), facts_of(model, config)
+def parts(architecture: str = "llama", tokenizer: ByteTokenizer | None = None) -> Parts:
+    model, own, facts = tiny_parts(architecture, vocab_size=VOCAB)
+    return model, tokenizer or own, facts
 
 
 def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:

@@ -14,26 +14,21 @@ from typing import Any
 
 import pytest
 from support.engine import Engine
-from support.models import tiny_config, tiny_model
+from support.histories import Parts, alone, computed, tiny_parts
 
 from mlxrunner import MlxrunnerError, Runner
 from mlxrunner.cache.prefix import PrefixCache
 from mlxrunner.errors import WrongThreadError
-from mlxrunner.models.facts import facts_of
-from mlxrunner.testing import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("proved_once")
 
 PROMPT = [i * 7 % 290 for i in range(40)]
 LIMITS: dict[str, Any] = {"max_tokens": 6, "stop_tokens": []}
-Parts = tuple[Any, ByteTokenizer, Any]
 
 
 @pytest.fixture(scope="module")
 def llama() -> Parts:
-    config = tiny_config("llama", max_position_embeddings=4096, vocab_size=300)
-    model = tiny_model(config)
-    return model, ByteTokenizer(), facts_of(model, config)
+    return tiny_parts("llama")
 
 
 @pytest.fixture
@@ -58,14 +53,6 @@ def elsewhere(act: Callable[[], object], name: str = "worker") -> BaseException 
     thread.start()
     thread.join()
     return raised[0] if raised else None
-
-
-def alone(given: Parts, prompt: list[int]) -> list[int]:
-    return [
-        chunk.token
-        for chunk in Runner(*given).generate(prompt, **LIMITS)
-        if chunk.token is not None
-    ]
 
 
 ON_MANY: dict[str, Callable[[Engine, Any], object]] = {
@@ -103,7 +90,7 @@ def test_many_sequences_belong_to_the_thread_that_opened_them(llama: Parts, call
         assert isinstance(error, MlxrunnerError)
         assert "this Engine belongs to the thread 'MainThread'" in str(error)
         assert "thread 'worker' called it: make all calls in 'MainThread'" in str(error)
-        assert handle.result().tokens == alone(llama, PROMPT)
+        assert handle.result().tokens == alone(llama, PROMPT, **LIMITS)
 
 
 @pytest.mark.parametrize("call", ON_ONE)
@@ -118,7 +105,7 @@ def test_the_one_entry_belongs_to_the_thread_that_opened_it(llama: Parts, call: 
         "this Runner belongs to the thread 'MainThread', which opened it, but thread 'worker' "
         "called it" in str(error)
     )
-    assert tokens + [chunk.token for chunk in chunks] == alone(llama, PROMPT)
+    assert tokens + [chunk.token for chunk in chunks] == alone(llama, PROMPT, **LIMITS)
 
 
 def test_eight_threads_change_nothing_for_the_owner(llama: Parts, fast_switches: None) -> None:
@@ -145,8 +132,10 @@ def test_eight_threads_change_nothing_for_the_owner(llama: Parts, fast_switches:
             over.set()
             for thread in threads:
                 thread.join()
-        assert first.result().tokens == alone(llama, PROMPT)
-        assert [result.tokens for result in results] == [alone(llama, prompt) for prompt in prompts]
+        assert first.result().tokens == alone(llama, PROMPT, **LIMITS)
+        assert [result.tokens for result in results] == [
+            alone(llama, prompt, **LIMITS) for prompt in prompts
+        ]
     assert all(refused[name] for name in list(ON_MANY)[:8])
 
 
@@ -155,9 +144,7 @@ def test_chunks_that_another_thread_drops_are_settled_by_the_owner(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dropped answer does no work on the entry elsewhere; the owner's next one is exact."""
-    config = tiny_config(architecture, vocab_size=300)
-    model = tiny_model(config)
-    given = model, ByteTokenizer(), facts_of(model, config)
+    given = tiny_parts(architecture)
     runner, dice = Runner(*given, context=400, prefill_step=16), random.Random(architecture)
     settle, threads = PrefixCache.settle, set[str]()
 
@@ -173,7 +160,9 @@ def test_chunks_that_another_thread_drops_are_settled_by_the_owner(
             next(held[0])
         assert elsewhere(held.clear) is None
         prompt = [*begin, *(dice.randrange(290) for _ in range(dice.randrange(1, 20)))]
-        assert [chunk.token for chunk in runner.generate(prompt, **LIMITS)] == alone(given, prompt)
+        assert [chunk.token for chunk in runner.generate(prompt, **LIMITS)] == alone(
+            given, prompt, **LIMITS
+        )
         assert runner.entry.is_true
     assert threads == {"MainThread"}
 
@@ -184,12 +173,12 @@ def test_answers_that_another_thread_drops_are_cancelled_by_the_owner(llama: Par
         held = [runner.run_each([([1, 2], LIMITS), (PROMPT, LIMITS), ([3], LIMITS)])]
         next(held[0])
         assert elsewhere(held.clear) is None
-        assert runner.submit([5], **LIMITS).result().tokens == alone(llama, [5])
+        assert runner.submit([5], **LIMITS).result().tokens == alone(llama, [5], **LIMITS)
         assert not any(slot.is_busy for slot in runner.slots)
 
 
 def test_a_runner_belongs_to_the_thread_that_opened_it_not_to_the_main_one(llama: Parts) -> None:
     """A thread that opens its own may use it."""
     found: list[list[int]] = []
-    assert elsewhere(lambda: found.append(alone(llama, PROMPT))) is None
-    assert found == [alone(llama, PROMPT)]
+    assert elsewhere(lambda: found.append(computed(llama, PROMPT, **LIMITS))) is None
+    assert found == [alone(llama, PROMPT, **LIMITS)]

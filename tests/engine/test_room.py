@@ -7,29 +7,18 @@ from typing import Any
 
 import pytest
 from support.engine import Engine, EngineHandle, request_of
-from support.histories import tiny_parts
-from support.models import tiny_config, tiny_model
+from support.histories import Parts, alone, tiny_parts
 
 from mlxrunner import Runner
 from mlxrunner.errors import CacheFullError, ContextFullError, ContextLengthError, NoFreeSlotError
-from mlxrunner.models.facts import facts_of
-from mlxrunner.testing import ByteTokenizer
 
-Parts = tuple[Any, ByteTokenizer, Any]
 TIE = 1e-5
 """Log-probabilities that are nearer to each other may change places with the order of sums."""
 
 
 def parts(name: str) -> Parts:
     windows = {} if name == "llama" else {"sliding_window": 32}
-    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
-    model = tiny_model(config)
-    return model, ByteTokenizer(), facts_of(model, config)
-
-
-def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
-    chunks = Runner(*given).generate(prompt, max_tokens=count, stop_tokens=[])
-    return [chunk.token for chunk in chunks if chunk.token is not None]
+    return tiny_parts(name, **windows)
 
 
 def same_until_a_tie(given: Parts, prompt: list[int], answer: list[int]) -> bool:

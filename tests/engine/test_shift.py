@@ -10,15 +10,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.engine import Engine, backend, claim_least, move_no_keys, request_of, sample
-from support.histories import tiny_parts
-from support.models import tiny_config, tiny_model
+from support.histories import Parts, tiny_parts
 from support.sample import fewer
 
 from mlxrunner import ContextFullError, Runner
 from mlxrunner.errors import CacheFullError
-from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result
-from mlxrunner.testing import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("proved_once")
 
@@ -38,16 +35,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "exaone4": WINDOWS
     | {"sliding_window_pattern": "LLLG", "rope_scaling": {"rope_type": "default"}},
 }
-Parts = tuple[Any, ByteTokenizer, Any]
 
 
 @cache
 def parts(name: str) -> Parts:
-    config = tiny_config(
-        name, **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES[name])
-    )
-    model = tiny_model(config)
-    return model, ByteTokenizer(), facts_of(model, config)
+    return tiny_parts(name, **ARCHITECTURES[name])
 
 
 def prompt(length: int, seed: int = 7) -> list[int]:
@@ -106,14 +98,8 @@ def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
         if name in ("olmo3", "gpt_oss")
         else {}
     )
-    config = WINDOWS | {
-        "max_position_embeddings": 4096,
-        "vocab_size": 300,
-        "sliding_window": window,
-        "sliding_window_pattern": 2,
-    }
-    model = tiny_model(tiny_config(name, **(config | layers)))
-    given = model, ByteTokenizer(), facts_of(model, tiny_config(name, **(config | layers)))
+    config = WINDOWS | {"sliding_window": window, "sliding_window_pattern": 2}
+    given = tiny_parts(name, **(config | layers))
     options = {
         "max_tokens": 110,
         "stop_tokens": [],
@@ -143,14 +129,8 @@ def test_a_window_that_lacks_what_the_next_token_sees_is_evaluated_again(
 @pytest.mark.parametrize("reused", [0, 30, 60])
 def test_whether_a_window_is_moved_does_not_depend_on_what_was_reused(reused: int) -> None:
     """Moving a window is independent of how much more it stores than it shows."""
-    config = WINDOWS | {
-        "max_position_embeddings": 4096,
-        "vocab_size": 300,
-        "sliding_window": 70,
-        "sliding_window_pattern": 2,
-    }
-    model = tiny_model(tiny_config("gemma3_text", **config))
-    given = model, ByteTokenizer(), facts_of(model, tiny_config("gemma3_text", **config))
+    config = WINDOWS | {"sliding_window": 70, "sliding_window_pattern": 2}
+    given = tiny_parts("gemma3_text", **config)
     options = {"max_tokens": 60, "stop_tokens": [], "overflow": "shift", "keep": 20}
     runner = Runner(*given, context=CONTEXT, rewind_slack=5)
     if reused:

@@ -298,6 +298,24 @@ def parts(name: str, window: int) -> Parts:
     return tiny_parts(name, seed=window, **ARCHITECTURES.get(name, {}), **windows)
 
 
+ANSWERS: dict[tuple[int, tuple[int, ...], str], tuple[Any, list[int]]] = {}
+"""Answers of single runners, by model, prompt and options; each with its model, which stays."""
+
+
+def alone(given: Parts, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+    """Return the tokens of `computed`, computed once."""
+    key = id(given[0]), tuple(prompt), repr((max_tokens, sorted(options.items())))
+    if key not in ANSWERS:
+        ANSWERS[key] = given[0], computed(given, prompt, max_tokens, **options)
+    return ANSWERS[key][1]
+
+
+def computed(given: Parts, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+    """Return the tokens of the answer of a new single runner, without stop tokens by default."""
+    chosen = {"max_tokens": max_tokens, "stop_tokens": []} | options
+    return Runner(*given).complete(prompt, **chosen).tokens
+
+
 def cold(given: Parts, context: int, prompt: list[int], options: dict[str, Any]) -> Result:
     """Return the answer of a new single runner."""
     return Result.of(list(Runner(*given, context=context).generate(prompt, **options)))

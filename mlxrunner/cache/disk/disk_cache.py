@@ -313,7 +313,8 @@ class DiskCache:
             return None
         form = form_of(entry, exported, layers, self._pictures)
         if not is_whole:
-            cut = None if layers.has_only_rows else _last_before(exported.checkpoints, upto)
+            before = [item for item in exported.checkpoints if item.offset <= upto]
+            cut = before[-1] if before and not layers.has_only_rows else None
             if cut is None and not layers.has_only_rows:
                 return None
             upto = upto if cut is None else cut.offset
@@ -683,12 +684,6 @@ class PendingConversation:
     """False once that generator was closed."""
 
 
-def _last_before(items: Sequence[SavedCheckpoint], end: int) -> SavedCheckpoint | None:
-    return max(
-        (item for item in items if item.offset <= end), key=lambda item: item.offset, default=None
-    )
-
-
 def _is_ours(found: os.stat_result) -> bool:
     """Return True for a regular file of this user, with one name, that nobody else may write to."""
     return (
@@ -783,19 +778,15 @@ def private_folder() -> CacheFolder:
         parent = cache_folder() / "parked"
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in parent.glob(f"{PREFIX}*"):
-            _remove_abandoned(path)
+            with suppress(OSError), Folder(path) as abandoned:
+                if abandoned.lock():  # its process does not run any more
+                    _remove(abandoned)
         while True:
             folder = Folder(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)))
             if folder.lock():  # or else another process took it for abandoned
                 return CacheFolder(folder, is_private=True)
     except (OSError, RuntimeError) as error:
         raise SessionError(f"the disk cache can't be made: {_said(error)}") from error
-
-
-def _remove_abandoned(path: Path) -> None:
-    with suppress(OSError), Folder(path) as folder:
-        if folder.lock():
-            _remove(folder)
 
 
 def _remove(folder: Folder) -> None:

@@ -158,7 +158,8 @@ def gather(blocks: Sequence[Block], seen: Sequence[SeenCells]) -> tuple[Found, l
     for one in seen:
         for number in one.numbers if one in may_be else ():
             runs[number].append(one.cells)
-    short = {number: _cells(own) for number, own in runs.items() if _is_short(own)}
+    cells = {number: _cells(own) for number, own in runs.items()}
+    short = {number: own for number, own in cells.items() if COPY_COST * len(own) < PART_COST}
     if len(short) < 2:
         return [], list(seen)
     taken = sum(1 << number for number in short)
@@ -201,10 +202,6 @@ def _is_worth_copying(one: SeenCells) -> bool:
     """Return True if one query sees the cells, or if a copy for each costs less than a part."""
     sharers = one.blocks.bit_count()
     return sharers == 1 or COPY_COST * sharers * (one.cells.end - one.cells.begin) < PART_COST
-
-
-def _is_short(runs: Sequence[CellRun]) -> bool:
-    return COPY_COST * sum(run.end - run.begin for run in runs) < PART_COST
 
 
 def _cells(runs: Sequence[CellRun]) -> Ints:
@@ -277,7 +274,8 @@ def split(
     if not own and len(parts) == 1 and isinstance(parts[0], SplitPart):
         return None
     span = history_of(cells, batch, blocks)
-    cost = sum(_cost_of_own(piece) for piece in own) + sum(map(_cost_of, parts))
+    cost = sum(PART_COST + (one.end - one.begin) * len(one.cells) for one in own)
+    cost += sum(map(_cost_of, parts))
     return None if len(batch) * (span.end - span.begin) < worth * cost else Split(own, levels)
 
 
@@ -540,10 +538,6 @@ def _cost_of(part: AnyPart) -> int:
         return cost_of(part)
     length = part.cells.end - part.cells.begin if isinstance(part, SplitPart) else part.length
     return PART_COST + len(part.queries) * length
-
-
-def _cost_of_own(piece: Own) -> int:
-    return PART_COST + (piece.end - piece.begin) * len(piece.cells)
 
 
 class Alone(NamedTuple):

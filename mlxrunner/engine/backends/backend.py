@@ -437,8 +437,9 @@ def _rotator(layer: Any, there: mx.array, here: mx.array, by: int) -> Rotate | N
     That is the way with the smallest error. Return None if it does not fit, or if another way fits
     nearly as well.
     """
+    ropes: list[Rotate] = [partial(turned, module.rope) for module in with_rope(layer)]
     ways = sorted(
-        (_judged(way, there, here, by) for way in (_stay, *_ropes(layer))), key=lambda way: way.miss
+        (_judged(way, there, here, by) for way in (_stay, *ropes)), key=lambda way: way.miss
     )
     best = ways[0]
     rivals = [way for way in ways[1:] if way.miss <= 1 and not way.does_as(best)]
@@ -473,11 +474,6 @@ def _number(array: mx.array) -> float:
 
 def _stay(keys: mx.array, by: int) -> mx.array:
     return keys
-
-
-def _ropes(layer: Any) -> list[Rotate]:
-    """Return one way for each rope that a module of this layer has."""
-    return [partial(turned, module.rope) for module in with_rope(layer)]
 
 
 def turned(rope: Any, keys: mx.array, by: int | mx.array) -> mx.array:

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlxrunner.cache.protocol import Batch, LayerCache
 from mlxrunner.engine.backends.backend import Backend
-from mlxrunner.engine.drafting import DEEPEST, DraftSources, Experience, StepController
+from mlxrunner.engine.drafting import DEEPEST, DraftSources, Experience
 from mlxrunner.engine.request import SEED_TOKENS, ActiveRequest
 from mlxrunner.engine.sampling import Decoded, Sampled, dispatch, plain
 from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer
@@ -315,21 +315,19 @@ class DraftScheduler:
             return row
         self._carry(row)
         left = self._most - sum(count - 1 for _, count in row)
-        asked = [one for one, _ in row if one.is_read and one.drafting is not None]
-        for place, request in enumerate(asked):
-            request.draft = _draft(request, min(left // (len(asked) - place), self._room(request)))
+        asked = [(one, one.drafting) for one, _ in row if one.is_read and one.drafting is not None]
+        for place, (request, drafting) in enumerate(asked):
+            most = min(left // (len(asked) - place), self._room(request))
+            request.draft = drafting.draft(most)
             request.draft = _fitting(request, width)
             left -= len(request.draft)
-            self._of(request).hold(len(request.draft))
-        drafted = [one.drafting for one in asked if one.draft and one.drafting is not None]
+            is_said = drafting.source == "model"
+            (self._modelled if is_said else self._controller).hold(len(request.draft))
+        drafted = [drafting for request, drafting in asked if request.draft]
         said = [one.model_s for one in drafted if one.source == "model"]
         seconds = [one for one in said if one is not None]
         self._said_s = sum(seconds) if len(seconds) == len(drafted) else None
         return [(request, count + len(request.draft)) for request, count in row]
-
-    def _of(self, request: ActiveRequest) -> StepController:
-        is_said = request.drafting is not None and request.drafting.source == "model"
-        return self._modelled if is_said else self._controller
 
     def _carry(self, row: ScheduledBatch) -> None:
         for controller in (self._controller, self._modelled):
@@ -443,10 +441,6 @@ def judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
     assert request.drafting is not None
     request.drafting.judge(len(draft), len(kept) - 1)
     return decoded
-
-
-def _draft(request: ActiveRequest, most: int) -> list[int]:
-    return [] if request.drafting is None else request.drafting.draft(most)
 
 
 def _fitting(request: ActiveRequest, width: int) -> list[int]:

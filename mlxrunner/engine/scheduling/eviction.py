@@ -257,7 +257,8 @@ class EvictionPolicy:
         with closing(self.parking.offloading(entry)) as work:
             for _ in work:
                 yield
-                if slot.cache.entry is not entry or not _is_as(slot, tokens):
+                is_as_it_was = len(slot.tokens) == len(tokens) == slot.shared_with(tokens)
+                if slot.cache.entry is not entry or not is_as_it_was:
                     return
 
     def make_room(self, act: Callable[[], T], request: ActiveRequest | None = None) -> T:
@@ -315,10 +316,6 @@ class EvictionPolicy:
         for slot in () if self.is_single else self._slots:
             if not slot.cache.is_busy and (loss := slot.cache.forget_loss()) is not None:
                 self._losses.append(loss)
-
-
-def _is_as(slot: Slot, tokens: TokenArray) -> bool:
-    return len(slot.tokens) == len(tokens) and slot.shared_with(tokens) == len(tokens)
 
 
 def most_shared(slots: Sequence[Slot]) -> dict[int, int]:
