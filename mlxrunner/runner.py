@@ -79,9 +79,7 @@ class EntryControl:
     model: Any
     """The model that the layer caches are for."""
     options: CacheOptions
-    """The options of its layer caches."""
     entries: PrefixCache
-    """The holder of the entry."""
     enter: Callable[[], None]
     """A function that checks the thread and reports the last request before the entry changes."""
 

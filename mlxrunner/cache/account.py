@@ -826,9 +826,7 @@ class Evicted:
     """A conversation that was given up to make room for a request."""
 
     tokens: int
-    """Number of its tokens."""
     slot: int
-    """The number of the slot that held it."""
     cause: Literal["slot", "memory"]
     """The need of the request: a slot of its own, or memory."""
     parked: bool

@@ -654,15 +654,13 @@ Ending = Literal["own", "cancelled", "forgotten", "failed", "no room", "no token
 
 @dataclass(frozen=True)
 class SchedulingRecord:
-    """The facts about one of several parallel requests that a replay needs.
+    """The facts about one of several parallel requests that a replay needs: see `ActiveRequest`.
 
-    See `mlxrunner.profiling.replay.simulate`. Moments are pairs: the steps of the runner so far,
-    and the calls since the last step. A call submits a request, successfully or not, or cancels
-    one.
+    Moments are pairs: the steps of the runner so far, and the calls since the last step. A call
+    submits a request, successfully or not, or cancels one.
     """
 
     slot: int
-    """The number of its slot."""
     began: tuple[int, int]
     ended: tuple[int, int]
     ending: Ending
@@ -672,23 +670,17 @@ class SchedulingRecord:
     it made a step fail; "no room"; "no token": its form allows none.
     """
     limit: int
-    """Most tokens of its answer."""
     keep: int | None
     """Tokens that a full context keeps; None if the request does not shift."""
     said: int
-    """Tokens of the answer that were read."""
     sampled: int
-    """Tokens of the answer that were dispatched."""
     stuck: bool
-    """True if its keys could not be moved."""
     answer: TokenArray
     """The tokens of the answer that were run through the model."""
     submitted: int = 0
     """Its number among the requests that the runner began, from 1; 0 if it is not known."""
     evicted: Sequence[Evicted] = ()
-    """The conversations that were given up to make room for it."""
     failures: Sequence[int] = ()
-    """The steps, by number, that carried it and failed."""
 
 
 @dataclass(frozen=True)
@@ -696,7 +688,6 @@ class Observation:
     """A request that has ended. Moments are on `time.perf_counter`."""
 
     prepared: TokenizedPrompt
-    """The prompt that the caller gave."""
     prompt: TokenArray
     """The tokens that were evaluated or reused.
 
@@ -705,7 +696,6 @@ class Observation:
     options: GenerateOptions
     lookup: Lookup
     account: PromptAccount
-    """The account of the prompt's tokens."""
     usage: Usage
     finish: Finish
     error: str | None
@@ -716,7 +706,6 @@ class Observation:
     entry: TokenBuffer
     """The tokens of the entry after the request, valid until the next request."""
     active_bytes: int
-    """Bytes of MLX memory in use when the request began."""
     checkpoints: Sequence[int] = ()
     """The offsets of the entry's checkpoints."""
     logits: Any = None

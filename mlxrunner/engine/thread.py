@@ -367,11 +367,8 @@ class HeldSlot:
     """The content of a slot. Numbers of a moment: a step may be running."""
 
     slot: int
-    """The number of the slot."""
     is_busy: bool
-    """True while its request runs."""
     tokens: int
-    """Tokens of its conversation."""
     bytes: int
     """Bytes that only this slot needs; what it shares with others is not counted."""
     prompt: TokenizedPrompt | None = None

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlxrunner.cache.disk.pieces import host_copy
+from mlxrunner.cache.disk.pieces import LazyArray
 from mlxrunner.cache.entry import CacheEntry, TokenArray, as_tokens, has_pictures
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches, outline_of
 from mlxrunner.cache.protocol import Exported, Saved, mismatch
@@ -190,7 +190,7 @@ def _states_sum(caches: list[Any], tokens: str) -> str:
     found = zlib.crc32(str(tokens).encode())
     for array in dict(tree_flatten([cache.state for cache in caches])).values():
         if isinstance(array, mx.array):
-            found = zlib.crc32(host_copy(array).data, found)
+            found = zlib.crc32(LazyArray(array).data, found)
     return str(found)
 
 

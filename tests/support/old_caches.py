@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxrunner.cache.disk.pieces import Packer, host_copy
+from mlxrunner.cache.disk.pieces import LazyArray, Packer
 from mlxrunner.cache.protocol import Exported
 from mlxrunner.sessions.store import CACHE
 from mlxrunner.system.folders import Folder
@@ -23,8 +23,8 @@ def write_old(
     pictures: Mapping[str, Sequence[int]] | None = None,
 ) -> Path:
     """Write an entry into the folder `session` as version 0.2 did, in place of its pieces."""
-    packer = Packer(host_copy, bits)
-    packer.arrays["tokens"] = host_copy(mx.array(entry.tokens))
+    packer = Packer(bits)
+    packer.arrays["tokens"] = LazyArray(mx.array(entry.tokens))
     structure = {
         "is_exact": entry.is_exact and bits is None,
         "layers": [

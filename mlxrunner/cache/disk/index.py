@@ -300,13 +300,11 @@ class EntryForm:
 
     tokens: TokenArray
     extents: Sequence[Extent]
-    """Those of its layers."""
     checkpoints: Sequence[tuple[int, Role | None]]
     """The offset and the role of each; none if the layers can't be cut."""
     has_rows: bool
     """True if some layers have a row per token."""
     has_only_rows: bool
-    """True if all layers do."""
     can_be_cut: bool
     """False if a layer has neither rows nor checkpoints."""
     is_exact: bool

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -38,13 +38,6 @@ from mlxrunner.system.tensorfile import (
     file_size,
     write,
 )
-
-
-def host_copy(array: mx.array) -> Buffer:
-    """Return a copy of an array in host memory, outside MLX, so that any thread may use it."""
-    raw = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-    host = np.array(raw).reshape(-1)
-    return Buffer(dtype_name(array.dtype), array.shape, host.view(np.uint8).data)
 
 
 @dataclass(frozen=True)
@@ -87,16 +80,16 @@ MOST_TOKENS = 2**24
 PACKED = ("packed", "scales", "biases")
 """Suffixes of the three arrays that store one quantized array."""
 
-Array = TypeVar("Array")
 T = TypeVar("T")
 
 
-class Packer(Generic[Array]):
-    """Collects the arrays of layers by name, as `store` makes them of MLX's."""
+class Packer:
+    """Collects the arrays of layers by name."""
 
-    def __init__(self, store: Callable[[mx.array], Array], bits: int | None = None) -> None:
-        self.arrays: dict[str, Array] = {}
-        self._store, self._bits = store, bits
+    def __init__(self, bits: int | None = None) -> None:
+        """`bits` (4 or 8) stores keys and values in fewer bits."""
+        self.arrays: dict[str, ArraySource] = {}
+        self._bits = bits
 
     def layer(self, name: str, saved: Saved) -> dict[str, Any]:
         """Add the arrays of a layer, and return its structure for JSON."""
@@ -120,12 +113,12 @@ class Packer(Generic[Array]):
             else None
         )
         if self._bits is None or kind not in QUANTIZABLE or size is None:
-            self.arrays[name] = self._store(array)
+            self.arrays[name] = LazyArray(array)
             return None
         for part, stored in zip(
             PACKED, mx.quantize(array, group_size=size, bits=self._bits), strict=True
         ):
-            self.arrays[f"{name}.{part}"] = self._store(stored)
+            self.arrays[f"{name}.{part}"] = LazyArray(stored)
         return [self._bits, size]
 
 
@@ -347,7 +340,7 @@ class DividedLayers:
         self._tokens, self._bits = tokens, bits
         self._rows: dict[str, LayerCache] = {}
         self._like: dict[str, dict[str, tuple[str, list[int]]]] = {}
-        self._states, self._num_states = Packer(LazyArray, bits), 0
+        self._states, self._num_states = Packer(bits), 0
         self.can_be_cut = True
         """False if a layer has no rows and no checkpoints."""
         self.structure: list[Structure] = [
@@ -392,10 +385,10 @@ class DividedLayers:
             self.can_be_cut = self.can_be_cut and cache.needs_checkpoints
             return self._states.layer(path, saved)
         self._rows[path] = cache
-        packer = Packer(_itself, self._bits)
+        packer = Packer(self._bits)
         how = packer.layer("", saved)["arrays"]
         self._like[path] = {
-            name[1:]: (dtype_name(array.dtype), [*array.shape[:2], 0, *array.shape[3:]])
+            name[1:]: (array.dtype, [*array.shape[:2], 0, *array.shape[3:]])
             for name, array in packer.arrays.items()
         }
         rows = {name: list(about) for name, about in self._like[path].items()}
@@ -410,14 +403,10 @@ class _Copied:
         self._cache, self.begin, self.end, self._bits = cache, begin, end, bits
 
     @cached_property
-    def arrays(self) -> Mapping[str, mx.array]:
-        packer = Packer(_itself, self._bits)
+    def arrays(self) -> Mapping[str, ArraySource]:
+        packer = Packer(self._bits)
         packer.layer("", self._cache.export_rows(self.begin, self.end))
         return {name[1:]: array for name, array in packer.arrays.items()}
-
-
-def _itself(array: mx.array) -> mx.array:
-    return array
 
 
 @dataclass(frozen=True)
@@ -440,7 +429,7 @@ class _Row:
 
     @property
     def data(self) -> memoryview:
-        return LazyArray(self.copied.arrays[self.name]).data
+        return self.copied.arrays[self.name].data
 
 
 def _has_rows(saved: Saved, tokens: int) -> bool:
@@ -474,7 +463,7 @@ def piece_files(
             files.append((piece.end, 0, PieceFile(piece.name, {**spoken, **rows}, about)))
     for state, item in zip(conversation.states, exported.checkpoints, strict=False):
         if state.name not in there:
-            packer = Packer(LazyArray, bits)
+            packer = Packer(bits)
             kept = [
                 None if layer is None else packer.layer(str(index), layer)
                 for index, layer in enumerate(item.layers)
@@ -579,10 +568,6 @@ class PieceReader:
         self._folder, self._on_damage = folder, on_damage
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
         self._is_damaged = False
-
-    def again(self) -> PieceReader:
-        """Return a reader of the same folder that has seen no damage."""
-        return PieceReader(self._folder, self._on_damage)
 
     @contextmanager
     def file(self, name: str) -> Iterator[TensorFile]:
@@ -860,8 +845,7 @@ class Pieces:
     """
 
     def __init__(self, folder: Folder, pictures: PictureNames, names: Iterable[str]) -> None:
-        self._reader = PieceReader(folder, lambda name: None)
-        self._pictures = pictures
+        self._folder, self._pictures = folder, pictures
         self._states = [name for name in names if name.startswith("state-")]
         self._names = frozenset(names)
 
@@ -871,7 +855,7 @@ class Pieces:
         Raise SessionError or ValueError if there is none: files are missing or damaged, or there is
         no checkpoint for layers that can't be cut.
         """
-        self._reader = self._reader.again()
+        self._reader = PieceReader(self._folder, lambda name: None)
         about = self._reader.about(name)
         structure, salt = about["structure"], str(about["salt"])
         rows, tokens = (

@@ -64,7 +64,6 @@ class Slot:
     planned: TokenArray = field(default_factory=lambda: as_tokens([]))
     """The prompt of its request, which will be evaluated."""
     is_busy: bool = False
-    """True if it has a request."""
     last_used: int = 0
     """The number of the step in which its last request ended."""
     asked: int = 0

@@ -113,7 +113,7 @@ def test_a_memory_beyond_the_window() -> None:
     for start in range(0, 8, 2):
         drawn(cache, "12", [start, start + 1])
     layer = CellsLayer(cache, 0)
-    assert [to for to in range(10) if layer.can_rewind(to)] == [0, 5, 6, 7, 8]
+    assert [to for to in range(10) if layer.can_rewind(to)] == [0, 4, 5, 6, 7, 8]
     cache.remove(0, 5)
     assert drawn(cache, "9", [5]) == "19"
 
