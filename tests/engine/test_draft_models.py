@@ -204,7 +204,9 @@ def test_a_long_text_is_read_between_steps() -> None:
         while not request_of(long).said:
             runner.step()
         said = len(request_of(short).said)
-        while not guessed(runner._usage(request_of(long)))[0]:
+        drafting = request_of(long).drafting
+        assert drafting is not None
+        while not drafting.by_source["model"].drafted:
             runner.step()
         assert len(request_of(short).said) - said >= 90 // 8 - 1
         assert max(passes) == 8
