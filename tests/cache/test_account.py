@@ -1,4 +1,7 @@
-"""The four counts of a prompt: precedence, moved text, conversations, requests side by side."""
+"""The four counts of a prompt: precedence, moved text, conversations, requests side by side.
+
+The reason for which it reused no more.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from mlxrunner.cache.account import (
     MOST_REQUESTS,
     RUN,
     ConversationName,
+    Lookup,
+    LostTokens,
     PromptAccount,
     TokenAccounting,
+    explained,
     moved_runs,
 )
 from mlxrunner.cache.entry import as_tokens
@@ -171,3 +177,36 @@ def test_memory_is_bounded() -> None:
     newest = text(99, 1000)
     found = counted(accounting, [5, *newest[1:]], name=("0", None))
     assert found.displaced == 999
+
+
+PROMPT = as_tokens([*range(20), 99])
+
+
+@pytest.mark.parametrize(
+    ("evicted", "entry", "matched", "reason", "known"),
+    [
+        (18, 9, 5, "evicted", 18),
+        (18, 0, 0, "evicted", 18),
+        (21, 9, 0, "evicted", 21),
+        (18, 30, 18, "diverged", 18),
+        (5, 18, 18, None, 18),
+        (0, 9, 5, "diverged", 5),
+    ],
+    ids=[
+        "a longer match than what is left",
+        "nothing is left",
+        "the last token is evaluated in any case",
+        "as much is still there",
+        "more is still there",
+        "without a common token",
+    ],
+)
+def test_an_eviction_is_the_reason_where_it_cost_a_longer_match(
+    evicted: int, entry: int, matched: int, reason: str | None, known: int
+) -> None:
+    """The loss names the request that took the place."""
+    given_up = PROMPT[:evicted] if evicted else as_tokens([7, 7])
+    found = Lookup(len(PROMPT), entry, matched, matched)
+    told = explained(found, LostTokens("evicted", "request 7", given_up), PROMPT)
+    assert (told.reason, told.known) == (reason, known)
+    assert told.evicted_by == ("request 7" if reason == "evicted" else None)

@@ -1,13 +1,27 @@
-"""States of an entry that requests seldom leave: nobody gave it back, a layer lost its way back."""
+"""Tokens, entries that nobody gave back or whose layers lost their way, and which is evicted."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.drafting import Side
 
+from mlxrunner import PromptError
+from mlxrunner.cache.entry import (
+    EVEN_TOKENS,
+    GreedyDual,
+    TokenBuffer,
+    as_tokens,
+    common_prefix,
+    evaluation_cost,
+    eviction_score,
+)
+from mlxrunner.cache.layers.extents import window_closes
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.prefix import CopySource, PrefixCache
 from mlxrunner.cache.protocol import END
@@ -118,3 +132,139 @@ def test_a_saved_entry_is_read_again_after_an_interrupt(kind: str) -> None:
         assert cache.current.tokens == PROMPT, f"line {line}"
         assert cache.current.is_true
     assert line > 20
+
+
+tokens = st.lists(st.integers(0, 5), max_size=40)
+
+
+def naive(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+@given(tokens, tokens)
+def test_common_prefix_is_what_a_loop_finds(a: list[int], b: list[int]) -> None:
+    """Also when one list is empty or the beginning of the other."""
+    assert common_prefix(as_tokens(a), as_tokens(b)) == naive(a, b)
+    assert common_prefix(as_tokens(a), as_tokens(a + b)) == len(a)
+
+
+@given(st.lists(st.one_of(tokens, st.integers(0, 40), st.integers(0, 5).map(lambda t: (t,)))))
+def test_a_buffer_behaves_like_a_list(steps: list[list[int] | int | tuple[int]]) -> None:
+    """extend, truncate and append in any order."""
+    buffer, reference = TokenBuffer(), list[int]()
+    for step in steps:
+        if isinstance(step, int):
+            buffer.truncate(step)
+            del reference[step:]
+        elif isinstance(step, tuple):
+            buffer.append(*step)
+            reference.extend(step)
+        else:
+            buffer.extend(step)
+            reference.extend(step)
+        assert buffer == reference
+        assert list(buffer) == reference
+        assert buffer[1:3] == reference[1:3]
+        assert len(buffer) == len(reference)
+
+
+def test_a_buffer_grows_past_its_first_allocation() -> None:
+    """One by one and at once."""
+    buffer = TokenBuffer(range(1000))
+    for token in range(1000, 3000):
+        buffer.append(token)
+    assert buffer == list(range(3000))
+    assert buffer[-1] == 2999
+    assert buffer == TokenBuffer(range(3000))
+    assert buffer != TokenBuffer(range(2999))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param([1, -1], id="negative"),
+        pytest.param([2**31], id="too-large"),
+        pytest.param([1.5], id="float"),
+        pytest.param(["a"], id="text"),
+        pytest.param([[1, 2]], id="nested"),
+        pytest.param([2**70], id="huge"),
+    ],
+)
+def test_what_is_no_token_id_is_refused(bad: list[object]) -> None:
+    """With a message that says what was found."""
+    with pytest.raises(PromptError, match="token ids have to be"):
+        as_tokens(bad)  # type: ignore[arg-type]
+
+
+def test_no_tokens_are_an_empty_array() -> None:
+    """The array has the right type."""
+    assert as_tokens([]).dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "closes"), [(7, True), (8, False), (9, False), (12, False), (13, True), (30, True)]
+)
+@pytest.mark.exhaustive(6)
+def test_a_window_is_complete_behind_a_gap(tokens: int, closes: bool) -> None:
+    """Before a token has left it, or once the tokens behind the gap fill it.
+
+    8 tokens are seen, 2 are kept and 4 are dropped.
+    """
+    assert window_closes(8, tokens, keep=2, discard=4) == closes
+
+
+def test_the_cost_grows_with_the_square_of_the_tokens() -> None:
+    """Attention costs as much as the rest at EVEN tokens, and parts add up to the whole."""
+    assert evaluation_cost(EVEN_TOKENS) == 2 * EVEN_TOKENS
+    assert evaluation_cost(3000, 1000) + evaluation_cost(1000) == evaluation_cost(3000)
+    assert evaluation_cost(0) == evaluation_cost(500, 500) == 0
+
+
+def test_worth_is_the_cost_of_what_would_be_lost_for_its_bytes() -> None:
+    """A longer conversation of equal bytes is worth more; so is a smaller one of equal length."""
+    assert eviction_score(2000, 100) > eviction_score(1000, 100) > eviction_score(1000, 200)
+    assert eviction_score(2000, 100, begin=1900) < eviction_score(100, 10)
+    assert eviction_score(10, 0) == evaluation_cost(10)
+
+
+def test_the_least_valuable_is_chosen() -> None:
+    """Only the worth counts while the clock stands still; ties go to the first."""
+    dual = GreedyDual[str]()
+    for name in "abc":
+        dual.use(name)
+    assert dual.least({"a": 2.0, "b": 1.0, "c": 3.0}) == "b"
+    assert dual.least({"c": 1.0, "a": 1.0}) == "c"
+    with pytest.raises(ValueError, match="empty"):
+        dual.least({})
+
+
+def test_what_is_never_used_again_goes_at_some_time() -> None:
+    """Each one that is given up lets the clock go on, and others gain on the unused one."""
+    dual = GreedyDual[int]()
+    dual.use(0)
+    given_up = []
+    for number in range(1, 9):
+        dual.use(number)
+        key = dual.least({0: 5.0, number: 1.5})
+        dual.evict(key, 5.0 if key == 0 else 1.5)
+        given_up.append(key)
+        if key == 0:
+            break
+    assert given_up == [1, 2, 3, 0]
+    assert dual.clock == 5.0
+
+
+def test_a_use_brings_a_key_up_to_the_clock_and_the_clock_never_goes_back() -> None:
+    dual = GreedyDual[str]()
+    dual.use("old")
+    dual.use("big")
+    dual.evict("big", 4.0)
+    assert dual.value("old", 1.0) == 1.0
+    dual.use("old")
+    assert dual.value("old", 1.0) == 5.0
+    dual.evict("never used", 1.0)
+    assert dual.clock == 4.0
+    dual.forget("old")
+    assert dual.value("old", 1.0) == 1.0
