@@ -158,8 +158,11 @@ def gather(blocks: Sequence[Block], seen: Sequence[SeenCells]) -> tuple[Found, l
     for one in seen:
         for number in one.numbers if one in may_be else ():
             runs[number].append(one.cells)
-    cells = {number: _cells(own) for number, own in runs.items()}
-    short = {number: own for number, own in cells.items() if COPY_COST * len(own) < PART_COST}
+    short = {
+        number: _cells(own)
+        for number, own in runs.items()
+        if COPY_COST * sum(run.end - run.begin for run in own) < PART_COST
+    }
     if len(short) < 2:
         return [], list(seen)
     taken = sum(1 << number for number in short)
