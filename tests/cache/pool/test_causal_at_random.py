@@ -128,8 +128,9 @@ class Work:
         if what != "forward":  # which has looked already
             self.compare()
         assert self.cache.num_free == self.naive.num_cells - self.naive.used
-        for sequence in range(3):
-            assert self.cache.stored(sequence) == self.naive.last_run(sequence)
+        for sequence, tokens in self.naive.lists.items():
+            if len({at for at, _, _ in tokens}) == len(tokens):  # a model stores each once
+                assert self.cache.stored(sequence) == self.naive.last_run(sequence)
         assert what != "refused" or self.cache._cells is held
 
     def compare(self) -> None:
