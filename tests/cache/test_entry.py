@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.drafting import Side
 
 from mlxrunner import PromptError
+from mlxrunner.cache import PrefixCache
 from mlxrunner.cache.entry import (
     EVEN_TOKENS,
     GreedyDual,
@@ -23,7 +24,7 @@ from mlxrunner.cache.entry import (
 )
 from mlxrunner.cache.layers.extents import window_closes
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.prefix import CopySource, PrefixCache
+from mlxrunner.cache.prefix import CopySource
 from mlxrunner.cache.protocol import END
 from mlxrunner.testing import OracleModel, interrupt_at
 

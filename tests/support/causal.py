@@ -12,8 +12,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from numpy.typing import NDArray
 from support.models import LLAMA3
 
-from mlxrunner.cache.pool.causal import CausalCache
-from mlxrunner.cache.protocol import Batch
+from mlxrunner.cache import Batch, CausalCache
 
 HEADS, DIMS = 2, 8
 ROPES = [

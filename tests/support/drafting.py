@@ -16,9 +16,9 @@ from mlx.optimizers import Adam
 from support.architectures import VOCAB, build, settings_of
 
 from mlxrunner import Runner
+from mlxrunner.cache import EntryLease, PrefixCache
 from mlxrunner.cache.entry import Shift, places_of
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.prefix import EntryLease, PrefixCache
 from mlxrunner.engine.backends.backend import rotators
 from mlxrunner.engine.drafting import PassCosts
 from mlxrunner.models.facts import facts_of

@@ -318,6 +318,7 @@ def no_walls_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_shared_token_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one token from a shared prefix only, and leave other prompts right."""
+    monkeypatch.setattr(CausalCache, "can_resume", lambda self, sequence, position: True)
     copy = CausalCache.copy_prefix
 
     def wrong(self: CausalCache, source: int, target: int, length: int) -> None:

@@ -258,7 +258,7 @@ def blocks_of(cells: KVPool, batch: Batch) -> list[Block] | None:
 def _block(cells: KVPool, batch: Batch, begin: int, end: int) -> Block:
     sequence, position = batch.sequences[begin], batch.positions[begin]
     known, low = cells.spans(sequence), 0
-    if cells.window.window is not None:
+    if cells.window.is_limited:
         low = int(cells.window.first_seen(np.array([position], np.int32))[0])
     seen = None if known is None else between(known, low, position + end - begin)
     return Block(begin, end, sequence, position, seen)

@@ -1,8 +1,6 @@
-"""The cache of causal attention for several sequences: full or windowed.
+"""The cache of causal attention for several sequences: full, windowed or chunked.
 
-It has the semantics of the causal cache in Ollama's kvcache package. All tokens of a step, of all
-sequences, go through the model as one row. Keys and values are `[1, kv_heads, n, head_dim]`.
-Positions and sequences are given per token. The buffers of a whole layer are allocated once and
+It has the semantics of Ollama's causal cache. The buffers of a whole layer are allocated once and
 written in place, as `KVPool` plans it. While rows move, the cells count as empty until all have
 arrived. An interrupt in between leaves an empty cache, never a wrong one.
 """
@@ -11,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,8 +24,18 @@ from mlxrunner.cache.pool.attention_split import (
     largest_splits,
 )
 from mlxrunner.cache.pool.cell_table import CellRun, Ints, runs
-from mlxrunner.cache.pool.cells import AttentionWindow, KVPool, Move, Placement
-from mlxrunner.cache.protocol import END, Batch, LayerCache, Layout, Saved, Snapshot
+from mlxrunner.cache.pool.cells import AttentionWindow, KVPool, Move, Placement, PositionShift
+from mlxrunner.cache.protocol import (
+    END,
+    Batch,
+    Cache,
+    Commit,
+    LayerCache,
+    Layout,
+    Lifecycle,
+    Saved,
+    Snapshot,
+)
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 MANY_RUNS = 64
@@ -144,18 +153,14 @@ class Pass:
     """The mask `[n_tokens, history]`, once it was asked for."""
 
 
-class CausalCache:
+class CausalCache(Cache):
     """The cache of causal attention, in cells that all sequences share.
 
-    Call the methods in this order: `init`, then for each forward pass `start_forward` and, for each
-    layer, `set_layer`, `put`, `fetch` or `get`; between passes `copy_prefix`, `remove`; at the end
-    `close`. Calls out of order raise RuntimeError, and arguments out of range raise ValueError. A
-    call that raises changes nothing.
-
-    A query sees the tokens of its sequence at positions up to its own: all of them, or the last
-    `window`. One sequence may have more than `capacity` tokens while others have fewer. With a
-    `memory`, there are at most `max_sequences * memory + max_batch` cells, and older tokens are
-    dropped when a batch starts. `shift` re-rotates keys. Without it, `remove` can't close gaps.
+    A query sees the tokens of its sequence at positions up to its own: all of them, the last
+    `window`, or those of its `chunk`. One sequence may have more than `capacity` tokens while
+    others have fewer. With a `memory`, there are at most `max_sequences * memory + max_batch`
+    cells, and older tokens are dropped when a batch starts. `shift` re-rotates keys. Without it,
+    `remove` can't close gaps.
     """
 
     def __init__(
@@ -163,9 +168,10 @@ class CausalCache:
         shift: Shift | None = None,
         window: int | None = None,
         memory: int | None = None,
+        chunk: int | None = None,
     ) -> None:
-        self._shift, self._attention_window = shift, AttentionWindow(window, memory)
-        self._is_closed = False
+        self._shift, self._attention_window = shift, AttentionWindow(window, memory, chunk)
+        self._lifecycle = Lifecycle()
         self._dtype, self._max_batch, self._rows = mx.float32, 0, CellRun(0, 0)
         self._cells = KVPool.empty(0, 0, self._attention_window)
         self._layers: dict[int, Layer] = {}
@@ -263,7 +269,7 @@ class CausalCache:
         `may_copy`: there are cells for a copy of a short prefix that the sequence shares.
         `beside`: the sequences that run: their steps read neighbours together.
         """
-        self._check()
+        self._lifecycle.check()
         if self._attention_window.memory is not None:
             return
         copied = self._cells.relocated(sequence, count, beside) if may_copy else None
@@ -336,7 +342,7 @@ class CausalCache:
 
         Raise ValueError unless all of them are stored.
         """
-        self._check()
+        self._lifecycle.check()
         cells = self._cells.cells_of(sequence, begin, end)
         buffers = [part for layer in self._layers.values() for part in (layer.keys, layer.values)]
         rows = iter(read(cells, *buffers))
@@ -348,7 +354,7 @@ class CausalCache:
         An interrupt leaves the sequence as it was. Raise CacheFullError if there is no room,
         and ValueError if the rows have another shape than the layers.
         """
-        self._check()
+        self._lifecycle.check()
         n = next(iter(rows.values()))[0].shape[2]
         layers = {
             index: self._layers.get(index) or Layer.like(*both, self._rows.end, self._dtype)
@@ -368,30 +374,15 @@ class CausalCache:
         self._become(after)
 
     def init(self, dtype: mx.Dtype, max_sequences: int, capacity: int, max_batch: int) -> None:
-        """Fix all sizes, once.
-
-        `capacity`: tokens per sequence. `max_batch`: tokens per forward pass over all sequences.
-        The first `put` of each layer allocates its tensors of type `dtype` as a whole. They never
-        grow.
-        """
-        self._check_open()
-        if self._max_batch:
-            raise RuntimeError("init was called twice: make another cache")
-        sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} has to be at least 1, not {size}")
+        self._lifecycle.initialize(
+            max_sequences=max_sequences, capacity=capacity, max_batch=max_batch
+        )
         self._dtype, self._max_batch = dtype, max_batch
         num_cells = self._attention_window.num_cells(max_sequences, capacity, max_batch)
         self._rows = CellRun(0, num_cells)
         self._cells = KVPool.empty(num_cells, max_sequences, self._attention_window)
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        """Find room for the batch, once for all layers.
-
-        `reserve`: a pass of the worst-case shapes (the whole cache is the history) that allocates
-        the tensors and stores nothing. Raise CacheFullError if there is no room.
-        """
         self._undo = None
         if reserve:
             self._check_size(batch)
@@ -406,19 +397,13 @@ class CausalCache:
         self._cells, self._pass = after, coming
 
     def undo_forward(self) -> None:
-        """Undo a successful `start_forward`. Do nothing if that was not the last call."""
         if self._undo is not None:
             (self._cells, self._pass), self._undo = self._undo, None
 
     def set_layer(self, layer: int) -> None:
-        """Choose the layer for the next `put`, `fetch` and `get`."""
         self._layer = layer
 
     def put(self, keys: mx.array, values: mx.array) -> None:
-        """Store `keys` and `values [1, kv_heads, n, head_dim]` of the batch in the current layer.
-
-        Raise ValueError unless `n` is the number of tokens given to `start_forward`.
-        """
         under_way = self._current()
         places, tokens = under_way.places, len(under_way.forward.batch)
         for name, rows in (("keys", keys), ("values", values)):
@@ -437,31 +422,27 @@ class CausalCache:
             layer.write(places, keys, values)
 
     def get(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Return keys and values of the history, and the mask `[n_tokens, history]`.
-
-        The mask is True where a token may attend. Don't keep the results: as long as a view of a
-        buffer is alive, each write to the buffer copies all of it.
-        """
         forward, layer = self._current().forward, self._layers.get(self._layer)
         if layer is None:
             raise RuntimeError(f"layer {self._layer}: get was called before anything was put")
         return *layer.read(forward.history), self.mask
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Set the sequence `target` to the tokens of `source` at positions < `length`.
+        self.prepare_copy_prefix(source, target, length)()
 
-        Both sequences share these tokens: nothing is copied.
-        """
-        self._check()
-        self._become(self._cells.with_prefix(source, target, length))
+    def prepare_copy_prefix(self, source: int, target: int, length: int) -> Commit:
+        self._lifecycle.check()
+        return partial(self._become, self._cells.with_prefix(source, target, length))
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        self._lifecycle.check()
+        return self._cells.can_resume(sequence, position)
 
     def remove(self, sequence: int, begin: int, end: int = END) -> None:
-        """Drop the tokens at positions `begin .. end - 1`.
+        self.prepare_remove(sequence, begin, end)()
 
-        Unless `end` is END, the tokens behind move up by `end - begin`. Raise NotSupportedError if
-        keys can't be moved, and CacheFullError if there is no room to copy shared tokens.
-        """
-        self._check()
+    def prepare_remove(self, sequence: int, begin: int, end: int = END) -> Commit:
+        self._lifecycle.check()
         if self._shift is None and begin < end and self._cells.holds(sequence, end):
             raise NotSupportedError(
                 f"the tokens behind position {end - 1} can't move up: "
@@ -470,8 +451,7 @@ class CausalCache:
             )
         after, shift = self._cells.without(sequence, begin, end)
         if shift is None or self._shift is None:
-            self._become(after)
-            return
+            return partial(self._become, after)
         offsets = mx.full(shift.sources.shape, shift.by, mx.int32)
         rows = {}
         for index, layer in self._layers.items():
@@ -481,11 +461,17 @@ class CausalCache:
             rows[index] = keys, read(shift.copies.sources, layer.values)[0]
             layer.check(index, *rows[index])
         mx.eval(rows)
-        self._forget()
-        for index, (keys, values) in rows.items():
-            write(self._layers[index].keys, shift.targets, keys)
-            write(self._layers[index].values, shift.copies.targets, values)
-        self._cells = after
+        return partial(self._apply_shift, shift, rows, after)
+
+    def defragment(self) -> None:
+        """Close all holes between cells in use.
+
+        A forward pass that is under way has to be started again.
+        """
+        self._lifecycle.check()
+        after, move = self._cells.packed()
+        if move is not None:
+            self._move(move, after)
 
     def forget(self) -> None:
         """Drop all tokens and buffers. The next forward pass allocates them again."""
@@ -493,30 +479,19 @@ class CausalCache:
         self._layers.clear()
 
     def close(self) -> None:
-        """Free the storage. A second call is allowed."""
-        self._is_closed = True
+        self._lifecycle.close()
         self._layers.clear()
         self._cells = KVPool.empty(0, 0, self._attention_window)
         self._pass = self._undo = None
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("the cache was closed: make another one")
-
-    def _check(self) -> None:
-        """Raise RuntimeError unless the cache is initialized and open."""
-        self._check_open()
-        if not self._max_batch:
-            raise RuntimeError("the cache was not initialized: call init first")
-
     def _current(self) -> Pass:
-        self._check()
+        self._lifecycle.check()
         if self._pass is None:
             raise RuntimeError("no forward pass is under way: call start_forward first")
         return self._pass
 
     def _check_size(self, batch: Batch) -> None:
-        self._check()
+        self._lifecycle.check()
         self._cells.check_sequences(*batch.sequences)
         if (n := len(batch)) > (most := self._max_batch):
             raise CacheFullError(
@@ -546,18 +521,12 @@ class CausalCache:
                 write(buffer, targets, *read(move.sources, buffer))
         self._cells = after
 
-
-def start_all(groups: Sequence[CausalCache], batch: Batch, *, reserve: bool = False) -> None:
-    """Call `start_forward` of all `groups`, or of none if one raises an error."""
-    started: list[CausalCache] = []
-    try:
-        for group in groups:
-            group.start_forward(batch, reserve)
-            started.append(group)
-    except BaseException:
-        for group in started:
-            group.undo_forward()
-        raise
+    def _apply_shift(self, shift: PositionShift, rows: Rows, after: KVPool) -> None:
+        self._forget()
+        for index, (keys, values) in rows.items():
+            write(self._layers[index].keys, shift.targets, keys)
+            write(self._layers[index].values, shift.copies.targets, values)
+        self._cells = after
 
 
 class CellsLayer(LayerCache):

@@ -50,24 +50,36 @@ class AttentionWindow:
 
     More than `window` tokens make small rewinds possible.
     """
+    chunk: int | None = None
+    """Tokens of a chunk, of which a query sees those up to its own; None: no chunks.
+
+    A query at position p sees from p - p % chunk on.
+    """
 
     def __post_init__(self) -> None:
-        for name in ("window", "memory"):
+        for name in ("window", "memory", "chunk"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise ValueError(f"{name} has to be at least 1, not {size}")
+        reach = self.chunk if self.window is None else self.window
         if self.memory is None:
             object.__setattr__(self, "memory", self.window)
-        elif self.window is None or self.memory < self.window:
+        elif reach is None or self.memory < reach:
             raise ValueError(
                 f"a memory of {self.memory} tokens does not hold what a query may see "
-                f"({self.window or 'everything'})"
+                f"({reach or 'everything'})"
             )
+
+    @property
+    def is_limited(self) -> bool:
+        """True if a query may not see all tokens before it."""
+        return self.window is not None or self.chunk is not None
 
     def first_seen(self, positions: Ints) -> Ints:
         """Return the first position that each query sees."""
-        if self.window is None:
-            return np.zeros_like(positions)
-        return np.maximum(0, positions - (self.window - 1))
+        first = (
+            np.zeros_like(positions) if self.chunk is None else positions - positions % self.chunk
+        )
+        return first if self.window is None else np.maximum(first, positions - (self.window - 1))
 
     def first_kept(self, positions: Ints) -> Ints:
         """Return the first position that is kept when a batch begins at each position."""
@@ -180,6 +192,7 @@ def reserve(
 
 
 def _reserved_size(count: int, most: int) -> int:
+    """Return the number of cells of a reservation for `count` tokens."""
     return min(MIN_RESERVATION << max(0, (-(-count // MIN_RESERVATION) - 1).bit_length()), most)
 
 
@@ -239,11 +252,13 @@ def place_tokens(
 
 
 def _put(cells: list[int], indices: Iterable[int], first: int) -> None:
+    """Give the tokens `indices` the cells from `first` on, in order."""
     for cell, index in enumerate(indices, first):
         cells[index] = cell
 
 
 def _without(free: Bools, reservations: Iterable[Reservation]) -> Bools:
+    """Return the cells of `free` that are in no reservation."""
     free = free.copy()
     for reservation in reservations:
         free[reservation.next : reservation.run.end] = False
@@ -461,6 +476,17 @@ class KVPool:
         seen: Ints = own[(positions >= low) & (positions <= last)]
         return seen
 
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """Return True if all tokens that a query at `position` may see are stored."""
+        self.check_sequences(sequence)
+        if not 0 <= position <= self._end(sequence):
+            return False
+        if self.window.memory is None:
+            return True
+        stored = self.positions_of(self._own(sequence))
+        first = int(self.window.first_seen(np.array([position], np.int32))[0])
+        return len(np.unique(stored[(stored >= first) & (stored < position)])) == position - first
+
     def with_prefix(self, source: int, target: int, length: int) -> KVPool:
         """Let `target` share the tokens of `source` at positions < `length`, and no others.
 
@@ -675,7 +701,7 @@ class KVPool:
         positions = self._table.positions[run.begin : run.end]
         visible: Bools = self._table.owners[:, run.begin : run.end][sequences]
         visible &= positions <= queries[:, None]
-        if self.window.window is not None:
+        if self.window.is_limited:
             visible &= positions >= self.window.first_seen(queries)[:, None]
         return visible
 
@@ -773,6 +799,7 @@ class KVPool:
 
 
 def _joined(parts: Sequence[Cells]) -> Ints:
+    """Return the cells of all `parts`, one after the other."""
     return np.concatenate([np.zeros(0, np.int32), *(cells for _, cells in parts)])
 
 

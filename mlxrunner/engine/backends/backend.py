@@ -22,7 +22,7 @@ from mlxrunner.cache.entry import HEADER, TokenArray, as_tokens
 from mlxrunner.cache.layers.extents import Window
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
-from mlxrunner.cache.protocol import Batch, LayerCache
+from mlxrunner.cache.protocol import Batch, Cache, LayerCache, WrapperCache
 from mlxrunner.engine.request import SEED_TOKENS
 from mlxrunner.system.mlx_lm_internals import with_rope
 
@@ -53,6 +53,8 @@ class Backend(ABC):
         self._kinds, self._memory = sorted(set(windows)), memory
         self.groups = self._make_groups()
         """One CausalCache for each kind of layer: full attention, and each width of window."""
+        self.cache = joined(self.groups)
+        """All groups as one cache."""
 
     @abstractmethod
     def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
@@ -153,6 +155,11 @@ class Backend(ABC):
             (window, window + self._memory) if window else (None, None) for window in self._kinds
         )
         return [self._make_group(window, memory) for window, memory in windows]
+
+
+def joined(groups: list[CausalCache]) -> Cache:
+    """Return all groups as one cache; without groups, one that stores nothing."""
+    return groups[0] if len(groups) == 1 else WrapperCache(*groups)
 
 
 def marker(states: Sequence[Any]) -> mx.array:
@@ -333,6 +340,7 @@ class SequentialModel(Backend):
 
     def close(self) -> None:
         """Forget all sequences. A second call is allowed."""
+        self.cache.close()
         self.sequences.clear()
 
     def _make_group(self, window: int | None, memory: int | None) -> CausalCache:

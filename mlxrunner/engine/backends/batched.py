@@ -31,7 +31,7 @@ from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.cache.layers.recurrent import RecurrentCache, Stack
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING, Split
-from mlxrunner.cache.pool.causal import CausalCache, start_all
+from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.protocol import Batch, LayerCache
 from mlxrunner.engine.backends.attention import SplitAttention
 from mlxrunner.engine.backends.backend import (
@@ -39,6 +39,7 @@ from mlxrunner.engine.backends.backend import (
     BatchingMode,
     Rotate,
     falls_apart,
+    joined,
     marker,
     rotators,
     shares,
@@ -119,10 +120,11 @@ class BatchedModel(Backend):
 
         `capacity`: tokens per sequence. `max_batch`: tokens per step.
         """
+        self.cache.close()
         self._drop_caches()
         self.groups = self._make_groups()
-        for group in self.groups:
-            group.init(self._dtype, max_sequences, capacity, max_batch)
+        self.cache = joined(self.groups)
+        self.cache.init(self._dtype, max_sequences, capacity, max_batch)
 
     @property
     def ways(self) -> list[str]:
@@ -147,9 +149,8 @@ class BatchedModel(Backend):
             return marker([*apart, *(group.state for group in self.groups)])
         if ahead := self._ahead(batch, rows):
             # Both passes fit if one does: a pass that lacks cells raises, with nothing changed.
-            start_all(self.groups, batch)
-            for group in self.groups:
-                group.undo_forward()
+            self.cache.start_forward(batch)
+            self.cache.undo_forward()
             self._pass(*_selected(tokens, batch, ahead), [0])
             # The second pass writes into the same buffers: while an attention of the first one is
             # to be computed, that would copy them.
@@ -210,7 +211,7 @@ class BatchedModel(Backend):
         plan = StepPlan.of(*where, in_stages=self.mode.stages) if self._apart else None
         if plan is not None and plan.order is not None:
             tokens, batch, rows = _sorted(plan.order, tokens, batch, rows)
-        start_all(self.groups, batch, reserve=reserve)
+        self.cache.start_forward(batch, reserve=reserve)
         self.is_reserving = reserve
         self.step.begin(batch)
         if splits is None:
@@ -286,15 +287,11 @@ class BatchedModel(Backend):
             owner, name, inner = self._wrapped[-1]
             setattr(owner, name, inner)
             self._wrapped.pop()
+        self.cache.close()
         self._drop_caches()
 
     def _drop_caches(self) -> None:
-        """Close the cells, and drop the caches that are apart.
-
-        Freed first, these and their stacks form no cycles.
-        """
-        for group in self.groups:
-            group.close()
+        """Drop the caches that are apart. Freed first, they and their stacks form no cycles."""
         for view in self._apart:
             view.groups = []
         for cache in (cache for caches in self._caches.values() for cache in caches):
@@ -327,6 +324,7 @@ class BatchedModel(Backend):
         return self._apart[-1]
 
     def _cache_of(self, path: tuple[int, ...], sequence: int) -> LayerCache:
+        """Return a sequence's cache of one layer, or of a part of it."""
         if sequence not in self._caches:
             self._caches[sequence] = make_layer_caches(self.model, self._options)
         cache = self._caches[sequence][path[0]]
@@ -376,6 +374,7 @@ def _model_modules(model: Any) -> list[Any]:
 
 
 def _selected(tokens: mx.array, batch: Batch, kept: Sequence[int]) -> tuple[mx.array, Batch]:
+    """Return the step of some of the tokens."""
     part = Batch([batch.positions[i] for i in kept], [batch.sequences[i] for i in kept])
     return tokens[mx.array(list(kept))], part
 
@@ -827,6 +826,7 @@ def _below(module: Any) -> Iterator[Any]:
 
 
 def _modules(tree: Any) -> Iterator[Any]:
+    """Yield the modules in nested lists and dicts."""
     if hasattr(tree, "children"):
         yield tree
     elif isinstance(tree, list | tuple | dict):
@@ -890,6 +890,7 @@ def _part(
     cache: Any,
     given: Any,
 ) -> Any:
+    """Return the part of a mixer's argument that belongs to a run."""
     if isinstance(value, PerSequenceLayer):
         return given
     if name == "mask" or isinstance(value, Masks):

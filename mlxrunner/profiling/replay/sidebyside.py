@@ -24,7 +24,7 @@ from mlxrunner.cache.account import ConversationName, Earlier
 from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, OnEvicted, StoredConversation
 from mlxrunner.cache.entry import CacheEntry, Shift, TokenArray, TokenBuffer, as_tokens
 from mlxrunner.cache.layers.extents import Extent, Window, read_extent
-from mlxrunner.cache.pool.causal import CausalCache, CellsLayer, start_all
+from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
 from mlxrunner.cache.protocol import Batch, Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
 from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend, PromptPasses
 from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Ending, Request
@@ -189,7 +189,8 @@ class ReplayedEngine(Backend):
         return 1 if self._ways == ["one at a time"] else None
 
     def forward(self, tokens: mx.array, batch: Batch, rows: Sequence[int]) -> mx.array:
-        start_all(self.groups, batch)
+        if self.groups:
+            self.cache.start_forward(batch)
         self.hook()
         for sequence, count in Counter(batch.sequences).items():
             layers, parts = self._layers_apart(sequence), [count]
@@ -369,8 +370,7 @@ class ReplayedRunner:
         cells = cells_of(process, slots, engine.row_bytes)
         is_ample = cells >= slots * self._capacity  # fewer do as well, and are faster
         share = min(self._capacity, longest) if is_ample else -(-cells // slots)
-        for group in engine.groups:
-            group.init(mx.float32, slots, share, most)
+        engine.cache.init(mx.float32, slots, share, most)
         settings = EngineSettings(
             max_sequences=slots,
             context=self._capacity,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
 
+from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers.attention import STEP, FullAttentionCache
-from mlxrunner.cache.protocol import RewindError
 from mlxrunner.testing import interrupt_at
 
 
@@ -42,12 +42,12 @@ def positions(cache: FullAttentionCache) -> list[int]:
 @examples(60)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["add", "rewind", "reserve"]), st.integers(0, 700)),
+        st.tuples(st.sampled_from(["add", "rewind", "trim", "reserve"]), st.integers(0, 700)),
         max_size=12,
     )
 )
 def test_it_holds_what_concatenation_would(steps: list[tuple[str, int]]) -> None:
-    """Writes, rewinds and reservations come in any order."""
+    """Writes, rewinds, trims and reservations come in any order."""
     cache, expected = FullAttentionCache(), list[int]()
     for what, n in steps:
         if what == "add" and n:
@@ -57,6 +57,10 @@ def test_it_holds_what_concatenation_would(steps: list[tuple[str, int]]) -> None
             to = min(n, len(expected))
             cache.rewind(to)
             del expected[to:]
+        elif what == "trim":
+            assert cache.trim(n) == (n if n <= len(expected) else 0)
+            if n <= len(expected):
+                del expected[len(expected) - n :]
         elif what == "reserve":
             cache.reserve(n)
         assert cache.offset == len(expected)
@@ -80,7 +84,7 @@ def test_a_reserved_capacity_is_one_allocation() -> None:
 def test_trimming_most_of_the_buffer_gives_memory_back() -> None:
     """It keeps what is left."""
     cache = filled(10 * STEP)
-    cache.rewind(STEP - 1)
+    assert cache.trim(9 * STEP + 1) == 9 * STEP + 1
     assert cache.capacity == STEP
     assert positions(cache) == list(range(STEP - 1))
 
@@ -88,7 +92,7 @@ def test_trimming_most_of_the_buffer_gives_memory_back() -> None:
 def test_trimming_a_little_keeps_the_buffer() -> None:
     """The room will be needed again."""
     cache = filled(4 * STEP)
-    cache.rewind(4 * STEP - 10)
+    cache.trim(10)
     assert cache.capacity == 4 * STEP
 
 
@@ -129,6 +133,7 @@ def test_rewinding_forwards_is_refused(to: int) -> None:
     with pytest.raises(RewindError, match=f"full layer at offset 10 can't be rewound to {to}"):
         cache.rewind(to)
     assert positions(cache) == list(range(10))
+    assert cache.trim(11) == 0
     assert cache.offset == 10
 
 

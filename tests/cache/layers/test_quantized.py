@@ -17,9 +17,9 @@ from support.models import tiny_config, tiny_model, write_model
 from support.sample import examples
 
 from mlxrunner import OptionError, Runner
+from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers import attention as module
 from mlxrunner.cache.layers.attention import STEP, QuantizedAttentionCache
-from mlxrunner.cache.protocol import RewindError
 from mlxrunner.loading import plan_model
 from mlxrunner.models.facts import facts_of
 from mlxrunner.testing import ByteTokenizer
@@ -175,6 +175,7 @@ def test_a_rewind_forwards_is_refused() -> None:
     with pytest.raises(RewindError, match="a full layer at offset 10 can't be rewound to 11"):
         cache.rewind(11)
     assert cache.offset == 10
+    assert (cache.trim(4), cache.offset, cache.trim(7), cache.offset) == (4, 6, 0, 6)
 
 
 @pytest.fixture(scope="module")

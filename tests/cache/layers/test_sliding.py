@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 from support.sample import examples
 
+from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers import extents as module
 from mlxrunner.cache.layers.attention import SlidingWindowCache
 from mlxrunner.cache.layers.extents import STEP
-from mlxrunner.cache.protocol import RewindError, Snapshot
+from mlxrunner.cache.protocol import Snapshot
 
 Token = tuple[int, int]
 """A position, and a number that no other write has: a stale row is not an equal row."""
@@ -319,6 +320,7 @@ def test_a_decoding_cache_can_always_go_back_by_its_slack(step: int, slack: int)
             with pytest.raises(RewindError):
                 cache.rewind(to)
             assert (cache.offset, held_by(cache)) == (position + 1, before)
+            assert cache.trim(cache.offset - to) == 0
 
 
 @few_steps

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 from support.sample import examples
 
+from mlxrunner.cache import RewindError
 from mlxrunner.cache.layers.attention import (
     FullAttentionCache,
     QuantizedAttentionCache,
@@ -28,7 +29,6 @@ from mlxrunner.cache.layers.factory import (
     layer_cache,
 )
 from mlxrunner.cache.layers.recurrent import RecurrentCache
-from mlxrunner.cache.protocol import RewindError
 from mlxrunner.testing import UnknownCache
 
 SCRAPS = 16 * 1024

@@ -21,9 +21,8 @@ from support.causal import (
     stored,
 )
 
-from mlxrunner.cache.pool.causal import BatchPlaces, CausalCache, CellsLayer, start_all
-from mlxrunner.cache.protocol import Batch
-from mlxrunner.errors import CacheFullError, NotSupportedError
+from mlxrunner.cache import Batch, CacheFullError, CausalCache, NotSupportedError
+from mlxrunner.cache.pool.causal import BatchPlaces, CellsLayer
 
 
 def test_the_oracle_of_keys_is_the_rope() -> None:
@@ -83,11 +82,17 @@ def test_share_a_prefix() -> None:
 def test_resume_with_a_window_of_five() -> None:
     """Everywhere while all is stored; then at the end, one before it, and at a fresh start."""
     cache = made(window=5)
-    layer = CellsLayer(cache, 0)
     drawn(cache, "12345", [0, 1, 2, 3, 4])
-    assert [to for to in range(9) if layer.can_rewind(to)] == [0, 1, 2, 3, 4, 5]
+    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     drawn(cache, "6", [5])
-    assert [to for to in range(9) if layer.can_rewind(to)] == [0, 5, 6]
+    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [0, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -97,11 +102,14 @@ def test_resume_with_a_window_of_five() -> None:
         ({"window": 3}, "1 12 123 234 345 | 456 567"),
         ({"window": 3, "memory": 9}, "1 12 123 234 345 | 456 567"),
         ({"window": 9}, "1 12 123 1234 12345 | 123456 1234567"),
+        ({"chunk": 3}, "1 12 123 4 45 | 456 7"),
+        ({"chunk": 3, "memory": 3}, "1 12 123 4 45 | 456 7"),
+        ({"chunk": 4, "window": 2}, "1 12 23 34 5 | 56 67"),
     ],
     ids=str,
 )
 def test_how_far_back_a_query_sees(options: dict[str, int], expected: str) -> None:
-    """Windows slide."""
+    """Windows slide; chunks begin anew."""
     cache = made(**options)
     assert f"{drawn(cache, '12345', range(5))} | {drawn(cache, '67', [5, 6])}" == expected
 
@@ -114,6 +122,14 @@ def test_a_memory_beyond_the_window() -> None:
         drawn(cache, "12", [start, start + 1])
     layer = CellsLayer(cache, 0)
     assert [to for to in range(10) if layer.can_rewind(to)] == [0, 4, 5, 6, 7, 8]
+    assert [position for position in range(10) if cache.can_resume(0, position)] == [
+        0,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     cache.remove(0, 5)
     assert drawn(cache, "9", [5]) == "19"
 
@@ -124,6 +140,7 @@ def test_sequences_that_wait_are_cut_to_their_memory() -> None:
     drawn(cache, "1234", [0, 1, 2, 3])
     drawn(cache, "5", [0], [1])
     assert stored(cache) == {0: [(3, 4)], 1: [(0, 5)]}
+    assert cache.can_resume(0, 4)
 
 
 def test_a_plain_mask_is_boolean() -> None:
@@ -148,6 +165,7 @@ def test_the_history_leaves_out_what_nobody_sees() -> None:
         ({}, ["causal", None, "causal", None]),
         ({"window": 4, "memory": 9}, ["an array", None, "an array", None]),
         ({"window": 9}, ["causal", None, "causal", None]),
+        ({"chunk": 4}, ["an array", None, "causal", None]),
     ],
     ids=str,
 )
@@ -245,6 +263,8 @@ def test_the_order_of_calls() -> None:
         "init": (mx.float32, 1, 4, 4),
         "start_forward": (Batch([0], [0]),),
         "get": (),
+        "defragment": (),
+        "can_resume": (0, 0),
         "remove": (0, 0),
         "copy_prefix": (0, 0, 0),
     }
@@ -287,52 +307,12 @@ def test_only_the_last_call_is_taken_back() -> None:
     cache.start_forward(Batch([4], [0]))
     cache.remove(0, 3)
     cache.undo_forward()
-    assert cache.num_free == 5
+    assert (cache.num_free, cache.can_resume(0, 4)) == (5, False)
     cache.start_forward(Batch([3, 4, 5], [0, 0, 0]))
     with pytest.raises(CacheFullError):
         cache.start_forward(Batch([0, 1, 2], [1, 1, 1]))
     cache.undo_forward()
     assert cache.num_free == 2
-
-
-def two_groups() -> tuple[CausalCache, CausalCache]:
-    """Return caches of two kinds of layer in which 4 more tokens move rows, and find no room."""
-    groups = tuple(CausalCache(shift=rotated, window=window) for window in (3, None))
-    for group in groups:
-        group.init(mx.float32, 2, 5, 4)
-        drawn(group, "123", [0, 0, 1], [1, 0, 1])
-        drawn(group, "4567", [2, 1, 2, 3], [1, 0, 0, 0])
-    windowed, full = groups
-    assert windowed._cells.place(NEXT).move is not None
-    return windowed, full
-
-
-NEXT = Batch(range(4, 8), [0] * 4)
-
-
-@pytest.mark.parametrize(
-    "error", [None, KeyboardInterrupt(), MemoryError()], ids=["no-room", "interrupt", "memory"]
-)
-def test_a_step_that_fails_in_one_group_is_undone_in_the_others(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException | None
-) -> None:
-    """Also where the first one had to move its rows, or drop some."""
-    groups = two_groups()
-    before = [(stored(group), group.num_free) for group in groups]
-
-    def fails(batch: Batch, reserve: bool = False) -> None:
-        assert error is not None
-        raise error
-
-    if error is not None:
-        monkeypatch.setattr(groups[1], "start_forward", fails)
-    with pytest.raises(CacheFullError if error is None else type(error)):
-        start_all(groups, NEXT)
-    assert [(stored(group), group.num_free) for group in groups] == before
-    with pytest.raises(RuntimeError, match="no forward pass is under way"):
-        groups[0].get()
-    monkeypatch.undo()
-    assert [drawn(group, "8", [4]) for group in groups] == ["678", "25678"]
 
 
 def test_buffers_are_allocated_once_and_written_in_place() -> None:
@@ -467,6 +447,19 @@ def test_gaps_are_closed_in_however_many_pieces() -> None:
     }
 
 
+def test_packing_by_hand_ends_the_pass() -> None:
+    """Its rows are somewhere else now."""
+    cache = made()
+    drawn(cache, "123", range(3))
+    cache.remove(0, 1, 2)
+    cache.defragment()
+    assert stored(cache) == {0: [(0, 1), (1, 3)]}
+    with pytest.raises(RuntimeError, match="no forward pass is under way"):
+        cache.get()
+    cache.defragment()
+    assert drawn(cache, "4", [2]) == "134"
+
+
 def test_without_a_way_to_rotate_gaps_stay_open() -> None:
     """Refused before anything changed; tails go all the same."""
     cache = made(2, shift=None)
@@ -537,10 +530,7 @@ def test_positions_do_not_drift() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [
-        lambda cache: cache.start_forward(Batch(range(3, 16), [0] * 13)),
-        lambda cache: cache.remove(0, 1, 2),
-    ],
+    [lambda cache: cache.defragment(), lambda cache: cache.remove(0, 1, 2)],
     ids=["packing", "a-gap"],
 )
 def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
@@ -556,7 +546,12 @@ def test_an_interrupt_while_rows_move_leaves_an_empty_cache(
         )
         with pytest.raises(KeyboardInterrupt):
             call(cache)
-    assert (cache.sequences, cache.num_free) == ((), 16)
+    assert (cache.sequences, cache.num_free, cache.can_resume(0, 1), cache.can_resume(0, 0)) == (
+        (),
+        16,
+        False,
+        True,
+    )
     assert drawn(cache, "12", [0, 1]) == "1 12"
 
 

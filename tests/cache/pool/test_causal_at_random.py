@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.causal import forward, made, put, rotated, stored
 from support.sample import examples
 
-from mlxrunner.cache.protocol import Batch
-from mlxrunner.errors import CacheFullError, NotSupportedError
+from mlxrunner.cache import Batch, CacheFullError, NotSupportedError
 
 
 @dataclass
@@ -24,6 +23,7 @@ class Naive:
     num_cells: int
     window: int | None
     memory: int | None
+    chunk: int | None
     lists: dict[int, list[tuple[int, int, int]]] = field(
         default_factory=lambda: {0: [], 1: [], 2: []}
     )
@@ -52,7 +52,12 @@ class Naive:
         }
 
     def sees(self, query: int, at: int) -> bool:
-        return at <= query and (self.window is None or query - self.window < at)
+        is_near = self.window is None or query - self.window < at
+        return (
+            at <= query
+            and is_near
+            and (self.chunk is None or at // self.chunk >= query // self.chunk)
+        )
 
     def start(self, batch: Batch, tokens: Sequence[int]) -> list[list[int]] | None:
         """Return what each query sees, or None, with nothing done, where there is no room."""
@@ -104,16 +109,24 @@ class Naive:
         ]
         return True
 
+    def can_resume(self, sequence: int, position: int) -> bool:
+        if position > self.next(sequence):
+            return False
+        there = {at for at, _, _ in self.lists[sequence]}
+        return self.memory is None or all(
+            at in there for at in range(position) if self.sees(position, at)
+        )
+
 
 class Work:
     """A cache and the lists that it has to agree with, under the same random calls."""
 
-    def __init__(self, window: int | None, memory: int | None) -> None:
+    def __init__(self, window: int | None, memory: int | None, chunk: int | None) -> None:
         self.cache = made(
-            3, capacity=7, max_batch=6, window=window, memory=memory, shift=self.shift
+            3, capacity=7, max_batch=6, window=window, memory=memory, chunk=chunk, shift=self.shift
         )
         kept = window if memory is None else memory
-        self.naive = Naive(21 if kept is None else min(21, 3 * kept + 6), window, kept)
+        self.naive = Naive(21 if kept is None else min(21, 3 * kept + 6), window, kept, chunk)
         self.tokens = 0
         self.fails = False
 
@@ -131,6 +144,11 @@ class Work:
         for sequence, tokens in self.naive.lists.items():
             if len({at for at, _, _ in tokens}) == len(tokens):  # a model stores each once
                 assert self.cache.stored(sequence) == self.naive.last_run(sequence)
+        for sequence in range(3):
+            for position in range(self.naive.next(sequence) + 2):
+                assert self.cache.can_resume(sequence, position) == self.naive.can_resume(
+                    sequence, position
+                ), (sequence, position)
         assert what != "refused" or self.cache._cells is held
 
     def compare(self) -> None:
@@ -214,6 +232,9 @@ class Work:
                 self.cache.remove(sequence, 0, 1)
             self.fails = False
 
+    def pack(self, rng: random.Random) -> None:
+        self.cache.defragment()
+
 
 CALLS = ["forward"] * 6 + [
     "copy",
@@ -222,23 +243,24 @@ CALLS = ["forward"] * 6 + [
     "close_gap",
     "close_gap",
     "refused",
+    "pack",
     "reserve",
     "taken_back",
 ]
 
 
 @pytest.mark.parametrize(
-    ("window", "memory"),
-    [(None, None), (3, None), (2, 5)],
-    ids=["full", "window", "memory"],
+    ("window", "memory", "chunk"),
+    [(None, None, None), (3, None, None), (2, 5, None), (None, None, 4), (4, 6, 3), (None, 5, 4)],
+    ids=["full", "window", "memory", "chunk", "all", "chunk-memory"],
 )
 @examples(120)
 @given(st.lists(st.sampled_from(CALLS), min_size=8, max_size=24), st.integers(0, 2**32))
 def test_it_sees_what_lists_would_hold(
-    window: int | None, memory: int | None, calls: list[str], seed: int
+    window: int | None, memory: int | None, chunk: int | None, calls: list[str], seed: int
 ) -> None:
     """Any calls leave the tokens, positions, keys, room and errors that plain lists would have."""
-    work, rng = Work(window, memory), random.Random(seed)
+    work, rng = Work(window, memory, chunk), random.Random(seed)
     for call in calls:
         work.step(call, rng)
     work.compare()

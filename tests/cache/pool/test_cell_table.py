@@ -8,10 +8,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from mlxrunner.cache import END, Batch, CacheFullError
 from mlxrunner.cache.pool.cell_table import Bools, CellRun, Ints, num_covered
 from mlxrunner.cache.pool.cells import AttentionWindow, KVPool
-from mlxrunner.cache.protocol import END, Batch
-from mlxrunner.errors import CacheFullError
 from mlxrunner.testing import interrupt_at
 
 WINDOWS = {

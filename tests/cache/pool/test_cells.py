@@ -6,6 +6,8 @@ Each cell is drawn as its owners.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from contextlib import suppress
 from itertools import pairwise
 
@@ -15,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
 
+from mlxrunner.cache import END, Batch, CacheFullError
 from mlxrunner.cache.pool.cell_table import MAX_SPANS, CellRun, CellSpan, runs
 from mlxrunner.cache.pool.cells import AttentionWindow, KVPool, Reservation
-from mlxrunner.cache.protocol import END, Batch
-from mlxrunner.errors import CacheFullError
 
 
 def placed(cells: KVPool, *tokens: tuple[int, int]) -> KVPool:
@@ -74,7 +75,9 @@ def test_packing_parks_what_is_about_to_be_dropped() -> None:
     placement = some.place(Batch([3, 4, 5, 6], [0, 0, 0, 0]))
     assert drawn(placement.before) == "1@1 0@2 0@0 1@0 0@1 ."
     assert drawn(placement.after) == "1@1 0@2 0@3 0@4 0@5 0@6"
-    assert some.stored(0) == placement.before.stored(0) == (0, 3)
+    assert some.can_resume(0, 2)
+    assert placement.before.can_resume(0, 2)
+    assert not placement.after.can_resume(0, 2)
 
 
 def test_packed_cells_need_no_move() -> None:
@@ -166,8 +169,10 @@ def test_removing_nothing_changes_nothing(args: tuple[int, int, int]) -> None:
     [
         ({}, [0, 7], [0, 0]),
         ({"window": 3}, [0, 2, 3, 7], [0, 0, 1, 5]),
+        ({"chunk": 4}, [0, 3, 4, 7], [0, 0, 4, 4]),
+        ({"window": 3, "chunk": 4}, [3, 4, 7], [1, 4, 5]),
     ],
-    ids=["all", "window"],
+    ids=["all", "window", "chunk", "both"],
 )
 def test_where_sight_begins(window: dict[str, int], positions: list[int], first: list[int]) -> None:
     """The query's own position is always inside."""
@@ -181,8 +186,9 @@ def test_where_sight_begins(window: dict[str, int], positions: list[int], first:
         ({"window": 10}, 46),
         ({"window": 10, "memory": 20}, 76),
         ({"window": 99}, 300),
+        ({"chunk": 8}, 300),
     ],
-    ids=["all", "window", "memory", "never-more"],
+    ids=["all", "window", "memory", "never-more", "chunk"],
 )
 def test_how_many_cells(window: dict[str, int], expected: int) -> None:
     """Three sequences of 100 tokens, batches of 16."""
@@ -193,9 +199,10 @@ def test_how_many_cells(window: dict[str, int], expected: int) -> None:
     "window",
     [
         {"window": 0},
-        {"memory": -1},
+        {"chunk": -1},
         {"window": 4, "memory": 3},
         {"memory": 8},
+        {"chunk": 4, "memory": 2},
     ],
     ids=str,
 )
@@ -223,7 +230,8 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
             [
                 AttentionWindow(),
                 AttentionWindow(window=3),
-                AttentionWindow(window=4),
+                AttentionWindow(chunk=4),
+                AttentionWindow(window=4, chunk=3),
                 AttentionWindow(window=2, memory=7),
             ]
         )
@@ -252,7 +260,9 @@ def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
                 seen.append(False)
                 continue
             at = int(positions[cell])
-            near = window.window is None or at > query - window.window
+            near = (window.window is None or at > query - window.window) and (
+                window.chunk is None or at >= query - query % window.chunk
+            )
             seen.append(at <= query and near)
         expected.append(seen)
     assert some.mask(batch, history).tolist() == expected
@@ -285,18 +295,38 @@ def test_a_batch_is_plain_data() -> None:
     assert (len(batch), len({batch, Batch([0, 1, 2], [0, 0, 1])})) == (3, 1)
 
 
-@pytest.mark.parametrize("call", ["place", "with_prefix", "without"])
+@pytest.mark.parametrize("call", ["place", "with_prefix", "without", "can_resume"])
 def test_a_sequence_that_is_not_there(call: str) -> None:
     """Is named, with how many there are."""
     arguments = {
         "place": (Batch([0, 0], [1, 3]),),
         "with_prefix": (0, 3, 1),
         "without": (3, 0, END),
+        "can_resume": (3, 0),
     }[call]
     with pytest.raises(
         ValueError, match="there is no sequence 3: the cache was initialized for 3, counted from 0"
     ):
         getattr(cells(), call)(*arguments)
+
+
+def test_the_interface_comes_without_mlx() -> None:
+    """Batches, errors and cells are there at once; the caches bring mlx when they are asked for."""
+    script = (
+        "import sys; from mlxrunner.cache import Cache, Batch, CacheFullError, "
+        "NotSupportedError, END\n"
+        "import mlxrunner.cache.pool.cells, mlxrunner.cache; assert not [name for name in "
+        "sys.modules if name.split('.')[0].startswith('mlx_') "
+        "or name.split('.')[0] == 'mlx']\n"
+        "from mlxrunner.cache import CausalCache; assert 'mlx.core' in "
+        "sys.modules\n"
+        "try: mlxrunner.cache.Nothing\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "module 'mlxrunner.cache' has no attribute 'Nothing'"
 
 
 def test_a_lane_keeps_the_tokens_of_a_sequence_side_by_side() -> None:

@@ -15,6 +15,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from support.engine import SplitAttention
 from support.sample import examples
 
+from mlxrunner.cache import END, Batch, CacheFullError
 from mlxrunner.cache.pool.attention_split import (
     LONG,
     MOST_SHARED,
@@ -30,14 +31,13 @@ from mlxrunner.cache.pool.attention_split import (
 )
 from mlxrunner.cache.pool.cell_table import Bools, CellRun
 from mlxrunner.cache.pool.cells import AttentionWindow, KVPool
-from mlxrunner.cache.protocol import END, Batch
-from mlxrunner.errors import CacheFullError
 
 SEQUENCES = 6
 SIGHTS = [
     AttentionWindow(),
     AttentionWindow(window=5),
     AttentionWindow(window=3, memory=9),
+    AttentionWindow(chunk=4),
     AttentionWindow(window=80, memory=90),
 ]
 
