@@ -212,6 +212,23 @@ def clear(chat: Chat, argument: str) -> None:
     chat.say(f"conversation cleared{back}")
 
 
+@command(
+    "/system",
+    "[TEXT]",
+    "set the system prompt; @NAME: one of the config file",
+    lambda chat, before: [f"{NAMED}{name}" for name in read_config_file().prompts],
+    is_daily=True,
+)
+def system(chat: Chat, argument: str) -> None:
+    conversation = chat.conversation
+    if argument:
+        is_none = argument in ('""', "''")
+        conversation.set_system(None if is_none else read_config_file().system(argument))
+    chat.say(f"system prompt: {conversation.system or '(none)'}")
+    if argument and conversation.history.turns:
+        chat.say(f"the conversation stays: {conversation.outlook()}")
+
+
 def setting_words(chat: Chat, before: str) -> Iterable[str]:
     """Return the names of all settings, or the values of the one that `before` names."""
     names = (*SETTABLE, GREEDILY, "context", "history")
@@ -335,23 +352,6 @@ def show_message(chat: Chat, argument: str) -> None:
     message = messages[number - 1]
     chat.say(f"{number} {message['role']}:")
     chat.say(message["content"], is_verbatim=True)
-
-
-@command(
-    "/system",
-    "[TEXT]",
-    "set the system prompt; @NAME: one of the config file",
-    lambda chat, before: [f"{NAMED}{name}" for name in read_config_file().prompts],
-    is_daily=True,
-)
-def system(chat: Chat, argument: str) -> None:
-    conversation = chat.conversation
-    if argument:
-        is_none = argument in ('""', "''")
-        conversation.set_system(None if is_none else read_config_file().system(argument))
-    chat.say(f"system prompt: {conversation.system or '(none)'}")
-    if argument and conversation.history.turns:
-        chat.say(f"the conversation stays: {conversation.outlook()}")
 
 
 @command(
@@ -623,6 +623,11 @@ def show_picture(chat: Chat, argument: str) -> None:
         chat.say("no picture is attached to the next message")
 
 
+@command("/editor", "[TEXT]", "write the next text in $EDITOR; Enter then sends it")
+def write_outside(chat: Chat, argument: str) -> None:
+    chat.begun = quoted(chat.write(argument))
+
+
 @command(
     "/copy",
     "[code]",
@@ -653,11 +658,6 @@ def _answer(chat: Chat, number: int) -> str:
     history = chat.conversation.history
     asked = chat.conversation.renderer.asked(history, number)
     return without_thinking(history.turns[number].answer, asked.text)
-
-
-@command("/editor", "[TEXT]", "write the next text in $EDITOR; Enter then sends it")
-def write_outside(chat: Chat, argument: str) -> None:
-    chat.begun = quoted(chat.write(argument))
 
 
 @command("/export", f"[-f] {PATH}", "write Markdown, or JSON for PATH.json; -f: overwrite")
