@@ -283,10 +283,6 @@ def test_verbose_logs_one_line_a_request() -> None:
         ),
         (["generate", "-p", "x", "--logprobs", "3"], "mlxrunner: --logprobs needs --json"),
         (
-            ["generate", "-p", "x", "--parallel", "2"],
-            "mlxrunner: --parallel is for the answers of --n: use --n K with it",
-        ),
-        (
             ["generate", "-p", "x", "--draft-model", "/no/such/model"],
             "mlxrunner: /no/such/model: no such model",
         ),
@@ -320,6 +316,13 @@ def test_verbose_logs_one_line_a_request() -> None:
 def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     """On stderr, without a traceback."""
     refused(run(*arguments), message)
+
+
+def test_generate_refuses_parallel_for_one_answer() -> None:
+    """It would be ignored; the default of 8 is not. A line before says that it is a former name."""
+    result = run("generate", "-p", "x", "--parallel", "2")
+    assert "mlxrunner: --parallel is for the answers of --n: use --n K with it\n" in result.stderr
+    assert result.exit_code == 2
 
 
 def test_debug_shows_the_traceback() -> None:
