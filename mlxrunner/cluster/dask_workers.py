@@ -12,12 +12,13 @@ import pickle
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, resource_tracker
+from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -232,14 +233,23 @@ def opened_dask(options: ClusterOptions) -> Iterator[DaskWorkers]:
     try:
         workers, close = opened.result()
     except BaseException:
-        for one in set(active_children()) - others:  # they are deaf to what ends others at exit
-            one.kill()
+        _kill_children(others)
         raise
     try:
         yield workers
     finally:
         close()
-        thread.join()
+        try:
+            thread.join()
+        except BaseException:
+            _kill_children(others)
+            raise
+
+
+def _kill_children(others: Set[BaseProcess]) -> None:
+    """Kill all children but `others`: they are deaf to what ends them at exit."""
+    for one in set(active_children()) - others:
+        one.kill()
 
 
 @contextmanager
@@ -303,6 +313,8 @@ async def _local_cluster(stack: AsyncExitStack, workers: int) -> Any:
             asynchronous=True,
             **worker_settings(),
         )
+        # Dask's own hook at exit asks a loop that may have ended, and prints a traceback then.
+        local.shutdown_on_close = False
         try:
             return await stack.enter_async_context(local)
         except Exception as error:
