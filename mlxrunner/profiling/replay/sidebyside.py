@@ -648,7 +648,7 @@ def _runner(
     return ReplayedRunner(process, slots, longest, is_movable=is_movable)
 
 
-class _Process(TypedDict):
+class _SlotsProcess(TypedDict):
     """The fields of a process that a replay in slots needs, with their bounds."""
 
     max_sequences: Ordinal
@@ -681,7 +681,7 @@ def can_be_replayed(logged: LoggedRequest) -> bool:
     if "scheduling" not in facts:
         return False
     try:
-        msgspec.convert(process, _Process)
+        msgspec.convert(process, _SlotsProcess)
         record = msgspec.convert(facts["scheduling"], _Scheduling)
     except ValueError:
         return False
