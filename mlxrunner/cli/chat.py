@@ -118,16 +118,14 @@ def chat(
     if named is not None:
         model = _no_prompt(chosen_model(named, model))
         given.add("model")
-    loading, keyboard, shared = take(options, LOADING), Keyboard(is_terminal()), loader()
-    own: dict[str, Any] = {} if shared is None else {"load_elsewhere": shared}
-    if own:  # nothing is planned or saved for one rank alone
-        loading["reserve"], no_cache_file = False, True
+    loading, own = _loading(options)
+    keyboard, caches = Keyboard(is_terminal()), not (no_cache_file or own)
     with keyboard:  # first of all, to keep what is typed while the model loads
         from mlxrunner.chat.repl import open_chat
         from mlxrunner.chat.session_commands import Saving, must_be_wanted, put_back
 
         keeps = not no_save and (is_terminal() or goes_on)
-        saving = Saving(caches=not no_cache_file, kv_bits=session_kv_bits, keeps_unnamed=keeps)
+        saving = Saving(caches=caches, kv_bits=session_kv_bits, keeps_unnamed=keeps)
         opening = saving.opened(session, goes_on=goes_on)
         with recording(options, "chat") as profile, opening as resumed:
             conversation = _conversation(ctx, system, options, history, keep_thinking, greedy)
@@ -138,21 +136,24 @@ def chat(
                 model = put_back(resumed, conversation, loading, model, given)
             loading["draft_model"] = draft_model
             conversation.runner = load(model, loading, banner=is_terminal())
-            profile.watch(conversation.runner)
             conversation.usual = usual_options("chat", model)
+            profile.watch(conversation.runner)
             own["after_load"] = [lambda chat: profile.watch(chat.runner), _take_usual_options]
+            own |= {"plain": plain, "history": not no_input_history}
+            own |= {"keyboard": keyboard, "type_ahead": not no_type_ahead}
             opened, table = open_chat(
-                conversation,
-                *saving.commands,
-                plain=plain,
-                history=not no_input_history,
-                keyboard=keyboard,
-                model=model,
-                loading=loading,
-                type_ahead=not no_type_ahead,
-                **own,
+                conversation, *saving.commands, model=model, loading=loading, **own
             )
             _run(opened, table, saving, is_resumed=resumed is not None)
+
+
+def _loading(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take the options of a load. Return them, and how a model that ranks share is loaded."""
+    loading, shared = take(options, LOADING), loader()
+    if shared is None:
+        return loading, {}
+    # Nothing is planned or saved for one rank alone.
+    return loading | {"reserve": False}, {"load_elsewhere": shared}
 
 
 def _check_begin(session: str | None, goes_on: bool) -> None:
