@@ -216,13 +216,21 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
     Yield a list of one number, the lines executed so far. A `line` of -1 only counts them. Lines
     that compile to nothing (a bare `try:`) do not count, because CPython handles no signal there.
     Nor does the second visit of a `with` line, which calls `__exit__`: a signal comes before or
-    after it, and never leaves a lock taken.
+    after it, and never leaves a lock taken. Nor do lines that a `__del__` runs: Python only prints
+    what is raised there.
     """
-    seen = [0]
+    seen, in_finalizer = [0], False
+
+    def finalize(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal in_finalizer
+        in_finalizer = event != "return"
+        return finalize
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if in_finalizer or not frame.f_code.co_filename.startswith(PACKAGE):
             return None
+        if frame.f_code.co_name == "__del__":
+            return finalize(frame, event, argument)
         uncounted = _uncounted(frame.f_code)
 
         def count(frame: FrameType, event: str, argument: Any) -> Any:

@@ -229,6 +229,18 @@ def test_a_parallel_completion_interrupted_frees_its_slot(llama: Parts, line: in
         assert len(runner.complete([5, 6, 7, 8], max_tokens=6).tokens) == 6
 
 
+def test_no_interrupt_is_planted_where_python_swallows_it(llama: Parts) -> None:
+    """What a `__del__` raises is only printed."""
+    with ParallelRunner(*llama, max_sequences=1, context=64) as runner:
+        handle = runner.submit([5, 6, 7], max_tokens=50)
+        with interrupt_at(-1) as nothing:
+            pass
+        with interrupt_at(-1) as seen:
+            del handle
+        assert seen == nothing
+        assert len(runner.complete([5, 6, 7, 8], max_tokens=6).tokens) == 6
+
+
 CALLS: dict[str, Callable[[Any], object]] = {
     "generate": lambda runner: runner.generate("a"),
     "complete": lambda runner: runner.complete("a"),
