@@ -26,7 +26,8 @@ from mlxrunner.cache.layers.factory import (
     outline_of,
 )
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.protocol import LayerCache, Saved, SavedEntry
+from mlxrunner.cache.protocol import LayerCache
+from mlxrunner.cache.saved import Saved, SavedEntry
 from mlxrunner.config.option import Option, check_callable, check_flag, check_kind
 from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.engine.drafting import DraftSources

@@ -230,7 +230,7 @@ def test_a_parallel_completion_interrupted_frees_its_slot(llama: Parts, line: in
 
 
 def test_no_interrupt_is_planted_where_python_swallows_it(llama: Parts) -> None:
-    """What a `__del__` raises is only printed."""
+    """Python only prints an error of a `__del__`."""
     with ParallelRunner(*llama, max_sequences=1, context=64) as runner:
         handle = runner.submit([5, 6, 7], max_tokens=50)
         with interrupt_at(-1) as nothing:

@@ -28,16 +28,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.layers.extents import Extent
-from mlxrunner.cache.protocol import (
-    END,
-    Exported,
-    LayerCache,
-    Saved,
-    SavedCheckpoint,
-    SavedEntry,
-    reach,
-)
+from mlxrunner.cache.protocol import END, Extent, LayerCache, reach
+from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint, SavedEntry
 from mlxrunner.errors import OptionError, PromptError
 
 TokenArray = NDArray[np.int32]

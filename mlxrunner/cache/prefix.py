@@ -28,7 +28,8 @@ from mlxrunner.cache.entry import (
     as_tokens,
     common_prefix,
 )
-from mlxrunner.cache.protocol import LayerCache, SavedEntry, reach
+from mlxrunner.cache.protocol import LayerCache, reach
+from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.errors import BusyError, PromptError
 
 

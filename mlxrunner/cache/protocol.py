@@ -12,17 +12,142 @@ Operations that may fail have two phases: the first computes everything, the sec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from mlxrunner.cache.layers.extents import Extent
+from mlxrunner.cache.saved import Saved
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlxrunner.cache.entry import Role, TokenArray
+
+EXTENTS: dict[str, type[Extent]] = {}
+"""The classes of extents by their names in token logs. Each class registers itself."""
+
+
+@dataclass(frozen=True)
+class Extent(ABC):
+    """The tokens that a layer stores after `offset` tokens."""
+
+    offset: int = 0
+    """Tokens evaluated; -1 if the parts of a composite layer disagree."""
+
+    name: ClassVar[str]
+    """The name in a token log."""
+    parameters: ClassVar[Sequence[str]] = ()
+    """Names of the fields that never change for a layer: whole numbers, written to token logs."""
+    needs_checkpoints: ClassVar[bool] = True
+    """True unless the layer can go back to every offset by itself."""
+    undoes_a_pass: ClassVar[bool] = False
+    """True if the layer can always go back by itself to where its last forward pass began."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        EXTENTS[cls.name] = cls
+
+    @abstractmethod
+    def reachable(self, to: int) -> int:
+        """Return the largest offset <= `to` that the layer can go back to; 0 means start over."""
+
+    @abstractmethod
+    def after(self, tokens: int) -> Self:
+        """Return the extent after a forward pass of `tokens` tokens."""
+
+    @abstractmethod
+    def rewound(self, to: int) -> Self:
+        """Return the extent after going back to `to`, a reachable offset that is not 0."""
+
+    def decoded(self, tokens: int) -> Self:
+        """Return the extent after `tokens` forward passes of one token each."""
+        extent = self
+        for _ in range(tokens):
+            extent = extent.after(1)
+        return extent
+
+    def empty(self) -> Self:
+        """Return the extent of the same layer when it holds nothing."""
+        return type(self)(**{name: getattr(self, name) for name in self.parameters})
+
+    def can_shift(self, keep: int, discard: int) -> bool:
+        """Return True if the tokens from `keep + discard` on can move up to `keep`."""
+        return False
+
+    def shifted(self, keep: int, discard: int) -> Self:
+        """Return the extent after dropping `discard` tokens behind the first `keep`.
+
+        Raise TypeError if the tokens of this kind can't be moved.
+        """
+        raise TypeError(f"the tokens of {self.name!r} can't be moved")
+
+    def checkpoint(self) -> Self:
+        """Return the extent of a layer that is restored from a checkpoint of this one."""
+        return self
+
+    def saved(self) -> Self:
+        """Return the extent of a layer that is restored from a file of this one."""
+        return self
+
+    @property
+    def checkpoint_rows(self) -> int:
+        """Rows that a checkpoint copies."""
+        return 0
+
+    def checkpoint_bytes(self, line: Mapping[str, Any]) -> int:
+        """Return the bytes of a checkpoint of the layer that `line` of a token log describes."""
+        nbytes: int = self.checkpoint_rows * line["row_bytes"] + line["checkpoint_fixed"]
+        return nbytes
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of a token log from which `read_extent` makes this extent, empty."""
+        return {"extent": self.name, **{name: getattr(self, name) for name in self.parameters}}
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any], context: int, slack: int | None) -> Self:
+        """Make an empty extent from the `line` of a token log.
+
+        `context`: tokens of the context. `slack`: the rewind slack in tokens, in place of the
+        logged one; None: the logged one.
+        """
+        return cls(**{name: line[name] for name in cls.parameters})
+
+
+@dataclass(frozen=True)
+class Everything(Extent):
+    """A layer that stores every token and can go back to any of them."""
+
+    name = "everything"
+    needs_checkpoints = False
+    undoes_a_pass = True
+
+    def reachable(self, to: int) -> int:
+        return min(to, self.offset)
+
+    def after(self, tokens: int) -> Self:
+        return replace(self, offset=self.offset + tokens)
+
+    def decoded(self, tokens: int) -> Self:
+        return self.after(tokens)
+
+    def rewound(self, to: int) -> Self:
+        return replace(self, offset=to)
+
+    def can_shift(self, keep: int, discard: int) -> bool:
+        return self.offset >= keep + discard
+
+    def shifted(self, keep: int, discard: int) -> Self:
+        return replace(self, offset=self.offset - discard)
+
+
+@dataclass(frozen=True)
+class Unmovable(Everything):
+    """A layer that stores every token in a form that can't move to another position."""
+
+    name = "unmovable"
+
+    def can_shift(self, keep: int, discard: int) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -58,210 +183,6 @@ class Layout:
     def draft_bytes(self, context: int) -> int:
         """Return the bytes that checking a draft takes at the far end of the context."""
         return min(self.draft_rows, context) * self.row_bytes
-
-
-ROWS = ("full", "quantized", "sliding")
-"""Saved kinds with at most one row per token.
-
-A file with more rows is refused before its arrays are read.
-"""
-STATES = ("recurrent",)
-"""Saved kinds whose arrays have no rows. Of others, an array of four axes has rows on the third."""
-QUANTIZABLE = ("full", "sliding")
-"""Saved kinds whose keys and values a file may store in fewer bits; it would harm other states."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One layer, or one checkpoint of it, without trimmed rows."""
-
-    kind: str
-    arrays: Mapping[str, Any] = field(default_factory=dict)
-    """Arrays by name; keys and values are `[1, kv_heads, rows, ...]`.
-
-    The arrays that a layer returns are views of its buffers. Copy them before the next forward
-    pass.
-    """
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    """The other values that a cache of mlx-lm keeps, by name."""
-    parts: Sequence[Saved] = ()
-    """The layers within a composite one."""
-
-
-class Unread(Protocol):
-    """A layer in a file. Its rows may be taken over one piece behind the other."""
-
-    def read(self) -> Saved:
-        """Read the whole layer."""
-
-    def pieces(self) -> Iterator[Saved | None]:
-        """Read the layer piece by piece, from the first row on. None: a piece is not complete."""
-
-
-@dataclass(frozen=True)
-class ArrayShape:
-    """An array without its content."""
-
-    dtype: str
-    shape: tuple[int | None, ...]
-    """The sizes of the axes; None for an axis that depends on the number of tokens."""
-    may_lack: bool = False
-    """True if the array exists only after later tokens."""
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint of an entry."""
-
-    offset: int
-    role: Role | None
-    layers: Sequence[Saved | None]
-    """One per layer; None for a layer that needs no checkpoint."""
-
-
-class SavedEntry(Protocol):
-    """An entry that can be taken over. Iterating reads it from its file, one layer at a time."""
-
-    @property
-    def tokens(self) -> TokenArray: ...
-
-    @property
-    def layers(self) -> Iterable[Saved | Unread]: ...
-
-    @property
-    def checkpoints(self) -> Iterable[SavedCheckpoint]: ...
-
-    @property
-    def is_exact(self) -> bool: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Exported:
-    """An entry, or a part of one, as it is now."""
-
-    tokens: TokenArray
-    layers: Sequence[Saved]
-    checkpoints: Sequence[SavedCheckpoint]
-    is_exact: bool = True
-    """True if a cold run on its tokens would store the same: not after a shift."""
-
-
-def mismatch(saved: Saved, like: Saved, tokens: int) -> str | None:
-    """Return the reason why `saved` can't be a layer with the outline `like`; None if it can.
-
-    `tokens`: the number of tokens in `saved`.
-    """
-    if not (saved.arrays or saved.numbers or saved.parts):
-        return None  # a part that needs no checkpoint
-    if saved.kind != like.kind or len(saved.parts) != len(like.parts):
-        return f"a layer is of the kind {saved.kind!r:.40} instead of {like.kind!r}"
-    lacking = {
-        name
-        for name, expected in like.arrays.items()
-        if name not in saved.arrays and not expected.may_lack
-    }
-    empty = {
-        name
-        for name, expected in like.arrays.items()
-        if expected.may_lack and saved.numbers.get(name, "") is None
-    }
-    if (
-        lacking
-        or set(saved.arrays) - set(like.arrays)
-        or set(saved.numbers) - empty != set(like.numbers)
-    ):
-        return f"a {like.kind} layer lacks a part, or has one too many"
-    for name, found in saved.arrays.items():
-        expected = like.arrays[name]
-        shapes = [_without_rows(like.kind, array.shape) for array in (found, expected)]
-        too_many = like.kind in ROWS and len(found.shape) == 4 and found.shape[2] > tokens
-        if too_many or not _fits(*shapes) or dtype_name(found.dtype) != dtype_name(expected.dtype):
-            here, there = (
-                f"{dtype_name(array.dtype)} {list(array.shape)}" for array in (found, expected)
-            )
-            return (
-                f"the {name} of a {like.kind} layer are {here}, "
-                f"which does not go with {there} and {tokens} tokens"
-            )
-    for name, number in like.numbers.items():
-        if type(saved.numbers[name]) is not type(number) or (
-            isinstance(number, int) and not 0 <= saved.numbers[name] < 2**31
-        ):
-            return f"a number of a {like.kind} layer is {saved.numbers[name]!r:.50}"
-    return next(
-        (
-            found
-            for part in zip(saved.parts, like.parts, strict=True)
-            if (found := mismatch(*part, tokens))
-        ),
-        None,
-    )
-
-
-def shapes(saved: Saved) -> Saved:
-    """Return the shapes of `saved`, without references to its arrays."""
-    arrays = {
-        name: ArrayShape(dtype_name(array.dtype), tuple(array.shape))
-        for name, array in saved.arrays.items()
-    }
-    return Saved(saved.kind, arrays, saved.numbers, [shapes(part) for part in saved.parts])
-
-
-def combined(found: Sequence[Saved]) -> Saved:
-    """Return the outline of a layer from its `shapes` after several numbers of tokens.
-
-    Axes whose sizes differ are None. An array that is missing in some of `found` may lack.
-    """
-    first = found[0]
-    names = dict.fromkeys(name for one in found for name in one.arrays)
-    numbers = {name: value for name, value in first.numbers.items() if name not in names}
-    parts = [combined(parts) for parts in zip(*(one.parts for one in found), strict=True)]
-    return Saved(
-        first.kind,
-        {name: _common([one.arrays.get(name) for one in found]) for name in names},
-        numbers,
-        parts,
-    )
-
-
-def _common(found: Sequence[ArrayShape | None]) -> ArrayShape:
-    there = [shape for shape in found if shape is not None]
-    open_axes = [
-        axis[0] if len(set(axis)) == 1 else None
-        for axis in zip(*(shape.shape for shape in there), strict=True)
-    ]
-    return ArrayShape(there[0].dtype, tuple(open_axes), may_lack=len(there) < len(found))
-
-
-def _fits(shape: Sequence[int | None], expected: Sequence[int | None]) -> bool:
-    return len(shape) == len(expected) and all(
-        size is None or size == one for one, size in zip(shape, expected, strict=True)
-    )
-
-
-def outline(saved: Saved) -> list[Any]:
-    """Return the properties that don't depend on the number of tokens.
-
-    These are the kind, the names, the types and the shapes.
-    """
-    arrays = {
-        name: [dtype_name(array.dtype), _without_rows(saved.kind, array.shape)]
-        for name, array in saved.arrays.items()
-    }
-    return [saved.kind, arrays, sorted(saved.numbers), [outline(part) for part in saved.parts]]
-
-
-def dtype_name(dtype: Any) -> str:
-    """Return "float32" for "float32" and for mlx.core.float32."""
-    return str(dtype).rpartition(".")[2]
-
-
-def _without_rows(kind: str, shape: Sequence[int | None]) -> list[int | None]:
-    """Return `shape` with None for the number of rows."""
-    return [
-        None if axis == 2 and len(shape) == 4 and kind not in STATES else size
-        for axis, size in enumerate(shape)
-    ]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlxrunner.cache.protocol import Saved, outline
+from mlxrunner.cache.saved import Saved, outline
 from mlxrunner.errors import ModelError, ReadError
 from mlxrunner.models.files import MOST_BYTES, config_as_written, placed_tensors, read_headers
 from mlxrunner.system.reading import is_there, open_file, read_bytes

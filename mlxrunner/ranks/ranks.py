@@ -27,7 +27,8 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
-from mlxrunner.cache.protocol import LayerCache, SavedEntry
+from mlxrunner.cache.protocol import LayerCache
+from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.engine.backends.backend import SequentialModel
 from mlxrunner.engine.request import CLEAR_EVERY
 from mlxrunner.engine.sampling import dispatch

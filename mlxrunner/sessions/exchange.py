@@ -17,7 +17,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlxrunner.cache.disk.pieces import LazyArray
 from mlxrunner.cache.entry import CacheEntry, TokenArray, as_tokens, has_pictures
 from mlxrunner.cache.layers.factory import CacheOptions, layouts_of, make_layer_caches, outline_of
-from mlxrunner.cache.protocol import Exported, Saved, mismatch
+from mlxrunner.cache.saved import Exported, Saved, mismatch
 from mlxrunner.errors import ModelError, OptionError, PromptError, SessionError
 from mlxrunner.models.fingerprint import PARTS, differences, fingerprint, with_format
 from mlxrunner.models.load import unread_model

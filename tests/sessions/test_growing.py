@@ -12,7 +12,7 @@ from support.saving import stored
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.pieces import StoredEntry
-from mlxrunner.cache.protocol import ArrayShape, Saved, combined, mismatch
+from mlxrunner.cache.saved import ArrayShape, Saved, combined, mismatch
 from mlxrunner.errors import SessionError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.sessions.caches import SessionEntry

@@ -16,7 +16,7 @@ from support.models import ARCHITECTURES, tiny_config, tiny_model, write_model
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import CacheOptions
-from mlxrunner.cache.protocol import Exported
+from mlxrunner.cache.saved import Exported
 from mlxrunner.errors import OptionError, SessionError
 from mlxrunner.models.facts import facts_of
 from mlxrunner.sessions.exchange import export_file, import_file, import_session

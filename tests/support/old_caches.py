@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxrunner.cache.disk.pieces import LazyArray, Packer
-from mlxrunner.cache.protocol import Exported
+from mlxrunner.cache.saved import Exported
 from mlxrunner.sessions.store import CACHE
 from mlxrunner.system.folders import Folder
 from mlxrunner.system.tensorfile import write

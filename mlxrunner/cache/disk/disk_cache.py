@@ -45,7 +45,7 @@ from mlxrunner.cache.disk.pieces import (
     piece_files,
 )
 from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix
-from mlxrunner.cache.protocol import Exported, SavedCheckpoint
+from mlxrunner.cache.saved import Exported, SavedCheckpoint
 from mlxrunner.errors import MlxrunnerError, SessionError
 from mlxrunner.pictures.table import PictureNames, PictureTable
 from mlxrunner.system.folders import Folder, cache_folder

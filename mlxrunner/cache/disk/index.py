@@ -26,7 +26,7 @@ from mlxrunner.cache.entry import (
     goes_on,
     role_named,
 )
-from mlxrunner.cache.layers.extents import Extent
+from mlxrunner.cache.protocol import Extent
 from mlxrunner.errors import SessionError
 
 SEGMENT = 512

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from mlxrunner.cache.disk.index import RowsPiece, StatePiece, StoredConversation, digests, file_name
 from mlxrunner.cache.entry import Role, TokenArray, as_tokens, role_named
-from mlxrunner.cache.protocol import (
+from mlxrunner.cache.protocol import LayerCache
+from mlxrunner.cache.saved import (
     QUANTIZABLE,
     Exported,
-    LayerCache,
     Saved,
     SavedCheckpoint,
     Unread,

@@ -15,8 +15,9 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, create_attention_mask
 
 from mlxrunner.cache.layers.base import ArrayCache, contiguous, leaves, tree_bytes
-from mlxrunner.cache.layers.extents import Everything, Extent, Unmovable, Window
-from mlxrunner.cache.protocol import Layout, Saved, Snapshot
+from mlxrunner.cache.layers.extents import Window
+from mlxrunner.cache.protocol import Everything, Extent, Layout, Snapshot, Unmovable
+from mlxrunner.cache.saved import Saved
 from mlxrunner.system.mlx_lm_internals import rows_in_order
 
 STEP = 256

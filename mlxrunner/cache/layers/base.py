@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner.cache.protocol import LayerCache, Layout, Saved, Snapshot
+from mlxrunner.cache.protocol import LayerCache, Layout, Snapshot
+from mlxrunner.cache.saved import Saved
 
 
 class ArrayCache(LayerCache):

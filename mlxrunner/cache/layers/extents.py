@@ -10,139 +10,14 @@ extents of mlx-lm's own caches stand at the end.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
+
+from mlxrunner.cache.protocol import EXTENTS, Everything, Extent
 
 STEP = 256
 """Rows that a window's buffer has beyond the window and its slack."""
-
-EXTENTS: dict[str, type[Extent]] = {}
-"""The classes of extents by their names in token logs. Each class registers itself."""
-
-
-@dataclass(frozen=True)
-class Extent(ABC):
-    """The tokens that a layer stores after `offset` tokens."""
-
-    offset: int = 0
-    """Tokens evaluated; -1 if the parts of a composite layer disagree."""
-
-    name: ClassVar[str]
-    """The name in a token log."""
-    parameters: ClassVar[Sequence[str]] = ()
-    """Names of the fields that never change for a layer: whole numbers, written to token logs."""
-    needs_checkpoints: ClassVar[bool] = True
-    """True unless the layer can go back to every offset by itself."""
-    undoes_a_pass: ClassVar[bool] = False
-    """True if the layer can always go back by itself to where its last forward pass began."""
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        EXTENTS[cls.name] = cls
-
-    @abstractmethod
-    def reachable(self, to: int) -> int:
-        """Return the largest offset <= `to` that the layer can go back to; 0 means start over."""
-
-    @abstractmethod
-    def after(self, tokens: int) -> Self:
-        """Return the extent after a forward pass of `tokens` tokens."""
-
-    @abstractmethod
-    def rewound(self, to: int) -> Self:
-        """Return the extent after going back to `to`, a reachable offset that is not 0."""
-
-    def decoded(self, tokens: int) -> Self:
-        """Return the extent after `tokens` forward passes of one token each."""
-        extent = self
-        for _ in range(tokens):
-            extent = extent.after(1)
-        return extent
-
-    def empty(self) -> Self:
-        """Return the extent of the same layer when it holds nothing."""
-        return type(self)(**{name: getattr(self, name) for name in self.parameters})
-
-    def can_shift(self, keep: int, discard: int) -> bool:
-        """Return True if the tokens from `keep + discard` on can move up to `keep`."""
-        return False
-
-    def shifted(self, keep: int, discard: int) -> Self:
-        """Return the extent after dropping `discard` tokens behind the first `keep`.
-
-        Raise TypeError if the tokens of this kind can't be moved.
-        """
-        raise TypeError(f"the tokens of {self.name!r} can't be moved")
-
-    def checkpoint(self) -> Self:
-        """Return the extent of a layer that is restored from a checkpoint of this one."""
-        return self
-
-    def saved(self) -> Self:
-        """Return the extent of a layer that is restored from a file of this one."""
-        return self
-
-    @property
-    def checkpoint_rows(self) -> int:
-        """Rows that a checkpoint copies."""
-        return 0
-
-    def checkpoint_bytes(self, line: Mapping[str, Any]) -> int:
-        """Return the bytes of a checkpoint of the layer that `line` of a token log describes."""
-        nbytes: int = self.checkpoint_rows * line["row_bytes"] + line["checkpoint_fixed"]
-        return nbytes
-
-    def describe(self) -> dict[str, Any]:
-        """Return the fields of a token log from which `read_extent` makes this extent, empty."""
-        return {"extent": self.name, **{name: getattr(self, name) for name in self.parameters}}
-
-    @classmethod
-    def read(cls, line: Mapping[str, Any], context: int, slack: int | None) -> Self:
-        """Make an empty extent from the `line` of a token log.
-
-        `context`: tokens of the context. `slack`: the rewind slack in tokens, in place of the
-        logged one; None: the logged one.
-        """
-        return cls(**{name: line[name] for name in cls.parameters})
-
-
-@dataclass(frozen=True)
-class Everything(Extent):
-    """A layer that stores every token and can go back to any of them."""
-
-    name = "everything"
-    needs_checkpoints = False
-    undoes_a_pass = True
-
-    def reachable(self, to: int) -> int:
-        return min(to, self.offset)
-
-    def after(self, tokens: int) -> Self:
-        return replace(self, offset=self.offset + tokens)
-
-    def decoded(self, tokens: int) -> Self:
-        return self.after(tokens)
-
-    def rewound(self, to: int) -> Self:
-        return replace(self, offset=to)
-
-    def can_shift(self, keep: int, discard: int) -> bool:
-        return self.offset >= keep + discard
-
-    def shifted(self, keep: int, discard: int) -> Self:
-        return replace(self, offset=self.offset - discard)
-
-
-@dataclass(frozen=True)
-class Unmovable(Everything):
-    """A layer that stores every token in a form that can't move to another position."""
-
-    name = "unmovable"
-
-    def can_shift(self, keep: int, discard: int) -> bool:
-        return False
 
 
 @dataclass(frozen=True)

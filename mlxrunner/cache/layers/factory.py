@@ -31,9 +31,10 @@ from mlxrunner.cache.layers.attention import (
     SlidingWindowCache,
 )
 from mlxrunner.cache.layers.base import leaves, tree_bytes
-from mlxrunner.cache.layers.extents import ChunkExtent, CompositeExtent, Extent, Filling, Stay, Torn
+from mlxrunner.cache.layers.extents import ChunkExtent, CompositeExtent, Filling, Stay, Torn
 from mlxrunner.cache.layers.recurrent import RecurrentCache
-from mlxrunner.cache.protocol import LayerCache, Layout, Saved, Snapshot, combined, shapes
+from mlxrunner.cache.protocol import Extent, LayerCache, Layout, Snapshot
+from mlxrunner.cache.saved import Saved, combined, shapes
 from mlxrunner.errors import OptionError
 from mlxrunner.system.mlx_lm_internals import has_settable_state, is_stock_cache
 

@@ -15,8 +15,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlxrunner.cache.layers.base import ArrayCache, contiguous, leaves, tree_bytes
-from mlxrunner.cache.layers.extents import Extent, LastPass
-from mlxrunner.cache.protocol import LayerCache, Layout, Saved
+from mlxrunner.cache.layers.extents import LastPass
+from mlxrunner.cache.protocol import Extent, LayerCache, Layout
+from mlxrunner.cache.saved import Saved
 
 States = list[mx.array | None]
 

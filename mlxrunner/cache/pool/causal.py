@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxrunner.cache.layers.extents import Everything, Extent, Window
+from mlxrunner.cache.layers.extents import Window
 from mlxrunner.cache.pool.attention_split import (
     WORTH_SPLITTING,
     Forward,
@@ -30,12 +30,14 @@ from mlxrunner.cache.protocol import (
     Batch,
     Cache,
     Commit,
+    Everything,
+    Extent,
     LayerCache,
     Layout,
     Lifecycle,
-    Saved,
     Snapshot,
 )
+from mlxrunner.cache.saved import Saved
 from mlxrunner.errors import CacheFullError, NotSupportedError
 
 MANY_RUNS = 64

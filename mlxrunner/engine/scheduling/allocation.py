@@ -34,7 +34,8 @@ from mlxrunner.cache.entry import (
 from mlxrunner.cache.pool.causal import CausalCache
 from mlxrunner.cache.pool.cells import SHORT_PREFIX
 from mlxrunner.cache.prefix import CopySource, PrefixCache
-from mlxrunner.cache.protocol import END, SavedEntry
+from mlxrunner.cache.protocol import END
+from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.engine.scheduling.eviction import EvictionPolicy, RequestFinalizer

@@ -31,7 +31,8 @@ from mlxrunner.cache.entry import (
 )
 from mlxrunner.cache.pool.causal import CellsLayer
 from mlxrunner.cache.prefix import PrefixCache
-from mlxrunner.cache.protocol import END, SavedEntry
+from mlxrunner.cache.protocol import END
+from mlxrunner.cache.saved import SavedEntry
 from mlxrunner.engine.backends.backend import Backend
 from mlxrunner.engine.request import ActiveRequest
 from mlxrunner.errors import CacheFullError, MlxrunnerError, StepFailedError, TimeLimitError

@@ -23,9 +23,10 @@ from mlxrunner.batch.order import order_of, sort_key
 from mlxrunner.cache.account import ConversationName, Earlier
 from mlxrunner.cache.disk.index import DiskCacheIndex, EntryForm, OnEvicted, StoredConversation
 from mlxrunner.cache.entry import CacheEntry, Shift, TokenArray, TokenBuffer, as_tokens
-from mlxrunner.cache.layers.extents import Extent, Window, read_extent
+from mlxrunner.cache.layers.extents import Window, read_extent
 from mlxrunner.cache.pool.causal import CausalCache, CellsLayer
-from mlxrunner.cache.protocol import Batch, Exported, LayerCache, Saved, SavedCheckpoint, Snapshot
+from mlxrunner.cache.protocol import Batch, Extent, LayerCache, Snapshot
+from mlxrunner.cache.saved import Exported, Saved, SavedCheckpoint
 from mlxrunner.engine.backends.backend import WINDOWS_KEEP, Backend, PromptPasses
 from mlxrunner.engine.request import ActiveRequest, AnswerStream, Clock, Ending, Request
 from mlxrunner.engine.sampling import Decoded, NextToken, Sampled

@@ -26,9 +26,9 @@ from mlxrunner.cache.entry import (
     common_prefix,
     places_of,
 )
-from mlxrunner.cache.layers.extents import Extent, is_layer, read_extent
+from mlxrunner.cache.layers.extents import is_layer, read_extent
 from mlxrunner.cache.prefix import EntryLease, PrefixCache
-from mlxrunner.cache.protocol import LayerCache, Snapshot
+from mlxrunner.cache.protocol import Extent, LayerCache, Snapshot
 from mlxrunner.profiling.schema import MOST, Ordinal
 from mlxrunner.profiling.tokenlog import LoggedRequest, TokenIds
 

@@ -34,8 +34,8 @@ from support.saving import stored
 from mlxrunner import ParallelRunner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.layers import factory
-from mlxrunner.cache.layers.extents import EXTENTS, Everything, is_layer, read_extent
-from mlxrunner.cache.protocol import describe
+from mlxrunner.cache.layers.extents import is_layer, read_extent
+from mlxrunner.cache.protocol import EXTENTS, Everything, describe
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import (
