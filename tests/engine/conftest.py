@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.histories import Parts, tiny_parts
 
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.engine.backends import proof
@@ -44,3 +45,9 @@ def proved_once(proofs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
             return self._found[mode]
 
     monkeypatch.setattr(proof, "Proof", ProvedOnce)
+
+
+@pytest.fixture(scope="session")
+def llama() -> Parts:
+    """Return the parts of a runner of a tiny Llama, which all tests share."""
+    return tiny_parts("llama")

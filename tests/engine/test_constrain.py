@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -81,15 +82,20 @@ def test_an_answer_is_one_of_the_choices(llama: Runner, demo: Runner, choices: l
     assert len(seen) > 1 or len(set(choices)) == 1
 
 
-def test_an_answer_is_written_on_one_line(llama: Runner) -> None:
-    """An answer has the spaces that json.dumps puts and no others, so none fills it with them."""
+class _Marked(ByteTokenizer):
+    template_stops = ("es",)
+
+
+def test_an_answer_has_the_spaces_of_json_dumps_and_all_that_was_asked_for(llama: Runner) -> None:
+    """A text is one choice, duplicates change nothing, and so does a template's mark of an end."""
     schema = {"const": {"a": [1, {"b": None}, []], "c": "d e"}}
     assert text(ask(llama, schema=schema)) == json.dumps(schema["const"])
-
-
-def test_one_choice_may_be_given_as_a_text(llama: Runner) -> None:
-    """It is not taken for a list of letters."""
     assert text(ask(llama, choices="maybe")) == "maybe"
+    several = (["no", "yes", "yes, please"], ["no", "yes", "no", "yes, please", "yes"])
+    assert len({text(ask(llama, choices=choices)) for choices in several}) == 1
+    assert text(ask(build(tokenizer=_Marked()), choices=["yes"])) == "yes"
+    longest = ("x" * (MAX_SCHEMA // 2), "y" * (MAX_SCHEMA // 2))
+    assert GenerateOptions.of(choices=[*longest]).choices == longest
 
 
 def test_a_full_context_shifts_under_an_answer_in_a_form() -> None:
@@ -116,15 +122,6 @@ def test_answers_go_on_while_they_are_read(llama: Runner) -> None:
         shown.append(shown[-1] + chunk.text)
     assert all(after.startswith(before) for before, after in pairwise(shown))
     assert json.loads(shown[-1]) == SCHEMAS["const"]["const"]
-
-
-def test_a_choice_given_twice_is_one(llama: Runner) -> None:
-    """Duplicates, and one that another begins with, change nothing."""
-    once, twice = (
-        tokens(ask(llama, choices=choices))
-        for choices in (["no", "yes", "yes, please"], ["no", "yes", "no", "yes, please", "yes"])
-    )
-    assert once == twice
 
 
 def test_a_stop_token_comes_only_where_the_form_is_complete(llama: Runner) -> None:
@@ -186,26 +183,7 @@ def test_no_stop_string_cuts_an_answer_in_a_form(
         assert with_stop[-1].finish_reason == plain[-1].finish_reason == "stop"
 
 
-class _Marked(ByteTokenizer):
-    template_stops = ("es",)
-
-
-def test_a_template_that_ends_messages_by_a_text_cuts_no_form() -> None:
-    """The text may be part of what was asked for."""
-    assert text(ask(build(tokenizer=_Marked()), choices=["yes"])) == "yes"
-
-
-WARM = [
-    "llama",
-    "qwen3",
-    "deepseek_v3",
-    "gemma3_text",
-    "gpt_oss",
-    "llama4",
-    "qwen3_next",
-    "lfm2",
-    "mamba2",
-]
+WARM = "llama qwen3 deepseek_v3 gemma3_text gpt_oss llama4 qwen3_next lfm2 mamba2".split()
 
 
 def masked_by_hand(
@@ -253,26 +231,15 @@ def test_tokens_are_those_of_plain_masked_decoding(architecture: str) -> None:
 def test_a_warm_answer_is_that_of_a_cold_one(architecture: str) -> None:
     """A warm answer equals a cold one, and the entry holds exactly what was evaluated."""
     rng = random.Random(architecture)
-    runner = build(
-        architecture,
-        prefill_step=16,
-        rewind_slack=4,
-        checkpoint_interval=8,
-        checkpoint_budget=10**6,
-    )
+    checkpoints = {"checkpoint_interval": 8, "checkpoint_budget": 10**6}
+    runner = build(architecture, prefill_step=16, rewind_slack=4, **checkpoints)
     forms: list[dict[str, Any]] = [
         {"schema": SCHEMAS["object"]},
         {"choices": ["yes", "yesterday", "no"]},
         {},
         {"schema": SCHEMAS["nested arrays"]},
-        {
-            "schema": SCHEMAS["object"],
-            "temperature": 1.0,
-            "seed": 4,
-            "top_k": 20,
-            "top_p": 0.9,
-            "repetition_penalty": 1.3,
-        },
+        {"schema": SCHEMAS["object"], "temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9}
+        | {"repetition_penalty": 1.3},
     ]
     history = [rng.randrange(290) for _ in range(40)]
     for turn in range(fewer(5, 4)):
@@ -398,56 +365,46 @@ def test_a_processor_that_forces_another_token_is_an_error(llama: Runner) -> Non
 )
 def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]) -> None:
     """Closed after each chunk, an error or Ctrl-C in each forward pass and before each token."""
-    schema, prompt, follow_up = SCHEMAS["object"], list(range(20)), [*range(15), 7, 7]
+    prompt, follow_up = list(range(20)), [*range(15), 7, 7]
+    form, stride = {"schema": SCHEMAS["object"]}, fewer(3, 6)
 
     def runner() -> Runner:
         return oracle_runner(kinds, checkpoint_interval=5, checkpoint_budget=10**6)
 
-    whole = ask(runner(), prompt, schema=schema)
-    expected = tokens(ask(runner(), follow_up, schema=schema))
+    def close(used: Runner, place: int) -> None:
+        answer: Any = used.generate(prompt, **form)
+        assert tokens([next(answer) for _ in range(place)]) == tokens(whole)[:place]
+        answer.close()
 
-    def check(used: Runner) -> None:
-        assert used.entry.is_true
-        assert used.entry.tokens == [*prompt, *tokens(whole)][: len(used.entry.tokens)]
-        assert tokens(ask(used, follow_up, schema=schema)) == expected
+    def fail(used: Runner, place: int, error: BaseException) -> None:
+        def on_layer(index: int) -> None:
+            if len(used.model.forwards) == place // 3 + 1 and index == 1:
+                raise error
 
-    stride = fewer(3, 6)
-    for read in range(0, len(whole), stride):
-        used = runner()
-        answer = used.generate(prompt, schema=schema)
-        assert tokens([next(answer) for _ in range(read)]) == tokens(whole)[:read]
-        answer.close()  # type: ignore[attr-defined]
-        check(used)
-    for error in (KeyboardInterrupt(), RuntimeError("from the model")):
-        for forward in range(1, len(whole) + 3, 3 * stride):
-            used = runner()
+        used.model.on_layer = on_layer
+        with pytest.raises(type(error)):
+            ask(used, prompt, speculate="off", **form)
+        used.model.on_layer = lambda index: None
 
-            def on_layer(
-                index: int,
-                used: Runner = used,
-                forward: int = forward,
-                error: BaseException = error,
-            ) -> None:
-                if len(used.model.forwards) == forward and index == 1:
-                    raise error
-
-            used.model.on_layer = on_layer
-            with pytest.raises(type(error)):
-                ask(used, prompt, schema=schema, speculate="off")
-            used.model.on_layer = lambda index: None
-            check(used)
-
-    for place in range(0, len(whole), stride):
-        used = runner()
-
-        def interrupt(history: mx.array, logits: mx.array, place: int = place) -> mx.array:
+    def interrupt(used: Runner, place: int) -> None:
+        def process(history: mx.array, logits: mx.array) -> mx.array:
             if history.shape[0] == len(prompt) + place:
                 raise KeyboardInterrupt
             return logits
 
         with pytest.raises(KeyboardInterrupt):
-            ask(used, prompt, schema=schema, logits_processors=[interrupt])
-        check(used)
+            ask(used, prompt, logits_processors=[process], **form)
+
+    failures = [partial(fail, error=error) for error in (KeyboardInterrupt(), RuntimeError("no"))]
+    whole = ask(runner(), prompt, **form)
+    expected = tokens(ask(runner(), follow_up, **form))
+    for end in (close, interrupt, *failures):
+        for place in range(0, len(whole), stride):
+            used = runner()
+            end(used, place)
+            assert used.entry.is_true
+            assert used.entry.tokens == [*prompt, *tokens(whole)][: len(used.entry.tokens)]
+            assert tokens(ask(used, follow_up, **form)) == expected
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {
@@ -502,19 +459,6 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_choices_that_take_too_long_to_compile_are_refused(more: int) -> None:
-    """They are as long together as a schema may be; 20 MB of them took 30 s and 1.8 GB."""
-    size = MAX_SCHEMA // 2
-    choices = ["x" * size, "y" * (size + more)]
-    if not more:
-        assert GenerateOptions.of(choices=choices).choices == tuple(choices)
-        return
-    said = f"choices: {MAX_SCHEMA + 1} characters are too many, they may have at most {MAX_SCHEMA}"
-    with pytest.raises(OptionError, match=re.escape(said)):
-        GenerateOptions.of(choices=choices)
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_schema_that_cannot_be_had_is_refused_in_one_line(name: str) -> None:
     """Before anything is evaluated: the entry is as it was, and the next request is a hit."""
@@ -544,23 +488,6 @@ def test_a_schema_cannot_loosen_itself(llama: Runner) -> None:
         text(ask(llama, schema={"const": [1, 2], "x-guidance": {"item_separator": "  ,  "}}))
         == "[1, 2]"
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"choices": ["a", ""]}, "choices: each one has to be a text of at least one character"),
-        ({"choices": ["a", 1]}, "choices: each one has to be a text"),
-        ({"choices": 5}, "choices: 5 is not a list"),
-        ({"choices": ["\ud800"]}, "choices: '\\ud800' is not valid Unicode"),
-        ({"choices": ["a"], "schema": "{}"}, "schema, choices: an answer has one form"),
-    ],
-    ids=str,
-)
-def test_choices_are_checked_when_they_are_made(options: dict[str, Any], message: str) -> None:
-    """Without the library."""
-    with pytest.raises(OptionError, match=re.escape(message)):
-        GenerateOptions.of(**options)
 
 
 def test_without_the_library_only_a_form_is_refused(
@@ -612,42 +539,30 @@ def test_a_form_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        pytest.param({"choices": []}, "choices: the list is empty", id="no-choice"),
-        pytest.param({"choices": ()}, "choices: the list is empty", id="no-choice-tuple"),
-        pytest.param(
-            {"choices": ""},
-            "choices: each one has to be a text of at least one character",
-            id="an-empty-text",
-        ),
-        pytest.param(
-            {"choices": ["yes", ""]},
-            "choices: each one has to be a text of at least one character",
-            id="one-empty",
-        ),
-        pytest.param(
-            {"choices": ["yes"], "schema": {}}, "schema, choices: an answer has one form", id="both"
-        ),
-        pytest.param(
-            {"choices": [], "schema": {}}, "choices: the list is empty", id="both-one-empty"
-        ),
-        pytest.param(
-            {"stop": ""},
-            "stop: each stop string has to be a text of at least one character",
-            id="empty-stop",
-        ),
-        pytest.param(
-            {"stop": ["a", ""]},
-            "stop: each stop string has to be a text of at least one character",
-            id="one-empty-stop",
-        ),
-        pytest.param({"schema": ""}, "schema: not valid JSON", id="empty-schema"),
-        pytest.param({"max_tokens": 0}, "max_tokens: 0 is out of range", id="no-token"),
-    ],
-)
-def test_what_is_empty_is_an_error(llama: Runner, options: dict[str, Any], complaint: str) -> None:
-    """It never gives a free answer."""
-    with pytest.raises(OptionError, match=re.escape(complaint)):
+EACH = "choices: each one has to be a text of at least one character"
+STOPS = "stop: each stop string has to be a text of at least one character"
+LONG = f"choices: {MAX_SCHEMA + 1} characters are too many, they may have at most {MAX_SCHEMA}"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"choices": 5}, "choices: 5 is not a list"),
+    ({"choices": ["\ud800"]}, "choices: '\\ud800' is not valid Unicode"),
+    ({"choices": ["a"], "schema": {}}, "schema, choices: an answer has one form"),
+    # 20 MB of them took 30 s and 1.8 GB.
+    ({"choices": ["x" * (MAX_SCHEMA // 2), "y" * (MAX_SCHEMA // 2 + 1)]}, LONG),
+    *(({"choices": wrong}, EACH) for wrong in (["a", ""], ["a", 1], "")),
+    *(({"choices": wrong}, "choices: the list is empty") for wrong in ([], ())),
+    ({"choices": [], "schema": {}}, "choices: the list is empty"),
+    *(({"stop": wrong}, STOPS) for wrong in ("", ["a", ""])),
+    ({"schema": ""}, "schema: not valid JSON"),
+    ({"max_tokens": 0}, "max_tokens: 0 is out of range"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=range(len(WRONG)))
+def test_wrong_forms_are_refused_when_they_are_made(
+    llama: Runner, options: dict[str, Any], message: str
+) -> None:
+    """Without the library; what is empty never gives a free answer."""
+    with pytest.raises(OptionError, match=re.escape(message)):
+        GenerateOptions.of(**options)
+    with pytest.raises(OptionError, match=re.escape(message)):
         ask(llama, **options)

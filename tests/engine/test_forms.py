@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 from support.engine import Engine, sample
-from support.histories import Parts, tiny_parts
+from support.histories import Parts, alone, check, tiny_parts
 from support.sample import fewer
 
 from mlxrunner import FormError, OptionError, Runner
-from mlxrunner.engine.constrain import Constraint
-from mlxrunner.results import Chunk
 from mlxrunner.testing import VOCAB, ByteTokenizer
 from mlxrunner.tokenizer.base import Vocabulary
 
@@ -54,16 +51,10 @@ def parts(architecture: str = "llama", tokenizer: ByteTokenizer | None = None) -
 def requests(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     """Return requests of all sorts, with prefixes in common."""
     rng = random.Random(seed)
-    trunk = [rng.randrange(290) for _ in range(60)]
-    pairs = []
+    trunk, pairs = [rng.randrange(290) for _ in range(60)], []
     for options in OPTIONS:
-        shared = trunk[: rng.choice([0, 20, 60])]
-        pairs.append(
-            (
-                shared + [rng.randrange(290) for _ in range(rng.randint(1, 20))],
-                {"max_tokens": 60, **options},
-            )
-        )
+        new = [rng.randrange(290) for _ in range(rng.randint(1, 20))]
+        pairs.append((trunk[: rng.choice([0, 20, 60])] + new, {"max_tokens": 60, **options}))
     rng.shuffle(pairs)
     return pairs
 
@@ -78,13 +69,12 @@ def test_each_answer_is_that_of_the_single_runner(seed: int, architecture: str) 
     with Engine(*given, max_sequences=4, context=160, prefill_step=24) as runner:
         results = list(runner.run_each(pairs))
         again = list(runner.run_each(reversed(pairs)))[::-1]
-    for (prompt, options), result, second in zip(pairs, results, again, strict=True):
-        chunks = list(Runner(*given).generate(prompt, **options))
-        assert result.tokens == second.tokens == [chunk.token for chunk in chunks]
-        assert result.text == second.text == "".join(chunk.text for chunk in chunks)
-        assert result.finish_reason == second.finish_reason == chunks[-1].finish_reason
-        if options.get("schema") == SCHEMA and result.finish_reason == "stop":
-            Draft202012Validator(SCHEMA).validate(json.loads(result.text))
+    for (prompt, options), *found in zip(pairs, results, again, strict=True):
+        expected = Runner(*given).complete(prompt, **options)
+        for result in found:
+            check(expected, 160, prompt, options, result)
+        if options.get("schema") == SCHEMA and expected.finish_reason == "stop":
+            Draft202012Validator(SCHEMA).validate(json.loads(expected.text))
 
 
 def test_log_probabilities_are_those_of_the_possible_tokens() -> None:
@@ -94,20 +84,17 @@ def test_log_probabilities_are_those_of_the_possible_tokens() -> None:
         other = runner.submit([9, 9], max_tokens=20, stop_tokens=[])
         chunks = list(runner.submit([1, 2], **options))
         other.result()
-    for chunk, alone in zip(chunks, Runner(*given).generate([1, 2], **options), strict=True):
-        assert chunk.logprob == pytest.approx(alone.logprob, abs=1e-4)
-        assert chunk.top_logprobs == pytest.approx(alone.top_logprobs, abs=1e-4)
+    for chunk, other in zip(chunks, Runner(*given).generate([1, 2], **options), strict=True):
+        assert chunk.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert chunk.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
 
 
 def test_an_answer_that_joins_and_one_that_is_cancelled_take_nothing_from_the_others() -> None:
     """At every step of the first."""
     given = parts()
     first, second = ([1, 2, 3], {"schema": SCHEMA}), ([1, 2, 4], {"choices": ["yesterday"]})
-    alone = [
-        [chunk.token for chunk in Runner(*given).generate(prompt, **options)]
-        for prompt, options in (first, second)
-    ]
-    for steps in range(0, len(alone[0]), fewer(2, 5)):
+    expected = [Runner(*given).complete(one, **how).tokens for one, how in (first, second)]
+    for steps in range(0, len(expected[0]), fewer(2, 5)):
         with Engine(*given, max_sequences=3, context=100) as runner:
             stream = iter(runner.submit(first[0], **first[1]))
             shown = [next(stream).token for _ in range(steps)]
@@ -115,8 +102,8 @@ def test_an_answer_that_joins_and_one_that_is_cancelled_take_nothing_from_the_ot
             late = runner.submit(second[0], **second[1])
             next(iter(cancelled))
             cancelled.cancel()
-            assert late.result().tokens == alone[1]
-            assert shown + [chunk.token for chunk in stream] == alone[0]
+            assert late.result().tokens == expected[1]
+            assert shown + [chunk.token for chunk in stream] == expected[0]
 
 
 class NoZ(ByteTokenizer):
@@ -128,12 +115,8 @@ class NoZ(ByteTokenizer):
 
 
 def test_a_dead_end_is_an_error_of_its_own_request() -> None:
-    """The others go on, and its slot is free and exact for the next one."""
-    given = parts(tokenizer=NoZ())
-    prompt = [5, 6, 7, 8]
-    expected = [
-        chunk.token for chunk in Runner(*given).generate(prompt, max_tokens=25, stop_tokens=[])
-    ]
+    """The chunks before it are not lost, the others go on, and its slot is exact for the next."""
+    given, prompt = parts(tokenizer=NoZ()), [5, 6, 7, 8]
     with Engine(*given, max_sequences=2, context=60) as runner:
         other = runner.submit(prompt, max_tokens=25, stop_tokens=[])
         failing = runner.submit([5, 6, 7, 9], schema={"const": "abz"})
@@ -141,27 +124,20 @@ def test_a_dead_end_is_an_error_of_its_own_request() -> None:
         with pytest.raises(FormError, match="after 3 tokens of the answer"):
             for chunk in failing:
                 shown.append(chunk.token)
-        assert bytes(shown) == b'"ab'[: len(shown)]
+        assert bytes(shown) == b'"ab'
         with pytest.raises(FormError):
             failing.result()
-        assert other.result().tokens == expected
+        assert other.result().tokens == alone(given, prompt, 25)
         for again in (prompt, [5, 6, 7, 9, *b'"ab', 1]):
-            alone = [
-                chunk.token
-                for chunk in Runner(*given).generate(again, max_tokens=10, stop_tokens=[])
-            ]
-            assert runner.submit(again, max_tokens=10, stop_tokens=[]).result().tokens == alone
+            found = runner.complete(again, max_tokens=10, stop_tokens=[])
+            assert found.tokens == alone(given, again, 10)
 
 
 def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
     """It is refused when it is submitted."""
+    schemas: list[Any] = [{"not": {}}, "{", {"enum": []}]
     with Engine(*parts(tokenizer=NoZ()), max_sequences=1, context=60) as runner:
-        for form in (
-            {"choices": ["abz"]},
-            {"schema": {"not": {}}},
-            {"schema": "{"},
-            {"schema": {"enum": []}},
-        ):
+        for form in ({"choices": ["abz"]}, *({"schema": schema} for schema in schemas)):
             with pytest.raises(OptionError):
                 runner.submit([1, 2, 3], **form)
         assert not any(slot.is_busy for slot in runner.slots)
@@ -170,45 +146,10 @@ def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
 
 def test_several_answers_to_one_prompt_in_a_form() -> None:
     """Each with a seed of its own."""
-    options = {
-        "temperature": 1.0,
-        "seed": 3,
-        "choices": ["red", "green", "blue"],
-        "max_tokens": None,
-    }
+    colors = ["red", "green", "blue"]
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "choices": colors, "max_tokens": None}
     results = list(
         sample("demo", "My favorite color is", 6, parallel=3, loading={"context": 200}, **options)
     )
-    assert {result.text for result in results} <= {"red", "green", "blue"}
-    assert len({result.text for result in results}) > 1
-    assert all(result.finish_reason == "stop" for result in results)
-
-
-def test_a_form_that_allows_no_token_ends_after_the_token_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The chunks before the error are not lost, as with a single runner."""
-    given = parts("llama")
-    options: dict[str, Any] = {"choices": ["yesterday"], "max_tokens": 20}
-    mask = Constraint.mask
-
-    def no_third_token(self: Constraint, width: int) -> Any:
-        if self.count == 2:
-            raise FormError(self.count, "nothing fits")
-        return mask(self, width)
-
-    monkeypatch.setattr(Constraint, "mask", no_third_token)
-
-    def tokens(chunks: Iterable[Chunk]) -> list[int | None]:
-        found: list[int | None] = []
-        with pytest.raises(FormError):
-            for chunk in chunks:
-                found.append(chunk.token)
-        return found
-
-    expected = tokens(Runner(*given).generate([1, 2, 3], **options))
-    with Engine(*given, max_sequences=2, context=100) as runner:
-        beside = runner.submit([5, 6], max_tokens=12, stop_tokens=[])
-        assert tokens(runner.submit([1, 2, 3], **options)) == expected
-        assert len(beside.result().tokens) == 12
-    assert len(expected) == 2
+    assert len({result.text for result in results} & {*colors}) > 1
+    assert all(one.text in colors and one.finish_reason == "stop" for one in results)

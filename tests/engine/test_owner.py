@@ -26,11 +26,6 @@ PROMPT = [i * 7 % 290 for i in range(40)]
 LIMITS: dict[str, Any] = {"max_tokens": 6, "stop_tokens": []}
 
 
-@pytest.fixture(scope="module")
-def llama() -> Parts:
-    return tiny_parts("llama")
-
-
 @pytest.fixture
 def fast_switches() -> Iterator[None]:
     before = sys.getswitchinterval()

@@ -9,7 +9,7 @@ import pytest
 from support.engine import Engine, park_in_pieces_of, scheduler
 from support.histories import tiny_parts
 
-from mlxrunner import OptionError, ParallelRunner, Runner
+from mlxrunner import ParallelRunner, Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.entry import as_tokens
 
@@ -80,12 +80,6 @@ def test_what_the_disk_gave_up_is_lost_and_no_hit(tmp_path: Path) -> None:
         "disk_cache_bytes",
     )
     assert (usage.outcome, cache.lost_tokens) == ("partial", 60)
-
-
-def test_a_folder_without_bytes_is_refused(tmp_path: Path) -> None:
-    """It would stay empty."""
-    with pytest.raises(OptionError, match="disk_cache_dir: needs disk_cache_bytes"):
-        Engine.load("demo", max_sequences=1, context=64, disk_cache_dir=tmp_path, reserve=False)
 
 
 def test_stats_tell_what_is_on_disk() -> None:

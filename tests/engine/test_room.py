@@ -6,19 +6,17 @@ import random
 from typing import Any
 
 import pytest
-from support.engine import Engine, EngineHandle, request_of
+from support.engine import Engine, request_of
 from support.histories import Parts, alone, tiny_parts
 
 from mlxrunner import Runner
-from mlxrunner.errors import CacheFullError, ContextFullError, ContextLengthError, NoFreeSlotError
+from mlxrunner.errors import ContextFullError, ContextLengthError
 
+WINDOWS: dict[str, Any] = {"llama": {}} | {
+    name: {"sliding_window": 32} for name in ("gemma3_text", "gpt_oss")
+}
 TIE = 1e-5
 """Log-probabilities that are nearer to each other may change places with the order of sums."""
-
-
-def parts(name: str) -> Parts:
-    windows = {} if name == "llama" else {"sliding_window": 32}
-    return tiny_parts(name, **windows)
 
 
 def same_until_a_tie(given: Parts, prompt: list[int], answer: list[int]) -> bool:
@@ -60,11 +58,11 @@ def test_the_context_is_never_longer_than_all_cells() -> None:
 
 
 @pytest.mark.exhaustive(4)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("header", [0, 1, 20, 200])
 def test_users_with_a_common_header_keep_their_own_conversations(name: str, header: int) -> None:
     """From the second turn on each user evaluates only what is new of its own."""
-    given, rng = parts(name), random.Random(header)
+    given, rng = tiny_parts(name, **WINDOWS[name]), random.Random(header)
     shared = some(rng, header)
     talks = [[*shared, *some(rng, length)] for length in (10, 60, 10, 100)]
     with Engine(*given, max_sequences=4, context=600, prefill_step=256) as runner:
@@ -80,7 +78,7 @@ def test_users_with_a_common_header_keep_their_own_conversations(name: str, head
 
 def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> None:
     """A busy slot that is past it promises nothing."""
-    given, rng = parts("gemma3_text"), random.Random(1)
+    given, rng = tiny_parts("gemma3_text", sliding_window=32), random.Random(1)
     trunk = some(rng, 280)
     settings: dict[str, Any] = {"rewind_slack": 64, "checkpoint_budget": 0}
     with Engine(*given, max_sequences=4, context=300, prefill_step=64, **settings) as runner:
@@ -95,7 +93,7 @@ def test_a_prefix_that_a_window_has_left_is_taken_from_who_still_has_it() -> Non
 
 def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
     """It is not ended: its answer comes once it can share what another evaluates now."""
-    given, trunk = parts("llama"), list(range(1, 21))
+    given, trunk = tiny_parts("llama"), list(range(1, 21))
     with Engine(*given, max_sequences=3, context=30, prefill_step=10, kv_cache_tokens=38) as runner:
         first, *others = [
             runner.submit([*trunk, 100 + i], max_tokens=5, stop_tokens=[]) for i in range(3)
@@ -106,38 +104,3 @@ def test_who_lacks_room_when_a_prefix_does_not_come_waits_for_it() -> None:
         assert [request_of(handle).is_placed for handle in others] == [True, False]
         for i, handle in enumerate(others):
             assert handle.result().tokens == alone(given, [*trunk, 101 + i], 5)
-
-
-@pytest.mark.exhaustive(1)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_none_that_was_admitted_lacks_room(name: str) -> None:
-    """With few cells, prefixes of many lengths, some that shift, and cancels."""
-    given = parts(name)
-    admitted = 0
-    for seed in range(6):
-        rng = random.Random(f"{name} {seed}")
-        trunk = some(rng, 280)
-        cells = rng.choice([310, 400, 500])
-        with Engine(
-            *given, max_sequences=4, context=300, prefill_step=64, kv_cache_tokens=cells
-        ) as runner:
-            running: list[EngineHandle] = []
-            for _ in range(14):
-                base = trunk[: rng.choice([60, 97, 98, 120, 160, 200, 250])]
-                shift: dict[str, Any] = (
-                    {"overflow": "shift", "keep": 10} if rng.random() < 0.2 else {}
-                )
-                limit = 120 if shift else rng.randint(1, 20)
-                try:
-                    prompt = base + some(rng, rng.choice([0, 0, 1, 5, 30]))
-                    running.append(runner.submit(prompt, max_tokens=limit, stop_tokens=[], **shift))
-                    admitted += 1
-                except (NoFreeSlotError, CacheFullError):
-                    pass
-                for _ in range(rng.randint(1, 6)):
-                    runner.step()
-                if running and rng.random() < 0.1:
-                    running.pop(rng.randrange(len(running))).cancel()
-            for handle in running:
-                assert handle.result().finish_reason == "length"
-    assert admitted > 40

@@ -21,166 +21,141 @@ from mlxrunner.engine.scheduling.allocation import (
 from mlxrunner.errors import CacheFullError, NoFreeSlotError
 
 
-def slot(
-    number: int,
-    tokens: list[int],
-    *,
-    busy: bool = False,
-    used: int = 0,
-    planned: list[int] | None = None,
-    asked: int = 0,
-) -> Slot:
-    made = Slot(number, PrefixCache(list), as_tokens(planned or []), busy, used, asked=asked)
-    made.cache.entry.tokens.extend(tokens)
-    return made
+def slots_of(*given: dict[str, Any]) -> list[Slot]:
+    """Return slots that hold `has`, are to evaluate `planned`, and share up to `exact` tokens."""
+    slots = []
+    for number, one in enumerate(given):
+        planned, state = as_tokens(one.get("planned", [])), (one.get("busy"), one.get("used", 0))
+        made = Slot(number, PrefixCache(list), planned, *state, asked=one.get("asked", 0))
+        made.cache.entry.tokens.extend(one.get("has", []))
+        made.exact = one.get("exact", made.exact)
+        slots.append(made)
+    return slots
 
 
-def test_the_free_slot_with_the_longest_common_prefix_wins() -> None:
-    """The request uses what the slot has."""
-    slots = [slot(0, [1, 2, 9]), slot(1, [1, 2, 3, 4]), slot(2, [])]
-    choice = choose(slots, as_tokens([1, 2, 3, 5]))
-    assert (choice.slot.number, choice.source.number, choice.matched, choice.ready) == (
-        1,
-        1,
-        3,
-        True,
-    )
+def chosen(slots: list[Slot], prompt: list[int]) -> tuple[int, int, int, bool]:
+    """Return the slot for a prompt, the one it takes its prefix from, how much, and if at once."""
+    choice = choose(slots, as_tokens(prompt))
+    return choice.slot.number, choice.source.number, choice.matched, choice.ready
 
 
-def test_a_longer_prefix_of_a_busy_slot_is_copied_into_the_least_recently_used_one() -> None:
-    """The free slot's own shorter prefix is given up."""
-    slots = [slot(0, [1, 2], used=5), slot(1, [1, 2, 3, 4], busy=True), slot(2, [7], used=3)]
-    choice = choose(slots, as_tokens([1, 2, 3, 9]))
-    assert (choice.slot.number, choice.source.number, choice.matched) == (2, 1, 3)
+HEADER, TRUNK = list(range(100, 120)), list(range(WORTH_WAITING))
+LONG, BUSY = list(range(100)), {"busy": True}
+A, B = [*HEADER, *range(50)], [*HEADER, *range(200, 250)]
+FIRST, OTHER = {"has": A, "used": 1, "asked": 40}, {"has": [1] * 70, "used": 1, "asked": 60}
+CHOICES: dict[str, tuple[list[dict[str, Any]], list[int], tuple[int, int, int, bool]]] = {
+    "the longest common prefix": (
+        [{"has": [1, 2, 9]}, {"has": [1, 2, 3, 4]}, {}],
+        [1, 2, 3, 5],
+        (1, 1, 3, True),
+    ),
+    "a longer one of a busy slot is copied into the least recently used one": (
+        [{"has": [1, 2], "used": 5}, BUSY | {"has": [1, 2, 3, 4]}, {"has": [7], "used": 3}],
+        [1, 2, 3, 9],
+        (2, 1, 3, True),
+    ),
+    "nothing in common goes to the least recently used slot": (
+        [{"has": [1], "used": 5}, {"has": [2], "used": 2}, {"has": [3], "used": 9}],
+        [8],
+        (1, 0, 0, True),
+    ),
+    "one that is being evaluated is waited for if it is long enough": (
+        [BUSY | {"planned": [*TRUNK, 100]}, {}],
+        [*TRUNK, 200],
+        (1, 0, WORTH_WAITING, False),
+    ),
+    "else it is evaluated again": (
+        [BUSY | {"planned": [*TRUNK, 100]}, {}],
+        [*TRUNK[:-1], 200],
+        (1, 0, 0, True),
+    ),
+    "many take it from the first, not from one with a token more in common": (
+        [BUSY | {"planned": [*LONG, 7]}, BUSY | {"planned": [*LONG, 8]}, {}],
+        [*LONG, 8, 9],
+        (2, 0, 100, False),
+    ),
+    "a common header does not make two conversations share a slot": (
+        [FIRST, {}],
+        B,
+        (1, 0, 20, True),
+    ),
+    "a third conversation replaces the one that was used least recently": (
+        [FIRST | {"used": 2, "asked": 60}, {"has": B, "used": 1, "asked": 60}],
+        [*HEADER, 7, 8],
+        (1, 0, 20, True),
+    ),
+    "the next turn goes on in place": ([FIRST, {}], [*A, 1, 2, 3], (0, 0, 70, True)),
+    "so does one without a short tail": ([FIRST, {}], [*A[:-3], 9], (0, 0, 67, True)),
+    "an edit leaves the old branch": ([FIRST, {}], [*A[:-30], 9], (1, 0, 40, True)),
+    "so does another answer": ([FIRST, {}], A[:-30], (1, 0, 39, True)),
+    "without an empty slot another answer gives up its own old one": (
+        [FIRST | {"used": 5}, OTHER],
+        A[:40],
+        (0, 0, 39, True),
+    ),
+    "so does an edit of the last message": (
+        [FIRST | {"used": 5}, OTHER],
+        [*A[:36], 9, 9, 9],
+        (0, 0, 36, True),
+    ),
+    "moved tokens are not shared": (
+        [BUSY | {"has": list(range(40)), "exact": 10}, {}],
+        list(range(50)),
+        (1, 0, 10, True),
+    ),
+}
 
 
-def test_nothing_in_common_goes_to_the_least_recently_used_slot() -> None:
-    """Tokens that were used lately can be shared longer."""
-    slots = [slot(0, [1], used=5), slot(1, [2], used=2), slot(2, [3], used=9)]
-    assert choose(slots, as_tokens([8])).slot.number == 1
-
-
-def test_a_prefix_that_is_being_evaluated_is_waited_for_if_it_is_long_enough() -> None:
-    """Otherwise it is evaluated again."""
-    prefix = list(range(WORTH_WAITING))
-    slots = [slot(0, [], busy=True, planned=[*prefix, 100]), slot(1, [])]
-    choice = choose(slots, as_tokens([*prefix, 200]))
-    assert (choice.slot.number, choice.source.number, choice.matched, choice.ready) == (
-        1,
-        0,
-        WORTH_WAITING,
-        False,
-    )
-    assert choose(slots, as_tokens([*prefix[:-1], 200])).ready
+@pytest.mark.parametrize(("given", "prompt", "expected"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.exhaustive(len(CHOICES))
+def test_a_prompt_goes_to_the_slot_that_has_most_of_it(
+    given: list[dict[str, Any]], prompt: list[int], expected: tuple[int, int, int, bool]
+) -> None:
+    assert chosen(slots_of(*given), prompt) == expected
 
 
 def test_no_free_slot_is_an_error_with_the_number_of_slots() -> None:
     """Never a wait without end."""
     with pytest.raises(NoFreeSlotError, match="all 2 slots are in use"):
-        choose([slot(0, [], busy=True), slot(1, [], busy=True)], as_tokens([1]))
-
-
-def test_many_with_one_prefix_take_it_from_the_first() -> None:
-    """All take the prefix from the first, not from one with a token of its own in common."""
-    trunk = list(range(100))
-    slots = [slot(0, [], busy=True), slot(1, [], busy=True), slot(2, [])]
-    slots[0].planned, slots[1].planned = as_tokens([*trunk, 7]), as_tokens([*trunk, 8])
-    choice = choose(slots, as_tokens([*trunk, 8, 9]))
-    assert (choice.source.number, choice.matched, choice.ready) == (0, 100, False)
-
-
-HEADER = list(range(100, 120))
-A, B = [*HEADER, *range(50)], [*HEADER, *range(200, 250)]
-
-
-def test_a_common_header_does_not_make_two_conversations_share_a_slot() -> None:
-    """The second one takes what they share into an empty slot; the first one stays whole."""
-    choice = choose([slot(0, A, used=1, asked=40), slot(1, [])], as_tokens(B))
-    assert (choice.slot.number, choice.source.number, choice.matched) == (1, 0, len(HEADER))
-
-
-def test_a_third_conversation_replaces_the_one_that_was_used_least_recently() -> None:
-    """Where no slot is empty."""
-    slots = [slot(0, A, used=2, asked=60), slot(1, B, used=1, asked=60)]
-    choice = choose(slots, as_tokens([*HEADER, 7, 8]))
-    assert (choice.slot.number, choice.matched) == (1, len(HEADER))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "place"),
-    [
-        ([*A, 1, 2, 3], "in place"),
-        ([*A[:-3], 9], "in place"),
-        ([*A[:-30], 9], "empty"),
-        (A[:-30], "empty"),
-    ],
-    ids=["next turn", "short tail", "edit", "regenerate"],
-)
-def test_a_conversation_goes_on_in_place_if_all_but_a_short_tail_of_it_does(
-    prompt: list[int], place: str
-) -> None:
-    """Else its old branch stays as long as there is an empty slot."""
-    choice = choose([slot(0, A, used=1, asked=40), slot(1, [])], as_tokens(prompt))
-    assert (choice.slot.number, choice.source.number) == (0 if place == "in place" else 1, 0)
-
-
-@pytest.mark.parametrize(
-    "prompt", [A[:40], [*A[:36], 9, 9, 9]], ids=["regenerate", "edit of the last message"]
-)
-def test_where_no_slot_is_empty_an_edit_gives_up_its_own_old_answer(prompt: list[int]) -> None:
-    """Not another conversation, although that one was used less recently."""
-    choice = choose(
-        [slot(0, A, used=5, asked=40), slot(1, [1] * 70, used=1, asked=60)], as_tokens(prompt)
-    )
-    assert (choice.slot.number, choice.source.number) == (0, 0)
+        choose(slots_of(BUSY, BUSY), as_tokens([1]))
 
 
 def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A window has moved on: what an idle slot can resume is better than nothing."""
-    prompt = [*range(130), 250]
-    slots = [
-        slot(0, [*range(98), 7], used=1),
-        slot(1, list(range(200)), busy=True, planned=list(range(250))),
-        slot(2, []),
-    ]
+    ahead = BUSY | {"has": list(range(200)), "planned": list(range(250))}
+    slots, prompt = slots_of({"has": [*range(98), 7], "used": 1}, ahead, {}), [*range(130), 250]
     monkeypatch.setattr(Slot, "reach", lambda slot, to: to if slot.number == 0 else 0)
-    choice = choose(slots, as_tokens(prompt))
-    assert (choice.source.number, choice.matched, choice.ready) == (0, 98, True)
+    assert chosen(slots, prompt)[1:] == (0, 98, True)
     slots[1].tokens.truncate(110)
-    choice = choose(slots, as_tokens(prompt))
-    assert (choice.source.number, choice.matched, choice.ready) == (1, 130, False)
+    assert chosen(slots, prompt)[1:] == (1, 130, False)
 
 
 def test_one_token_of_a_prompt_is_left_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot is asked to resume at that place, not at the one behind it."""
     asked: list[int] = []
     monkeypatch.setattr(Slot, "reach", lambda slot, to: asked.append(to) or to)
-    choice = choose([slot(0, [1, 2, 3, 4])], as_tokens([1, 2, 3]))
-    assert (choice.matched, asked) == (2, [2])
+    assert chosen(slots_of({"has": [1, 2, 3, 4]}), [1, 2, 3])[2] == 2
+    assert asked == [2]
 
 
-def test_tokens_that_were_moved_are_not_shared() -> None:
-    """A cold run would store other keys for them."""
-    moved = slot(0, list(range(40)), busy=True)
-    moved.exact = 10
-    choice = choose([moved, slot(1, [])], as_tokens(list(range(50))))
-    assert (choice.source.number, choice.matched) == (0, 10)
-
-
-def test_a_request_that_fits_claims_its_whole_answer() -> None:
+def test_a_request_claims_its_whole_answer_or_an_even_share_of_what_is_left() -> None:
+    """At least LEAST tokens, or the whole answer; it grows by such shares, too."""
     assert claimed(10, 100, free=1000, total=1000, slots=4) == 100
-
-
-def test_a_long_answer_claims_an_even_share_of_what_is_left() -> None:
     assert claimed(1000, 32000, 9000, 9000, slots=4) == 2000
     assert claimed(1000, 32000, 9000, 9000, slots=1) == 8000
-
-
-def test_a_claim_is_at_least_256_tokens_or_the_whole_answer() -> None:
     assert claimed(0, 32000, 300, 9000, slots=8) == LEAST
     assert claimed(0, 20, 20, 9000, slots=8) == 20
+    grows = {
+        (5000, 4000): 1000,
+        (5000, 400): LEAST,
+        (5000, 7): 7,
+        (3, 4000): 3,
+        (3, 0): 0,
+        (3, -9): 0,
+    }
+    assert {pair: grown(*pair, running=4) for pair in grows} == grows
 
 
 @pytest.mark.parametrize(
@@ -197,14 +172,6 @@ def test_a_request_waits_for_what_it_needs(
 ) -> None:
     with pytest.raises(CacheFullError, match=f"{numbers}.*when another request has ended"):
         claimed(prompt, answer, free, 200, 4)
-
-
-def test_an_answer_grows_by_an_even_share() -> None:
-    assert grown(left=5000, free=4000, running=4) == 1000
-    assert grown(left=5000, free=400, running=4) == LEAST
-    assert grown(left=5000, free=7, running=4) == 7
-    assert grown(left=3, free=4000, running=4) == 3
-    assert grown(left=3, free=0, running=4) == grown(left=3, free=-9, running=4) == 0
 
 
 @pytest.mark.parametrize(

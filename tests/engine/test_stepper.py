@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from support import histories
 from support.engine import (
     AHEAD,
     SAMPLED,
     Engine,
-    EngineHandle,
     backend,
     largest_step,
     request_of,
     sample,
     sample_at_most,
 )
-from support.models import tiny_config, tiny_model
-from support.sample import fewer
+from support.histories import Parts, alone, computed, tiny_parts
+from support.models import LLAMA3
 
 from mlxrunner import (
     ContextLengthError,
@@ -34,82 +34,23 @@ from mlxrunner import (
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
 from mlxrunner.cache.protocol import Batch
 from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
-from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result
-from mlxrunner.testing import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("proved_once")
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen3": {},
-    "gemma3_text": {},
-    "gpt_oss": {},
-    "qwen2": {},
-    "llama with yarn": {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        }
-    },
-    "llama with llama3 rope": {
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
-    "phi3": {
-        "rope_theta": 1e4,
-        "pad_token_id": 0,
-        "partial_rotary_factor": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "head_dim": 16,
-        "rope_theta": 1e4,
-    },
-    "gemma2": {
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    **{name: histories.ARCHITECTURES[name] for name in ("llama", "qwen3", "phi3", "mixtral")},
+    **{name: {} for name in ("mistral", "gemma3_text", "gpt_oss", "qwen2")},
+    "llama with yarn": {"rope_scaling": YARN | {"original_max_position_embeddings": 64}},
+    "llama with llama3 rope": {"rope_scaling": LLAMA3},
+    "qwen3_moe": {"head_dim": 16, "rope_theta": 1e4, "num_experts_per_tok": 2}
+    | EXPERTS
+    | {"mlp_only_layers": [], "norm_topk_prob": True},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4096}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }
-
-
-@cache
-def parts(name: str) -> tuple[Any, ByteTokenizer, Any]:
-    config = tiny_config(
-        name.split(" ")[0],
-        **({"max_position_embeddings": 4096, "vocab_size": 300} | ARCHITECTURES.get(name, {})),
-    )
-    model = tiny_model(config)
-    return model, ByteTokenizer(), facts_of(model, config)
-
-
-@pytest.fixture(scope="module")
-def llama() -> tuple[Any, ByteTokenizer, Any]:
-    return parts("llama")
-
-
-def alone(given: tuple[Any, ByteTokenizer, Any], prompt: list[int], **options: Any) -> list[int]:
-    runner = Runner(*given)
-    return [chunk.token for chunk in runner.generate(prompt, **options) if chunk.token is not None]
 
 
 def some_prompts(seed: int, count: int) -> list[list[int]]:
@@ -130,35 +71,19 @@ def some_prompts(seed: int, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_each_answer_is_that_of_the_single_runner(name: str, worth: float) -> None:
     """Every architecture with a rope gives the single runner's answers, also windows and sinks."""
-    given = parts(name)
+    given = tiny_parts(name.split(" ")[0], **ARCHITECTURES[name])
     prompts = some_prompts(1, 12)
     with Engine(*given, max_sequences=4, context=160, prefill_step=37) as runner:
         assert backend(runner).can_split == (name != "gemma2")
         backend(runner).worth_splitting = worth
         results = runner.run(prompts, max_tokens=10, stop_tokens=[])
     for prompt, result in zip(prompts, results, strict=True):
-        assert result.tokens == alone(given, prompt, max_tokens=10, stop_tokens=[])
-        assert result.finish_reason == "length"
-
-
-@pytest.mark.exhaustive(3)
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "jamba", "mamba2", "llama4"])
-def test_layers_with_states_of_their_own_answer_as_the_single_runner(name: str) -> None:
-    """With prefixes in common, of which some go back to a checkpoint, and a second turn."""
-    given = parts(name)
-    prompts = some_prompts(1, 9)
-    with Engine(*given, max_sequences=4, context=160, prefill_step=37) as runner:
-        results = runner.run(prompts, max_tokens=10, stop_tokens=[])
-        following = [[*p, *r.tokens, 7, 8] for p, r in zip(prompts, results, strict=True)]
-        results += runner.run(following, max_tokens=6, stop_tokens=[])
-    for prompt, result in zip(prompts + following, results, strict=True):
-        count = len(result.tokens)
-        assert result.tokens == alone(given, prompt, max_tokens=count, stop_tokens=[])
+        assert result.tokens == alone(given, prompt, 10)
         assert result.finish_reason == "length"
 
 
 def test_first_tokens_are_told_before_the_next_step_is_dispatched(
-    llama: tuple[Any, ByteTokenizer, Any],
+    llama: Parts,
 ) -> None:
     """Later tokens are read while the device runs the next step."""
     with Engine(*llama, max_sequences=2, context=50) as runner:
@@ -180,29 +105,25 @@ def test_first_tokens_are_told_before_the_next_step_is_dispatched(
         handles.append(runner.submit([8, 9], max_tokens=4, stop_tokens=[]))
         tokens = [chunk.token for handle in reversed(handles) for chunk in handle]
         assert told[1:] == [(4, [3, 1], 1)]
-    assert tokens == [
-        token
-        for prompt in ([8, 9], [5, 6, 7])
-        for token in alone(llama, prompt, max_tokens=4, stop_tokens=[])
-    ]
+    assert tokens == [token for prompt in ([8, 9], [5, 6, 7]) for token in alone(llama, prompt, 4)]
 
 
-def test_closing_gives_the_model_back_as_it_was(llama: tuple[Any, ByteTokenizer, Any]) -> None:
+def test_closing_gives_the_model_back_as_it_was(llama: Parts) -> None:
     """The same ropes and norms, and the single runner works while it is open, too."""
     model = llama[0]
     before = [layer.self_attn.rope for layer in model.layers], model.model.norm
     kind = type(model.layers[0].self_attn)
-    expected = alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[])
+    expected = alone(llama, [5, 6, 7], 5)
     with Engine(*llama, max_sequences=2, context=50):
         assert model.layers[0].self_attn.rope is not before[0][0]
         assert type(model.layers[0].self_attn) is not kind
-        assert alone(llama, [5, 6, 7], max_tokens=5, stop_tokens=[]) == expected
+        assert computed(llama, [5, 6, 7], 5) == expected
     assert ([layer.self_attn.rope for layer in model.layers], model.model.norm) == before
     assert {type(layer.self_attn) for layer in model.layers} == {kind}
 
 
 def test_a_shared_prefix_is_evaluated_and_stored_once(
-    llama: tuple[Any, ByteTokenizer, Any],
+    llama: Parts,
 ) -> None:
     """Also when all prompts come at the same time."""
     prefix = [i * 7 % 290 for i in range(100)]
@@ -212,39 +133,15 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(
         assert backend(runner).groups[0].num_used_by(range(6)) == 100 + 6 * (2 + 3)
     assert [r.usage.cached_tokens for r in results] == [0, *[100] * 5]
     assert [r.usage.outcome for r in results] == ["miss", *["partial"] * 5]
-    assert all(
-        r.tokens == alone(llama, p, max_tokens=4, stop_tokens=[])
-        for r, p in zip(results, prompts, strict=True)
-    )
-
-
-def test_requests_join_leave_and_stream_at_any_step(llama: tuple[Any, ByteTokenizer, Any]) -> None:
-    """Iterating one drives all; a late one joins; a cancelled one takes nothing from the others."""
-    prompts = some_prompts(2, 4)
-    with Engine(*llama, max_sequences=4, context=200, prefill_step=16) as runner:
-        first = runner.submit(prompts[0], max_tokens=30, stop_tokens=[])
-        stream = iter(first)
-        shown = [next(stream).token for _ in range(3)]
-        second = runner.submit(prompts[1], max_tokens=30, stop_tokens=[])
-        third = runner.submit(prompts[2], max_tokens=30, stop_tokens=[])
-        shown += [next(stream).token for _ in range(3)]
-        second.cancel()
-        second.cancel()
-        fourth = runner.submit(prompts[3], max_tokens=5, stop_tokens=[])
-        shown += [chunk.token for chunk in stream]
-        assert shown == alone(llama, prompts[0], max_tokens=30, stop_tokens=[])
-        assert third.result().tokens == alone(llama, prompts[2], max_tokens=30, stop_tokens=[])
-        assert fourth.result().tokens == alone(llama, prompts[3], max_tokens=5, stop_tokens=[])
-        with pytest.raises(MlxrunnerError, match="cancelled"):
-            second.result()
+    assert all(r.tokens == alone(llama, p, 4) for r, p in zip(results, prompts, strict=True))
 
 
 def test_each_request_has_its_own_sampler_seed_stops_and_limits(
-    llama: tuple[Any, ByteTokenizer, Any],
+    llama: Parts,
 ) -> None:
     """Whoever else is running."""
     prompts = some_prompts(3, 6)
-    answer = alone(llama, prompts[3], max_tokens=12, stop_tokens=[])
+    answer = alone(llama, prompts[3], 12)
     options: list[dict[str, Any]] = [
         {"max_tokens": 9, "temperature": 1.3, "seed": 5},
         {"max_tokens": 9, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 6},
@@ -258,9 +155,7 @@ def test_each_request_has_its_own_sampler_seed_stops_and_limits(
         {"max_tokens": 1},
         {"max_tokens": 6, "logprobs": 3},
     ]
-    expected = [
-        alone(llama, p, **({"stop_tokens": []} | o)) for p, o in zip(prompts, options, strict=True)
-    ]
+    expected = [alone(llama, p, **o) for p, o in zip(prompts, options, strict=True)]
     for seed in range(3):
         order = random.Random(seed).sample(range(6), 6)
         with Engine(*llama, max_sequences=3 + seed, context=200, prefill_step=20) as runner:
@@ -270,116 +165,46 @@ def test_each_request_has_its_own_sampler_seed_stops_and_limits(
         assert results[3].finish_reason == "stop"
 
 
-def test_stop_strings_cut_the_text_and_keep_the_tokens(
-    llama: tuple[Any, ByteTokenizer, Any],
-) -> None:
-    """The single runner does the same."""
-    runner = Runner(*llama)
-    prompt = [72, 73, 74]
-    whole = list(runner.generate(prompt, max_tokens=20, stop_tokens=[]))
-    stop = next((chunk.text for chunk in whole[4:] if chunk.text.strip()), "x")
-    single = list(runner.generate(prompt, max_tokens=20, stop_tokens=[], stop=stop))
-    with Engine(*llama, max_sequences=2, context=100) as parallel:
-        result = parallel.submit(prompt, max_tokens=20, stop_tokens=[], stop=stop).result()
-    assert result.text == "".join(chunk.text for chunk in single)
-    assert result.finish_reason == single[-1].finish_reason
-
-
-def test_a_slot_is_used_again_with_what_it_remembers(llama: tuple[Any, ByteTokenizer, Any]) -> None:
-    """The next turn evaluates only what is new, and a prompt that is all found one token."""
-    with Engine(*llama, max_sequences=2, context=200) as runner:
-        prompt = list(range(40))
-        first = runner.submit(prompt, max_tokens=5, stop_tokens=[]).result()
-        longer = [*prompt, *first.tokens, 7, 8]
-        second = runner.submit(longer, max_tokens=5, stop_tokens=[]).result()
-        assert second.usage.cached_tokens == 44
-        assert second.tokens == alone(llama, longer, max_tokens=5, stop_tokens=[])
-        again = runner.submit(prompt, max_tokens=5, stop_tokens=[]).result()
-        assert (again.usage.cached_tokens, again.usage.evaluated_tokens) == (39, 1)
-        assert again.tokens == first.tokens
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_a_full_context_shifts_or_stops(name: str) -> None:
-    """Half of what is not kept makes room; the others do not notice."""
-    given = parts(name)
-    prompts = some_prompts(5, 2)
-    with Engine(*given, max_sequences=2, context=120) as runner:
-        shifting = runner.submit(
-            list(range(100)), max_tokens=90, stop_tokens=[], overflow="shift", keep=4
-        )
-        other = runner.submit(prompts[0], max_tokens=15, stop_tokens=[])
-        result = shifting.result()
-        assert len(result.tokens) == 90
-        assert result.usage.cache.shifted_tokens > 0
-        assert other.result().tokens == alone(given, prompts[0], max_tokens=15, stop_tokens=[])
-        stopping = runner.submit(list(range(110)), stop_tokens=[]).result()
-        assert (len(stopping.tokens), stopping.finish_reason) == (10, "length")
-        assert stopping.tokens == alone(given, list(range(110)), max_tokens=10, stop_tokens=[])
-
-
-def test_fewer_cells_than_everybody_could_use(llama: tuple[Any, ByteTokenizer, Any]) -> None:
-    """A request that might not fit is refused, and `run` waits for room.
-
-    Shared tokens count once, and idle ones give way.
-    """
-    with Engine(*llama, max_sequences=4, context=100, kv_cache_tokens=120) as runner:
-        first = runner.submit(list(range(60)), max_tokens=20, stop_tokens=[])
-        with pytest.raises(
-            CacheFullError, match="this request needs 75 free cells, but 40 of 120 are free"
-        ):
-            runner.submit([9] * 60, max_tokens=15, stop_tokens=[])
-        sharing = runner.submit([*range(59), 200], max_tokens=20, stop_tokens=[])
-        assert sharing.result().tokens == alone(
-            llama, [*range(59), 200], max_tokens=20, stop_tokens=[]
-        )
-        first.result()
-        prompts = [[i * 13 % 290] * 50 for i in range(1, 7)]
-        for prompt, result in zip(
-            prompts, runner.run(prompts, max_tokens=8, stop_tokens=[]), strict=True
-        ):
-            assert result.tokens == alone(llama, prompt, max_tokens=8, stop_tokens=[])
-
-
 @pytest.mark.parametrize(
-    ("prompt", "error", "message"),
+    ("prompt", "options", "error", "message"),
     [
-        ([], PromptError, "empty"),
-        (list(range(50)), ContextLengthError, "has 50 tokens.*context of 50"),
-        ([1, 300], PromptError, "vocabulary of 300"),
+        ([], {}, PromptError, "empty"),
+        (list(range(50)), {}, ContextLengthError, "has 50 tokens.*context of 50"),
+        ([1, 300], {}, PromptError, "vocabulary of 300"),
+        ([1, 2], {"overflow": "shift", "keep": 49}, OptionError, "keep: 49 tokens leave no room"),
     ],
-    ids=["empty", "too-long", "unknown"],
+    ids=["empty", "too-long", "unknown", "keep"],
 )
-def test_a_bad_prompt_is_refused_at_once(
-    llama: tuple[Any, ByteTokenizer, Any], prompt: list[int], error: type[Exception], message: str
+def test_a_bad_request_is_refused_at_once(
+    llama: Parts, prompt: list[int], options: Any, error: type[Exception], message: str
 ) -> None:
     """It takes no slot."""
     with Engine(*llama, max_sequences=1, context=50) as runner:
         with pytest.raises(error, match=message):
-            runner.submit(prompt)
+            runner.submit(prompt, **options)
         running = runner.submit([1, 2], max_tokens=3, stop_tokens=[])
         with pytest.raises(NoFreeSlotError):
             runner.submit([3])
         assert len(running.result().tokens) == 3
-    with pytest.raises(OptionError, match=r"prefill_step: 3 is out .* between 4 and"):
-        Engine(*llama, max_sequences=4, context=50, prefill_step=3)
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    "settings",
     [
-        {"memory": 0},
-        {"memory": "8 GB"},
-        {"kv_cache_tokens": 1},
-        {"context": -1},
-        {"max_step_ms": -1},
+        *({"memory": 0}, {"memory": "8 GB"}, {"kv_cache_tokens": 1}, {"kv_cache_tokens": "9"}),
+        *({"context": -1}, {"max_step_ms": -1}, {"max_step_ms": 10**400}, {"prefill_step": 1}),
+        *({"cache_memory": wrong} for wrong in (0, "1", True, 1.5)),
+        *({"disk_cache_bytes": 10**6, "disk_cache_dir": wrong} for wrong in (5, b"here")),
+        {"disk_cache_dir": "here"},
     ],
-    ids=str,
+    ids=repr,
 )
-def test_wrong_sizes_are_refused_before_anything_is_loaded(sizes: dict[str, Any]) -> None:
-    (name,) = sizes
-    with pytest.raises(OptionError, match=name):
-        Engine.load("demo", max_sequences=2, **sizes)
+def test_wrong_settings_are_refused_before_anything_is_loaded(settings: dict[str, Any]) -> None:
+    name = list(settings)[-1]
+    with pytest.raises(OptionError, match=f"^{name}: "):
+        Engine.load("demo", **{"max_sequences": 2, "context": 64, **settings})
+    with pytest.raises(SessionError, match="null byte"):
+        Engine.load("demo", max_sequences=2, disk_cache_bytes=10**6, disk_cache_dir="a\0b")
 
 
 def failing(runner: Engine, call: int, error: BaseException) -> None:
@@ -400,9 +225,7 @@ def failing(runner: Engine, call: int, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 8))
-def test_an_interrupted_step_leaves_nothing_wrong_behind(
-    llama: tuple[Any, ByteTokenizer, Any], call: int
-) -> None:
+def test_an_interrupted_step_leaves_nothing_wrong_behind(llama: Parts, call: int) -> None:
     """Its requests are ended; only what was evaluated before it is shared."""
     prompt = list(range(30))
     with Engine(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
@@ -417,13 +240,13 @@ def test_an_interrupted_step_leaves_nothing_wrong_behind(
         result = runner.submit([*prompt, 1], max_tokens=5, stop_tokens=[]).result()
         # Each step has two calls and 16 tokens, of which `other` takes 3, then 1 in each step.
         assert result.usage.cached_tokens == [0, 13, 13 + 15, 30][(call - 1) // 2]
-        assert result.tokens == alone(llama, [*prompt, 1], max_tokens=5, stop_tokens=[])
+        assert result.tokens == alone(llama, [*prompt, 1], 5)
 
 
 @pytest.mark.parametrize("call", range(1, 14, 2))
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seed"])
 def test_a_step_that_fails_once_is_run_again(
-    llama: tuple[Any, ByteTokenizer, Any], call: int, options: dict[str, Any]
+    llama: Parts, call: int, options: dict[str, Any]
 ) -> None:
     """No answer changes and no request ends, at whatever layer and step it fails."""
     prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
@@ -431,11 +254,11 @@ def test_a_step_that_fails_once_is_run_again(
         failing(runner, call, RuntimeError("from a layer"))
         results = runner.run(prompts, max_tokens=5, stop_tokens=[], **options)
         for prompt, result in zip(prompts, results, strict=True):
-            assert result.tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[], **options)
+            assert result.tokens == alone(llama, prompt, 5, **options)
 
 
 def test_buffers_that_cannot_be_evaluated_after_a_failed_step_are_dropped(
-    llama: tuple[Any, ByteTokenizer, Any], monkeypatch: pytest.MonkeyPatch
+    llama: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All is evaluated again, and no answer changes."""
     prompts = [list(range(30)), [9, 8, 7]]
@@ -447,13 +270,11 @@ def test_buffers_that_cannot_be_evaluated_after_a_failed_step_are_dropped(
         results = runner.run(prompts, max_tokens=5, stop_tokens=[])
         assert len(forgotten) == 1
         for prompt, result in zip(prompts, results, strict=True):
-            assert result.tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[])
+            assert result.tokens == alone(llama, prompt, 5)
 
 
 @pytest.mark.parametrize("culprit", range(4))
-def test_a_request_that_fails_every_step_ends_alone(
-    llama: tuple[Any, ByteTokenizer, Any], culprit: int
-) -> None:
+def test_a_request_that_fails_every_step_ends_alone(llama: Parts, culprit: int) -> None:
     """The others give their answers, from its step on in halves."""
     prompts = [[number * 7 + i for i in range(12)] for number in range(4)]
     with Engine(*llama, max_sequences=4, context=80, prefill_step=16) as runner:
@@ -472,11 +293,11 @@ def test_a_request_that_fails_every_step_ends_alone(
                 with pytest.raises(StepFailedError, match="its rows are poison"):
                     handle.result()
             else:
-                assert handle.result().tokens == alone(llama, prompt, max_tokens=5, stop_tokens=[])
+                assert handle.result().tokens == alone(llama, prompt, 5)
 
 
 def test_tokens_that_cannot_be_read_are_computed_again(
-    llama: tuple[Any, ByteTokenizer, Any], monkeypatch: pytest.MonkeyPatch
+    llama: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All buffers are dropped, and every running request begins again and goes on as it was."""
     prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
@@ -501,62 +322,6 @@ def test_tokens_that_cannot_be_read_are_computed_again(
             runner.step()
         assert calls >= 2
         assert [handle.result().tokens for handle in handles] == expected
-
-
-def test_what_a_parallel_runner_cannot_do_is_refused(llama: tuple[Any, ByteTokenizer, Any]) -> None:
-    """Not ignored."""
-    refused = pytest.raises(OptionError, match="keep: 63 tokens leave no room in the context of 64")
-    with Engine(*llama, max_sequences=1, context=64) as runner, refused:
-        runner.submit([1, 2], overflow="shift", keep=63)
-
-
-def test_many_requests_with_cancels_through_eight_slots(
-    llama: tuple[Any, ByteTokenizer, Any],
-) -> None:
-    """Random requests and cancels give exact answers, and every cell is free at the end."""
-    rng = random.Random(8)
-    expected: dict[tuple[int, ...], list[int]] = {}
-    prompts = some_prompts(8, 60)
-    with Engine(*llama, max_sequences=8, context=140, prefill_step=48) as runner:
-        running: list[tuple[EngineHandle, list[int], int]] = []
-        finished = cancelled = 0
-        count = fewer(500, 150)
-        for _ in range(count):
-            prompt, limit = rng.choice(prompts), rng.randint(1, 12)
-            while True:
-                try:
-                    running.append(
-                        (runner.submit(prompt, max_tokens=limit, stop_tokens=[]), prompt, limit)
-                    )
-                    break
-                except NoFreeSlotError:
-                    handle, old, count = running.pop(rng.randrange(len(running)))
-                    if rng.random() < 0.25:
-                        handle.cancel()
-                        cancelled += 1
-                    else:
-                        key = tuple(old)
-                        if key not in expected:
-                            expected[key] = alone(llama, old, max_tokens=12, stop_tokens=[])
-                        assert handle.result().tokens == expected[key][:count]
-                        finished += 1
-            if rng.random() < 0.5:
-                runner.step()
-        for handle, old, count in running:
-            assert (
-                handle.result().tokens
-                == (expected.get(tuple(old)) or alone(llama, old, max_tokens=12, stop_tokens=[]))[
-                    :count
-                ]
-            )
-        assert finished > 0.6 * count
-        assert cancelled > 0.1 * count
-        cells = backend(runner).groups[0]
-        for slot in runner.slots:
-            assert not slot.is_busy
-            assert cells.num_used_by([slot.number]) == len(slot.tokens)
-            cells.remove(slot.number, 0)
-        assert cells.num_free == cells.num_cells
 
 
 def test_many_slots_are_reserved_by_sampling_for_a_few(llama: Any) -> None:
@@ -637,7 +402,7 @@ def test_several_answers_of_no_given_length_end_after_some_tokens(
 
 
 def test_run_each_reads_no_further_ahead_than_it_has_to(
-    llama: tuple[Any, ByteTokenizer, Any],
+    llama: Parts,
 ) -> None:
     """A million requests need no memory at once, and first answers come before late requests."""
     read = []
@@ -656,24 +421,8 @@ def test_run_each_reads_no_further_ahead_than_it_has_to(
     assert max(ahead) <= AHEAD * 2 + 1
 
 
-def test_polling_gives_the_same_chunks_without_a_step(
-    llama: tuple[Any, ByteTokenizer, Any],
-) -> None:
-    """For whoever drives many requests; a poll alone never gets further."""
-    prompts = some_prompts(4, 3)
-    with Engine(*llama, max_sequences=3, context=160) as runner:
-        handles = [runner.submit(prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]
-        assert [handle.poll() for handle in handles] == [[], [], []]
-        tokens: list[list[int | None]] = [[], [], []]
-        while not all(handle.finished for handle in handles):
-            runner.step()
-            for polled, handle in zip(tokens, handles, strict=True):
-                polled += [chunk.token for chunk in handle.poll()]
-    assert tokens == [alone(llama, prompt, max_tokens=4, stop_tokens=[]) for prompt in prompts]
-
-
 def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(
-    llama: tuple[Any, ByteTokenizer, Any],
+    llama: Parts,
 ) -> None:
     """The slot that one of them takes its prefix from may be given to the other in between."""
     prefix = list(range(1, 101))
@@ -686,12 +435,12 @@ def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(
             runner.step()
         assert second.finished
         assert third.finished
-        assert second.result().tokens == alone(llama, [*prefix, 6], max_tokens=3, stop_tokens=[])
-        assert third.result().tokens == alone(llama, [*prefix, 7], max_tokens=3, stop_tokens=[])
+        assert second.result().tokens == alone(llama, [*prefix, 6], 3)
+        assert third.result().tokens == alone(llama, [*prefix, 7], 3)
 
 
 def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
-    llama: tuple[Any, ByteTokenizer, Any],
+    llama: Parts,
 ) -> None:
     """A request that might not fit beside running ones is refused at once, and those go on."""
     prefix = list(range(1, 70))
@@ -702,30 +451,3 @@ def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
         with pytest.raises(CacheFullError):
             runner.submit([*prefix, 7], max_tokens=20, stop_tokens=[])
         assert len(running.result().tokens) == 25
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"cache_memory": 0},
-        {"cache_memory": "1"},
-        {"cache_memory": True},
-        {"cache_memory": 1.5},
-        {"kv_cache_tokens": "9"},
-        {"max_step_ms": 10**400},
-        {"disk_cache_bytes": 10**6, "disk_cache_dir": 5},
-        {"disk_cache_bytes": 10**6, "disk_cache_dir": b"here"},
-    ],
-    ids=repr,
-)
-def test_settings_of_the_wrong_type_are_refused(settings: dict[str, Any]) -> None:
-    name = list(settings)[-1]
-    with pytest.raises(OptionError, match=f"^{name}: "):
-        Engine.load("demo", max_sequences=2, context=64, **settings)
-
-
-def test_a_folder_that_no_path_can_name_is_refused() -> None:
-    with pytest.raises(SessionError, match="null byte"):
-        Engine.load(
-            "demo", max_sequences=2, context=64, disk_cache_bytes=10**6, disk_cache_dir="a\0b"
-        )

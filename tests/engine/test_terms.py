@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from support.engine import Engine, claim_least, request_of
-from support.models import tiny_config, tiny_model
+from support.histories import Parts, alone, tiny_parts
 
-from mlxrunner import ParallelRunner, Runner
 from mlxrunner.errors import CacheFullError, ContextLengthError, OptionError, TimeLimitError
-from mlxrunner.models.facts import facts_of
-from mlxrunner.testing import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("proved_once")
-
-Parts = tuple[Any, ByteTokenizer, Any]
-
-
-def parts(name: str) -> Parts:
-    windows = {} if name == "llama" else {"sliding_window": 32}
-    config = tiny_config(name, **({"max_position_embeddings": 4096, "vocab_size": 300} | windows))
-    model = tiny_model(config)
-    return model, ByteTokenizer(), facts_of(model, config)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Parts:
-    return parts("llama")
 
 
 def some(seed: int, count: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(290) for _ in range(count)]
-
-
-def alone(given: Parts, prompt: list[int], count: int) -> list[int]:
-    return Runner(*given).complete(prompt, max_tokens=count, stop_tokens=[]).tokens
 
 
 def test_an_interactive_prompt_goes_before_batch_ones(llama: Parts) -> None:
@@ -115,13 +93,15 @@ def test_terms_are_checked_when_a_request_is_submitted(llama: Parts) -> None:
             Engine(*llama, max_sequences=2, max_step_ms=-1)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("name", "windows"), [("llama", {}), ("gemma3_text", {"sliding_window": 32})]
+)
 def test_answers_grow_and_the_youngest_of_lowest_priority_steps_back(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, windows: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three answers need more cells than there are. Each is that of a runner alone."""
     claim_least(8, 8, monkeypatch)
-    given, waited = parts(name), set()
+    given, waited = tiny_parts(name, **windows), set()
     prompts = [some(i, 30) for i in range(3)]
     with Engine(
         *given, max_sequences=3, context=300, prefill_step=64, kv_cache_tokens=200
@@ -191,26 +171,3 @@ def test_pieces_beside_an_answer_change_no_token(llama: Parts, max_step_ms: floa
         later = runner.submit(long := some(2, 500), max_tokens=9, stop_tokens=[])
         assert later.result().tokens == alone(llama, long, 9)
         assert first.result().tokens == alone(llama, short, 150)
-
-
-def test_requests_that_wait_for_a_slot_follow_priority_and_deadline(llama: Parts) -> None:
-    """One whose deadline has come is refused; the others begin in their order."""
-    with ParallelRunner(*llama, max_sequences=1, context=400) as runner:
-        ended: list[int] = []
-        runner.observers.append(lambda _, observed: ended.append(observed.prompt[0]))
-        running = runner.submit([1], max_tokens=300, stop_tokens=[])
-        next(iter(running))
-        terms: list[dict[str, Any]] = [
-            {"priority": "batch"},
-            {},
-            {"deadline": 9000},
-            {"deadline": 8000},
-        ]
-        handles = [runner.submit([2 + i], max_tokens=2, **some) for i, some in enumerate(terms)]
-        overdue = runner.submit([9], deadline=1e-9)
-        with pytest.raises(TimeLimitError):
-            overdue.result()
-        running.cancel()
-        for handle in handles:
-            handle.result()
-        assert ended == [1, 5, 4, 3, 2]

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from support.engine import Engine, backend, engine_of
 from support.families import write_family
-from support.histories import tiny_parts
-from support.threads import LONG, alone, asked, in_threads, opened
+from support.histories import alone
+from support.threads import LONG, asked, in_threads, opened
 from support.waiting import until
 
 from mlxrunner import (
@@ -48,11 +48,6 @@ from mlxrunner.models.load import tokenizer_of
 from mlxrunner.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("proved_once")
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return tiny_parts("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -495,6 +490,8 @@ for _ in range(10_000):
 @pytest.mark.parametrize(
     ("prompt", "options"),
     [
+        ([], {}),
+        ([1], {"temperature": -1}),
         ([1], {"deadline": 10**400}),
         ([1], {"deadline": 10**5000}),
         ([1], {"temperature": 10**5000}),
@@ -506,17 +503,18 @@ for _ in range(10_000):
         ([{"role": NESTED, "content": "a"}], {}),
         (NESTED, {}),
     ],
-    ids="deadline digits number tools template schema limit content role prompt".split(),
+    ids="none sign deadline digits number tools template schema limit content role prompt".split(),
 )
 def test_values_of_any_size_and_depth_are_refused(
     llama: Any, prompt: Any, options: dict[str, Any]
 ) -> None:
-    """Those that Python can't write as well; the other requests go on."""
+    """In the thread that submits, those that Python can't write as well; others go on."""
     with opened(llama, 2) as runner:
         running = runner.submit([9], **LONG)
         with pytest.raises((OptionError, PromptError)):
             runner.submit(prompt, **options)
         assert len(running.result().tokens) == 100
+        assert runner.stats().waiting == 0
 
 
 def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
@@ -527,16 +525,6 @@ def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
         first = runner.submit([1, 2], max_tokens=40, stop_tokens=[])
         second = runner.submit([3, 4], max_tokens=40, stop_tokens=[])
         assert len(second.result().tokens) == len(first.result().tokens) == 40
-
-
-def test_a_wrong_prompt_or_option_is_raised_by_submit(llama: Any) -> None:
-    """In the thread that submits, before anything is queued."""
-    with opened(llama) as runner:
-        with pytest.raises(PromptError):
-            runner.submit([])
-        with pytest.raises(OptionError):
-            runner.submit([1], temperature=-1)
-        assert runner.stats().waiting == 0
 
 
 def test_streams_of_asyncio_get_the_answers_of_a_runner_alone(llama: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runners for many threads, the answers of a runner alone, and threads that begin at once."""
+"""Runners for many threads, requests of all sorts, and threads that begin at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mlxrunner import ParallelRunner, Runner
+from mlxrunner import ParallelRunner
 
 LONG: dict[str, Any] = {"max_tokens": 100, "stop_tokens": []}
 """Options of an answer that takes a while."""
@@ -16,10 +16,6 @@ LONG: dict[str, Any] = {"max_tokens": 100, "stop_tokens": []}
 
 def opened(parts: Any, slots: int = 2, context: int = 128, **settings: Any) -> ParallelRunner:
     return ParallelRunner(*parts, max_sequences=slots, context=context, **settings)
-
-
-def alone(parts: Any, prompt: Any, **options: Any) -> list[int]:
-    return Runner(*parts, context=128).complete(prompt, **options).tokens
 
 
 def in_threads(count: int, act: Callable[[int], object]) -> None:

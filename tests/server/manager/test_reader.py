@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.histories import tiny_parts
-from support.threads import LONG, alone, asked, opened
+from support.histories import alone, tiny_parts
+from support.threads import LONG, asked, opened
 
 from mlxrunner import ClosedError, ParallelRunner
 from mlxrunner.engine import thread
