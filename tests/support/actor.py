@@ -55,19 +55,28 @@ class Actor:
         return [KVCache()]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Return logits `[1, n, VOCAB]`, of which the last GUESSED rows are of use."""
+        """Return logits `[1, n, VOCAB]`.
+
+        Only the last GUESSED rows of each sequence are of use.
+        """
         n = tokens.shape[1]
         self.forwards.append(n)
         mask = cache[0].make_mask(n, return_array=True, window_size=None)
-        row = mx.broadcast_to(tokens[0].astype(mx.float32)[None, None, :, None], (1, 1, n, 2))
+        offset = cache[0].offset
+        places = offset if isinstance(offset, mx.array) else mx.arange(offset, offset + n)
+        row = mx.stack([tokens[0], places]).astype(mx.float32).T[None, None]
         keys, _ = cache[0].update_and_fetch(row, row)
-        cells = np.array(keys[0, 0, :, 0]).astype(np.int64)
+        cells, places = np.array(keys[0, 0].T).astype(np.int64)
         if mask is None:
             mask = mx.array(True)
         seen = np.array(mx.broadcast_to(mask, (1, 1, n, len(cells)))[0, 0])
         logits = np.zeros((1, n, VOCAB), np.float32)
-        for back in range(min(n, GUESSED)):
-            logits[0, n - 1 - back, self._next(cells[seen[n - 1 - back]])] = 50.0
+        follows = np.append((seen[1:] >= seen[:-1]).all(axis=1), False)
+        ends = np.flatnonzero(~follows)  # the last row of each sequence
+        for row_number in {end - back for end in ends for back in range(min(end + 1, GUESSED))}:
+            visible = seen[row_number]
+            order = np.argsort(places[visible])  # cells lie in any order
+            logits[0, row_number, self._next(cells[visible][order])] = 50.0
         return mx.array(logits)
 
     def parameters(self) -> dict[str, mx.array]:
