@@ -61,12 +61,12 @@ def serve(pipe: Connection, folder: Path) -> None:
     A text and a number of tokens is asked of the engine; None asks only for the time.
     """
     from mlxrunner.options import ServeSettings
+    from mlxrunner.profiling.metrics import RequestLog
     from mlxrunner.server.events import ServerRequest
     from mlxrunner.server.manager import ModelManager, ModelNames
     from mlxrunner.server.models import ModelLoader
     from mlxrunner.server.server import UvicornServer, application
     from mlxrunner.server.supervisor import listen
-    from mlxrunner.server.watch import RequestLog
 
     settings = ServeSettings(port=0, disk_cache=False)
     opening = ModelLoader(settings=settings, runner={"context": 4096})

@@ -21,11 +21,11 @@ from typing import Any
 
 import mlxrunner
 from mlxrunner.options import ServeSettings
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.server import server
 from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.models import ModelLoader
 from mlxrunner.server.supervisor import listen
-from mlxrunner.server.watch import RequestLog
 
 PACKAGE = str(Path(mlxrunner.__file__).parent) + "/"
 TURNS, TRACED = 3, 2

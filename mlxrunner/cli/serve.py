@@ -35,10 +35,10 @@ from mlxrunner.options import GenerateOptions, RunnerSettings, ServeSettings
 from mlxrunner.system.imports import how_to_install
 
 if TYPE_CHECKING:
+    from mlxrunner.profiling.metrics import RequestLog
     from mlxrunner.server.manager import ModelManager
     from mlxrunner.server.models import ModelLoader, ServedModel
     from mlxrunner.server.supervisor import RequestJournal, ServerWorker
-    from mlxrunner.server.watch import RequestLog
 
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 """The packages of the extra `serve`."""
@@ -125,9 +125,9 @@ def serve(
             with supervisor.listen(settings) as listening:
                 sys.exit(supervisor.supervise(listening))
     with uninterrupted():  # pydantic turns an interrupt of its own work into another error
+        from mlxrunner.profiling.metrics import RequestLog
         from mlxrunner.server import server  # noqa: F401  # imports all that it needs
         from mlxrunner.server.models import ModelLoader
-        from mlxrunner.server.watch import RequestLog
 
     record = RequestLog(events, log_text=log_text)
     opening = ModelLoader(

@@ -1,6 +1,6 @@
-"""Keep counters and histograms of the requests in a file in Prometheus text format.
+"""Count requests for Prometheus: those of many runs in a file, those of a server in its log.
 
-The textfile collector of node_exporter reads it. Counting continues from the counts in the file, so
+The textfile collector of node_exporter reads the file. Counting continues from the counts in it, so
 many short runs count like one long run. A file belongs to one process: if several use it, only the
 counts of the last one to write stay.
 """
@@ -8,12 +8,16 @@ counts of the last one to write stay.
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxrunner.errors import MissingFileError, OptionError, ReadError
+from mlxrunner.profiling.logs import LineWriter
+from mlxrunner.profiling.profile import Profile, as_line
 from mlxrunner.results import logger
 from mlxrunner.system.imports import how_to_install
 from mlxrunner.system.reading import read_text
@@ -22,7 +26,10 @@ from mlxrunner.system.writing import check_own, write_errors_as, written
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from mlxrunner.profiling.schema import Event
+    from mlxrunner.engine.parallel_runner import ParallelRunner
+    from mlxrunner.engine.request import Observation
+    from mlxrunner.profiling.schema import Event, NoteKind
+    from mlxrunner.tokenizer.prompt import Caller
 
 
 LARGEST = 2**24
@@ -56,6 +63,8 @@ BUCKETS = {
     "mlxrunner_request_evaluated_tokens": (1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6),
 }
 """The upper bounds of the buckets of each histogram."""
+REMEMBERED = 1000
+"""The most requests of a server whose events are remembered."""
 
 
 class MetricsCollector:
@@ -191,3 +200,109 @@ def _labels(labels: Mapping[str, str]) -> Labels:
         (name, value.encode("utf-8", "backslashreplace").decode())
         for name, value in sorted(labels.items())
     )
+
+
+class RequestLog:
+    """The events of a server's requests."""
+
+    def __init__(
+        self, events: str | Path | None = None, *, tokens: str | None = None, log_text: bool = False
+    ) -> None:
+        """Record nothing yet.
+
+        `events`, `tokens` and `log_text` are those of a Profile. Raise OptionError if a
+        file can't be written, or if prometheus_client is missing.
+        """
+        self._events = None if events is None else LineWriter(events)
+        self._tokens, self._log_text = tokens, log_text
+        self._lock = threading.Lock()
+        self._by_request: OrderedDict[str, Event] = OrderedDict()
+        self._callers: dict[str, dict[int, Caller | None]] = defaultdict(dict)
+        self._profiles: dict[str, Profile] = {}
+        """The profiles of the models that are loaded, or were until now, by their names."""
+        self._waiting: dict[str, Event] = {}
+        """Events of requests of which it is not known yet how the answer ended."""
+        self._ended: OrderedDict[str, NoteKind | None] = OrderedDict()
+        """The remarks on answers, by request."""
+        self.counts = MetricsCollector()
+
+    def watch(self, runner: ParallelRunner) -> None:
+        """Record the requests of a model. Raise OptionError if a file can't be written.
+
+        If it was loaded before, it has been unloaded since.
+        """
+        if (before := self._profiles.pop(runner.name, None)) is not None:
+            before.finish()
+        profile = Profile("serve", tokens=self._tokens, log_text=self._log_text, sinks=[self._add])
+        profile.watch(runner)
+        self._profiles[runner.name] = profile
+        runner.observers.append(self._see)
+        self._callers[runner.name].clear()
+
+    def close(self) -> None:
+        """Stop watching and close the files."""
+        for profile in self._profiles.values():
+            profile.finish()
+        with self._lock:
+            for event in self._waiting.values():
+                self._write(event)
+            self._waiting.clear()
+        if self._events is not None:
+            self._events.close()
+
+    def ended(self, request: str, note: NoteKind | None) -> None:
+        """Note how the answer to a request ended, and write its event.
+
+        The model's thread may add that later. A second call for a request changes nothing.
+        """
+        with self._lock:
+            if request in self._ended:
+                return
+            self._ended[request] = note
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+            if (event := self._waiting.pop(request, None)) is not None:
+                self._write(event, note)
+
+    def event(self, request: str) -> Event | None:
+        """Return the event of a request by its id; None: it is not known, or not any more."""
+        with self._lock:
+            return self._by_request.get(request)
+
+    def last(self, count: int) -> list[Event]:
+        """Return the last events, the youngest first."""
+        with self._lock:
+            return list(self._by_request.values())[: -count - 1 : -1]
+
+    def caller(self, model: str, slot: int) -> Caller | None:
+        """Return the client whose request was the last to end in a slot."""
+        return self._callers[model].get(slot)
+
+    def metrics(self) -> str:
+        from prometheus_client import generate_latest
+
+        with self._lock:
+            return generate_latest(self.counts.registry).decode()
+
+    def _add(self, event: Event) -> None:
+        with self._lock:
+            self.counts(event)
+            key = event.caller.request if event.caller is not None else event.id
+            self._by_request[key] = event
+            while len(self._by_request) > REMEMBERED:
+                self._by_request.popitem(last=False)
+            if event.caller is None or not key or key in self._ended:
+                self._write(event, self._ended.get(key))
+            else:
+                self._waiting[key] = event
+
+    def _write(self, event: Event, note: NoteKind | None = None) -> None:
+        if note is not None and event.caller is not None:
+            event.caller.note = note
+        if self._events is not None:
+            self._events.write(as_line(event))
+
+    def _see(self, runner: object, observed: Observation) -> None:
+        if observed.scheduling is not None:
+            name = getattr(runner, "name", "")
+            self._callers[name][observed.scheduling.slot] = observed.prepared.caller

@@ -25,20 +25,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlxrunner.config.names import did_you_mean, hub_id_of
-from mlxrunner.engine.parallel_runner import Handle, news_of
+from mlxrunner.engine.parallel_runner import Handle, ParallelRunner, news_of
 from mlxrunner.engine.thread import run_in_worker
 from mlxrunner.errors import ClosedError, ContextLengthError, EngineError, ModelError
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.models.resolve import HUB_ID, cached_models, folder_if_here, lasting
 from mlxrunner.options import EMBEDDED
 from mlxrunner.profiling.divergence import PromptRecord
+from mlxrunner.profiling.schema import NoteKind
 from mlxrunner.results import Chunk, logger
 from mlxrunner.server.events import (
     SOON,
     TOO_LONG,
     AnswerEnd,
     AnswerEvent,
-    AnswerNote,
     ApiError,
     EndReason,
     Ping,
@@ -55,7 +55,7 @@ from mlxrunner.tokenizer.prompt import Caller
 
 LONGEST_WAIT = 120
 """Most seconds after which a refused client is told to ask again."""
-OnEnd = Callable[[str, AnswerNote | None], None]
+OnEnd = Callable[[str, NoteKind | None], None]
 """A function that is told how the answer to a request ended."""
 MOST_MESSAGES, MOST_TOOLS, MOST_STOPS = 20_000, 2_000, 1_000
 """Each token of an answer is compared with all stop strings, while other requests wait."""
@@ -75,10 +75,10 @@ class ModelManager:
         self,
         names: ModelNames,
         opening: ModelLoader,
-        on_open: Callable[[ServedModel], None],
+        on_open: Callable[[ParallelRunner], None],
         on_end: OnEnd = lambda request, note: None,
     ) -> None:
-        """Hold no model yet. `on_open` is called with each one that was loaded.
+        """Hold no model yet. `on_open` is called with the runner of each one.
 
         `on_end` is called with the id of each request and the remark on its answer, as soon as that
         is known, and again at the end of the request.
@@ -253,12 +253,12 @@ class ModelManager:
             is_kept = True
             await asyncio.to_thread(opened.maker.keep, made, chunks)
             begun.record.has_thought = splitter.thinking_tokens > 0
-            self._on_end(asked.id, splitter.note)
+            self._on_end(asked.id, None if splitter.note is None else splitter.note.kind)
             yield _end(opened, asked, begun, chunks, splitter)
         finally:
             self._handles.discard(handle)
             reader.close()
-            self._on_end(asked.id, splitter.note)
+            self._on_end(asked.id, None if splitter.note is None else splitter.note.kind)
             if chunks and not is_kept:
                 keep = partial(opened.maker.keep, made, chunks, is_cut=True)
                 asyncio.get_running_loop().run_in_executor(None, keep)
@@ -370,8 +370,8 @@ class ModelSlot:
 class ModelSlots:
     """The models of a server within its budget of bytes."""
 
-    def __init__(self, opening: ModelLoader, on_open: Callable[[ServedModel], None]) -> None:
-        """Hold no model yet. `on_open` is called with each one that was loaded."""
+    def __init__(self, opening: ModelLoader, on_open: Callable[[ParallelRunner], None]) -> None:
+        """Hold no model yet. `on_open` is called with the runner of each one."""
         self._opening, self._on_open = opening, on_open
         self._places: dict[str, ModelSlot] = {}
         self._leaving: list[ModelSlot] = []
@@ -393,7 +393,7 @@ class ModelSlots:
     def take_in(self, opened: ServedModel) -> None:
         """Add a model that was loaded before the server runs."""
         self._places[opened.name] = ModelSlot(opened.name, opened=opened, used=time.monotonic())
-        self._on_open(opened)
+        self._on_open(opened.runner)
 
     def enter(self, name: str) -> ModelSlot:
         """Return the place of a model, for a request that has to `leave` it.
@@ -445,7 +445,7 @@ class ModelSlots:
             room = budget - self._bytes()
             opened = await run_in_worker(self._opening.load, place.name, room)
             try:
-                self._on_open(opened)
+                self._on_open(opened.runner)
             except Exception:
                 await asyncio.to_thread(opened.runner.close)
                 raise

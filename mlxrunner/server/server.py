@@ -36,13 +36,14 @@ from uvicorn.server import HANDLED_SIGNALS
 
 from mlxrunner.engine.thread import has_work
 from mlxrunner.options import ServeSettings
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.results import logger
 from mlxrunner.server import anthropic, ollama, openai, responses
 from mlxrunner.server.events import SOON, ApiError, api_error_of, error_response
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.models import ServedModel, parking_folder
 from mlxrunner.server.supervisor import SUSPICIOUS, RequestJournal, digest_of, is_loopback
-from mlxrunner.server.watch import RequestLog, watch_router
+from mlxrunner.server.watch import watch_router
 from mlxrunner.system.imports import limit
 from mlxrunner.terminal.control import say_now, uninterrupted
 from mlxrunner.terminal.early import INTERRUPTED

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import io
-import threading
 import time
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
-from mlxrunner.engine.request import Observation
 from mlxrunner.engine.thread import HeldSlot, Stats
-from mlxrunner.profiling.logs import LineWriter
-from mlxrunner.profiling.metrics import MetricsCollector
-from mlxrunner.profiling.profile import Profile, as_line
+from mlxrunner.profiling.metrics import REMEMBERED, RequestLog
 from mlxrunner.profiling.report import page as plots
 from mlxrunner.profiling.report.page import document, safe
 from mlxrunner.profiling.report.summary import Summary, blame_of, client_of, id_of
 from mlxrunner.profiling.schema import Event
-from mlxrunner.server.events import AnswerNote, ApiError, PrintableResponse
+from mlxrunner.server.events import ApiError, PrintableResponse
 from mlxrunner.server.manager import ModelManager
 from mlxrunner.server.models import ServedModel
 from mlxrunner.terminal.output import moment, number, percent, size
-from mlxrunner.tokenizer.prompt import Caller
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -262,113 +255,3 @@ def _request_row(event: Event) -> list[str | plots.TableLink]:
 
 def _explained(request: str) -> plots.TableLink:
     return plots.TableLink(request, f"/explain/{request}")
-
-
-REMEMBERED = 1000
-"""The most requests whose events are remembered."""
-
-
-class RequestLog:
-    """The events of a server's requests."""
-
-    def __init__(
-        self, events: str | Path | None = None, *, tokens: str | None = None, log_text: bool = False
-    ) -> None:
-        """Record nothing yet.
-
-        `events`, `tokens` and `log_text` are those of a Profile. Raise OptionError if a
-        file can't be written, or if prometheus_client is missing.
-        """
-        self._events = None if events is None else LineWriter(events)
-        self._tokens, self._log_text = tokens, log_text
-        self._lock = threading.Lock()
-        self._by_request: OrderedDict[str, Event] = OrderedDict()
-        self._callers: dict[str, dict[int, Caller | None]] = defaultdict(dict)
-        self._profiles: dict[str, Profile] = {}
-        """The profiles of the models that are loaded, or were until now, by their names."""
-        self._waiting: dict[str, Event] = {}
-        """Events of requests of which it is not known yet how the answer ended."""
-        self._ended: OrderedDict[str, AnswerNote | None] = OrderedDict()
-        """The remarks on answers, by request."""
-        self.counts = MetricsCollector()
-
-    def watch(self, opened: ServedModel) -> None:
-        """Record the requests of a model. Raise OptionError if a file can't be written.
-
-        If it was loaded before, it has been unloaded since.
-        """
-        if (before := self._profiles.pop(opened.name, None)) is not None:
-            before.finish()
-        profile = Profile("serve", tokens=self._tokens, log_text=self._log_text, sinks=[self._add])
-        profile.watch(opened.runner)
-        self._profiles[opened.name] = profile
-        opened.runner.observers.append(self._see)
-        self._callers[opened.name].clear()
-
-    def close(self) -> None:
-        """Stop watching and close the files."""
-        for profile in self._profiles.values():
-            profile.finish()
-        with self._lock:
-            for event in self._waiting.values():
-                self._write(event)
-            self._waiting.clear()
-        if self._events is not None:
-            self._events.close()
-
-    def ended(self, request: str, note: AnswerNote | None) -> None:
-        """Note how the answer to a request ended, and write its event.
-
-        The model's thread may add that later. A second call for a request changes nothing.
-        """
-        with self._lock:
-            if request in self._ended:
-                return
-            self._ended[request] = note
-            while len(self._ended) > REMEMBERED:
-                self._ended.popitem(last=False)
-            if (event := self._waiting.pop(request, None)) is not None:
-                self._write(event, note)
-
-    def event(self, request: str) -> Event | None:
-        """Return the event of a request by its id; None: it is not known, or not any more."""
-        with self._lock:
-            return self._by_request.get(request)
-
-    def last(self, count: int) -> list[Event]:
-        """Return the last events, the youngest first."""
-        with self._lock:
-            return list(self._by_request.values())[: -count - 1 : -1]
-
-    def caller(self, model: str, slot: int) -> Caller | None:
-        """Return the client whose request was the last to end in a slot."""
-        return self._callers[model].get(slot)
-
-    def metrics(self) -> str:
-        from prometheus_client import generate_latest
-
-        with self._lock:
-            return generate_latest(self.counts.registry).decode()
-
-    def _add(self, event: Event) -> None:
-        with self._lock:
-            self.counts(event)
-            key = event.caller.request if event.caller is not None else event.id
-            self._by_request[key] = event
-            while len(self._by_request) > REMEMBERED:
-                self._by_request.popitem(last=False)
-            if event.caller is None or not key or key in self._ended:
-                self._write(event, self._ended.get(key))
-            else:
-                self._waiting[key] = event
-
-    def _write(self, event: Event, note: AnswerNote | None = None) -> None:
-        if note is not None and event.caller is not None:
-            event.caller.note = note.kind
-        if self._events is not None:
-            self._events.write(as_line(event))
-
-    def _see(self, runner: object, observed: Observation) -> None:
-        if observed.scheduling is not None:
-            name = getattr(runner, "name", "")
-            self._callers[name][observed.scheduling.slot] = observed.prepared.caller

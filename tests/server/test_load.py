@@ -22,11 +22,11 @@ from support.program import program
 from support.waiting import until
 
 from mlxrunner.options import ServeSettings
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.models import ModelLoader
 from mlxrunner.server.server import HttpConnection, UvicornServer, application
 from mlxrunner.server.supervisor import listen
-from mlxrunner.server.watch import RequestLog
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 CONTEXT = 2000

@@ -16,10 +16,11 @@ from support.events import as_event, example_event
 from support.managers import asked, open_manager, served
 
 from mlxrunner.options import ServeSettings
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.profiling.report.page import TableLink, table
 from mlxrunner.profiling.schema import Event
 from mlxrunner.server.manager import ModelNames
-from mlxrunner.server.watch import RequestLog, explained, status_page
+from mlxrunner.server.watch import explained, status_page
 
 HOSTILE = "<script>alert(1)</script>\"'>"
 

@@ -13,11 +13,11 @@ from support.scripted import serving
 
 from mlxrunner.models.load import LoadProgress, tell_nobody
 from mlxrunner.options import ServeSettings
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.server.events import AnswerEvent, ServerRequest
 from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.models import ModelLoader, ServedModel
 from mlxrunner.server.server import application
-from mlxrunner.server.watch import RequestLog
 
 CHATML = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

@@ -13,9 +13,9 @@ from support.scripted import serving
 
 from mlxrunner import ParallelRunner
 from mlxrunner.options import ServeSettings
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.server import application
-from mlxrunner.server.watch import RequestLog
 
 ROWS = pytest.StashKey[list[str]]()
 HEAD = "| client | layers | requests | prompt tokens | evaluated | reused of what could be |"

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from support.managers import asked, events_of, manager_of, open_manager, opening
 
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.server.events import AnswerEnd, ApiError, Client, ServerRequest, TextDelta
 from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.protocol import headers, report
-from mlxrunner.server.watch import RequestLog, explained
+from mlxrunner.server.watch import explained
 
 
 async def test_an_answer_and_the_next_turn(folder: Path) -> None:
@@ -107,7 +108,7 @@ async def test_the_client_is_named(folder: Path) -> None:
     manager = ModelManager(
         ModelNames(str(folder / "first")),
         made,
-        lambda opened: opened.runner.observers.append(lambda _, it: seen.append(it)),
+        lambda runner: runner.observers.append(lambda _, it: seen.append(it)),
     )
     client = Client("claude-cli", "a session")
     await events_of(manager, asked(id="msg_1", client=client))

@@ -18,15 +18,16 @@ from support.managers import (
     reached,
 )
 
+from mlxrunner.engine.parallel_runner import ParallelRunner
 from mlxrunner.engine.thread import has_work
 from mlxrunner.errors import ClosedError, MemoryPlanError, OptionError
 from mlxrunner.models.load import LoadProgress, tell_nobody, without_weights
 from mlxrunner.options import ServeSettings
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.server import manager as manager_module
 from mlxrunner.server.events import AnswerEnd, ApiError, Ping
 from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.models import ModelLoader, ServedModel
-from mlxrunner.server.watch import RequestLog
 from tests.support.models import write_model
 
 
@@ -134,10 +135,10 @@ async def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> 
 
 async def test_a_model_that_can_not_be_watched(folder: Path) -> None:
     """It is refused with the reason and not held; the next request tries again."""
-    opened_ones = list[ServedModel]()
+    opened_ones = list[ParallelRunner]()
 
-    def refuse(opened: ServedModel) -> None:
-        opened_ones.append(opened)
+    def refuse(runner: ParallelRunner) -> None:
+        opened_ones.append(runner)
         if len(opened_ones) == 1:
             raise OptionError("events: the disk is full")
 
@@ -146,7 +147,7 @@ async def test_a_model_that_can_not_be_watched(folder: Path) -> None:
         await events_of(manager, asked())
     assert list(manager.models_held) == []
     with pytest.raises(ClosedError):
-        opened_ones[0].runner.submit("x")
+        opened_ones[0].submit("x")
     await manager.hold("first", 0)  # is not there, so nothing is loaded to be unloaded
     assert len(opened_ones) == 1
     assert isinstance((await events_of(manager, asked()))[-1], AnswerEnd)

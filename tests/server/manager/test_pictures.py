@@ -24,10 +24,10 @@ from mlxrunner import Runner
 from mlxrunner.errors import OptionError
 from mlxrunner.options import ServeSettings
 from mlxrunner.pictures import vision_encoder
+from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.server.events import AnswerEnd, ApiError, ServerRequest, TextDelta
 from mlxrunner.server.manager import ModelManager, ModelNames
 from mlxrunner.server.models import ModelLoader
-from mlxrunner.server.watch import RequestLog
 
 SHAPES = Path(__file__).parents[3] / "docs" / "images" / "shapes.png"
 SETTINGS = ServeSettings(
